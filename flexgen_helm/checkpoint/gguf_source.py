@@ -1,0 +1,137 @@
+"""One .gguf file: quantized or plain, with its own metadata and tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from flexgen_helm.checkpoint.fingerprint import content_fingerprint
+from flexgen_helm.checkpoint.source import TILE_ELEMENTS, ByteSource, Checkpoint, half_type
+from flexgen_helm.core.errors import CheckpointError, FlexgenError
+from flexgen_helm.models.families import Family, family_of_gguf, source_of
+from flexgen_helm.models.spec import ModelSpec, tensor_shapes
+
+_HALVES = {gguf.GGMLQuantizationType.BF16: torch.bfloat16, gguf.GGMLQuantizationType.F16: torch.float16}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One tensor in the file. shape: as in torch, rows first. offset, size: bytes from the start, and of the data."""
+
+    name: str
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+class GgufCheckpoint(Checkpoint):
+    """Opening parses the metadata (1 to 2 seconds, most of it the vocabulary) and checks every tensor's extent."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = ByteSource.of(path)
+        metadata, stored = _read_header(self._file)
+        family, self.spec = _read_spec(path, metadata)
+        self.tokenizer_path = path if "tokenizer.ggml.tokens" in metadata else None
+        self._stored: dict[str, _Stored] = {}
+        self._rope_heads: dict[str, int] = {}
+        heads = {"q": self.spec.num_heads, "kv": self.spec.num_kv_heads}
+        sizes: dict[torch.dtype, int] = {}
+        for canonical, shape in tensor_shapes(self.spec).items():
+            source = source_of(family.gguf_tensors, canonical)
+            tensor = stored.get(source.name)
+            if tensor is None:
+                raise CheckpointError(f"{path} lacks the tensor {source.name}, which its metadata asks for")
+            if tensor.shape != shape:
+                raise CheckpointError(
+                    f"{path}: tensor {source.name} has the shape {list(tensor.shape)}, but its metadata asks for "
+                    f"{list(shape)}"
+                )
+            self._stored[canonical] = tensor
+            if source.rope_heads is not None:
+                self._rope_heads[canonical] = heads[source.rope_heads]
+            if tensor.kind in _HALVES:
+                dtype = _HALVES[tensor.kind]
+                sizes[dtype] = sizes.get(dtype, 0) + tensor.size
+        self.rest_dtype = half_type(sizes)
+
+    @cached_property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        return content_fingerprint([self._file.path])
+
+    def _where(self, name: str) -> str:
+        return f"{self._file.path}: tensor {self._stored[name].name}"
+
+    def _pieces(self, name: str) -> Iterator[torch.Tensor]:
+        stored = self._stored[name]
+        rows = stored.shape[0] if len(stored.shape) > 1 else 1
+        row_bytes, row_elements = stored.size // rows, int(np.prod(stored.shape)) // rows
+        step = max(1, TILE_ELEMENTS // row_elements)
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            data = self._file.read(stored.offset + start * row_bytes, count * row_bytes, f"tensor {stored.name}")
+            quantized = np.frombuffer(data, dtype=np.uint8).reshape(count, row_bytes)
+            # Blocks that hold an infinite scale dequantize to what the finiteness check then refuses.
+            with np.errstate(all="ignore"):
+                values = gguf.quants.dequantize(_as_stored(quantized, stored.kind), stored.kind)
+            yield torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(-1)
+
+    def _arrange(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Rotary pairs lie side by side in the rows of GGUF's Llama; put each head back into two halves."""
+        heads = self._rope_heads.get(name)
+        if heads is None:
+            return tensor
+        half = tensor.shape[0] // heads // 2
+        return tensor.view(heads, half, 2, -1).transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def _as_stored(quantized: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """The plain types are dequantized from their own element type, all others from bytes."""
+    plain = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}
+    return quantized.view(plain[kind]) if kind in plain else quantized
+
+
+def _read_header(file: ByteSource) -> tuple[dict[str, Any], dict[str, _Stored]]:
+    try:
+        reader = gguf.GGUFReader(file.path, "r")
+        metadata: dict[str, Any] = {name: entry.contents() for name, entry in reader.fields.items()}
+        stored = {
+            tensor.name: _Stored(
+                tensor.name,
+                tensor.tensor_type,
+                tuple(int(size) for size in reversed(tensor.shape)),
+                int(tensor.data_offset),
+                int(tensor.n_bytes),
+            )
+            for tensor in reader.tensors
+        }
+    except Exception as error:  # The reader meets damage by whatever numpy or Python raises on the way.
+        raise CheckpointError(
+            f"{file.path} is truncated, corrupt or no GGUF file ({file.size} bytes): {error}"
+        ) from error
+    for tensor in stored.values():
+        if tensor.offset + tensor.size > file.size:
+            short = tensor.offset + tensor.size - file.size
+            raise CheckpointError(f"{file.path} ends {short} bytes before the end of tensor {tensor.name}")
+    metadata["tensor_names"] = frozenset(stored)
+    return metadata, stored
+
+
+def _read_spec(path: Path, metadata: Mapping[str, Any]) -> tuple[Family, ModelSpec]:
+    family = family_of_gguf(str(metadata.get("general.architecture")))
+    assert family.read_gguf is not None, f"{family.name} claims GGUF architectures but reads none"
+    try:
+        return family, family.read_gguf(metadata)
+    except FlexgenError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks the metadata {error}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{path} has metadata of the wrong kind or none where some is needed: {error}") from error

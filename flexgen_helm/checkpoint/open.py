@@ -1,0 +1,68 @@
+"""From a name to a `Checkpoint`, fetched first where needed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from flexgen_helm.checkpoint.catalogue import Resolved, resolve
+from flexgen_helm.checkpoint.dummy import DummyCheckpoint
+from flexgen_helm.checkpoint.fetch import Progress, fetch_resolved
+from flexgen_helm.checkpoint.fingerprint import snapshot_fingerprint
+from flexgen_helm.checkpoint.folder import read_config, tokenizer_folder
+from flexgen_helm.checkpoint.gguf_source import GgufCheckpoint
+from flexgen_helm.checkpoint.safetensors_source import SafetensorsCheckpoint
+from flexgen_helm.checkpoint.source import Checkpoint
+from flexgen_helm.core.errors import UsageError
+
+
+def open_checkpoint(
+    name_or_path: str | os.PathLike[str] | Resolved,
+    *,
+    revision: str | None = None,
+    weights: Literal["pretrained", "dummy"] = "pretrained",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Open a model's weights; a precision suffix in the name is accepted and does not matter here.
+
+    weights 'dummy' gives seeded random weights and needs the model's sizes only: from the catalogue, or a local
+    folder's `config.json`, or a .gguf file. Raises `UnknownModelError`, `UnsupportedArchitectureError` or
+    `CheckpointError`, each naming what is wrong and what to do.
+    """
+    resolved = name_or_path if isinstance(name_or_path, Resolved) else resolve(name_or_path, revision)
+    if weights == "dummy":
+        return _dummy(resolved, seed)
+    path = fetch_resolved(resolved, progress)
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufCheckpoint(path)
+    if resolved.kind == "hub":
+        assert resolved.hub_repo is not None
+        sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+        return SafetensorsCheckpoint(path, snapshot_fingerprint(resolved.hub_repo, path.name, sizes))
+    return SafetensorsCheckpoint(path)
+
+
+def _dummy(resolved: Resolved, seed: int) -> DummyCheckpoint:
+    if resolved.entry is not None:
+        return DummyCheckpoint(resolved.entry.spec, seed, _half(resolved.entry.default_dtype))
+    if resolved.path is None:
+        raise UsageError(
+            f"dummy weights of {resolved.name} need its sizes, which the catalogue does not have; name a catalogue "
+            "model or a folder with config.json"
+        )
+    if resolved.kind == "gguf":
+        real = GgufCheckpoint(resolved.path)
+        return DummyCheckpoint(real.spec, seed, real.rest_dtype, real.tokenizer_path)
+    folder: Path = resolved.path.parent if resolved.path.is_file() else resolved.path
+    _, spec, config = read_config(folder)
+    return DummyCheckpoint(
+        spec, seed, _half(config.get("dtype") or config.get("torch_dtype")), tokenizer_folder(folder)
+    )
+
+
+def _half(name: object) -> torch.dtype:
+    return torch.bfloat16 if name == "bfloat16" else torch.float16

@@ -1,0 +1,120 @@
+"""A folder of safetensors files, single or sharded, with its `config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from flexgen_helm.checkpoint.fingerprint import content_fingerprint
+from flexgen_helm.checkpoint.folder import CONFIG, TOKENIZER_FILES, read_config, tokenizer_folder, weight_files
+from flexgen_helm.checkpoint.source import TILE_ELEMENTS, ByteSource, Checkpoint, half_type
+from flexgen_helm.core.errors import CheckpointError
+from flexgen_helm.models.families import Family, source_of
+from flexgen_helm.models.spec import tensor_shapes
+
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One tensor in a file. dtype: safetensors' name of it. offset: bytes from the start of the file."""
+
+    file: ByteSource
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """Opening checks every shard's header against the file's length and finds every tensor of the model.
+
+    path: the folder, or one .safetensors file beside its `config.json`. fingerprint: given for a hub snapshot,
+    whose commit is its identity; otherwise computed from the files' content when first asked for.
+    """
+
+    def __init__(self, path: Path, fingerprint: str | None = None) -> None:
+        folder = path.parent if path.is_file() else path
+        family, self.spec, _ = read_config(folder)
+        self._files = [path] if path.is_file() else weight_files(folder)
+        self._folder, self._given_fingerprint = folder, fingerprint
+        self.tokenizer_path = tokenizer_folder(folder)
+        stored: dict[str, _Stored] = {}
+        for file in self._files:
+            stored.update(_read_header(file))
+        self._stored = _match(stored, tensor_shapes(self.spec), family, path)
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in self._stored.values():
+            dtype = _DTYPES[tensor.dtype]
+            sizes[dtype] = sizes.get(dtype, 0) + prod(tensor.shape) * dtype.itemsize
+        self.rest_dtype = half_type(sizes)
+
+    @cached_property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        if self._given_fingerprint is not None:
+            return self._given_fingerprint
+        others = [self._folder / name for name in (CONFIG, *TOKENIZER_FILES)]
+        return content_fingerprint([*self._files, *(file for file in others if file.is_file())])
+
+    def _where(self, name: str) -> str:
+        stored = self._stored[name]
+        return f"{stored.file.path}: tensor {stored.name}"
+
+    def _pieces(self, name: str) -> Iterator[torch.Tensor]:
+        stored = self._stored[name]
+        dtype = _DTYPES[stored.dtype]
+        total = prod(stored.shape)
+        for start in range(0, total, TILE_ELEMENTS):
+            count = min(TILE_ELEMENTS, total - start)
+            data = stored.file.read(
+                stored.offset + start * dtype.itemsize, count * dtype.itemsize, f"tensor {stored.name}"
+            )
+            yield torch.frombuffer(data, dtype=dtype)
+
+
+def _read_header(path: Path) -> dict[str, _Stored]:
+    file = ByteSource.of(path)
+    try:
+        # The library's parser is the judge of the header: lengths, overlaps, the end of the data.
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is truncated or corrupt ({file.size} bytes): {error}") from error
+    length = int.from_bytes(file.read(0, 8, "header length"), "little")
+    header = json.loads(bytes(file.read(8, length, "header")))
+    header.pop("__metadata__", None)
+    start = 8 + length
+    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end != file.size:
+        raise CheckpointError(f"{path} is {file.size} bytes long but its header describes {end}; fetch it again")
+    return {
+        name: _Stored(file, name, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+def _match(
+    stored: Mapping[str, _Stored], shapes: Mapping[str, tuple[int, ...]], family: Family, path: Path
+) -> dict[str, _Stored]:
+    """Canonical name -> stored tensor, shapes and types checked."""
+    found: dict[str, _Stored] = {}
+    for canonical, shape in shapes.items():
+        name = source_of(family.tensors, canonical).name
+        tensor = next((stored[prefix + name] for prefix in family.prefixes if prefix + name in stored), None)
+        if tensor is None:
+            raise CheckpointError(f"{path} lacks the tensor {family.prefixes[0]}{name}, which its {CONFIG} asks for")
+        where = f"{tensor.file.path}: tensor {tensor.name}"
+        if tensor.shape != shape:
+            raise CheckpointError(f"{where} has the shape {list(tensor.shape)}, but {CONFIG} asks for {list(shape)}")
+        if tensor.dtype not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise CheckpointError(f"{where} has the type {tensor.dtype}; known are {known}")
+        found[canonical] = tensor
+    return found

@@ -1,0 +1,1 @@
+"""The flexgen-helm command."""

@@ -1,0 +1,90 @@
+"""What moves through the model: rows, the slots that hold their cache, and the batches of a pass. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(eq=False)
+class SlotGroup:
+    """Rows whose KV cache lies in one tensor a layer: row `i` of `rows` owns slot `i`, of `capacity` tokens.
+
+    Active rows fill the first slots: a row that retires swaps places with the last one, so that attention reads
+    one contiguous slice and never a retired row.
+    """
+
+    capacity: int
+    num_slots: int
+    rows: list["Row"]
+
+
+@dataclass(eq=False)
+class Row:
+    """One line of tokens: a prompt with its continuation, or one of n continuations of a shared prompt.
+
+    tokens: the row's own tokens, prompt first; the continuation grows at the end. start: absolute position of
+    tokens[0]. parents: rows whose whole cache precedes this row's (shared prefixes, outermost first). max_new:
+    tokens that may follow the prompt. score: log-probabilities of the prompt's tokens are wanted. draws:
+    tokens to draw from each last position (n on a prompt whose n continuations branch off, else 1 or 0). computed:
+    leading tokens that have gone through the model. owner: the caller's record of the request; branch: the completion
+    that this row continues.
+    """
+
+    tokens: list[int]
+    prompt_len: int
+    owner: Any
+    start: int = 0
+    parents: tuple["Row", ...] = ()
+    max_new: int = 0
+    score: bool = False
+    draws: int = 0
+    keeps_cache: bool = False
+    computed: int = 0
+    branch: int = 0
+    group: SlotGroup | None = None
+    slot: int = -1
+
+    @property
+    def pending(self) -> int:
+        """Tokens to feed next. The last token of a prompt that nothing follows predicts nothing and is not fed."""
+        end = len(self.tokens) if self.max_new else len(self.tokens) - 1
+        return max(0, end - self.computed)
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.computed < self.prompt_len
+
+    @property
+    def cache_tokens(self) -> int:
+        """Slot capacity that the row can come to need: the last token that may be drawn is never fed."""
+        return self.prompt_len + max(0, self.max_new - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """`count` tokens of one row, from `row.computed` on, in one batch."""
+
+    row: Row
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Chunks whose tokens lie side by side, computed together; decoding chunks are in slot order by group."""
+
+    chunks: tuple[Chunk, ...]
+    is_prefill: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Rows that are admitted together: a prompt, and room for the continuations that will branch off it."""
+
+    prompt: Row
+    num_branches: int = 0
+    branch_tokens: int = 0

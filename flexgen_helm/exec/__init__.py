@@ -1,0 +1,1 @@
+"""Schedules, the executor that interprets them, sampling, the journal, and Engine."""

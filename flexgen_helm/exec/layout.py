@@ -1,0 +1,98 @@
+"""How the tokens of one batch lie side by side, and the attention that binds them to their caches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexgen_helm.core.rows import Batch, Row, SlotGroup
+from flexgen_helm.models import attention
+from flexgen_helm.store.kv import KVCache
+
+
+@dataclass(frozen=True, eq=False)
+class _Decode:
+    """The rows of one slot group, one token each: `tokens` of the flat list, at `positions` [B] of their slots."""
+
+    tokens: slice
+    group: SlotGroup
+    positions: Tensor
+    length: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Flat view of a batch of T tokens; built once, used by every layer.
+
+    token_ids and positions [T]; prompts: the slice of each row that is computed from its first token on; shared:
+    for each parent row, the flat tokens [t] that attend to all of it.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    prompts: tuple[tuple[Row, slice], ...]
+    decodes: tuple[_Decode, ...]
+    shared: tuple[tuple[Row, Tensor], ...]
+
+    def attend(self, layer: int, scale: float, cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of one layer over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D]."""
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        for row, tokens in self.prompts:
+            out[tokens], lse[tokens] = attention.causal(q[tokens], k[tokens], v[tokens], scale)
+            if row.keeps_cache:
+                cache.write(row, layer, 0, k[tokens], v[tokens])
+        for part in self.decodes:
+            tokens = part.tokens
+            cache.append(part.group, layer, part.positions, k[tokens], v[tokens])
+            keys, values = cache.active(part.group, layer, part.length)
+            out[tokens], lse[tokens] = attention.cached(q[tokens], keys, values, scale, part.mask)
+        for parent, index in self.shared:
+            keys, values = cache.segment(parent, layer)
+            theirs = attention.shared(q[index], keys, values, scale)
+            out[index], lse[index] = attention.merge((out[index], lse[index]), theirs)
+        return out
+
+
+def layout(batch: Batch, device: torch.device) -> Layout:
+    """Lay a batch out. Rows of a slot group are adjacent and in slot order (the scheduler's promise)."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    prompts: list[tuple[Row, slice]] = []
+    groups: dict[SlotGroup, int] = {}  # first flat token
+    shared: dict[Row, list[int]] = {}
+    for chunk in batch.chunks:
+        row, first = chunk.row, len(token_ids)
+        token_ids += row.tokens[row.computed : row.computed + chunk.count]
+        positions += range(row.start + row.computed, row.start + row.computed + chunk.count)
+        if row.computed == 0 and row.prompt_len:
+            prompts.append((row, slice(first, first + chunk.count)))
+        else:
+            assert row.group is not None and chunk.count == 1
+            groups.setdefault(row.group, first)
+        for parent in row.parents:
+            shared.setdefault(parent, []).extend(range(first, first + chunk.count))
+
+    decodes = []
+    for group, first in groups.items():
+        lengths = torch.tensor([row.computed for row in group.rows])
+        longest = int(lengths.max()) + 1
+        mask = None
+        if int(lengths.min()) + 1 < longest:
+            #  key 0 1 2 3     row of 2 cached tokens + itself sees keys 0 … 2; longer neighbours' columns are masked
+            beyond = torch.arange(longest)[None, :] > lengths[:, None]
+            mask = torch.zeros(beyond.shape).masked_fill_(beyond, -math.inf)[:, None, None, :].to(device)
+        rows = slice(first, first + len(group.rows))
+        decodes.append(_Decode(rows, group, lengths.to(device), longest, mask))
+
+    return Layout(
+        token_ids=torch.tensor(token_ids, device=device),
+        positions=torch.tensor(positions, device=device),
+        prompts=tuple(prompts),
+        decodes=tuple(decodes),
+        shared=tuple((parent, torch.tensor(index, device=device)) for parent, index in shared.items()),
+    )

@@ -1,0 +1,142 @@
+"""From requests to distinct running requests, and from those to families of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexgen_helm.core.errors import RequestError
+from flexgen_helm.core.records import GenerationRequest
+from flexgen_helm.core.rows import Family, Row
+from flexgen_helm.exec.running import RunningRequest
+from flexgen_helm.models.spec import ModelSpec
+from flexgen_helm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """running: distinct requests, each with the places that asked for it; refused: place -> why."""
+
+    running: list[RunningRequest]
+    refused: dict[int, Exception]
+
+
+def prepare(requests: Sequence[GenerationRequest], spec: ModelSpec, tokenizer: Tokenizer | None) -> Prepared:
+    """Encode, check against the model, and join equal requests. A bad request is refused alone."""
+    refused: dict[int, Exception] = {}
+    texts: dict[str, None] = {}
+    for place, request in enumerate(requests):
+        try:
+            request.validate()
+            if tokenizer is None and (request.prompt is not None or request.stop):
+                what = "a text prompt" if request.prompt is not None else "stop strings"
+                raise RequestError(
+                    f"this model has no tokenizer files, so {what} cannot be used; give prompt_token_ids"
+                )
+        except RequestError as error:
+            refused[place] = error
+            continue
+        if request.prompt is not None:
+            texts[request.prompt] = None
+    encoded = _encode(list(texts), tokenizer) if tokenizer and texts else {}
+
+    distinct: dict[tuple[object, ...], RunningRequest] = {}
+    token_bytes = tokenizer.token_bytes if tokenizer else None
+    for place, request in enumerate(requests):
+        if place in refused:
+            continue
+        try:
+            ids = encoded[request.prompt] if request.prompt is not None else list(request.prompt_token_ids or ())
+            if isinstance(ids, RequestError):
+                raise ids
+            running = RunningRequest(request, *_with_context(ids, request, tokenizer), token_bytes)
+            _check(running, spec)
+        except RequestError as error:
+            refused[place] = error
+            continue
+        distinct.setdefault(_identity(running), running).places.append(place)
+    return Prepared(list(distinct.values()), refused)
+
+
+def families(running: RunningRequest, cache_tokens: int, max_rows: int) -> list[Family]:
+    """The rows of one request: its prompt, and room for continuations that share the prompt's cache.
+
+    Continuations that do not fit beside each other are split over several families, each with the prompt anew.
+    Raises `RequestError` where not even one fits.
+    """
+    request, tokens = running.request, running.tokens
+    if running.num_branches == 1 or request.max_tokens <= 1:
+        draws = running.num_branches if request.max_tokens else 0
+        row = Row(list(tokens), len(tokens), running, max_new=request.max_tokens, draws=draws)
+        row.score = request.echo_logprobs
+        row.keeps_cache = request.max_tokens > 1
+        if row.keeps_cache and row.cache_tokens > cache_tokens:
+            raise _too_large(row.cache_tokens, cache_tokens)
+        running.rows_left += 1
+        return [Family(row)]
+    each = request.max_tokens - 1
+    at_once = min(running.num_branches, (cache_tokens - len(tokens)) // each, max(1, max_rows - 1))
+    if at_once < 1:
+        raise _too_large(len(tokens) + each, cache_tokens)
+    found = []
+    for first in range(0, running.num_branches, at_once):
+        count = min(at_once, running.num_branches - first)
+        # max_new 1: the prompt's last token is fed, but what follows it lives in the branches.
+        row = Row(list(tokens), len(tokens), running, max_new=1, draws=count, keeps_cache=True, branch=first)
+        row.score = request.echo_logprobs and first == 0
+        running.rows_left += 1
+        found.append(Family(row, count, each))
+    return found
+
+
+def _encode(texts: list[str], tokenizer: Tokenizer) -> dict[str, list[int] | RequestError]:
+    """Token ids of every text, or why it has none (text that is not valid Unicode)."""
+    try:
+        return dict(zip(texts, tokenizer.encode_batch(texts)))
+    except RequestError as error:
+        if len(texts) == 1:
+            return {texts[0]: error}
+        half = len(texts) // 2
+        return _encode(texts[:half], tokenizer) | _encode(texts[half:], tokenizer)
+
+
+def _with_context(ids: list[int], request: GenerationRequest, tokenizer: Tokenizer | None) -> tuple[list[int], int]:
+    """An empty prompt is conditioned on BOS, or on EOS where the model knows no BOS (as such models are trained)."""
+    if ids or request.max_tokens == 0:
+        return ids, 0
+    context = None
+    if tokenizer is not None:
+        context = tokenizer.bos_id if tokenizer.bos_id is not None else min(tokenizer.eos_ids, default=None)
+    if context is None:
+        raise RequestError("the prompt is empty and the model names no token to begin a text with; give one token")
+    return [context], 1
+
+
+def _check(running: RunningRequest, spec: ModelSpec) -> None:
+    tokens, asked = running.tokens, running.request.max_tokens
+    # The last token is never fed, so a prompt may be scored one token beyond the window.
+    if len(tokens) + asked > spec.max_positions + 1:
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens and max_tokens is {asked}, together beyond the model's window of "
+            f"{spec.max_positions} tokens; shorten the prompt or lower max_tokens"
+        )
+    for token in tokens:
+        if not 0 <= token < spec.vocab_size:
+            raise RequestError(f"token id {token} is outside the vocabulary of {spec.vocab_size} tokens")
+
+
+def _identity(running: RunningRequest) -> tuple[object, ...]:
+    """Equal for requests whose answers are equal by definition."""
+    r = running.request
+    drawn = (r.top_p, r.seed) if r.temperature else ()
+    return (
+        tuple(running.tokens), running.context, r.max_tokens, r.temperature, drawn, tuple(r.stop), r.n,
+        r.echo_logprobs, r.ignore_eos,
+    )  # fmt: skip
+
+
+def _too_large(needed: int, available: int) -> RequestError:
+    return RequestError(
+        f"the request needs a KV cache of {needed} tokens and the memory limit leaves room for {available}; "
+        "raise the limit (--cpu-memory, --gpu-memory) or lower max_tokens"
+    )

@@ -1,0 +1,167 @@
+"""Who is in the next pass: admission within the cache's limit, prefill batches, decode batches, retirement. No torch.
+
+A pass takes every running row one token further and lets waiting rows in as long as their cache fits. Rows that end
+give their slots back at once. The order in which the batches of a pass meet the layers is `schedule`'s business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from flexgen_helm.core.rows import Batch, Chunk, Family, Row, SlotGroup
+
+# Rows of one slot group: enough to make one attention call worth its overhead, few enough that rows of
+# neighbouring lengths (the queue is sorted) share a capacity.
+GROUP_ROWS = 32
+
+
+@dataclass(frozen=True)
+class BlockLimits:
+    """What a pass may hold. batch_tokens, batch_rows: real tokens and rows of one batch (one longer row still goes
+    alone); max_rows: rows with a cache; cache_tokens: positions of KV cache over all rows."""
+
+    batch_tokens: int
+    batch_rows: int
+    max_rows: int
+    cache_tokens: int
+
+
+@dataclass(frozen=True)
+class Retired:
+    """What the cache must do after a row has left `group`: copy `length` tokens from slot `source` (None where the
+    last row left) to slot `target`, which held `stale` tokens, and free the group once it has no rows."""
+
+    group: SlotGroup
+    source: int | None = None
+    target: int = -1
+    length: int = 0
+    stale: int = 0
+
+
+class Scheduler:
+    """Forms passes from a queue of families, in the order given."""
+
+    def __init__(self, families: Iterable[Family], limits: BlockLimits) -> None:
+        self._waiting: deque[Family] = deque(families)
+        self._limits = limits
+        self._groups: list[SlotGroup] = []
+        self._reserved: dict[Row, int] = {}
+        self._cache_tokens = 0
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(group.rows) for group in self._groups)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Positions of KV cache that are reserved now."""
+        return self._cache_tokens
+
+    def next_pass(self) -> list[Batch]:
+        """Batches of the next pass, decoding first; empty when nothing is left. A row is in at most one batch."""
+        decoding = list(self._decode_batches())
+        return decoding + list(self._prefill_batches(self._admit()))
+
+    def branch(self, prompt: Row, branches: list[Row]) -> None:
+        """Give the continuations of a prompt the slots set aside at admission; those that ended already need none."""
+        self._cache_tokens -= self._reserved.pop(prompt)
+        if branches:
+            self._open(branches)
+
+    def retire(self, row: Row) -> Retired | None:
+        """The row needs its cache no more; None if it never had one."""
+        group, slot = row.group, row.slot
+        if group is None:
+            return None
+        last = group.rows.pop()
+        row.group, row.slot = None, -1
+        retired = Retired(group)
+        if last is not row:
+            retired = Retired(group, last.slot, slot, last.computed, row.computed)
+            group.rows[slot] = last
+            last.slot = slot
+        if not group.rows:
+            self._groups.remove(group)
+            self._cache_tokens -= group.capacity * group.num_slots
+        return retired
+
+    def _admit(self) -> list[Row]:
+        """Let waiting families in, first come first served, while rows and cache fit."""
+        admitted: list[Row] = []
+        seats: list[Row] = []  # rows that will share the next group
+        rows = self.num_running
+        while self._waiting:
+            family = self._waiting[0]
+            prompt = family.prompt
+            if prompt.keeps_cache:
+                alone = family.num_branches > 0  # a prompt that others read does not decode: it keeps to itself
+                if seats and (alone or len(seats) == min(GROUP_ROWS, self._limits.batch_rows)):
+                    self._open(seats)
+                    seats = []
+                # The seats of this pass become as wide as their widest row.
+                width = max([prompt.cache_tokens, *(row.cache_tokens for row in seats)])
+                wanted = width * (len(seats) + 1) + family.num_branches * family.branch_tokens
+                if self._cache_tokens + wanted > self._limits.cache_tokens:
+                    if not seats:
+                        break
+                    self._open(seats)
+                    seats = []
+                    continue
+                if rows and rows + _rows(family) > self._limits.max_rows:
+                    break
+                rows += _rows(family)
+                if alone:
+                    self._open([prompt])
+                    self._reserved[prompt] = family.num_branches * family.branch_tokens
+                    self._cache_tokens += self._reserved[prompt]
+                else:
+                    seats.append(prompt)
+            admitted.append(prompt)
+            self._waiting.popleft()
+        if seats:
+            self._open(seats)
+        assert admitted or self._groups or not self._waiting, "a family that fits alone is always admitted"
+        return admitted
+
+    def _open(self, rows: list[Row]) -> None:
+        """Seat rows in a new group, as wide as its widest row."""
+        group = SlotGroup(max(row.cache_tokens for row in rows), len(rows), rows)
+        for slot, row in enumerate(rows):
+            row.group, row.slot = group, slot
+        self._groups.append(group)
+        self._cache_tokens += group.capacity * group.num_slots
+
+    def _decode_batches(self) -> Iterator[Batch]:
+        """Running rows with a token to feed; the rows of a group stay together in slot order."""
+        chunks: list[Chunk] = []
+        for group in self._groups:
+            rows = [row for row in group.rows if row.pending]
+            if not rows:
+                continue
+            assert len(rows) == len(group.rows), "a group decodes as one"
+            if chunks and len(chunks) + len(rows) > min(self._limits.batch_tokens, self._limits.batch_rows):
+                yield Batch(tuple(chunks), is_prefill=False)
+                chunks = []
+            chunks += [Chunk(row, row.pending) for row in rows]
+        if chunks:
+            yield Batch(tuple(chunks), is_prefill=False)
+
+    def _prefill_batches(self, rows: list[Row]) -> Iterator[Batch]:
+        chunks: list[Chunk] = []
+        tokens = 0
+        for row in rows:
+            count = row.pending
+            full = len(chunks) == self._limits.batch_rows or tokens + count > self._limits.batch_tokens
+            if chunks and full:
+                yield Batch(tuple(chunks), is_prefill=True)
+                chunks, tokens = [], 0
+            chunks.append(Chunk(row, count))
+            tokens += count
+        if chunks:
+            yield Batch(tuple(chunks), is_prefill=True)
+
+
+def _rows(family: Family) -> int:
+    return int(family.prompt.keeps_cache) + family.num_branches

@@ -1,0 +1,1 @@
+"""What the machine can do: measured rates and capacities. No torch at import."""

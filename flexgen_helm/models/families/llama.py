@@ -1,0 +1,134 @@
+"""Llama (2, 3, SmolLM2 and what shares the record): RMS norm, rotary positions, gated SiLU, grouped keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexgen_helm.core.errors import UnsupportedArchitectureError
+from flexgen_helm.models.families.base import Family, Source
+from flexgen_helm.models.spec import ModelSpec, RopeSpec
+
+
+def read_rope(config: Mapping[str, Any]) -> RopeSpec:
+    """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind == "default":
+        return RopeSpec(theta=theta)
+    if kind == "linear":
+        return RopeSpec(theta=theta, kind="linear", factor=float(parameters["factor"]))
+    if kind == "llama3":
+        return RopeSpec(
+            theta=theta,
+            kind="llama3",
+            factor=float(parameters["factor"]),
+            low_freq_factor=float(parameters["low_freq_factor"]),
+            high_freq_factor=float(parameters["high_freq_factor"]),
+            original_max_positions=int(parameters["original_max_position_embeddings"]),
+        )
+    raise UnsupportedArchitectureError(
+        f"rope type {kind!r} is not supported for this family; known are default, linear, llama3"
+    )
+
+
+def read_config(config: Mapping[str, Any]) -> ModelSpec:
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UnsupportedArchitectureError(f"Llama with hidden_act={activation!r} is not supported; known is silu")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    attention_bias = config.get("attention_bias", False)
+    return ModelSpec(
+        family="llama",
+        num_layers=config["num_hidden_layers"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        ffn_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        embed_size=hidden,
+        norm="rmsnorm",
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        activation="silu",
+        gated_mlp=True,
+        rope=read_rope(config),
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=config.get("mlp_bias", False),
+        tied_head=config.get("tie_word_embeddings", False),
+    )
+
+
+def read_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
+    """GGUF metadata (plain Python values, with `tensor_names` added by the reader) -> ModelSpec."""
+
+    def key(name: str, default: Any = None) -> Any:
+        return metadata.get(f"llama.{name}", default)
+
+    scaling = key("rope.scaling.type", "none")
+    if scaling not in ("none", None):
+        raise UnsupportedArchitectureError(f"GGUF rope scaling {scaling!r} is not supported for Llama")
+    if "rope_freqs.weight" in metadata["tensor_names"]:
+        raise UnsupportedArchitectureError(
+            "this GGUF carries its own rotary frequencies (Llama 3.1 and later); use the safetensors checkpoint"
+        )
+    hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
+    return ModelSpec(
+        family="llama",
+        num_layers=int(key("block_count")),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=int(key("attention.head_count_kv", heads)),
+        head_dim=int(key("attention.key_length", hidden // heads)),
+        ffn_size=int(key("feed_forward_length")),
+        vocab_size=len(metadata["tokenizer.ggml.tokens"]),
+        max_positions=int(key("context_length")),
+        embed_size=hidden,
+        norm="rmsnorm",
+        norm_eps=float(key("attention.layer_norm_rms_epsilon")),
+        activation="silu",
+        gated_mlp=True,
+        rope=RopeSpec(theta=float(key("rope.freq_base", 10_000.0))),
+        tied_head="output.weight" not in metadata["tensor_names"],
+    )
+
+
+_LAYER = "model.layers.{i}."
+FAMILY = Family(
+    name="llama",
+    architectures=("LlamaForCausalLM", "LlamaModel"),
+    read_config=read_config,
+    tensors={
+        "embed.tokens.weight": Source("model.embed_tokens.weight"),
+        "head.norm": Source("model.norm"),
+        "head.lm.weight": Source("lm_head.weight"),
+        "layers.{i}.attn_norm": Source(_LAYER + "input_layernorm"),
+        "layers.{i}.attn.q": Source(_LAYER + "self_attn.q_proj"),
+        "layers.{i}.attn.k": Source(_LAYER + "self_attn.k_proj"),
+        "layers.{i}.attn.v": Source(_LAYER + "self_attn.v_proj"),
+        "layers.{i}.attn.o": Source(_LAYER + "self_attn.o_proj"),
+        "layers.{i}.mlp_norm": Source(_LAYER + "post_attention_layernorm"),
+        "layers.{i}.mlp.gate": Source(_LAYER + "mlp.gate_proj"),
+        "layers.{i}.mlp.up": Source(_LAYER + "mlp.up_proj"),
+        "layers.{i}.mlp.down": Source(_LAYER + "mlp.down_proj"),
+    },
+    gguf_architectures=("llama",),
+    read_gguf=read_gguf,
+    gguf_tensors={
+        "embed.tokens.weight": Source("token_embd.weight"),
+        "head.norm": Source("output_norm"),
+        "head.lm.weight": Source("output.weight"),
+        "layers.{i}.attn_norm": Source("blk.{i}.attn_norm"),
+        "layers.{i}.attn.q": Source("blk.{i}.attn_q", rope_heads="q"),
+        "layers.{i}.attn.k": Source("blk.{i}.attn_k", rope_heads="kv"),
+        "layers.{i}.attn.v": Source("blk.{i}.attn_v"),
+        "layers.{i}.attn.o": Source("blk.{i}.attn_output"),
+        "layers.{i}.mlp_norm": Source("blk.{i}.ffn_norm"),
+        "layers.{i}.mlp.gate": Source("blk.{i}.ffn_gate"),
+        "layers.{i}.mlp.up": Source("blk.{i}.ffn_up"),
+        "layers.{i}.mlp.down": Source("blk.{i}.ffn_down"),
+    },
+)

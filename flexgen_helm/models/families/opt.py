@@ -1,0 +1,73 @@
+"""OPT (125M to 175B, OPT-IML, Galactica): learned positions, biases, ReLU; OPT-350M with post-norm and projections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexgen_helm.core.errors import UnsupportedArchitectureError
+from flexgen_helm.models.families.base import Family, Source
+from flexgen_helm.models.spec import ModelSpec
+
+_ACTIVATIONS = {"relu": "relu", "gelu": "gelu"}
+
+
+def read_config(config: Mapping[str, Any]) -> ModelSpec:
+    activation = config.get("activation_function", "relu")
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedArchitectureError(
+            f"OPT with activation_function={activation!r} is not supported; known are {', '.join(_ACTIVATIONS)}"
+        )
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    norm_before = config.get("do_layer_norm_before", True)
+    bias = config.get("enable_bias", True)
+    return ModelSpec(
+        family="opt",
+        num_layers=config["num_hidden_layers"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_size=config["ffn_dim"],
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        embed_size=config.get("word_embed_proj_dim") or hidden,
+        norm="layernorm",
+        norm_eps=1e-5,
+        activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
+        gated_mlp=False,
+        rope=None,
+        norm_after=not norm_before,
+        norm_affine=config.get("layer_norm_elementwise_affine", True),
+        final_norm=norm_before and not config.get("_remove_final_layer_norm", False),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        tied_head=config.get("tie_word_embeddings", True),
+        position_offset=2,
+    )
+
+
+_LAYER = "decoder.layers.{i}."
+FAMILY = Family(
+    name="opt",
+    architectures=("OPTForCausalLM", "OPTModel"),
+    read_config=read_config,
+    prefixes=("model.", ""),
+    tensors={
+        "embed.tokens.weight": Source("decoder.embed_tokens.weight"),
+        "embed.positions.weight": Source("decoder.embed_positions.weight"),
+        "embed.project_in.weight": Source("decoder.project_in.weight"),
+        "head.project_out.weight": Source("decoder.project_out.weight"),
+        "head.norm": Source("decoder.final_layer_norm"),
+        "head.lm.weight": Source("lm_head.weight"),
+        "layers.{i}.attn_norm": Source(_LAYER + "self_attn_layer_norm"),
+        "layers.{i}.attn.q": Source(_LAYER + "self_attn.q_proj"),
+        "layers.{i}.attn.k": Source(_LAYER + "self_attn.k_proj"),
+        "layers.{i}.attn.v": Source(_LAYER + "self_attn.v_proj"),
+        "layers.{i}.attn.o": Source(_LAYER + "self_attn.out_proj"),
+        "layers.{i}.mlp_norm": Source(_LAYER + "final_layer_norm"),
+        "layers.{i}.mlp.up": Source(_LAYER + "fc1"),
+        "layers.{i}.mlp.down": Source(_LAYER + "fc2"),
+    },
+)

@@ -1,0 +1,30 @@
+"""The HELM plugin: `helm-run` imports this module through its entry point, and `flexgen/…` models exist.
+
+HELM swallows an error of this import and later says 'model not found'; so nothing is raised here, one line says
+what failed.
+"""
+
+from __future__ import annotations
+
+_registered = False
+
+
+def _register() -> None:
+    """Register names, run specs and hooks, once a process."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    from helm.common.hierarchical_logger import herror
+
+    try:
+        import flexgen_helm.scenarios  # noqa: F401  (run spec functions register themselves)
+        from flexgen_helm.plugin import hooks, registration
+
+        registration.register()
+        hooks.install()
+    except Exception as error:
+        herror(f"flexgen_helm cannot register its models with HELM: {type(error).__name__}: {error}")
+
+
+_register()

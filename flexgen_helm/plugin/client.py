@@ -1,0 +1,62 @@
+"""The HELM client: a thin door to the process-wide service. HELM makes one for every thread that asks early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helm.clients.client import Client
+from helm.common.cache import BlackHoleCacheConfig, CacheConfig
+from helm.common.request import Request, RequestResult
+
+from flexgen_helm.plugin import convert, models
+from flexgen_helm.plugin.service import get_service
+
+
+class FlexgenClient(Client):
+    """Arguments beside the first two are those of a deployment entry, all optional: see `models.ModelArguments`."""
+
+    def __init__(
+        self,
+        model_name: str,
+        cache_config: CacheConfig | None = None,
+        path: str | None = None,
+        revision: str | None = None,
+        precision: str | None = None,
+        policy: str | None = None,
+        schedule: str | None = None,
+        limits: dict[str, int] | None = None,
+        offload_dir: str | None = None,
+        device: str | None = None,
+        max_latency: float | None = None,
+        kv_dtype: str | None = None,
+    ) -> None:
+        given: dict[str, Any] = {
+            "path": path,
+            "revision": revision,
+            "precision": precision,
+            "policy": policy,
+            "schedule": schedule,
+            "limits": limits,
+            "offload_dir": offload_dir,
+            "device": device,
+            "max_latency": max_latency,
+            "kv_dtype": kv_dtype,
+        }
+        self.model = models.find_model(model_name, given)
+        # `--disable-cache` shows here and nowhere else. HELM's own cache is never used: its key knows only the name.
+        self.durable = not isinstance(cache_config, BlackHoleCacheConfig)
+
+    def make_request(self, request: Request) -> RequestResult:
+        """Answer, or fail in one sentence; only this request fails, and nothing is retried in vain.
+
+        Raises NonRetriableException for fields that the engine cannot honour.
+        """
+        if request.embedding:
+            return convert.no_embedding()
+        tokenizer = models.tokenizer(self.model)
+        question = convert.ask(request, tokenizer, models.facts(self.model).max_positions)
+        try:
+            answer = get_service().answer(self.model, question, self.durable)
+            return convert.reply(request, question, answer.result, answer.reused, tokenizer)
+        except Exception as error:
+            return convert.failure(convert.explain(error))

@@ -1,0 +1,257 @@
+"""The engine room of `flexgen-helm run`: `helm-run` with every flag it has, and one block for all its runs.
+
+HELM's runner works run by run, so its batches end where a run ends. Here it goes over the runs twice:
+
+1. each `run_one` goes as far as `Executor.execute`, where its requests are announced and the run is left. The
+   service then works through all of them, one model after another, each in one block;
+2. HELM's own `run_all`, unchanged. Every request finds its answer ready.
+
+So results, metrics, errors, exit and skipping are those of a plain `helm-run` by construction. The price is that
+data and prompts are made twice, which costs no model time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable, Iterator, Mapping, Sequence
+
+from helm.benchmark import run as helm_run_module
+from helm.benchmark.adaptation.scenario_state import ScenarioState
+from helm.benchmark.executor import Executor
+from helm.benchmark.presentation.run_entry import RunEntry
+from helm.benchmark.run_spec import RunSpec
+from helm.benchmark.runner import Runner
+
+from flexgen_helm.core.errors import FlexgenError, Interrupted
+from flexgen_helm.plugin import deployment_files, hooks, interrupt, models, registration
+from flexgen_helm.plugin.run_record import RunRecord, merged, observe_runs, write_json
+from flexgen_helm.plugin.service import Block, get_service
+from flexgen_helm.report.throughput import versions
+
+SUITE_FILE = "flexgen_suite.json"
+_SLASH_NAME = re.compile(r"\bflexgen/([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
+_NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
+
+
+def main(
+    argv: Sequence[str],
+    progress: Callable[[Any], None] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> int:
+    """Run `argv`, the arguments of `helm-run`. `progress` is handed to the engine; `options` are engine flags
+    (client arguments such as `policy` or `device`) for every model of the suite.
+
+    Returns 0 done, 1 failed, 2 wrong usage or refused, 130 interrupted.
+    """
+    try:
+        args = helm_run_module.build_parser().parse_args(list(argv))
+    except SystemExit as stop:  # argparse has printed why, or --help
+        return int(stop.code or 0)
+    helm_run_module.setup_default_logging(args.log_config)
+    options = {key: value for key, value in (options or {}).items() if value is not None}
+    suite = _Suite(options.get("precision"))
+    interrupt.install()
+    service = get_service()
+    try:
+        models.override(options)
+        service.progress = progress
+        service.resume()
+        suite.run(args)
+        return 0
+    except (KeyboardInterrupt, Interrupted):
+        _say("Interrupted. Finished answers are kept: the same command continues where this one stopped.")
+        return 130
+    except FlexgenError as error:
+        _say(str(error))
+        return error.exit_code
+    except Exception as error:
+        if not suite.failures:
+            _say(f"{type(error).__name__}: {error}")
+        suite.explain_failures()
+        return suite.exit_code()
+    finally:
+        models.override({})
+        service.progress = None
+        service.flush()
+
+
+def _say(text: str) -> None:
+    print(f"flexgen-helm: {text}", file=sys.stderr)
+
+
+class _Parked(Exception):
+    """Leaves a `run_one` whose requests have been announced. HELM catches nothing on the way."""
+
+
+class _Suite:
+    """One call of `main`: what was announced, what was run, what failed."""
+
+    def __init__(self, precision: str | None) -> None:
+        self.precision = precision
+        self.records: list[RunRecord] = []
+        self.failures: dict[str, Exception] = {}
+        self.begun = False
+        self.collect_s = self.generate_s = 0.0
+        self._blocks: dict[str, Block] = {}
+
+    def run(self, args: Any) -> None:
+        """HELM's `helm_run` with our second pass in its runner."""
+        started = time.monotonic()
+        args.models_to_run = [self.rename(name) for name in args.models_to_run] if args.models_to_run else None
+        make_specs = helm_run_module.run_entries_to_run_specs
+        run_all = Runner.run_all
+        folder: list[Path] = []
+
+        def renamed_specs(run_entries: list[RunEntry], **filters: Any) -> list[RunSpec]:
+            entries = [replace(entry, description=self.rename(entry.description)) for entry in run_entries]
+            return make_specs(run_entries=entries, **filters)
+
+        def run_together(runner: Runner, run_specs: list[RunSpec]) -> None:
+            self.begun = True
+            folder.append(Path(runner.runs_path))
+            _write_deployments(Path(args.local_path), run_specs)
+            if not (runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url):
+                self.collect(runner, run_specs)
+            with replaced(runner, "run_one", self._finishing(runner.run_one)):
+                run_all(runner, run_specs)
+
+        with ExitStack() as undo:
+            undo.callback(self._close_blocks)
+            undo.enter_context(replaced(helm_run_module, "run_entries_to_run_specs", renamed_specs))
+            undo.enter_context(replaced(Runner, "run_all", run_together))
+            undo.enter_context(observe_runs(self.records.append))
+            try:
+                helm_run_module.helm_run(args)
+            finally:
+                if folder and self.records:
+                    write_json(folder[0] / SUITE_FILE, self.as_json(time.monotonic() - started))
+
+    def rename(self, text: str) -> str:
+        """Names as HELM needs them: `flexgen/org/repo` without its second slash, and the precision of the flags."""
+        text = _SLASH_NAME.sub(r"flexgen/\1--\2", text)
+        precision = self.precision
+        return _NAME.sub(lambda match: models.with_precision(match[0], precision), text) if precision else text
+
+    def collect(self, runner: Runner, run_specs: list[RunSpec]) -> None:
+        """The first pass: announce the requests of all runs and wait until they are answered."""
+        started = time.monotonic()
+
+        def park(executor: Executor, scenario_state: ScenarioState) -> ScenarioState:
+            block = hooks.announce(executor, scenario_state, hold=True)
+            if block is not None:
+                self._blocks[name] = block
+            raise _Parked
+
+        with _quiet(), replaced(Executor, "execute", park):
+            for run_spec in run_specs:
+                name = run_spec.name
+                if hooks.model_of(run_spec) is None:
+                    continue
+                try:
+                    runner.run_one(run_spec)
+                except _Parked:
+                    continue
+                except Exception:
+                    # The second pass fails in the same place and reports it as HELM does.
+                    if runner.exit_on_error:
+                        break
+        self.collect_s = time.monotonic() - started
+        get_service().flush()
+        for block in self._blocks.values():
+            block.wait()
+        self.generate_s = time.monotonic() - started - self.collect_s
+
+    def _finishing(self, original: Callable[[RunSpec], None]) -> Callable[[RunSpec], None]:
+        """`run_one` that remembers why it failed and lets go of the run's answers."""
+
+        def run_one(run_spec: RunSpec) -> None:
+            try:
+                original(run_spec)
+            except Exception as error:
+                self.failures[run_spec.name] = error
+                raise
+            finally:
+                if run_spec.name in self._blocks:
+                    self._blocks.pop(run_spec.name).close()
+
+        return run_one
+
+    def _close_blocks(self) -> None:
+        while self._blocks:
+            self._blocks.popitem()[1].close()
+
+    def as_json(self, wall_s: float) -> dict[str, Any]:
+        """Totals over the runs of this call; runs that were skipped as completed are not in it."""
+        by_model: dict[str, list[RunRecord]] = {}
+        for record in self.records:
+            by_model.setdefault(record.model.name, []).append(record)
+        return {
+            "runs": [record.name for record in self.records],
+            "failed": sorted(self.failures),
+            "wall_s": {"total": wall_s, "collect": self.collect_s, "generate": self.generate_s},
+            "totals": merged(self.records),
+            "models": {
+                name: {**get_service().account(records[0].model), **merged(records)}
+                for name, records in by_model.items()
+            },
+            "versions": versions(),
+        }
+
+    def exit_code(self) -> int:
+        """Of a call that failed: 2 where no run was begun or all were refused for what the user asked, else 1."""
+        if not self.begun:
+            return 2
+        codes = {error.exit_code if isinstance(error, FlexgenError) else 1 for error in self.failures.values()}
+        return codes.pop() if len(codes) == 1 else 1
+
+    def explain_failures(self) -> None:
+        """One line a failed run, and what to do where a metric only lacks data that it fetches when it is used."""
+        for name, error in self.failures.items():
+            lines = str(error).strip().splitlines() or [""]
+            resource = re.search(r"Resource\s+(?:\x1b\[\d+m)*'?([\w/.-]+)", str(error))
+            if isinstance(error, LookupError) and resource:
+                _say(
+                    f"{name}: all answers are there and kept, but a metric needs NLTK's '{resource[1]}'. On a machine "
+                    f"with network: python -m nltk.downloader {resource[1]}; then the same command only computes "
+                    "the metrics."
+                )
+            else:
+                _say(f"{name}: {type(error).__name__}: {lines[0]}")
+
+
+def _write_deployments(local_path: Path, run_specs: list[RunSpec]) -> None:
+    names = dict.fromkeys(spec.adapter_spec.model_deployment for spec in run_specs)
+    ours = [name for name in names if name.startswith(models.PREFIX) and registration.model_of(name) is not None]
+    if ours:
+        deployment_files.merge(local_path, ours)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` for a while; an attribute that an instance only inherits is inherited again after."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if own is None else setattr(owner, name, own)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """HELM's log of the first pass would repeat in the second."""
+    logger = logging.getLogger("helm")
+    level = logger.level
+    if not os.environ.get("HELM_LOG_LEVEL"):
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,1 @@
+"""Decisions: validated placement fractions and how many sequences form a block. No torch."""

@@ -1,0 +1,1 @@
+"""What a run did: throughput, padding, time, and the manifest."""

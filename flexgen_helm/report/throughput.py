@@ -1,0 +1,55 @@
+"""Throughput as the paper defines it, and the record of one run of the engine."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+from flexgen_helm.core.records import Cost
+
+
+def throughput(costs: Iterable[Cost], latency_s: float) -> dict[str, Any]:
+    """Padded throughput = (padded prompt + padded output tokens) / latency, actual = asked tokens / latency,
+    efficiency = asked / padded, generation throughput = output tokens / (prefill + decode seconds)."""
+    costs = list(costs)
+    prompt = sum(cost.prompt_tokens for cost in costs)
+    output = sum(cost.output_tokens for cost in costs)
+    padded_prompt = sum(cost.padded_prompt_tokens for cost in costs)
+    padded_output = sum(cost.padded_output_tokens for cost in costs)
+    prefill_s = sum(cost.prefill_s for cost in costs)
+    decode_s = sum(cost.decode_s for cost in costs)
+    padded = padded_prompt + padded_output
+    return {
+        "workload": {
+            "prompt_tokens": prompt,
+            "prompt_tokens_computed": sum(cost.prompt_tokens_computed for cost in costs),
+            "output_tokens": output,
+        },
+        "padded_prompt_tokens": padded_prompt,
+        "padded_output_tokens": padded_output,
+        "latency_s": latency_s,
+        "prefill_s": prefill_s,
+        "decode_s": decode_s,
+        "padded_throughput": _rate(padded, latency_s),
+        "actual_throughput": _rate(prompt + output, latency_s),
+        "efficiency": (prompt + output) / padded if padded else 1.0,
+        "generation_throughput": _rate(output, prefill_s + decode_s),
+        "flops": sum(cost.flops for cost in costs),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on; a package that is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for package in ("flexgen-helm", "crfm-helm", "torch", "transformers", "tokenizers", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0

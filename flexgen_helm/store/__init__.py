@@ -1,0 +1,1 @@
+"""Tensors at rest: tiers with byte limits, weights and KV cache."""

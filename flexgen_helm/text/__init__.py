@@ -1,0 +1,1 @@
+"""Tokenizers, byte-exact token texts, stop strings."""

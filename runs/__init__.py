@@ -1,0 +1,1 @@
+"""Run entries for `helm-run -c` and `flexgen-helm run -c`."""

@@ -1,0 +1,160 @@
+"""A deterministic engine and tokenizer without torch or weights, for tests of everything that touches HELM.
+
+As a script it is `helm-run` (or `flexgen-helm run`) on that engine, in a process of its own:
+
+    python fake_engine.py run|suite ARGUMENTS OF helm-run
+
+Environment: FAKE_LOG names a file that gets one JSON line for every model loaded, block run and answer computed;
+FAKE_DELAY_S is the time an answer takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import zlib
+from typing import Any, Callable, Sequence
+
+from flexgen_helm.core.errors import Interrupted, NumericalError, RequestError
+from flexgen_helm.core.records import Completion, Cost, GenerationRequest, GenerationResult
+
+MAX_POSITIONS = 4096
+POISON = "\u2620"  # a prompt with this character yields NaN
+VOCABULARY = " Even\nOddABCD"
+
+
+class FakeTokenizer:
+    """A token is a character, its id the code point."""
+
+    bos_id, bos_text = 1, "\x01"
+    eos_ids, eos_text = frozenset({2}), "\x02"
+    chat_template: str | None = None
+
+    def __init__(self, adds_bos: bool = False, chat_template: str | None = None) -> None:
+        self.adds_bos, self.chat_template = adds_bos, chat_template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = [ord(character) for character in text]
+        return [self.bos_id, *ids] if self.adds_bos and add_special_tokens and ids[:1] != [self.bos_id] else ids
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return [chr(i) for i in ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+
+
+def _draw(state: int, token: int) -> int:
+    return zlib.crc32(token.to_bytes(4, "little"), state)
+
+
+def _logprob(state: int) -> float:
+    return -(state % 997 + 1) / 200
+
+
+def answer(request: GenerationRequest, batch_size: int = 1) -> GenerationResult:
+    """What the engine says; a function of the request alone."""
+    ids = tuple(request.prompt_token_ids or ())
+    if len(ids) + request.max_tokens > MAX_POSITIONS + 1:
+        return GenerationResult(error=RequestError(f"{len(ids)} tokens do not fit {MAX_POSITIONS} positions"))
+    if ord(POISON) in ids:
+        return GenerationResult(error=NumericalError("layer 3: not finite"))
+    state, scores = 0, []
+    for token in ids:
+        scores.append(_logprob(state))
+        state = _draw(state, token)
+    completions = []
+    for index in range(request.n):
+        own, text, reason = _draw(state, request.seed % 2**32 + index), "", "length"
+        logprobs = []
+        for _ in range(request.max_tokens):
+            own = _draw(own, 7)
+            text += VOCABULARY[own % len(VOCABULARY)]
+            logprobs.append(_logprob(own))
+            ends = [text.index(stop) for stop in request.stop if stop in text]
+            if ends:
+                text, reason = text[: min(ends)], "stop"
+                break
+        tokens, logprobs = tuple(text), logprobs[: len(text)]
+        completions.append(Completion(text, tokens, tuple(map(ord, text)), tuple(logprobs), reason))  # type: ignore
+    cost = Cost(len(ids), float(len(ids)), sum(len(c.tokens) for c in completions), len(ids) + 1.5,
+                float(sum(len(c.tokens) for c in completions)), 1e6, 0.002, 0.001, batch_size)  # fmt: skip
+    prompt_logprobs = (None, *scores[1:])[: len(ids)] if request.echo_logprobs else None
+    return GenerationResult(tuple(completions), ids, prompt_logprobs, None, cost)
+
+
+class FakeEngine:
+    """Records what it was asked for in `runs`, answers in reverse order to show that order does not matter."""
+
+    def __init__(self, name: str = "fake", delay_s: float = 0.0) -> None:
+        self.fingerprint = f"fake-{name}"
+        self.runs: list[list[GenerationRequest]] = []
+        self.last_run: dict[str, Any] = {}
+        self.closed = False
+        self._delay_s = float(os.environ.get("FAKE_DELAY_S", delay_s))
+        _log("load", name)
+
+    def run(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        on_result: Callable[[int, GenerationResult], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        progress: Callable[[Any], None] | None = None,
+    ) -> list[GenerationResult]:
+        assert not self.closed
+        self.runs.append(list(requests))
+        _log("block", len(requests))
+        results: list[GenerationResult] = [GenerationResult()] * len(requests)
+        for index in reversed(range(len(requests))):
+            if should_stop is not None and should_stop():
+                raise Interrupted("asked to stop")
+            time.sleep(self._delay_s)
+            results[index] = answer(requests[index], len(requests))
+            _log("answer", list(requests[index].prompt_token_ids or ()))
+            if on_result is not None:
+                on_result(index, results[index])
+        self.last_run = {"policy": "fake", "schedule": "row", "bytes": {}, "fingerprint": self.fingerprint}
+        return results
+
+    def close(self) -> None:
+        self.closed = True
+        _log("close", self.fingerprint)
+
+
+def _log(event: str, value: Any) -> None:
+    if path := os.environ.get("FAKE_LOG"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps([event, value]) + "\n")
+
+
+def install(adds_bos: bool = False) -> None:
+    """Put the fakes behind the plugin's seams."""
+    from flexgen_helm.plugin import models, service
+
+    service.engine_factory = lambda model: FakeEngine(model.name)
+    models.tokenizer_factory = lambda model: FakeTokenizer(adds_bos)  # type: ignore[assignment, return-value]
+    models.facts_reader = lambda model: models.ModelFacts(model.name, MAX_POSITIONS, 1, False)
+
+
+def main() -> int:
+    install()
+    kind, *arguments = sys.argv[1:]
+    if kind == "suite":
+        from flexgen_helm.plugin import suite
+
+        return suite.main(arguments)
+    from helm.benchmark.run import main as helm_run
+
+    sys.argv = ["helm-run", *arguments]
+    helm_run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

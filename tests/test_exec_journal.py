@@ -1,0 +1,145 @@
+"""The journal: round trips, durability among processes, and rows or files that are not ours."""
+
+from __future__ import annotations
+
+import pickle
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm.core.errors import RequestError
+from flexgen_helm.core.records import Completion, Cost, GenerationResult
+from flexgen_helm.exec.journal import Journal, JournalError, decode_result, encode_result, journal_path
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+whole = st.integers(0, 2**40)
+
+
+@st.composite
+def completions(draw: st.DrawFn) -> Completion:
+    tokens = draw(st.lists(st.tuples(st.text(), whole, finite), max_size=5))
+    texts, ids, logprobs = zip(*tokens) if tokens else ((), (), ())
+    return Completion(draw(st.text()), texts, ids, logprobs, draw(st.sampled_from(["length", "stop", "endoftext"])))
+
+
+costs = st.builds(Cost, whole, finite, whole, finite, finite, finite, finite, finite, st.integers(1, 99))
+results = st.builds(
+    GenerationResult,
+    completions=st.lists(completions(), max_size=3).map(tuple),
+    prompt_token_ids=st.lists(whole, max_size=5).map(tuple),
+    prompt_logprobs=st.none() | st.lists(st.none() | finite, max_size=5).map(tuple),
+    cost=costs,
+)
+SOME = GenerationResult((Completion("a", ("a",), (1,), (-0.5,), "stop"),), (3, 4), (None, -1.25), None, Cost(2))
+
+
+@settings(deadline=None, max_examples=60)
+@given(results)
+def test_round_trip_is_exact(result: GenerationResult) -> None:
+    assert decode_result(encode_result(result)) == result
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused(value: float) -> None:
+    with pytest.raises(ValueError):
+        encode_result(GenerationResult((Completion("a", ("a",), (1,), (value,), "stop"),)))
+
+
+def test_errors_are_not_kept() -> None:
+    with pytest.raises(ValueError):
+        encode_result(GenerationResult(error=RequestError("no")))
+
+
+def test_answers_survive_closing(tmp_path: Path) -> None:
+    many = {f"k{i}": SOME for i in range(1201)}  # more than one query's worth of keys
+    with Journal(tmp_path / "a" / "j.sqlite") as journal:
+        journal.put_many(many)
+    with Journal(tmp_path / "a" / "j.sqlite") as journal:
+        assert journal.get_many([*many, "unknown"]) == many
+        assert journal.get_many([]) == {}
+
+
+def test_a_block_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
+    bad = GenerationResult((Completion("a", ("a",), (1,), (float("nan"),), "stop"),))
+    with Journal(tmp_path / "j.sqlite") as journal:
+        with pytest.raises(ValueError):
+            journal.put_many({"good": SOME, "bad": bad})
+        assert journal.get_many(["good", "bad"]) == {}
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (open, ("/nonexistent/executed", "w"))  # type: ignore[return-value]
+
+
+def test_foreign_rows_are_ignored_and_never_executed(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    planted: dict[str, object] = {
+        "pickle": pickle.dumps(Bomb()),
+        "nan": encode_result(SOME).replace("-1.25", "NaN"),
+        "list": "[]",
+        "truncated": encode_result(SOME)[:-5],
+        "reason": encode_result(SOME).replace("stop", "because"),
+        "type": encode_result(SOME).replace("[3,4]", '["3",4]'),
+    }
+    with Journal(path) as journal:
+        journal.put_many({"good": SOME})
+    with sqlite3.connect(path) as connection:
+        connection.executemany("INSERT INTO answers VALUES (?, ?)", list(planted.items()))
+    with Journal(path) as journal:
+        assert journal.get_many(["good", *planted]) == {"good": SOME}
+        assert journal.ignored_rows == len(planted)
+
+
+def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    path.write_bytes(b"not a database" * 100)
+    with pytest.raises(JournalError, match=r"j\.sqlite is damaged or not a journal.*move the file away"):
+        Journal(path)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    Journal(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE meta SET value = '99'")
+    with pytest.raises(JournalError, match="format '99'"):
+        Journal(path)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match="cannot be created"):
+        Journal(tmp_path / "file" / "j.sqlite")
+
+
+def test_one_file_a_fingerprint(tmp_path: Path) -> None:
+    names = {journal_path(tmp_path, name).name for name in ("a", "b", "../../a", "x" * 500, "é")}
+    assert len(names) == 5
+    assert all(journal_path(tmp_path, name).parent == tmp_path / "journal" for name in ("a", "../../a"))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from flexgen_helm.core.records import Completion, Cost, GenerationResult
+from flexgen_helm.exec.journal import Journal
+who, journal = int(sys.argv[2]), Journal(Path(sys.argv[1]))
+for start in range(0, 500, 25):
+    journal.put_many({f"{who}-{i}": GenerationResult(cost=Cost(who, i)) for i in range(start, start + 25)})
+"""
+
+
+def test_four_processes_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(who)]) for who in range(4)]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0, 0]
+    with Journal(path) as journal:
+        found = journal.get_many([f"{who}-{i}" for who in range(4) for i in range(500)])
+    assert len(found) == 2000
+    assert all(found[f"{who}-{i}"].cost == Cost(who, i) for who in range(4) for i in range(500))

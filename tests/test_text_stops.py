@@ -1,0 +1,155 @@
+"""The stop matcher against a direct reference that decodes the whole text after every token."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_helm.core.errors import RequestError
+from flexgen_helm.text.stops import KeptText, StopMatcher
+
+# Few letters, so that stop strings occur and overlap; characters of one to four bytes; a joiner sequence.
+ALPHABET = "ab\n é€👍"
+
+
+def feed(pieces: list[bytes], stops: list[str]) -> tuple[KeptText, int, StopMatcher]:
+    """Push the pieces as tokens 0, 1, … until a stop; return what is kept and how many were pushed."""
+    matcher = StopMatcher(pieces.__getitem__, stops)
+    for pushed, token_id in enumerate(range(len(pieces)), start=1):
+        if matcher.push(token_id):
+            return matcher.result(), pushed, matcher
+    return matcher.result(), len(pieces), matcher
+
+
+def reference(pieces: list[bytes], stops: list[str]) -> tuple[str, int, int]:
+    """Return (text, tokens kept, tokens pushed), found the slow way on decoded text."""
+    for pushed in range(1, len(pieces) + 1):
+        text = b"".join(pieces[:pushed]).decode("utf-8", errors="replace")
+        hits = [text.find(stop) for stop in stops if stop in text]
+        if hits:
+            text = text[: min(hits)]
+            kept = 0
+            # The last kept token is the first one with which the text in front of the stop is complete.
+            while b"".join(pieces[:kept]).decode("utf-8", errors="ignore").find(text) != 0:
+                kept += 1
+            return text, kept, pushed
+    return b"".join(pieces).decode("utf-8", errors="replace"), len(pieces), len(pieces)
+
+
+@st.composite
+def split_texts(draw: st.DrawFn) -> list[bytes]:
+    """A text's bytes cut anywhere, also inside characters."""
+    data = draw(st.text(ALPHABET, max_size=30)).encode("utf-8")
+    cuts = draw(st.sets(st.integers(1, max(1, len(data) - 1)), max_size=20))
+    borders = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
+    return [data[a:b] for a, b in pairwise(borders) if b > a]
+
+
+@given(split_texts(), st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=4))
+def test_equals_the_slow_reference(pieces: list[bytes], stops: list[str]) -> None:
+    kept, pushed, matcher = feed(pieces, stops)
+    text, n_kept, n_pushed = reference(pieces, stops)
+    assert (kept.text, pushed) == (text, n_pushed)
+    assert kept.n_kept == n_kept
+    assert kept.token_ids == tuple(range(n_kept))
+    assert len(kept.tokens) == n_kept
+    assert matcher.stopped == any(stop in b"".join(pieces[:pushed]).decode("utf-8", "replace") for stop in stops)
+
+
+@given(st.lists(st.text(ALPHABET, min_size=1), max_size=12), st.lists(st.text("ab\n", min_size=1), max_size=3))
+def test_whole_tokens_join_to_the_text(words: list[str], stops: list[str]) -> None:
+    kept, _, _ = feed([word.encode("utf-8") for word in words], stops)
+    assert "".join(kept.tokens) == kept.text
+    assert not any(stop in kept.text for stop in stops)
+
+
+@given(st.lists(st.binary(max_size=4), max_size=12))
+def test_any_bytes_decode_as_a_whole(pieces: list[bytes]) -> None:
+    kept, _, _ = feed(pieces, [])
+    assert kept.text == b"".join(pieces).decode("utf-8", errors="replace")
+    assert kept.n_kept == len(pieces)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "text", "tokens"),
+    [
+        ([], ["x"], "", ()),
+        (["ab", "cd"], [], "abcd", ("ab", "cd")),
+        (["\n", "a"], ["\n"], "", ()),
+        (["a\nb"], ["\n"], "a", ("a",)),
+        (["a", "##", "#"], ["###"], "a", ("a",)),
+        (["a#", "##b"], ["###"], "a", ("a",)),
+        (["stop"], ["stop"], "", ()),
+        (["a", "b\n\nc"], ["\n", "\n\n"], "ab", ("a", "b")),
+        (["xabcd"], ["bc", "abcd"], "x", ("x",)),
+        (["a", "b"], ["abc"], "ab", ("a", "b")),
+    ],
+)
+def test_examples(pieces: list[str], stops: list[str], text: str, tokens: tuple[str, ...]) -> None:
+    kept, _, _ = feed([piece.encode("utf-8") for piece in pieces], stops)
+    assert (kept.text, kept.tokens) == (text, tokens)
+
+
+def test_the_longer_of_two_that_start_together_is_named() -> None:
+    assert feed([b"a\n\n"], ["\n", "\n\n"])[2].stop == "\n\n"
+    assert feed([b"a\n", b"\n"], ["\n", "\n\n"])[2].stop == "\n"  # the shorter had already ended it
+    assert feed([b"a"], ["\n"])[2].stop is None
+
+
+def test_a_character_over_three_tokens() -> None:
+    pieces = [b"\xf0\x9f", b"\x91", b"\x8d!"]
+    kept, _, _ = feed(pieces, ["!"])
+    assert kept == KeptText("👍", (r"bytes:\xf0\x9f", r"bytes:\x91", r"bytes:\x8d"), (0, 1, 2))
+    kept, _, _ = feed(pieces, ["👍"])
+    assert kept == KeptText("", (), ())
+
+
+def test_an_unfinished_character_is_replaced() -> None:
+    kept, _, _ = feed([b"a", b"\xe2\x82"], ["x"])
+    assert kept == KeptText("a\ufffd", ("a", r"bytes:\xe2\x82"), (0, 1))
+    kept, _, _ = feed([b"a", b"\xe2\x82", b"x"], ["x"])
+    assert kept == KeptText("a\ufffd", ("a", r"bytes:\xe2\x82"), (0, 1))
+
+
+def test_tokens_without_text_stay_in_front_of_the_stop_only() -> None:
+    kept, _, _ = feed([b"", b"a", b"", b"b", b"", b"\n"], ["\n"])
+    assert kept.token_ids == (0, 1, 2, 3)
+    kept, _, _ = feed([b"a", b""], ["\n"])
+    assert kept.token_ids == (0, 1)
+
+
+def test_result_may_be_asked_for_at_any_time() -> None:
+    matcher = StopMatcher([b"a", b"b\n"].__getitem__, ["\n"])
+    assert not matcher.push(0)
+    assert matcher.result() == matcher.result() == KeptText("a", ("a",), (0,))
+    assert matcher.push(1)
+    assert matcher.result().text == "ab"
+    with pytest.raises(RuntimeError, match="stop string"):
+        matcher.push(0)
+
+
+@pytest.mark.parametrize("stop", ["", "a\ud800"])
+def test_unusable_stop_strings_are_refused(stop: str) -> None:
+    with pytest.raises(RequestError):
+        StopMatcher([b"a"].__getitem__, ["ok", stop])
+
+
+def test_cost_is_linear_in_the_length() -> None:
+    """Every search covers the new token and what a stop string can reach back to, however long the text is."""
+    searched: list[int] = []
+
+    class Watched(bytearray):
+        def find(self, sub, start=0):  # type: ignore[no-untyped-def, override]
+            searched.append(len(self) - start)
+            return super().find(sub, start)
+
+    stops = ["\n", "aaab"]
+    matcher = StopMatcher([b"aaaa"].__getitem__, stops)
+    matcher._data = Watched()
+    for _ in range(1_000):
+        matcher.push(0)
+    assert len(searched) == 1_000 * len(stops)
+    assert max(searched) == len("aaaa") + len("aaab") - 1
