@@ -44,12 +44,12 @@ class DummyCheckpoint(Checkpoint):
 
     def _pieces(self, name: str) -> Iterator[torch.Tensor]:
         total = prod(self.shapes[name])
-        constant, std = self._distribution(name)
+        mean, std = self._distribution(name)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         for start in range(0, total, TILE_ELEMENTS):
-            piece = torch.full((min(TILE_ELEMENTS, total - start),), constant)
-            yield piece.normal_(constant, std, generator=generator) if std else piece
+            piece = torch.empty(min(TILE_ELEMENTS, total - start))
+            yield piece.normal_(mean, std, generator=generator) if std else piece.fill_(mean)
 
     def _distribution(self, name: str) -> tuple[float, float]:
         """Mean and standard deviation."""

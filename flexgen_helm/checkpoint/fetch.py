@@ -148,7 +148,7 @@ def _fetch_snapshot(repo: str, revision: str | None, tell: Progress) -> Path:
                 info = HfApi().model_info(repo, revision=revision)
             except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError):
                 raise
-            except Exception as error:  # noqa: BLE001 (offline, no network, a hub that is down: each its own class)
+            except Exception as error:  # Offline, no network, a hub that is down: each its own class.
                 local_only, reason = True, f"the hub cannot be reached ({type(error).__name__})"
             else:
                 _refuse_pickles(repo, [sibling.rfilename for sibling in info.siblings or ()])

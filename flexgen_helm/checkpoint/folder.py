@@ -24,6 +24,18 @@ TOKENIZER_FILES = (
 # Any of these makes a tokenizer; the others only adorn one.
 _TOKENIZER_CORES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "ffn_size",
+    "vocab_size",
+    "max_positions",
+    "embed_size",
+)
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises `CheckpointError` naming the file where it is none."""
@@ -51,11 +63,23 @@ def read_config(folder: Path) -> tuple[Family, ModelSpec, dict[str, Any]]:
         method = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
         raise CheckpointError(f"{path}: these weights are quantized already ({method}); use the original checkpoint")
     try:
-        return family, family.read_config(config), config
+        spec = family.read_config(config)
+        check_sizes(spec, path)
+        return family, spec, config
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error}") from error
     except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path} has an entry of the wrong kind: {error}") from error
+
+
+def check_sizes(spec: ModelSpec, path: Path) -> None:
+    """Raise `CheckpointError` where a size is not a positive whole number or the heads do not divide."""
+    for name in _SIZES:
+        value = getattr(spec, name)
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{path} gives {name.replace('_', ' ')} as {value!r}; it must be a positive integer")
+    if spec.num_heads % spec.num_kv_heads:
+        raise CheckpointError(f"{path} gives {spec.num_heads} heads that share {spec.num_kv_heads} keys unevenly")
 
 
 def tokenizer_folder(folder: Path) -> Path | None:

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
-from flexgen_helm.checkpoint.source import TILE_ELEMENTS, ByteSource, Checkpoint, half_type
+from flexgen_helm.checkpoint.folder import check_sizes
+from flexgen_helm.checkpoint.source import TILE_ELEMENTS, ByteSource, Checkpoint, checked_shapes, half_type
 from flexgen_helm.core.errors import CheckpointError, FlexgenError
 from flexgen_helm.models.families import Family, family_of_gguf, source_of
-from flexgen_helm.models.spec import ModelSpec, tensor_shapes
+from flexgen_helm.models.spec import ModelSpec
 
 _HALVES = {gguf.GGMLQuantizationType.BF16: torch.bfloat16, gguf.GGMLQuantizationType.F16: torch.float16}
 
@@ -44,7 +45,7 @@ class GgufCheckpoint(Checkpoint):
         self._rope_heads: dict[str, int] = {}
         heads = {"q": self.spec.num_heads, "kv": self.spec.num_kv_heads}
         sizes: dict[torch.dtype, int] = {}
-        for canonical, shape in tensor_shapes(self.spec).items():
+        for canonical, shape in checked_shapes(self.spec, len(stored), path).items():
             source = source_of(family.gguf_tensors, canonical)
             tensor = stored.get(source.name)
             if tensor is None:
@@ -63,7 +64,7 @@ class GgufCheckpoint(Checkpoint):
         self.rest_dtype = half_type(sizes)
 
     @cached_property
-    def fingerprint(self) -> str:  # type: ignore[override]
+    def fingerprint(self) -> str:
         return content_fingerprint([self._file.path])
 
     def _where(self, name: str) -> str:
@@ -128,7 +129,9 @@ def _read_spec(path: Path, metadata: Mapping[str, Any]) -> tuple[Family, ModelSp
     family = family_of_gguf(str(metadata.get("general.architecture")))
     assert family.read_gguf is not None, f"{family.name} claims GGUF architectures but reads none"
     try:
-        return family, family.read_gguf(metadata)
+        spec = family.read_gguf(metadata)
+        check_sizes(spec, path)
+        return family, spec
     except FlexgenError:
         raise
     except KeyError as error:

@@ -14,10 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import CONFIG, TOKENIZER_FILES, read_config, tokenizer_folder, weight_files
-from flexgen_helm.checkpoint.source import TILE_ELEMENTS, ByteSource, Checkpoint, half_type
+from flexgen_helm.checkpoint.source import TILE_ELEMENTS, ByteSource, Checkpoint, checked_shapes, half_type
 from flexgen_helm.core.errors import CheckpointError
 from flexgen_helm.models.families import Family, source_of
-from flexgen_helm.models.spec import tensor_shapes
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
@@ -49,7 +48,7 @@ class SafetensorsCheckpoint(Checkpoint):
         stored: dict[str, _Stored] = {}
         for file in self._files:
             stored.update(_read_header(file))
-        self._stored = _match(stored, tensor_shapes(self.spec), family, path)
+        self._stored = _match(stored, checked_shapes(self.spec, len(stored), path), family, path)
         sizes: dict[torch.dtype, int] = {}
         for tensor in self._stored.values():
             dtype = _DTYPES[tensor.dtype]
@@ -57,7 +56,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self.rest_dtype = half_type(sizes)
 
     @cached_property
-    def fingerprint(self) -> str:  # type: ignore[override]
+    def fingerprint(self) -> str:
         if self._given_fingerprint is not None:
             return self._given_fingerprint
         others = [self._folder / name for name in (CONFIG, *TOKENIZER_FILES)]

@@ -124,6 +124,13 @@ class ByteSource:
         return buffer
 
 
+def checked_shapes(spec: ModelSpec, stored: int, path: Path) -> dict[str, tuple[int, ...]]:
+    """`tensor_shapes(spec)`, refused where `stored` tensors are fewer than layers: a damaged count can be billions."""
+    if spec.num_layers > stored:
+        raise CheckpointError(f"{path} contains {stored} tensors, too few for {spec.num_layers} layers")
+    return tensor_shapes(spec)
+
+
 def half_type(bytes_by_dtype: Mapping[torch.dtype, int]) -> torch.dtype:
     """The 16-bit type that holds most bytes of a checkpoint; float16 where it has none."""
     bfloat16, float16 = bytes_by_dtype.get(torch.bfloat16, 0), bytes_by_dtype.get(torch.float16, 0)

@@ -121,7 +121,8 @@ class MemoryLimits:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, in tokens fed or drawn; the total counts every `max_tokens` in full, so it is an upper bound."""
+    """How far a run is, in tokens fed or drawn; the total counts every `max_tokens` in full: an upper
+    bound."""
 
     done_tokens: int
     total_tokens: int

@@ -126,7 +126,7 @@ class Engine:
             raise UsageError(f"schedule {schedule!r} is not available in this version; take auto, row or zigzag")
         parsed = None if policy == "auto" else Policy.parse(policy) if isinstance(policy, str) else policy
         where = _device(device)
-        if parsed is not None and min(parsed.wd, parsed.cd, parsed.hd) > 0:
+        if parsed is not None and max(parsed.wd, parsed.cd, parsed.hd) > 0:
             raise UsageError("this version keeps everything in memory: the policy's shares must sum to 100 %")
         checkpoint = open_checkpoint(name_or_path, revision=revision, weights=weights, seed=seed)
         tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None

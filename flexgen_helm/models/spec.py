@@ -79,7 +79,7 @@ class ModelSpec:
 
     @property
     def linear_flops_per_token(self) -> int:
-        """Operations (a multiply-add counts two) of the decoder layers' products for one token; no attention, no head."""
+        """Operations (a multiply-add counts two) of the layers' products for one token; no attention, no head."""
         per_layer = self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
         per_layer += (3 if self.gated_mlp else 2) * self.hidden_size * self.ffn_size
         return 2 * self.num_layers * per_layer

@@ -1,4 +1,4 @@
-"""The KV cache at rest: one tensor of keys and one of values per slot group and layer, claimed from the tier's ledger."""
+"""The KV cache at rest: a tensor of keys and one of values per slot group and layer, claimed from the ledger."""
 
 from __future__ import annotations
 

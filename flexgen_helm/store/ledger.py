@@ -70,7 +70,7 @@ class Ledger:
             return totals
 
     def check(self, expected: dict[str, int] | None = None) -> None:
-        """The books balance, and (if given) hold just these bytes by kind; tests call it whenever the engine is idle."""
+        """The books balance and (if given) hold just these bytes by kind; tests call it when the engine is idle."""
         by_kind = self.by_kind()
         assert sum(by_kind.values()) == self._in_use, f"{self.tier}: {by_kind} does not sum to {self._in_use}"
         assert self.limit is None or self._in_use <= self.limit

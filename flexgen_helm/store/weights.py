@@ -7,9 +7,9 @@ room, a tensor rests in the compute type instead and the product reads it as it 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
-from typing import ContextManager, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ SKINNY_ROWS = 64
 class WeightStore(Protocol):
     """Hands out the weights of a stage; later stores bring them from other tiers while earlier stages compute."""
 
-    def stage(self, name: str) -> ContextManager[StageWeights]:
+    def stage(self, name: str) -> AbstractContextManager[StageWeights]:
         """Context in which the stage's weights may be used."""
         ...
 

@@ -96,14 +96,15 @@ def read_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-_LAYER = "model.layers.{i}."
+_LAYER = "layers.{i}."
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM", "LlamaModel"),
     read_config=read_config,
+    prefixes=("model.", ""),
     tensors={
-        "embed.tokens.weight": Source("model.embed_tokens.weight"),
-        "head.norm": Source("model.norm"),
+        "embed.tokens.weight": Source("embed_tokens.weight"),
+        "head.norm": Source("norm"),
         "head.lm.weight": Source("lm_head.weight"),
         "layers.{i}.attn_norm": Source(_LAYER + "input_layernorm"),
         "layers.{i}.attn.q": Source(_LAYER + "self_attn.q_proj"),

@@ -1,0 +1,110 @@
+"""The rules of the house: imports point down, HELM stays in its rooms, torch stays out of the deciders."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "flexgen_helm"
+# From the bottom up; a package imports only those before it.
+ORDER = ["core", "hardware", "text", "models", "checkpoint", "policy", "report", "store", "exec", "plugin", "cli"]
+# Modules that must be usable without torch, so that planning and registration are quick.
+TORCH_FREE = [
+    "flexgen_helm",
+    "flexgen_helm.checkpoint.catalogue",
+    "flexgen_helm.cli",
+    "flexgen_helm.core.records",
+    "flexgen_helm.core.rows",
+    "flexgen_helm.exec.journal",
+    "flexgen_helm.exec.schedule",
+    "flexgen_helm.exec.scheduler",
+    "flexgen_helm.hardware.rates",
+    "flexgen_helm.models.families",
+    "flexgen_helm.policy.policy",
+    "flexgen_helm.report.throughput",
+]
+
+
+def imports(source: str) -> Iterator[str]:
+    """Dotted names of everything imported at any depth of a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            yield node.module or ""
+
+
+def violations(package: str, source: str) -> list[str]:
+    found = []
+    for name in imports(source):
+        parts = name.split(".")
+        if parts[0] == "helm" and package not in ("plugin", "scenarios"):
+            found.append(f"{package} imports {name}")
+        if parts[0] == "flexgen_helm" and len(parts) > 1 and package in ORDER and parts[1] in ORDER:
+            if ORDER.index(parts[1]) > ORDER.index(package):
+                found.append(f"{package} imports {name}, which lies above it")
+        if name in ("pickle", "dill") or parts[0] in ("scenarios", "runs", "benchmarks"):
+            found.append(f"{package} imports {name}")
+    return found
+
+
+def test_imports_point_down():
+    packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert packages == set(ORDER), "a package is missing from the order, or has gone"
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).parts
+        if len(parts) > 1:
+            assert violations(parts[0], path.read_text()) == [], path
+    for path in (ROOT / "scenarios").rglob("*.py"):
+        assert violations("scenarios", path.read_text()) == [], path
+
+
+@pytest.mark.parametrize(
+    "package, line",
+    [
+        ("exec", "from helm.common.request import Request"),
+        ("core", "def f():\n    from flexgen_helm.models.spec import ModelSpec"),
+        ("store", "import flexgen_helm.exec.engine"),
+        ("checkpoint", "import pickle"),
+        ("plugin", "from scenarios import x"),
+    ],
+)
+def test_a_forbidden_import_is_found(package, line):
+    assert violations(package, line)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_deciders_import_no_torch(module):
+    run_python(
+        f"import sys, {module}\n"
+        "heavy = {'torch', 'transformers', 'helm'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+
+
+def test_the_engine_runs_where_helm_cannot_be_imported(tiny):
+    out = run_python(
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'helm': raise ImportError('helm is not installed here')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "from flexgen_helm import Engine, GenerationRequest\n"
+        f"with Engine.from_pretrained({str(tiny('llama').path)!r}) as engine:\n"
+        "    result = engine.run([GenerationRequest(prompt='the quick', max_tokens=3, ignore_eos=True)])[0]\n"
+        "print(len(result.completions[0].token_ids), 'helm' in sys.modules)"
+    )
+    assert out.split() == ["3", "False"]

@@ -1,0 +1,94 @@
+"""Draws: true argmax, the softmax's distribution, the nucleus, and randomness that belongs to the request."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from scipy import stats
+
+from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm.exec.sampling import Draw, choose, uniform
+
+LOGITS = torch.tensor([[2.0, -1.0, 0.5, 0.5, -9.0, 1.5]])
+
+
+def draws(temperature: float, top_p: float, count: int = 4000) -> np.ndarray:
+    rows = LOGITS.expand(count, -1)
+    return choose(rows, [Draw(temperature, top_p, uniform(7, i, 3)) for i in range(count)]).numpy()
+
+
+def test_greedy_is_the_argmax_whatever_the_random_number():
+    assert set(choose(LOGITS.expand(3, -1), [Draw(0.0, 1.0, u) for u in (0.0, 0.5, 0.999)]).tolist()) == {0}
+
+
+def test_samples_follow_the_tempered_softmax():
+    for temperature in (0.7, 1.0, 2.0):
+        expected = torch.softmax(LOGITS[0].double() / temperature, 0).numpy()
+        observed = np.bincount(draws(temperature, 1.0), minlength=6)
+        rare = expected * 4000 < 5  # too few for the test's approximation: counted with the next one
+        expected, observed = ([*v[~rare][:-1], v[~rare][-1] + v[rare].sum()] for v in (expected, observed))
+        assert stats.chisquare(observed, [4000 * p for p in expected]).pvalue > 1e-4
+
+
+def test_the_chi_square_test_would_notice_the_wrong_temperature():
+    expected = torch.softmax(LOGITS[0].double(), 0).numpy()
+    assert stats.chisquare(np.bincount(draws(1.3, 1.0), minlength=6), expected * 4000).pvalue < 1e-6
+
+
+def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p():
+    probabilities = torch.softmax(LOGITS[0].double(), 0)
+    for top_p in (0.05, 0.5, 0.8, 0.95):
+        order = probabilities.argsort(descending=True, stable=True).tolist()
+        nucleus, mass = set(), 0.0
+        for token in order:
+            nucleus.add(token)
+            mass += probabilities[token].item()
+            if mass >= top_p:
+                break
+        assert set(draws(1.0, top_p).tolist()) == nucleus
+
+
+def test_random_numbers_are_uniform_and_belong_to_seed_completion_and_step():
+    numbers = [uniform(seed, completion, step) for seed in range(10) for completion in range(10) for step in range(10)]
+    assert len(set(numbers)) == 1000
+    assert stats.kstest(numbers, "uniform").pvalue > 1e-4
+    assert uniform(3, 1, 4) == uniform(3, 1, 4)
+    assert uniform(-5, 0, 0) != uniform(5, 0, 0)
+    assert 0.0 <= uniform(1 << 200, 0, 0) < 1.0
+
+
+def test_logprobs_are_of_the_raw_softmax_at_any_temperature(tiny):
+    model = tiny("llama")
+    prompt = [5, 9, 33, 120]
+    for temperature in (0.0, 0.7, 1.0):
+        request = GenerationRequest(
+            prompt_token_ids=prompt, max_tokens=10, temperature=temperature, top_p=0.9, seed=1, ignore_eos=True
+        )
+        with Engine.from_pretrained(model.path) as engine:
+            completion = engine.run([request])[0].completions[0]
+        reference = model.logprobs(prompt + list(completion.token_ids))
+        for i, token in enumerate(completion.token_ids):
+            assert math.isclose(completion.logprobs[i], reference[3 + i, token].item(), abs_tol=1e-4)
+
+
+def test_a_sample_does_not_depend_on_its_batch(tiny):
+    wanted = GenerationRequest(prompt_token_ids=[7, 8, 9], max_tokens=14, temperature=1.0, seed=42, n=3)
+    others = [
+        GenerationRequest(prompt_token_ids=[i, i + 1], max_tokens=20, temperature=1.0, seed=i) for i in range(2, 12)
+    ]
+    with Engine.from_pretrained(tiny("opt").path) as engine:
+        alone = engine.run([wanted])[0]
+        together = engine.run([*others, wanted])[-1]
+        other_seed = engine.run([GenerationRequest(**{**vars(wanted), "seed": 43})])[0]
+    ids = [c.token_ids for c in alone.completions]
+    assert ids == [c.token_ids for c in together.completions]
+    assert ids != [c.token_ids for c in other_seed.completions]
+    assert len(set(ids)) == 3
+
+
+def test_at_temperature_zero_all_completions_are_one(tiny):
+    with Engine.from_pretrained(tiny("opt").path) as engine:
+        result = engine.run([GenerationRequest(prompt_token_ids=[7, 8, 9], max_tokens=5, n=4)])[0]
+    assert len(result.completions) == 4 and len(set(result.completions)) == 1

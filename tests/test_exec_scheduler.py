@@ -1,0 +1,114 @@
+"""The scheduler on paper: everyone is served, no limit is passed, slots stay contiguous. No torch."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm.core.rows import Family, Row
+from flexgen_helm.exec.schedule import WorkItem, work_items
+from flexgen_helm.exec.scheduler import BlockLimits, Scheduler
+
+families_strategy = st.lists(
+    st.tuples(st.integers(1, 30), st.integers(0, 12), st.sampled_from([0, 0, 0, 2, 4])), min_size=1, max_size=25
+)
+
+
+def make(shape: tuple[int, int, int]) -> Family:
+    prompt_len, max_new, branches = shape
+    if branches and max_new > 1:
+        row = Row([1] * prompt_len, prompt_len, None, max_new=1, draws=branches, keeps_cache=True)
+        row.owner = max_new
+        return Family(row, branches, max_new - 1)
+    row = Row([1] * prompt_len, prompt_len, max_new, max_new=max_new, draws=int(max_new > 0), keeps_cache=max_new > 1)
+    return Family(row)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shapes=families_strategy,
+    batch_tokens=st.integers(1, 60),
+    batch_rows=st.integers(1, 8),
+    max_rows=st.integers(1, 20),
+    extra_cache=st.integers(0, 100),
+    seed=st.integers(0, 1000),
+)
+def test_everyone_is_served_within_the_limits(shapes, batch_tokens, batch_rows, max_rows, extra_cache, seed):
+    ends = random.Random(seed)
+    families = [make(shape) for shape in shapes if shape[0] > 1 or shape[1]]
+    need = max([f.prompt.cache_tokens + f.num_branches * f.branch_tokens for f in families], default=0)
+    limits = BlockLimits(batch_tokens, batch_rows, max_rows, need + extra_cache)
+    scheduler = Scheduler(families, limits)
+    served: dict[Row, int] = {}
+    living_branches: dict[Row, int] = {}
+
+    def end(row: Row) -> None:
+        gone = scheduler.retire(row)
+        if gone is not None and gone.source is not None:
+            assert gone.source == len(gone.group.rows) and gone.target < gone.source
+        for parent in row.parents:
+            living_branches[parent] -= 1
+            if not living_branches[parent]:
+                scheduler.retire(parent)
+
+    for _ in range(10_000):
+        batches = scheduler.next_pass()
+        if not batches:
+            break
+        assert scheduler.cache_tokens <= limits.cache_tokens
+        in_pass = [chunk.row for batch in batches for chunk in batch.chunks]
+        assert len(set(in_pass)) == len(in_pass)
+        for batch in batches:
+            if batch.is_prefill:
+                assert len(batch.chunks) <= batch_rows
+                assert batch.num_tokens <= batch_tokens or len(batch.chunks) == 1
+            for chunk in batch.chunks:
+                row = chunk.row
+                assert chunk.count == row.pending > 0
+                if row.group is not None:
+                    assert row.group.rows[row.slot] is row
+                    assert row.computed + chunk.count <= row.group.capacity
+        for batch in batches:
+            for chunk in batch.chunks:
+                row = chunk.row
+                row.computed += chunk.count
+                served[row] = served.get(row, 0) + 1
+                if row.draws > 1 and row.keeps_cache:
+                    alive = [
+                        Row([2], 0, None, start=row.prompt_len, parents=(row,), max_new=row.owner, draws=1,
+                            keeps_cache=True)
+                        for _ in range(row.draws) if ends.random() < 0.8
+                    ]  # fmt: skip
+                    scheduler.branch(row, alive)
+                    living_branches[row] = len(alive)
+                    if not alive:
+                        scheduler.retire(row)
+                elif not row.draws or len(row.tokens) - row.prompt_len + 1 >= row.max_new or ends.random() < 0.1:
+                    end(row)
+                else:
+                    row.tokens.append(2)
+    else:
+        raise AssertionError("the scheduler never ends")
+    assert all(family.prompt in served for family in families)
+    assert scheduler.num_running == 0 and scheduler.cache_tokens == 0
+
+
+@given(stages=st.integers(1, 6), batches=st.integers(1, 6))
+def test_schedules_visit_every_item_once_and_a_batch_in_order(stages, batches):
+    for name in ("row", "zigzag"):
+        items = list(work_items(name, stages, batches))
+        assert sorted(items, key=lambda i: (i.stage, i.batch)) == [
+            WorkItem(s, b) for s in range(stages) for b in range(batches)
+        ]
+        for batch in range(batches):
+            assert [i.stage for i in items if i.batch == batch] == list(range(stages))
+
+
+def test_zigzag_needs_each_weight_once_a_pass_and_row_once_a_batch():
+    def loads(name: str) -> int:
+        order = [item.stage for item in work_items(name, 5, 4)]
+        return sum(a != b for a, b in zip([None, *order], order))
+
+    assert (loads("zigzag"), loads("row")) == (5, 20)

@@ -1,0 +1,79 @@
+"""Attention over segments against the formula in float64, and the merge against the concatenation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm.models import attention
+
+
+def formula(q, k, v, scale, allowed):
+    """q [T, Hq, D], k and v [S, Hk, D], allowed [T, S] -> output and log-sum-exp in float64, one query at a time."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], dtype=torch.float64)
+    for t in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            scores = (k[:, h // group] @ q[t, h]) * scale
+            scores[~allowed[t]] = -math.inf
+            lse[t, h] = torch.logsumexp(scores, 0)
+            out[t, h] = torch.softmax(scores, 0) @ v[:, h // group]
+    return out, lse
+
+
+@pytest.fixture(params=["fused", "direct"])
+def kernel(request, monkeypatch):
+    if request.param == "direct":
+        monkeypatch.setattr(attention, "_FUSED", None)
+        monkeypatch.setattr(attention, "_DIRECT_ROWS", 7)
+    return request.param
+
+
+def close(part, expected):
+    return all((a.double() - b).abs().max() < 1e-5 for a, b in zip(part, expected))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 19, 70])
+@pytest.mark.parametrize("key_heads", [1, 2, 6])
+def test_causal(kernel, tokens, key_heads):
+    q, k, v = torch.randn(tokens, 6, 8), torch.randn(tokens, key_heads, 8), torch.randn(tokens, key_heads, 8)
+    allowed = torch.ones(tokens, tokens).tril().bool()
+    assert close(attention.causal(q, k, v, 0.4), formula(q, k, v, 0.4, allowed))
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 6])
+def test_cached_rows_see_their_own_length(kernel, key_heads):
+    lengths = torch.tensor([1, 9, 4, 13])
+    q = torch.randn(4, 6, 8)
+    k, v = torch.randn(4, key_heads, 20, 8)[:, :, :13], torch.randn(4, key_heads, 20, 8)[:, :, :13]
+    mask = torch.zeros(4, 13).masked_fill_(torch.arange(13)[None] >= lengths[:, None], -math.inf)[:, None, None]
+    out, lse = attention.cached(q, k, v, 0.4, mask)
+    for row in range(4):
+        allowed = torch.arange(13)[None] < lengths[row]
+        expected = formula(q[row : row + 1], k[row].transpose(0, 1), v[row].transpose(0, 1), 0.4, allowed)
+        assert close((out[row : row + 1], lse[row : row + 1]), expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(tokens=st.integers(1, 12), border=st.integers(1, 15), keys=st.integers(2, 16), seed=st.integers(0, 99))
+def test_merged_segments_equal_the_concatenation(tokens, border, keys, seed):
+    torch.manual_seed(seed)
+    border = min(border, keys - 1)
+    q, k, v = torch.randn(tokens, 6, 8) * 4, torch.randn(keys, 2, 8), torch.randn(keys, 2, 8)
+    parts = [
+        attention.shared(q, k[part].transpose(0, 1), v[part].transpose(0, 1), 0.4)
+        for part in (slice(0, border), slice(border, keys))
+    ]
+    everything = torch.ones(tokens, keys).bool()
+    assert close(attention.merge(*parts), formula(q, k, v, 0.4, everything))
+
+
+def test_merge_survives_scores_of_any_size():
+    out = torch.ones(1, 1, 4)
+    merged, lse = attention.merge((out, torch.tensor([[-900.0]])), (2 * out, torch.tensor([[800.0]])))
+    assert torch.equal(merged, 2 * out) and lse.item() == 800.0
