@@ -176,3 +176,14 @@ def test_the_wheels_model_has_every_tensor_in_its_shape() -> None:
     assert read.rest_dtype == torch.float16 and read.tokenizer_path == REAL
     for name, shape in tensor_shapes(read.spec).items():
         assert tuple(read.tensor(name).shape) == shape
+
+
+def test_the_tensor_table_equals_that_of_the_gguf_package(wheel_model):
+    from flexgen_helm.checkpoint.gguf_header import read_gguf_header
+
+    expected = {
+        t.name: (t.tensor_type, tuple(int(n) for n in reversed(t.shape)), int(t.data_offset), int(t.n_bytes))
+        for t in gguf.GGUFReader(wheel_model).tensors
+    }
+    tensors = read_gguf_header(wheel_model).tensors
+    assert {t.name: (t.kind, t.shape, t.offset, t.size) for t in tensors.values()} == expected

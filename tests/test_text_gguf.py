@@ -20,7 +20,7 @@ from transformers import Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from flexgen_helm.core.errors import CheckpointError, UnsupportedArchitectureError
-from flexgen_helm.text.gguf_metadata import read_gguf_metadata
+from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.text.tokenizer import Tokenizer
 
 CORPUS = [
@@ -205,7 +205,7 @@ def test_metadata_equals_gguf_reader(tmp_path: Path) -> None:
     writer.close()
     fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
     want = {name: field.contents() for name, field in fields.items() if not name.startswith("GGUF.")}
-    assert read_gguf_metadata(tmp_path / "m.gguf") == want
+    assert read_gguf_header(tmp_path / "m.gguf").metadata == want
 
 
 # ---- the real one ----

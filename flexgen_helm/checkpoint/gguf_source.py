@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import check_sizes
+from flexgen_helm.checkpoint.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from flexgen_helm.checkpoint.source import TILE_ELEMENTS, ByteSource, Checkpoint, checked_shapes, half_type
 from flexgen_helm.core.errors import CheckpointError, FlexgenError
 from flexgen_helm.models.families import Family, family_of_gguf, source_of
@@ -22,26 +22,16 @@ from flexgen_helm.models.spec import ModelSpec
 _HALVES = {gguf.GGMLQuantizationType.BF16: torch.bfloat16, gguf.GGMLQuantizationType.F16: torch.float16}
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """One tensor in the file. shape: as in torch, rows first. offset, size: bytes from the start, and of the data."""
-
-    name: str
-    kind: gguf.GGMLQuantizationType
-    shape: tuple[int, ...]
-    offset: int
-    size: int
-
-
 class GgufCheckpoint(Checkpoint):
-    """Opening parses the metadata (1 to 2 seconds, most of it the vocabulary) and checks every tensor's extent."""
+    """Opening reads the header (a tenth of a second, most of it the vocabulary) and checks every tensor's extent."""
 
     def __init__(self, path: Path) -> None:
         self._file = ByteSource.of(path)
-        metadata, stored = _read_header(self._file)
+        header = _read_header(self._file)
+        metadata, stored = header.metadata, header.tensors
         family, self.spec = _read_spec(path, metadata)
         self.tokenizer_path = path if "tokenizer.ggml.tokens" in metadata else None
-        self._stored: dict[str, _Stored] = {}
+        self._stored: dict[str, GgufTensor] = {}
         self._rope_heads: dict[str, int] = {}
         heads = {"q": self.spec.num_heads, "kv": self.spec.num_kv_heads}
         sizes: dict[torch.dtype, int] = {}
@@ -99,30 +89,14 @@ def _as_stored(quantized: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.nda
     return quantized.view(plain[kind]) if kind in plain else quantized
 
 
-def _read_header(file: ByteSource) -> tuple[dict[str, Any], dict[str, _Stored]]:
-    try:
-        reader = gguf.GGUFReader(file.path, "r")
-        metadata: dict[str, Any] = {name: entry.contents() for name, entry in reader.fields.items()}
-        stored = {
-            tensor.name: _Stored(
-                tensor.name,
-                tensor.tensor_type,
-                tuple(int(size) for size in reversed(tensor.shape)),
-                int(tensor.data_offset),
-                int(tensor.n_bytes),
-            )
-            for tensor in reader.tensors
-        }
-    except Exception as error:  # The reader meets damage by whatever numpy or Python raises on the way.
-        raise CheckpointError(
-            f"{file.path} is truncated, corrupt or no GGUF file ({file.size} bytes): {error}"
-        ) from error
-    for tensor in stored.values():
+def _read_header(file: ByteSource) -> GgufHeader:
+    header = read_gguf_header(file.path)
+    for tensor in header.tensors.values():
         if tensor.offset + tensor.size > file.size:
             short = tensor.offset + tensor.size - file.size
             raise CheckpointError(f"{file.path} ends {short} bytes before the end of tensor {tensor.name}")
-    metadata["tensor_names"] = frozenset(stored)
-    return metadata, stored
+    header.metadata["tensor_names"] = frozenset(header.tensors)
+    return header
 
 
 def _read_spec(path: Path, metadata: Mapping[str, Any]) -> tuple[Family, ModelSpec]:

@@ -13,7 +13,6 @@ from flexgen_helm.checkpoint.dummy import DummyCheckpoint
 from flexgen_helm.checkpoint.fetch import Progress, fetch_resolved
 from flexgen_helm.checkpoint.fingerprint import snapshot_fingerprint
 from flexgen_helm.checkpoint.folder import read_config, tokenizer_folder
-from flexgen_helm.checkpoint.gguf_source import GgufCheckpoint
 from flexgen_helm.checkpoint.safetensors_source import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.source import Checkpoint
 from flexgen_helm.core.errors import UsageError
@@ -38,12 +37,19 @@ def open_checkpoint(
         return _dummy(resolved, seed)
     path = fetch_resolved(resolved, progress)
     if path.suffix == ".gguf" and path.is_file():
-        return GgufCheckpoint(path)
+        return _gguf(path)
     if resolved.kind == "hub":
         assert resolved.hub_repo is not None
         sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
         return SafetensorsCheckpoint(path, snapshot_fingerprint(resolved.hub_repo, path.name, sizes))
     return SafetensorsCheckpoint(path)
+
+
+def _gguf(path: Path) -> Checkpoint:
+    # Needs the gguf package, which a machine with safetensors only may lack.
+    from flexgen_helm.checkpoint.gguf_source import GgufCheckpoint
+
+    return GgufCheckpoint(path)
 
 
 def _dummy(resolved: Resolved, seed: int) -> DummyCheckpoint:
@@ -55,7 +61,7 @@ def _dummy(resolved: Resolved, seed: int) -> DummyCheckpoint:
             "model or a folder with config.json"
         )
     if resolved.kind == "gguf":
-        real = GgufCheckpoint(resolved.path)
+        real = _gguf(resolved.path)
         return DummyCheckpoint(real.spec, seed, real.rest_dtype, real.tokenizer_path)
     folder: Path = resolved.path.parent if resolved.path.is_file() else resolved.path
     _, spec, config = read_config(folder)

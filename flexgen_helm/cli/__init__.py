@@ -1,1 +1,51 @@
-"""The flexgen-helm command."""
+"""The `flexgen-helm` command. Data goes to stdout, progress and errors to stderr; every error is one sentence.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or refused, 130 interrupted. Nothing here imports torch, transformers or
+HELM before a command needs it, so `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from flexgen_helm.core.errors import FlexgenError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command (`argv`, or the process's own arguments) and return its exit code."""
+    import typer
+
+    from flexgen_helm.cli.app import app
+    from flexgen_helm.cli.console import say
+    from flexgen_helm.cli.engine_options import complete_dummy_weights
+
+    arguments = complete_dummy_weights(sys.argv[1:] if argv is None else list(argv))
+    try:
+        typer.main.get_command(app).main(args=arguments, prog_name="flexgen-helm", standalone_mode=True)
+        return 0
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except FlexgenError as error:
+        _show_traceback()
+        say(f"flexgen-helm: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        say("flexgen-helm: interrupted")
+        return 130
+    except Exception as error:  # the last resort: a sentence for users, the rest for whoever asks
+        _show_traceback()
+        hint = "" if _debugging() else " (set FLEXGEN_HELM_DEBUG=1 to see where)"
+        say(f"flexgen-helm: unexpected {type(error).__name__}: {error}{hint}")
+        return 1
+
+
+def _debugging() -> bool:
+    return bool(os.environ.get("FLEXGEN_HELM_DEBUG"))
+
+
+def _show_traceback() -> None:
+    if _debugging():
+        traceback.print_exc()

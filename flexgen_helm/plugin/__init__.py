@@ -6,15 +6,9 @@ what failed.
 
 from __future__ import annotations
 
-_registered = False
-
 
 def _register() -> None:
-    """Register names, run specs and hooks, once a process."""
-    global _registered
-    if _registered:
-        return
-    _registered = True
+    """Names, run specs and hooks; each of them registers once a process, however often this is called."""
     from helm.common.hierarchical_logger import herror
 
     try:

@@ -19,7 +19,7 @@ from helm.benchmark.model_metadata_registry import (
     ModelMetadata,
     register_model_metadata,
 )
-from helm.benchmark.tokenizer_config_registry import TokenizerConfig, TokenizerSpec
+from helm.benchmark.tokenizer_config_registry import TokenizerConfig, TokenizerSpec, tokenizer_config_generator
 from helm.common.hierarchical_logger import hwarn
 
 from flexgen_helm.core.errors import FlexgenError
@@ -140,11 +140,9 @@ def complete_file_deployments() -> None:
         deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT[entry.name] = completed
 
 
+@lru_cache(maxsize=None)
 def register() -> None:
-    """Once a process; HELM refuses a second generator for one prefix."""
-    from helm.benchmark.model_deployment_registry import model_deployment_generator
-    from helm.benchmark.tokenizer_config_registry import tokenizer_config_generator
-
-    model_deployment_generator("flexgen")(deployment)
+    """Once a process, because HELM refuses a second generator for one prefix; later calls do nothing."""
+    deployments.model_deployment_generator("flexgen")(deployment)
     tokenizer_config_generator("flexgen")(tokenizer_config)
     complete_file_deployments()

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from flexgen_helm.core.errors import CheckpointError, UnsupportedArchitectureError
-from flexgen_helm.text.gguf_metadata import read_gguf_metadata
+from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.text.pieces import SPACE_MARK
 
 # Ends the text of a base-style prompt even where the metadata's EOS ends a chat turn (SmolLM2-Instruct).
@@ -42,7 +42,7 @@ def load_gguf_tokenizer(path: str | Path) -> GGUFTokenizer | None:
     Raises `CheckpointError` for a damaged file, `UnsupportedArchitectureError` for a vocabulary type or a
     pre-tokenizer we have no rule for: guessing would change token ids and so every score.
     """
-    meta = read_gguf_metadata(path)
+    meta = read_gguf_header(path).metadata
     model = meta.get(Keys.Tokenizer.MODEL)
     if model is None or Keys.Tokenizer.LIST not in meta:
         return None

@@ -12,7 +12,6 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from flexgen_helm.core.errors import CheckpointError, RequestError
-from flexgen_helm.text.gguf_tokenizer import load_gguf_tokenizer
 from flexgen_helm.text.pieces import helm_text, is_byte_level, token_byte_table
 
 # Each holds a vocabulary; `transformers` finds the files that go with it.
@@ -81,6 +80,9 @@ class Tokenizer:
 
     @classmethod
     def _from_gguf(cls, path: Path) -> Tokenizer | None:
+        # Needs the gguf package, which a machine with safetensors only may lack.
+        from flexgen_helm.text.gguf_tokenizer import load_gguf_tokenizer
+
         loaded = load_gguf_tokenizer(path)
         if loaded is None:
             return None

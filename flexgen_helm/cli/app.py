@@ -1,0 +1,54 @@
+"""The commands by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from flexgen_helm import __version__
+from flexgen_helm.cli.bench import bench
+from flexgen_helm.cli.doctor import doctor
+from flexgen_helm.cli.engine_options import with_engine_flags
+from flexgen_helm.cli.fetch import fetch
+from flexgen_helm.cli.generate import generate
+from flexgen_helm.cli.perplexity import perplexity
+from flexgen_helm.cli.run import run
+
+app = typer.Typer(
+    help="Large language models under HELM on a machine too small for them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flexgen-helm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Large language models under HELM on a machine too small for them."""
+
+
+def _add(name: str, function: Callable[..., None], **settings: Any) -> None:
+    app.command(name, **settings)(function)
+
+
+# Whatever is not ours belongs to helm-run, in the order given.
+_PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+_add("run", with_engine_flags(run), context_settings=_PASS_ON)
+_add("generate", with_engine_flags(generate))
+_add("perplexity", with_engine_flags(perplexity))
+_add("fetch", fetch)
+_add("doctor", doctor)
+_add("bench", with_engine_flags(bench))

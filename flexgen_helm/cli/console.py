@@ -1,0 +1,123 @@
+"""What commands show: data on stdout, sentences and progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from flexgen_helm.core.records import Progress
+
+# Seconds between two lines of progress where stderr is no terminal.
+LINE_EVERY_S = 15.0
+
+
+def say(text: str) -> None:
+    """One line for the person watching."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(content: Any) -> None:
+    """`content` as JSON on stdout; a value that is not finite is a defect and raises ValueError."""
+    print(json.dumps(content, indent=2, allow_nan=False), flush=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file whole or not at all; it is on the disk when this returns."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+class TokenProgress:
+    """The engine's progress on stderr: a bar with the time to go, or a line now and then where it is no terminal.
+
+    Called by the engine, from any thread; a context manager that takes the bar away at the end.
+    """
+
+    def __init__(self) -> None:
+        self._bar: Bar | None = None
+        self._last_line = time.monotonic()
+
+    def __call__(self, progress: Progress) -> None:
+        if sys.stderr.isatty():
+            self._draw(progress)
+        elif time.monotonic() - self._last_line >= LINE_EVERY_S:
+            self._last_line = time.monotonic()
+            say(describe(progress))
+
+    def _draw(self, progress: Progress) -> None:
+        if self._bar is None:
+            self._bar = _new_bar()
+            self._bar.add_task("tokens", total=progress.total_tokens, requests="", remaining="")
+            self._bar.start()
+        self._bar.update(
+            self._bar.task_ids[0],
+            completed=progress.done_tokens,
+            total=progress.total_tokens,
+            requests=f"{progress.done_requests:,}/{progress.total_requests:,} requests",
+            remaining=_duration(progress.remaining_s),
+        )
+        if progress.done_requests == progress.total_requests:
+            self.close()  # a suite may have another block, after lines of HELM's
+
+    def close(self) -> None:
+        """Take the bar away; the next call draws a new one."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
+
+    def __enter__(self) -> TokenProgress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def describe(progress: Progress) -> str:
+    """One line; the tokens to come are an upper bound, for completions may end early."""
+    return (
+        f"{progress.done_tokens:,} of at most {progress.total_tokens:,} tokens, "
+        f"{progress.done_requests:,} of {progress.total_requests:,} requests, {_duration(progress.remaining_s)} to go"
+    )
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _new_bar() -> Bar:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens, {task.fields[requests]}, {task.fields[remaining]} to go"),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,  # stdout is for data; rich would send it to stderr
+        redirect_stderr=False,
+    )

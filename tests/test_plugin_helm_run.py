@@ -1,0 +1,188 @@
+"""Real `helm-run` and `flexgen-helm run` in processes of their own, on the fake engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MODEL = "flexgen/opt-125m"
+ENTRIES = [f"simple_mcqa:model={MODEL}", f"simple_mcqa_scored:model={MODEL}"]
+REQUESTS = 6 + 12  # of six instances: one request each, and one for each of two answers
+SCRIPT = Path(__file__).parent / "fake_engine.py"
+RUNTIMES = {"request_time", "request_datetime", "batch_request_time", "batch_size", "cached"}
+
+
+class Place:
+    """A working folder with its own state; what its engine was asked for is in `events`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "log"
+
+    def start(self, kind: str, *arguments: str, delay_s: float = 0.0) -> subprocess.Popen[str]:
+        variables = {"FLEXGEN_HELM_HOME": str(self.folder / "home"), "FAKE_LOG": str(self.log),
+                     "FAKE_DELAY_S": str(delay_s), "HF_HUB_OFFLINE": "1"}  # fmt: skip
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPT), kind, *arguments], cwd=self.folder, env={**os.environ, **variables},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def run(self, kind: str, *arguments: str, entries: list[str] | None = None, expect: int = 0) -> str:
+        process = self.start(kind, "-r", *(entries or ENTRIES), "-m", "6", "--suite", "s", *arguments)
+        output = process.communicate(timeout=90)[0]
+        assert process.returncode == expect, output
+        return output
+
+    def events(self, clear: bool = True) -> Counter[str]:
+        """How often each thing happened since the last look; 'answer' counts answers computed."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        if clear and lines:
+            self.log.unlink()
+        return Counter(json.loads(line)[0] for line in lines)
+
+    def results(self, suite: str = "s") -> dict[str, Any]:
+        """Scenario states and statistics of all runs, without what is a time or depends on one."""
+        found = {}
+        for run in sorted((self.folder / "benchmark_output" / "runs" / suite).glob("*model=*")):
+            state = json.loads((run / "scenario_state.json").read_text())
+            for request_state in state["request_states"]:
+                for name in RUNTIMES:
+                    request_state["result"].pop(name, None)
+            stats = json.loads((run / "stats.json").read_text())
+            kept = [s for s in stats if "runtime" not in s["name"]["name"] and "flexgen" not in s["name"]["name"]
+                    and "batch_size" not in s["name"]["name"]]  # fmt: skip
+            found[run.name] = (state, kept)
+        return found
+
+    def run_folder(self, name: str) -> Path:
+        return next((self.folder / "benchmark_output" / "runs" / "s").glob(f"{name}:*"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A finished `helm-run -n 4`."""
+    place = Place(tmp_path_factory.mktemp("plain"))
+    place.run("run", "-n", "4")
+    return place
+
+
+def test_a_plain_run_batches_and_reports(plain: Place) -> None:
+    events = plain.events()
+    assert (events["load"], events["block"]) == (1, 2)
+    for name in ("simple_mcqa", "simple_mcqa_scored"):
+        folder = plain.run_folder(name)
+        record = json.loads((folder / "flexgen_run.json").read_text())
+        stats = {s["name"]["name"]: s for s in json.loads((folder / "stats.json").read_text())}
+        assert stats["flexgen_padded_throughput"]["mean"] == pytest.approx(record["padded_throughput"])
+        assert stats["flexgen_efficiency"]["name"]["split"] == "test"
+        assert 0 < record["efficiency"] < 1 and record["policy"] == "fake" and record["precision"] == "fp16"
+        assert record["workload"]["num_requests"] == (6 if name == "simple_mcqa" else 12)
+        assert set(record["wall_s"]) == {"data", "adapt", "load", "generate", "metrics"}
+        assert stats["exact_match"]["count"] == 1
+    generated = stats_of(plain.run_folder("simple_mcqa"))
+    assert {"finish_reason_length", "finish_reason_stop"} & set(generated)
+
+
+def stats_of(folder: Path) -> dict[str, Any]:
+    return {s["name"]["name"]: s for s in json.loads((folder / "stats.json").read_text())}
+
+
+@pytest.mark.parametrize("threads", ["1", "64"])
+def test_the_number_of_threads_changes_nothing(plain: Place, tmp_path: Path, threads: str) -> None:
+    place = Place(tmp_path)
+    place.run("run", "-n", threads)
+    events = place.events()
+    assert (events["load"], events["block"]) == (1, 2)
+    assert place.results() == plain.results()
+
+
+def test_a_suite_is_one_block_and_equals_plain_runs(plain: Place, tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    output = place.run("suite", "-n", "4")
+    events = place.events()
+    assert (events["load"], events["block"]) == (1, 1), output
+    assert place.results() == plain.results()
+    suite = json.loads((tmp_path / "benchmark_output/runs/s/flexgen_suite.json").read_text())
+    assert len(suite["runs"]) == 2 and suite["totals"]["workload"]["num_requests"] == events["answer"]
+    assert suite["models"]["opt-125m"]["schedule"] == "row"
+    assert f"name: {MODEL}" in (tmp_path / "prod_env/model_deployments.yaml").read_text()
+
+    # Completed runs are skipped without a model, and a run that lost a file is not completed.
+    place.run("suite", "--skip-completed-runs")
+    assert place.events() == {}
+    (place.run_folder("simple_mcqa") / "per_instance_stats.json").unlink()
+    place.run("suite", "--skip-completed-runs")
+    assert place.events() == {"load": 1, "close": 1}  # its answers were in the journal
+
+
+def test_a_rerun_computes_nothing_unless_the_cache_is_disabled(plain: Place) -> None:
+    before, _ = plain.results(), plain.events()
+    plain.run("run")
+    assert plain.events()["answer"] == 0
+    assert plain.results() == before
+    assert json.loads((plain.run_folder("simple_mcqa") / "flexgen_run.json").read_text())["num_reused"] == 6
+    plain.run("run", "--disable-cache")
+    assert plain.events()["answer"] == REQUESTS
+    assert plain.results() == before
+
+
+def test_a_dry_run_loads_no_engine(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.run("suite", "--dry-run", entries=ENTRIES[:1])
+    assert place.events() == {}
+    assert (place.run_folder("simple_mcqa") / "stats.json").is_file()
+
+
+@pytest.mark.parametrize("kind, threads, code", [("run", "1", None), ("run", "64", None), ("suite", "4", 130)])
+def test_ctrl_c_ends_soon_and_the_rerun_computes_the_rest(
+    kind: str, threads: str, code: int | None, tmp_path: Path, plain: Place
+) -> None:
+    place = Place(tmp_path)
+    arguments = ("-r", *ENTRIES, "-m", "6", "--suite", "s", "-n", threads)
+    process = place.start(kind, *arguments, delay_s=0.4)
+    limit = time.monotonic() + 60
+    while place.events(clear=False)["answer"] < 3 and time.monotonic() < limit:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    output = process.communicate(timeout=30)[0]
+    assert time.monotonic() - started < 10
+    assert process.returncode != 0 and (code is None or process.returncode == code), output
+    assert "Retrying" not in output
+    first = place.events()["answer"]
+    assert 3 <= first < REQUESTS
+    place.run(kind, "-n", threads)
+    assert place.events()["answer"] == REQUESTS - first
+    assert place.results() == plain.results()
+
+
+def test_what_goes_wrong_is_said_and_not_retried(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    output = place.run("run", entries=["simple_mcqa:model=flexgen/opt-126m"], expect=1)
+    assert "UnknownModelError: model 'opt-126m' is not known; did you mean opt-125m" in output
+    output = place.run("suite", entries=["simple_mcqa:model=flexgen/opt-126m"], expect=2)
+    assert "did you mean opt-125m" in output.splitlines()[-1]
+    assert place.events() == {}
+
+
+def test_a_failing_run_does_not_keep_the_others(tmp_path: Path) -> None:
+    """BLEU's data cannot be fetched: answers are kept, the message says what is missing, other runs are written."""
+    place = Place(tmp_path)
+    entries = [f"simple_short_answer_qa:model={MODEL}", ENTRIES[1]]
+    output = place.run("suite", entries=entries, expect=1)
+    assert "python -m nltk.downloader punkt" in output and "answers are there and kept" in output
+    assert (place.run_folder("simple_mcqa_scored") / "stats.json").is_file()
+    assert not (place.run_folder("simple_short_answer_qa") / "stats.json").exists()
+    assert place.events()["block"] == 1
+    suite = json.loads((tmp_path / "benchmark_output/runs/s/flexgen_suite.json").read_text())
+    assert len(suite["runs"]) == 2  # both were executed
+    assert suite["failed"] == ["simple_short_answer_qa:model=flexgen_opt-125m"]

@@ -1,0 +1,259 @@
+"""The hooks on HELM's private functions: what they guard against, and what they leave behind when killed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Iterator
+
+import pytest
+from helm.benchmark import runner as helm_runner
+from helm.benchmark.adaptation.adapter_spec import AdapterSpec
+from helm.benchmark.adaptation.adapters.adapter_factory import AdapterFactory
+from helm.benchmark.adaptation.request_state import RequestState
+from helm.benchmark.adaptation.scenario_state import ScenarioState
+from helm.benchmark.executor import ExecutionSpec, Executor, ExecutorError
+from helm.benchmark.run_spec_factory import construct_run_specs
+from helm.benchmark.runner import Runner
+from helm.benchmark.scenarios.scenario import Input, Instance
+from helm.common.authentication import Authentication
+from helm.common.cache_backend_config import SqliteCacheBackendConfig
+from helm.common.object_spec import parse_object_spec
+from helm.common.request import Request
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_engine import MAX_POSITIONS, POISON, FakeEngine, FakeTokenizer
+
+import flexgen_helm.plugin  # noqa: F401
+from flexgen_helm.core.records import Cost
+from flexgen_helm.plugin import hooks, models, service, suite
+from flexgen_helm.plugin.run_record import account
+
+MODEL = "flexgen/opt-125m"
+FILES = ["run_spec.json", "scenario.json", "scenario_state.json", "stats.json", "per_instance_stats.json"]
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeEngine]]:
+    """A service of its own on fakes; the engines that it made."""
+    made: list[FakeEngine] = []
+
+    def make(model: Any) -> FakeEngine:
+        made.append(FakeEngine(model.name))
+        return made[-1]
+
+    own = service.Service()
+    facts = models.ModelFacts("x", MAX_POSITIONS, 1, False)
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(service, "_service", own)
+    monkeypatch.setattr(service, "engine_factory", make)
+    monkeypatch.setattr(models, "tokenizer", lambda model: FakeTokenizer())
+    monkeypatch.setattr(models, "facts", lambda model: facts)
+    yield made
+    own.close()
+
+
+def execution(tmp_path: Path, **changes: Any) -> ExecutionSpec:
+    cache = SqliteCacheBackendConfig(str(tmp_path))
+    spec = ExecutionSpec(None, Authentication(""), str(tmp_path / "prod_env"), 4, sqlite_cache_backend_config=cache)
+    return replace(spec, **changes)
+
+
+def runner(tmp_path: Path, **changes: Any) -> Runner:
+    return Runner(execution(tmp_path, **changes), str(tmp_path / "out"), "s", False, False, False, False, True)
+
+
+def run_spec(instances: int = 4) -> Any:
+    spec = construct_run_specs(parse_object_spec(f"simple_mcqa:model={MODEL}"))[0]
+    return replace(spec, adapter_spec=replace(spec.adapter_spec, max_eval_instances=instances))
+
+
+def state(*requests: Request, deployment: str = MODEL) -> ScenarioState:
+    adapter = AdapterSpec(model=deployment, model_deployment=deployment)
+    states = [
+        RequestState(Instance(Input(str(i)), [], id=str(i)), None, None, 0, None, request, None, 0, False)
+        for i, request in enumerate(requests)
+    ]
+    return ScenarioState(adapter, states)
+
+
+def request(prompt: str, **changes: Any) -> Request:
+    return Request(model=MODEL, model_deployment=MODEL, prompt=prompt, temperature=0, max_tokens=2, **changes)
+
+
+def test_equal_requests_of_a_run_are_computed_once(engines: list[FakeEngine], tmp_path: Path) -> None:
+    done = Executor(execution(tmp_path)).execute(state(*(request(p) for p in "abab")))
+    assert [len(run) for run in engines[0].runs] == [2]
+    assert [s.result.completions[0].text for s in done.request_states if s.result][:2] * 2 == [
+        s.result.completions[0].text for s in done.request_states if s.result
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad, says",
+    [
+        (request(POISON), "not finite"),
+        (request("a" * 5000), "do not fit"),
+        (request("x", presence_penalty=1.0), "presence_penalty is not supported"),
+        (replace(request(""), messages=[{"role": "user", "content": "a"}]), "no chat template"),
+        (request("x", embedding=True), "embedding"),
+    ],
+)
+def test_a_bad_request_ends_its_run_at_once_and_its_mates_are_kept(
+    engines: list[FakeEngine], tmp_path: Path, bad: Request, says: str
+) -> None:
+    executor = Executor(execution(tmp_path, parallelism=1))
+    with pytest.raises(ExecutorError, match=says):
+        executor.execute(state(request("good"), bad))
+    assert executor.execute(state(request("good"))).request_states[0].result.cached  # type: ignore[union-attr]
+
+
+def test_nothing_is_announced_where_nothing_is_ours(engines: list[FakeEngine], tmp_path: Path) -> None:
+    executor = Executor(execution(tmp_path))
+    assert hooks.announce(Executor(execution(tmp_path, dry_run=True)), state(request("a"))) is None
+    assert hooks.announce(executor, state(request("a"), deployment="simple/model1")) is None
+    assert hooks.announce(executor, state(request("a"), deployment="flexgen/unknown-model")) is None
+    assert engines == []
+
+
+# Files
+
+
+def test_a_run_that_is_killed_between_two_files_is_not_complete(
+    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same run three times: finished, killed after each number of files, and finished again."""
+    bench, spec, real = runner(tmp_path), run_spec(), hooks.write_text
+    folder = Path(bench._get_run_path(spec))
+    bench.run_one(spec)
+    assert sorted(FILES + ["flexgen_run.json"]) == sorted(path.name for path in folder.iterdir())
+    for kept in range(len(FILES)):
+        left = [kept]
+
+        def killed(path: Path, content: str) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            real(path, content)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(hooks, "write_text", killed)
+            with pytest.raises(KeyboardInterrupt):
+                bench.run_one(spec)
+        assert not bench._is_run_completed(str(folder))
+    bench.run_one(spec)
+    assert bench._is_run_completed(str(folder))
+    for name in FILES:
+        json.loads((folder / name).read_text())
+    assert not list(folder.glob(".*"))
+
+
+def test_without_the_hook_such_a_run_looks_complete(engines: list[FakeEngine], tmp_path: Path) -> None:
+    """The inverse: HELM's own writer leaves the old last file in place."""
+    bench, spec = runner(tmp_path), run_spec()
+    folder = Path(bench._get_run_path(spec))
+    bench.run_one(spec)
+    helm_runner.write.__wrapped__(str(folder / "run_spec.json"), "{}")  # type: ignore[attr-defined]
+    assert bench._is_run_completed(str(folder))
+
+
+def test_runs_of_other_clients_are_left_alone(engines: list[FakeEngine], tmp_path: Path) -> None:
+    bench = runner(tmp_path)
+    spec = run_spec()
+    spec = replace(spec, name="other", adapter_spec=replace(spec.adapter_spec, model="simple/model1",
+                                                            model_deployment="simple/model1"))  # fmt: skip
+    bench.run_one(spec)
+    folder = Path(bench._get_run_path(spec))
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert "flexgen" not in (folder / "run_spec.json").read_text()
+
+
+# Guards
+
+
+@pytest.fixture
+def unhooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """HELM as it comes, and the warnings that installing the hooks gives."""
+    warnings: list[str] = []
+    monkeypatch.setattr(Executor, "execute", Executor.execute.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(Runner, "run_one", Runner.run_one.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(helm_runner, "write", helm_runner.write.__wrapped__)  # type: ignore[attr-defined]
+    plain = AdapterFactory.get_adapter.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(AdapterFactory, "get_adapter", staticmethod(plain))
+    monkeypatch.setattr(hooks, "hwarn", warnings.append)
+    monkeypatch.setattr(hooks, "_warned", set())
+    return warnings
+
+
+def test_hooks_go_on_once(unhooked: list[str]) -> None:
+    hooks.install()
+    first = Executor.execute, Runner.run_one
+    hooks.install()
+    assert (Executor.execute, Runner.run_one) == first and Executor.execute.flexgen_helm  # type: ignore[attr-defined]
+    assert unhooked == []
+
+
+def run_one_of_tomorrow(self: Runner, run_spec: Any, attempt: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "owner, name, value",
+    [(Runner, "run_one", run_one_of_tomorrow), (helm_runner, "write", lambda content: None), (helm_runner, "write", 3)],
+)
+def test_a_helm_that_changed_is_left_untouched_with_one_warning(
+    unhooked: list[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any
+) -> None:
+    monkeypatch.setattr(owner, name, value)
+    execute = Executor.execute
+    hooks.install()
+    hooks.install()
+    assert Executor.execute is execute and getattr(owner, name) is value
+    assert len(unhooked) == 1 and "does not know this version of HELM" in unhooked[0]
+
+
+def test_without_hooks_the_idle_flush_still_makes_batches(
+    unhooked: list[str], engines: list[FakeEngine], tmp_path: Path
+) -> None:
+    executor = Executor(execution(tmp_path, parallelism=8))
+    executor.execute(state(*(request(str(i)) for i in range(16))))
+    blocks = [len(run) for run in engines[0].runs]
+    assert sum(blocks) == 16 and len(blocks) <= 8
+
+
+def test_an_unknown_call_is_passed_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(hooks, "hwarn", warnings.append)
+    monkeypatch.setattr(hooks, "_warned", set())
+    execute = hooks._announcing(lambda self, *args, **kwargs: (args, kwargs))  # type: ignore[arg-type, return-value]
+    assert execute(None, 1, more=2) == ((1,), {"more": 2})
+    assert execute(None, 1, more=2) == ((1,), {"more": 2})
+    assert len(warnings) == 1
+
+
+# Accounts and the suite's small parts
+
+
+def test_a_repetition_counts_its_tokens_and_costs_nothing() -> None:
+    cost = Cost(10, 8.0, 4, 11.0, 5.0, 100.0, 1.0, 1.0, 2)
+    once, twice = account(["a"], {"a": cost}), account(["a", "a", "failed"], {"a": cost})
+    assert (once["latency_s"], twice["latency_s"]) == (2.0, 2.0)
+    assert once["padded_throughput"] == 8.0 and once["actual_throughput"] == 7.0
+    assert once["efficiency"] == pytest.approx(14 / 16)
+    assert twice["efficiency"] == pytest.approx(28 / 30)
+    assert twice["workload"]["prompt_tokens_computed"] == 8.0
+    assert (twice["workload"]["num_requests"], twice["workload"]["num_unique"]) == (2, 1)
+
+
+def test_the_suite_writes_names_as_helm_needs_them() -> None:
+    text = "mmlu:subject=a,model=flexgen/facebook/opt-125m,data_augmentation=x"
+    assert suite._Suite(None).rename(text) == text.replace("facebook/opt", "facebook--opt")
+    assert suite._Suite("4bit").rename("x:model=flexgen/opt-125m,a=b") == "x:model=flexgen/opt-125m-4bit,a=b"
+    assert suite._Suite("4bit").rename("x:model=openai/gpt2") == "x:model=openai/gpt2"
+
+
+def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite.main(["--no-such-flag"]) == 2
+    assert suite.main([]) == 2  # helm-run's -m is mandatory
+    assert "required" in capsys.readouterr().err

