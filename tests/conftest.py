@@ -61,13 +61,15 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "llama-wide-heads": lambda: llama_config(head_dim=16, num_key_value_heads=1),
     "llama3-rope": lambda: llama_config(
         rope_parameters=dict(
-            rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            rope_type="llama3",
+            rope_theta=10000.0,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
             original_max_position_embeddings=32,
         )
     ),  # fmt: skip
-    "llama-linear-rope": lambda: llama_config(
-        rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)
-    ),
+    "llama-linear-rope": lambda: llama_config(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)),
     "opt": opt_config,
     "opt-350m": lambda: opt_config(word_embed_proj_dim=24, do_layer_norm_before=False),
     "galactica": lambda: opt_config(activation_function="gelu", enable_bias=False),

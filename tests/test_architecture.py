@@ -89,9 +89,7 @@ def run_python(code: str) -> str:
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_deciders_import_no_torch(module):
     run_python(
-        f"import sys, {module}\n"
-        "heavy = {'torch', 'transformers', 'helm'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
+        f"import sys, {module}\nheavy = {{'torch', 'transformers', 'helm'}} & set(sys.modules)\nassert not heavy, heavy"
     )
 
 

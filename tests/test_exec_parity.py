@@ -42,7 +42,9 @@ def test_scores_and_greedy_tokens_equal_transformers(tiny, variant, batch):
     model = tiny(variant)
     asked = prompts(batch, 70, seed=batch)
     requests = [
-        GenerationRequest(prompt_token_ids=p, max_tokens=(0, 1, 7, 20)[i % 4], echo_logprobs=i % 3 != 1, ignore_eos=True)
+        GenerationRequest(
+            prompt_token_ids=p, max_tokens=(0, 1, 7, 20)[i % 4], echo_logprobs=i % 3 != 1, ignore_eos=True
+        )
         for i, p in enumerate(asked, start=2)
     ]
     with Engine.from_pretrained(model.path) as engine:
@@ -108,7 +110,10 @@ def probe_bytes(model) -> int:
 
 
 def max_difference(a, b) -> float:
-    pairs = [*zip(a.prompt_logprobs[1:], b.prompt_logprobs[1:]), *zip(a.completions[0].logprobs, b.completions[0].logprobs)]
+    pairs = [
+        *zip(a.prompt_logprobs[1:], b.prompt_logprobs[1:]),
+        *zip(a.completions[0].logprobs, b.completions[0].logprobs),
+    ]
     return max(abs(x - y) for x, y in pairs)
 
 

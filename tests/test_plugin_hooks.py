@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import pytest
+from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark import runner as helm_runner
+from helm.benchmark import tokenizer_config_registry as tokenizers
 from helm.benchmark.adaptation.adapter_spec import AdapterSpec
 from helm.benchmark.adaptation.adapters.adapter_factory import AdapterFactory
 from helm.benchmark.adaptation.request_state import RequestState
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import ExecutionSpec, Executor, ExecutorError
+from helm.benchmark.model_deployment_registry import ClientSpec, ModelDeployment
 from helm.benchmark.run_spec_factory import construct_run_specs
 from helm.benchmark.runner import Runner
 from helm.benchmark.scenarios.scenario import Input, Instance
+from helm.benchmark.tokenizer_config_registry import TokenizerConfig, TokenizerSpec
 from helm.common.authentication import Authentication
 from helm.common.cache_backend_config import SqliteCacheBackendConfig
 from helm.common.object_spec import parse_object_spec
@@ -130,11 +134,10 @@ def test_a_run_that_is_killed_between_two_files_is_not_complete(
     bench.run_one(spec)
     assert sorted(FILES + ["flexgen_run.json"]) == sorted(path.name for path in folder.iterdir())
     for kept in range(len(FILES)):
-        left = [kept]
+        allowed = iter(range(kept))
 
-        def killed(path: Path, content: str) -> None:
-            left[0] -= 1
-            if left[0] < 0:
+        def killed(path: Path, content: str, allowed: Iterator[int] = allowed) -> None:
+            if next(allowed, None) is None:
                 raise KeyboardInterrupt
             real(path, content)
 
@@ -159,7 +162,14 @@ def test_without_the_hook_such_a_run_looks_complete(engines: list[FakeEngine], t
     assert bench._is_run_completed(str(folder))
 
 
-def test_runs_of_other_clients_are_left_alone(engines: list[FakeEngine], tmp_path: Path) -> None:
+def test_runs_of_other_clients_are_left_alone(
+    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ClientSpec("helm.clients.simple_client.SimpleClient")
+    other = ModelDeployment("simple/model1", client, tokenizer_name="simple/tokenizer1", max_sequence_length=2048)
+    tokenizer = TokenizerConfig("simple/tokenizer1", TokenizerSpec("helm.tokenizers.simple_tokenizer.SimpleTokenizer"))
+    monkeypatch.setitem(deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT, other.name, other)
+    monkeypatch.setitem(tokenizers.TOKENIZER_NAME_TO_CONFIG, tokenizer.name, tokenizer)
     bench = runner(tmp_path)
     spec = run_spec()
     spec = replace(spec, name="other", adapter_spec=replace(spec.adapter_spec, model="simple/model1",

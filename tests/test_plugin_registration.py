@@ -100,7 +100,8 @@ def test_an_entry_of_helms_own_file_needs_only_name_and_path(clean_registry: Non
         {"name": "lab/mine", "client_spec": {"class_name": CLIENT, "args": {"path": "opt-125m", "device": "cpu"}}},
         {"name": "lab/gone", "client_spec": {"class_name": CLIENT, "args": {"path": "./nowhere"}}},
         {"name": "lab/foreign", "client_spec": {"class_name": "helm.clients.simple_client.SimpleClient"}},
-        {"name": "lab/set", "max_sequence_length": 77, "client_spec": {"class_name": CLIENT, "args": {"path": "opt-125m"}}},
+        {"name": "lab/set", "client_spec": {"class_name": CLIENT, "args": {"path": "opt-350m"}},
+         "max_sequence_length": 7},
     ]  # fmt: skip
     (tmp_path / "model_deployments.yaml").write_text(yaml.safe_dump({"model_deployments": entries}))
     register_configs_from_directory(str(tmp_path))
@@ -112,14 +113,16 @@ def test_an_entry_of_helms_own_file_needs_only_name_and_path(clean_registry: Non
     assert model is not None and (model.path, model.device) == ("opt-125m", "cpu")
     assert get_model_deployment("lab/gone").max_sequence_length is None
     assert registration.model_of("lab/foreign") is None
-    assert get_model_deployment("lab/set").max_sequence_length == 77
+    assert get_model_deployment("lab/set").max_sequence_length == 7
 
 
 def test_files_for_commands_without_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "tokenizer_config", lambda name: None)
     monkeypatch.setattr(deployment_files, "get_tokenizer_config", lambda name: None)
     path = tmp_path / "model_deployments.yaml"
-    theirs = "# my own models\nmodel_deployments:\n- name: lab/mine # keep\n  client_spec: {class_name: a.B, args: {}}\n"
+    theirs = (
+        "# my own models\nmodel_deployments:\n- name: lab/mine # keep\n  client_spec: {class_name: a.B, args: {}}\n"
+    )
     path.write_text(theirs)
     deployment_files.merge(tmp_path, ["flexgen/opt-125m"])
     assert path.read_text().startswith(theirs)  # comments included

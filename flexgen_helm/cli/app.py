@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from flexgen_helm.cli.fetch import fetch
 from flexgen_helm.cli.generate import generate
 from flexgen_helm.cli.perplexity import perplexity
 from flexgen_helm.cli.run import run
+from flexgen_helm.core.errors import Interrupted
 
 app = typer.Typer(
     help="Large language models under HELM on a machine too small for them.",
@@ -40,7 +42,14 @@ def _root(
 
 
 def _add(name: str, function: Callable[..., None], **settings: Any) -> None:
-    app.command(name, **settings)(function)
+    @functools.wraps(function)
+    def command(*args: Any, **given: Any) -> None:
+        try:
+            function(*args, **given)
+        except KeyboardInterrupt:  # typer's own answer differs between its versions
+            raise Interrupted("interrupted") from None
+
+    app.command(name, **settings)(command)
 
 
 # Whatever is not ours belongs to helm-run, in the order given.

@@ -110,7 +110,9 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command that takes `engine: EngineOptions` one option for each of its fields instead."""
     hints = get_type_hints(EngineOptions, include_extras=True)
     flags = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
         for field in fields(EngineOptions)
     ]
     own = [

@@ -68,7 +68,7 @@ def ask(request: Request, tokenizer: TokenizerLike, max_positions: int) -> Quest
     wanted = GenerationRequest(
         prompt_token_ids=ids,
         max_tokens=request.max_tokens,
-        # `top_k_per_token` is how many alternatives to report, and no field carries them: it must not restrict sampling.
+        # `top_k_per_token` asks for alternatives, which no field carries; it must not restrict sampling.
         temperature=float(request.temperature),
         top_p=float(request.top_p),
         seed=0 if greedy else _seed(request.random, source),

@@ -59,7 +59,7 @@ def install() -> None:
             return
     Executor.execute = _announcing(Executor.execute)  # type: ignore[method-assign]
     Runner.run_one = _recording(Runner.run_one)  # type: ignore[method-assign]
-    helm_runner.write = _completing(helm_runner.write)
+    helm_runner.write = _completing(helm_runner.write)  # type: ignore[assignment]
     AdapterFactory.get_adapter = staticmethod(_timing(AdapterFactory.get_adapter))  # type: ignore[method-assign]
 
 

@@ -12,52 +12,25 @@ once. Finished answers go to the journal before a run ends, so an interrupted ru
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Protocol, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterable
 
-from flexgen_helm.core.errors import FlexgenError, Interrupted
+from flexgen_helm.core.errors import Interrupted
 from flexgen_helm.core.records import GenerationRequest, GenerationResult
-from flexgen_helm.exec.journal import Journal, JournalError, journal_path
+from flexgen_helm.plugin.engine import EngineLike, load_engine
+from flexgen_helm.plugin.keeper import Keeper
 from flexgen_helm.plugin.models import ModelArguments
 
 if TYPE_CHECKING:
     from flexgen_helm.plugin.convert import Question
 
-logger = logging.getLogger(__name__)
-
 IDLE_FLUSH_S = 0.05
 LONGEST_GATHERING_S = 0.5  # a steady trickle of questions must not postpone the flush for ever
 WAIT_SLICE_S = 0.5  # how soon a waiting thread sees an interruption
 SHUTDOWN_S = 6.0  # how long the exit waits for the engine to stop and the journal to be written
-JOURNAL_ROWS, JOURNAL_S = 64, 2.0  # a transaction is written after so many answers or seconds
-
-
-class EngineLike(Protocol):
-    """What the service needs of `flexgen_helm.exec.engine.Engine`."""
-
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def last_run(self) -> dict[str, Any]: ...
-    def run(
-        self,
-        requests: Sequence[GenerationRequest],
-        *,
-        on_result: Callable[[int, GenerationResult], None] | None = None,
-        should_stop: Callable[[], bool] | None = None,
-        progress: Callable[[Any], None] | None = None,
-    ) -> list[GenerationResult]: ...
-    def close(self) -> None: ...
-
-
-def load_engine(model: ModelArguments) -> EngineLike:
-    from flexgen_helm.exec.engine import Engine
-
-    return Engine.from_pretrained(model.path, **model.engine_options())
 
 
 engine_factory: Callable[[ModelArguments], EngineLike] = load_engine  # tests put their own here
@@ -278,7 +251,7 @@ class Service:
 
     def _serve(self, block: list[Job]) -> None:
         engine = self._engine_for(block[0].model)
-        keeper = _Keeper(engine.fingerprint, any(job.durable for job in block))
+        keeper = Keeper(engine.fingerprint, any(job.durable for job in block))
         try:
             known = keeper.known([job.key for job in block if job.durable])
             for job in block:
@@ -290,7 +263,7 @@ class Service:
         finally:
             keeper.close()
 
-    def _compute(self, engine: EngineLike, todo: list[Job], keeper: _Keeper) -> None:
+    def _compute(self, engine: EngineLike, todo: list[Job], keeper: Keeper) -> None:
         waiting = dict(enumerate(todo))
         last: list[tuple[Job, Answer]] = []
 
@@ -355,54 +328,6 @@ class Service:
                 else:
                     job.future.set_exception(error)
                     self._forget(job)
-
-
-class _Keeper:
-    """Writes answers to the journal in transactions. A journal that fails costs the memory, never the answers."""
-
-    def __init__(self, fingerprint: str, wanted: bool) -> None:
-        self._journal: Journal | None = None
-        self._pending: dict[str, GenerationResult] = {}
-        self._written = time.monotonic()
-        if wanted:
-            from flexgen_helm.checkpoint.paths import home
-
-            try:
-                self._journal = Journal(journal_path(home(), fingerprint))
-            except JournalError as error:
-                self._give_up(error)
-
-    def _give_up(self, error: FlexgenError) -> None:
-        logger.warning("Answers are not kept for a later run: %s", error)
-        self.close(flush=False)
-
-    def known(self, keys: list[str]) -> dict[str, GenerationResult]:
-        try:
-            return self._journal.get_many(keys) if self._journal else {}
-        except JournalError as error:
-            self._give_up(error)
-            return {}
-
-    def keep(self, key: str, result: GenerationResult) -> None:
-        self._pending[key] = result
-        if len(self._pending) >= JOURNAL_ROWS or time.monotonic() - self._written > JOURNAL_S:
-            self._flush()
-
-    def _flush(self) -> None:
-        pending, self._pending = self._pending, {}
-        try:
-            if self._journal and pending:
-                self._journal.put_many(pending)
-        except JournalError as error:
-            self._give_up(error)
-        self._written = time.monotonic()
-
-    def close(self, flush: bool = True) -> None:
-        if flush:
-            self._flush()
-        journal, self._journal = self._journal, None
-        if journal is not None:
-            journal.close()
 
 
 _service: Service | None = None

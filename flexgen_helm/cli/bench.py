@@ -1,0 +1,77 @@
+"""`flexgen-helm bench`: the benchmarks by name, their JSON and a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flexgen_helm.cli.console import print_json, say, write_whole
+from flexgen_helm.cli.engine_options import EngineOptions
+from flexgen_helm.core.errors import UsageError
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help="clients: helm-run with us against HELM's own Hugging Face client.")],
+    engine: EngineOptions,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE.json", help="Also write the JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    entry: Annotated[
+        str | None, typer.Option(help="HELM run entry, without a model; default: the benchmark's.")
+    ] = None,
+    instances: Annotated[int | None, typer.Option("--instances", "-m", min=1, help="Instances of the entry.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Measurements of each side, in alternation.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A smoke test: few instances, one repeat, no figures.")
+    ] = False,
+) -> None:
+    """Run a benchmark: both sides in one invocation, in alternation, medians. Close other programs first."""
+    from flexgen_helm.benchmarks import Options, load
+
+    measure = load(name)
+    if out is not None and not out.parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {out.parent}")
+    result = measure(
+        Options(
+            engine=engine.deployment_arguments(),
+            entry=entry,
+            instances=instances,
+            repeats=repeats,
+            quick=quick,
+            tell=say,
+        )
+    )
+    if out is not None:
+        write_whole(out, json.dumps(result, indent=2, allow_nan=False) + "\n")
+    if as_json:
+        print_json(result)
+    else:
+        _print_tables(result)
+
+
+def _print_tables(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    columns = list(dict.fromkeys(key for row in result["rows"] for key, value in row.items() if _is_plain(value)))
+    table = Table(title=result["name"])
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="left" if column == "label" else "right")
+    for row in result["rows"]:
+        table.add_row(*(_show(row.get(column, "")) for column in columns))
+    console.print(table)
+    for key, value in result["ratios"].items():
+        console.print(f"{key.replace('_', ' ')}: {value:.2f}x", highlight=False)
+    for line in result.get("notes", ()):
+        console.print(line, highlight=False, markup=False)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float))
+
+
+def _show(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,32 @@
+"""What the plugin needs of the engine, and how it gets one."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Protocol, Sequence
+
+from flexgen_helm.core.records import GenerationRequest, GenerationResult
+from flexgen_helm.plugin.models import ModelArguments
+
+
+class EngineLike(Protocol):
+    """What the service needs of `flexgen_helm.exec.engine.Engine`."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def last_run(self) -> dict[str, Any]: ...
+    def run(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        on_result: Callable[[int, GenerationResult], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        progress: Callable[[Any], None] | None = None,
+    ) -> list[GenerationResult]: ...
+    def close(self) -> None: ...
+
+
+def load_engine(model: ModelArguments) -> EngineLike:
+    from flexgen_helm.exec.engine import Engine
+
+    return Engine.from_pretrained(model.path, **model.engine_options())

@@ -1,0 +1,60 @@
+"""The scores of finished HELM runs, read from the files that HELM writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# The first of these that a run has leads its row; further ones follow up to `SHOWN`.
+MAIN_METRICS = (
+    "exact_match", "quasi_exact_match", "prefix_exact_match", "exact_set_match", "f1_set_match", "iou_set_match",
+    "f1_score", "rouge_l", "rouge_2", "final_number_exact_match", "math_equiv", "pass", "classification_macro_f1",
+    "perplexity", "bits_per_byte", "logprob_per_byte",
+)  # fmt: skip
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class RunScores:
+    """One run. scores: metric -> mean over the instances of the evaluated split, without perturbations.
+    run: the content of `flexgen_run.json`, empty where there is none."""
+
+    name: str
+    scores: dict[str, float]
+    run: dict[str, Any]
+
+
+def read_scores(folder: Path) -> RunScores:
+    """Scores of the run in `folder`; raises OSError or ValueError where HELM has not finished writing it."""
+    stats = json.loads((folder / "stats.json").read_text(encoding="utf-8"))
+    found: dict[str, float] = {}
+    for split in ("test", "valid"):
+        for stat in stats:
+            name = stat["name"]
+            if name.get("split") == split and "perturbation" not in name and stat.get("count"):
+                found.setdefault(name["name"], float(stat["mean"]))
+    main = [name for name in MAIN_METRICS if name in found][:SHOWN]
+    record = folder / "flexgen_run.json"
+    run = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    return RunScores(folder.name, {name: found[name] for name in main}, run)
+
+
+def table(runs: Iterable[RunScores]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Column titles, and a row of strings for every run, in human units."""
+    rows = []
+    for run in runs:
+        workload = run.run.get("workload", {})
+        rows.append(
+            (
+                run.name,
+                "  ".join(f"{name} {score:.3f}" for name, score in run.scores.items()) or "-",
+                f"{workload.get('num_requests', 0):,}",
+                f"{workload.get('prompt_tokens', 0) + workload.get('output_tokens', 0):,}",
+                f"{run.run.get('actual_throughput', 0.0):,.0f}",
+                f"{100 * run.run.get('efficiency', 1.0):.1f} %",
+            )
+        )
+    return ("run", "scores", "requests", "tokens", "tokens/s", "efficiency"), rows
