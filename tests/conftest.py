@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,20 @@ def save_tokenizer(folder: Path) -> None:
     text = ["the quick brown fox jumps over the lazy dog", "question: answer: the the and of a to in is that it was"]
     backend.train_from_iterator(text * 4, trainer)
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_tiny_models(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiny products gain nothing from threads, and lose a hundredfold where another process keeps a core busy."""
+    if "wheel_model" in request.fixturenames or "torch" not in sys.modules:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

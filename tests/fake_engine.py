@@ -15,7 +15,8 @@ import os
 import sys
 import time
 import zlib
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from flexgen_helm.core.errors import Interrupted, NumericalError, RequestError
 from flexgen_helm.core.records import Completion, Cost, GenerationRequest, GenerationResult

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,10 @@ from helm.common.request import Request, RequestResult
 from helm.common.response_format import ResponseFormat
 from helm.proxy.retry import NonRetriableException
 
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_engine import MAX_POSITIONS, POISON, FakeTokenizer, answer
-
 from flexgen_helm.core.errors import MemoryLimitError, RequestError
 from flexgen_helm.core.records import GenerationResult
 from flexgen_helm.plugin.convert import Question, ask, failure, no_embedding, reply
+from tests.fake_engine import MAX_POSITIONS, POISON, FakeTokenizer, answer
 
 PLAIN = Request(model="flexgen/x", model_deployment="flexgen/x", prompt="Is 2 even?", temperature=0, max_tokens=8)
 SCORE = replace(PLAIN, echo_prompt=True, max_tokens=0)

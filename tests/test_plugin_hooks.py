@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import pytest
 from helm.benchmark import model_deployment_registry as deployments
@@ -27,13 +27,11 @@ from helm.common.cache_backend_config import SqliteCacheBackendConfig
 from helm.common.object_spec import parse_object_spec
 from helm.common.request import Request
 
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_engine import MAX_POSITIONS, POISON, FakeEngine, FakeTokenizer
-
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.core.records import Cost
-from flexgen_helm.plugin import hooks, models, service, suite
+from flexgen_helm.plugin import hooks, models, registration, service, suite
 from flexgen_helm.plugin.run_record import account
+from tests.fake_engine import MAX_POSITIONS, POISON, FakeEngine, FakeTokenizer
 
 MODEL = "flexgen/opt-125m"
 FILES = ["run_spec.json", "scenario.json", "scenario_state.json", "stats.json", "per_instance_stats.json"]
@@ -55,7 +53,9 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fa
     monkeypatch.setattr(service, "engine_factory", make)
     monkeypatch.setattr(models, "tokenizer", lambda model: FakeTokenizer())
     monkeypatch.setattr(models, "facts", lambda model: facts)
+    registration.deployment.cache_clear()
     yield made
+    registration.deployment.cache_clear()
     own.close()
 
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_engine import POISON, FakeEngine, FakeTokenizer
 
 from flexgen_helm.core.errors import Interrupted, NumericalError
 from flexgen_helm.plugin import interrupt, service
 from flexgen_helm.plugin.convert import Question, ask
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.service import Service
+from tests.fake_engine import POISON, FakeEngine, FakeTokenizer
 
 MODEL, OTHER = ModelArguments("m", "m"), ModelArguments("o", "o")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +11,11 @@ from helm.common.cache import BlackHoleCacheConfig
 from helm.common.tokenization_request import DecodeRequest, TokenizationRequest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_engine import FakeTokenizer
-
 from flexgen_helm.plugin import models as plugin_models
 from flexgen_helm.plugin.convert import ask, reply
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.tokenizer_client import FlexgenTokenizer, FlexgenWindowService
+from tests.fake_engine import FakeTokenizer
 
 # 'gpt' in the name makes HELM decode each token by itself, the one of its rules that keeps spaces right.
 NAME = "flexgen/gpt-like"
@@ -102,8 +98,9 @@ def test_same_ids_and_texts_as_helm(pair: Any, text: str) -> None:
 @pytest.mark.parametrize("text", [text for text in TEXTS if text])
 def test_echo_scores_exactly_helms_own_tokens(pair: Any, text: str) -> None:
     """Token for token what the window service counts, as log-probability metrics slice by counts."""
-    from fake_engine import answer
     from helm.common.request import Request
+
+    from tests.fake_engine import answer
 
     kind, ours, theirs, folder = pair
     tokenizer = plugin_models.tokenizer(ModelArguments(str(folder), str(folder)))

@@ -63,8 +63,6 @@ def _guarded(name: str, check: Callable[[str], Check]) -> Check:
 
 def _python(name: str) -> Check:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.version_info < (3, 10):
-        return Check(name, "failed", found, "Install Python 3.10 or later.")
     return Check(name, "ok", found)
 
 

@@ -30,9 +30,9 @@ def doctor(
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(show_lines=False)
+        table = Table()
         for title in ("check", "", "found"):
-            table.add_column(title)
+            table.add_column(title, overflow="fold")
         for check in checks:
             found = check.found if check.remedy is None else f"{check.found}\n-> {check.remedy}"
             table.add_row(check.name, Text(check.status, style=_COLOURS[check.status]), Text(found))

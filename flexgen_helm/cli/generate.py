@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -155,30 +155,33 @@ def _read_lines(path: Path) -> list[tuple[int, bytes]]:
 
 
 class _Partial:
-    """FILE.partial: output lines in the order in which they were finished, each flushed at once."""
+    """FILE.partial: output lines in the order in which they were finished, each flushed at once. No FILE, no partial."""
 
     def __init__(self, out: Path | None, numbers: list[int]) -> None:
         self._numbers = numbers
-        self._path = out and out.with_name(out.name + ".partial")
-        try:
-            self._file = open(self._path, "w", encoding="utf-8") if self._path else None
-        except OSError as error:
-            raise UsageError(f"--out {out} cannot be written: {error.strerror}") from error
+        self._path = None if out is None else out.with_name(out.name + ".partial")
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> _Partial:
+        if self._path is not None:
+            try:
+                self._file = open(self._path, "w", encoding="utf-8")
+            except OSError as error:
+                raise UsageError(f"--out: {self._path} cannot be written: {error.strerror}") from error
+        return self
 
     def add(self, place: int, line: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps({"line": self._numbers[place], **line}, allow_nan=False) + "\n")
             self._file.flush()
 
+    def __exit__(self, kind: object, error: object, at: object) -> None:
+        if self._file is not None and self._path is not None:
+            self._file.close()
+            if not self._path.stat().st_size:
+                self._path.unlink()  # a refusal before the first line leaves nothing behind
+
     def remove(self) -> None:
+        """The whole file is there; the partial one has done its work."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-
-    def __enter__(self) -> _Partial:
-        return self
-
-    def __exit__(self, kind: object, error: object, at: object) -> None:
-        if self._file is not None:
-            self._file.close()
-            if self._path is not None and not self._path.stat().st_size:
-                self._path.unlink()  # a refusal before the first line leaves nothing behind

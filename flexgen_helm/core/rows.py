@@ -56,6 +56,11 @@ class Row:
         return self.computed < self.prompt_len
 
     @property
+    def is_trunk(self) -> bool:
+        """A prompt whose continuations, even if there is only one, are rows of their own that attend to its cache."""
+        return self.keeps_cache and self.max_new == 1
+
+    @property
     def cache_tokens(self) -> int:
         """Slot capacity that the row can come to need: the last token that may be drawn is never fed."""
         return self.prompt_len + max(0, self.max_new - 1)

@@ -109,7 +109,7 @@ class Run:
                 "the checkpoint may be corrupt: check it with flexgen-helm doctor"
             )
         if running.error is not None:
-            if row.draws > 1 and row.keeps_cache:
+            if row.is_trunk:
                 self._scheduler.branch(row, [])
             self._end(row)
             return
@@ -119,7 +119,7 @@ class Run:
             index = row.branch + offset
             if not running.completions[index].push(token, logprob, self._eos_ids):
                 alive.append((index, token))
-        if row.draws > 1 and row.keeps_cache:
+        if row.is_trunk:
             self._branch(row, alive)
         elif alive:
             row.tokens.append(alive[0][1])

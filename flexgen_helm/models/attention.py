@@ -82,7 +82,7 @@ def _attend(
 ) -> Part:
     """q [B, H, Tq, D], k and v [B, H, S, D] -> output [B, H, Tq, D], log-sum-exp [B, H, Tq]."""
     if q.device.type == "cpu" and q.dtype == torch.float32 and _FUSED is not None:
-        return _FUSED(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)  # type: ignore[no-any-return]
+        return _FUSED(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
     return _direct(q, k, v, scale, is_causal, mask)
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from helm.benchmark import runner as helm_runner
 from helm.benchmark.adaptation.adapters.adapter_factory import AdapterFactory

@@ -7,10 +7,11 @@ A name is `flexgen/` and then a catalogue name, `<org>--<repo>` of the hub, or a
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.core.errors import UnknownModelError, UsageError
 from flexgen_helm.core.records import MemoryLimits
@@ -166,13 +167,13 @@ facts_reader: Callable[[ModelArguments], ModelFacts] = read_facts
 tokenizer_factory: Callable[[ModelArguments], Tokenizer] = load_tokenizer
 
 
-@lru_cache(maxsize=None)
+@cache
 def facts(model: ModelArguments) -> ModelFacts:
     """Sizes and nature of a model, read once."""
     return facts_reader(model)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tokenizer(path: str, revision: str | None) -> Tokenizer:
     return tokenizer_factory(ModelArguments(path, path, revision))
 

@@ -6,7 +6,7 @@ HELM calls a generator at every look-up and keeps nothing, so the results are ke
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING
 
 from helm.benchmark import model_deployment_registry as deployments
@@ -36,7 +36,7 @@ WINDOW_CLASS = "flexgen_helm.plugin.tokenizer_client.FlexgenWindowService"
 END_OF_TEXT = "<|endoftext|>"
 
 
-@lru_cache(maxsize=None)
+@cache
 def deployment(name: str) -> ModelDeployment:
     """The deployment `flexgen/…`; raises UnknownModelError with one sentence, which reaches the user."""
     model = models.find_model(name)
@@ -63,7 +63,7 @@ def metadata(name: str, model: ModelArguments) -> ModelMetadata:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def tokenizer_config(name: str) -> TokenizerConfig:
     """The tokenizer of the deployment of the same name."""
     tokenizer = models.tokenizer(model_of_tokenizer(name))
@@ -140,7 +140,7 @@ def complete_file_deployments() -> None:
         deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT[entry.name] = completed
 
 
-@lru_cache(maxsize=None)
+@cache
 def register() -> None:
     """Once a process, because HELM refuses a second generator for one prefix; later calls do nothing."""
     deployments.model_deployment_generator("flexgen")(deployment)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.core.errors import Interrupted
 from flexgen_helm.core.records import GenerationRequest, GenerationResult

@@ -17,10 +17,11 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from helm.benchmark import run as helm_run_module
 from helm.benchmark.adaptation.scenario_state import ScenarioState

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ def read_scores(folder: Path) -> RunScores:
     return RunScores(folder.name, {name: found[name] for name in main}, run)
 
 
-def table(runs: Iterable[RunScores]) -> tuple[Sequence[str], list[Sequence[str]]]:
+def table(runs: Iterable[RunScores]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Column titles, and a row of strings for every run, in human units."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for run in runs:
         workload = run.run.get("workload", {})
         rows.append(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,9 +91,18 @@ class KVCache:
             group, spec = row.group, self._spec
             claim = self._ledger.claim("cache", group.num_slots * group.capacity * self.bytes_per_token)
             shape = (group.num_slots, spec.num_kv_heads, group.capacity, spec.head_dim)
-            # Zeros, because masked positions are multiplied by 0 and must be finite; a system hands out zeroed pages
-            # when they are touched, so a row that ends early never costs its whole slot.
-            tensors = [torch.zeros(shape, device=self._device, dtype=self._dtype) for _ in range(2 * spec.num_layers)]
+            tensors = [_zeros(shape, self._device, self._dtype) for _ in range(2 * spec.num_layers)]
             cache = _GroupCache(tensors[: spec.num_layers], tensors[spec.num_layers :], claim)
             self._groups[row.group] = cache
         return cache
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros, because masked positions are multiplied by 0 and must be finite.
+
+    On the CPU they come from numpy, which leaves zeroing to the system: pages cost nothing until they are written,
+    so a row that ends early never costs its whole slot. `torch.zeros` writes them all at once.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return torch.zeros(shape, device=device, dtype=dtype)

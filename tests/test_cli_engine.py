@@ -1,0 +1,242 @@
+"""`generate`, `perplexity` and `doctor` on tiny models."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from flexgen_helm import cli
+from flexgen_helm.cli import checks
+from flexgen_helm.cli.perplexity import windows
+from flexgen_helm.core.errors import Interrupted
+from flexgen_helm.exec.engine import Engine
+
+
+def write_lines(path, lines):
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_generate_answers_in_order_and_a_bad_line_fails_alone(tiny, tmp_path, capsys):
+    lines = [
+        {"prompt": "the quick", "max_tokens": 4},
+        "{not json",
+        {"prompt": "the", "colour": "red"},
+        "",
+        {"prompt_token_ids": [5, 6, 7], "max_tokens": 0, "echo_logprobs": True},
+        {"prompt": "the", "max_tokens": "4"},
+        {"prompt": "the", "max_tokens": True},
+        {"prompt": "the", "stop": "."},
+        {"prompt": "the", "prompt_token_ids": [1]},
+        "[1]",
+        {"prompt": "the", "max_tokens": 1000},
+        {"prompt": "the", "temperature": 1.0, "n": 3, "seed": 3, "max_tokens": 3, "top_p": None},
+        '{"prompt": "the", "temperature": NaN}',
+    ]
+    out = tmp_path / "out.jsonl"
+    code = cli.main(
+        ["generate", str(tiny("llama").path), "--prompts", str(write_lines(tmp_path / "in", lines)), "--out", str(out)]
+    )
+    assert code == 1
+    found = read_lines(out)
+    assert len(found) == len(lines) - 1  # a blank line asks nothing
+    errors = {
+        2: "JSON",
+        3: "colour",
+        6: "integer",
+        7: "integer",
+        8: "list",
+        9: "exactly one",
+        10: "object",
+        11: "window",
+    }
+    errors[13] = "NaN"
+    numbers = [number for number, line in enumerate(lines, start=1) if line]
+    for number, line in zip(numbers, found):
+        assert set(line) == {"completions", "prompt_token_ids", "prompt_logprobs", "error"}
+        if number in errors:
+            assert line["error"].startswith(f"line {number}: ") and errors[number] in line["error"]
+            assert line["completions"] == []
+        else:
+            assert line["error"] is None
+    first, scored, sampled = found[0], found[3], found[10]
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        assert first["prompt_token_ids"] == engine.tokenizer.encode("the quick")
+        assert first["completions"][0]["text"] == engine.tokenizer.decode(first["completions"][0]["token_ids"])
+    assert set(first["completions"][0]) == {"text", "tokens", "token_ids", "logprobs", "finish_reason"}
+    assert scored["prompt_logprobs"][0] is None and len(scored["prompt_logprobs"]) == 3
+    assert len(sampled["completions"]) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.jsonl"]
+    captured = capsys.readouterr()
+    assert captured.out == "" and "9 of 12 requests failed" in captured.err
+
+
+def test_generate_reads_stdin_and_writes_stdout(tiny, monkeypatch, capsys):
+    content = b'{"prompt": "the quick", "max_tokens": 2}\n\n{"prompt": "fox", "max_tokens": 1}'
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert cli.main(["generate", str(tiny("opt").path), "--prompts", "-"]) == 0
+    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 2
+
+
+def test_generate_of_nothing_is_nothing(tiny, tmp_path, capsys):
+    assert cli.main(["generate", str(tiny("opt").path), "--prompts", str(write_lines(tmp_path / "in", []))]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_dummy_weights_need_no_tokenizer(tiny, tmp_path, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text((tiny("llama").path / "config.json").read_text())
+    asked = write_lines(tmp_path / "in", [{"prompt_token_ids": [5, 6], "max_tokens": 2}, {"prompt": "the"}])
+    assert cli.main(["generate", str(folder), "--prompts", str(asked), "--dummy-weights"]) == 1
+    good, bad = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert len(good["completions"][0]["token_ids"]) == 2 and "tokenizer" in bad["error"]
+
+
+@pytest.mark.parametrize("error", [Interrupted("interrupted"), KeyboardInterrupt()])
+def test_an_interruption_keeps_finished_lines(tiny, tmp_path, monkeypatch, error):
+    asked = write_lines(tmp_path / "in", [{"prompt": "the quick", "max_tokens": k} for k in (1, 5)])
+    out = tmp_path / "out.jsonl"
+    whole = Engine.run
+
+    def run(self, requests, *, on_result, progress):
+        whole(self, requests[:1], on_result=on_result)
+        raise error
+
+    monkeypatch.setattr(Engine, "run", run)
+    assert cli.main(["generate", str(tiny("opt").path), "--prompts", str(asked), "--out", str(out)]) == 130
+    assert not out.exists()
+    (kept,) = read_lines(tmp_path / "out.jsonl.partial")
+    assert kept["line"] == 1 and len(kept["completions"][0]["token_ids"]) <= 1
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_loads(tiny, tmp_path, capsys):
+    asked = write_lines(tmp_path / "in", [{"prompt": "x"}])
+    out = tmp_path / "missing" / "out"
+    assert cli.main(["generate", str(tiny("opt").path), "--prompts", str(asked), "--out", str(out)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("window, max_windows", [(16, None), (16, 2), (7, None), (96, None)])
+def test_perplexity_equals_transformers(tiny, tmp_path, capsys, window, max_windows):
+    model = tiny("llama")
+    text = "the quick brown fox jumps over the lazy dog. question: answer: it was\n" * 3
+    (tmp_path / "text").write_text(text)
+    argv = ["perplexity", str(model.path), "--text", str(tmp_path / "text"), "--window", str(window), "--json"]
+    assert cli.main(argv + (["--max-windows", str(max_windows)] if max_windows else [])) == 0
+    found = json.loads(capsys.readouterr().out)
+    with Engine.from_pretrained(model.path) as engine:
+        ids = engine.tokenizer.encode(text, add_special_tokens=False)
+    scores = []
+    for row in [ids[i : i + window] for i in range(0, len(ids), window)][:max_windows]:
+        logprobs = model.logprobs(row)
+        scores += [logprobs[i, row[i + 1]].item() for i in range(len(row) - 1)]
+    assert found["tokens_scored"] == len(scores)
+    assert found["nll"] == pytest.approx(-sum(scores), rel=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(-sum(scores) / len(scores)), rel=1e-4)
+
+
+def test_the_last_window_is_kept_if_it_has_a_token_to_score():
+    assert windows(list(range(7)), 3) == [[0, 1, 2], [3, 4, 5]]
+    assert windows(list(range(8)), 3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert windows([0], 3) == windows([], 3) == []
+
+
+@pytest.mark.parametrize(
+    "content, window, why", [(b"", 8, "fewer than 2"), (b"the fox", 97, "96"), (b"\xff", 8, "UTF-8")]
+)
+def test_perplexity_of_what_cannot_be_scored_is_refused(tiny, tmp_path, capsys, content, window, why):
+    (tmp_path / "text").write_bytes(content)
+    argv = ["perplexity", str(tiny("llama").path), "--text", str(tmp_path / "text"), "--window", str(window)]
+    assert cli.main(argv) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_perplexity_for_people(tiny, tmp_path, capsys):
+    (tmp_path / "text").write_text("the quick brown fox")
+    assert cli.main(["perplexity", str(tiny("opt").path), "--text", str(tmp_path / "text"), "--window", "8"]) == 0
+    assert capsys.readouterr().out.startswith("perplexity ")
+
+
+@pytest.fixture
+def own_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FLEXGEN_HELM_DATA", raising=False)
+    # A fresh interpreter with HELM takes many seconds; each of these has a test of its own.
+    monkeypatch.setattr(checks, "_python_subprocess", lambda code, *arguments: None)
+
+
+def doctor(capsys, *argv):
+    code = cli.main(["doctor", "--json", *argv])
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] == (code == 0)
+    for check in found["checks"]:
+        assert check["status"] in ("ok", "warning", "failed")
+        assert (check["remedy"] is None) == (check["status"] == "ok") or check["status"] == "failed"
+    return {check["name"]: check for check in found["checks"]}
+
+
+def test_doctor_verifies_a_model(tiny, own_home, capsys, tmp_path):
+    model = str(tiny("llama").path)
+    found = doctor(capsys, model)
+    assert found[f"weights of {model}"]["status"] == "ok"
+    assert found["weights"]["status"] == "warning" and "fetch" in found["weights"]["remedy"]
+    assert found["journal"]["status"] == "ok" and (tmp_path / "home" / "journal").is_dir()
+
+
+def test_doctor_finds_a_value_that_is_not_finite(tiny, own_home, capsys, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(tiny("llama").path / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    (tmp_path / "config.json").write_text((tiny("llama").path / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = doctor(capsys, str(tmp_path))
+    assert "not finite" in found[f"weights of {tmp_path}"]["found"]
+
+
+def test_doctor_says_what_to_do(own_home, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(
+        checks, "_python_subprocess", lambda code, *arguments: "operator torchvision::nms does not exist"
+    )
+    monkeypatch.setattr(checks.metadata, "version", lambda package: "0.6.1" if package == "crfm-helm" else "1.0")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "journal").write_text("in the way")
+    assert cli.main(["doctor", "--json"]) == 1
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    for name in ("HELM", "plugin", "torchvision", "offline data", "journal"):
+        assert found[name]["status"] == "failed" and found[name]["remedy"], name
+    assert "uninstall torchvision" in found["torchvision"]["remedy"]
+
+
+def test_doctor_for_people(own_home, capsys):
+    assert cli.main(["doctor"]) == 0
+    assert "journal" in capsys.readouterr().out
+
+
+def test_a_network_disk_is_noticed(own_home, monkeypatch):
+    monkeypatch.setattr(checks, "_mounts", lambda: iter([("/", "nfs4"), ("/elsewhere", "ext4")]))
+    assert checks._journal("journal").status == "warning"
+
+
+def test_a_check_that_breaks_is_a_finding():
+    def broken(name):
+        raise ImportError("libcudart is missing")
+
+    assert checks._guarded("torch", broken).status == "failed"
+
+
+def test_the_error_of_a_fresh_interpreter_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+    assert checks._python_subprocess("import sys") is None
+    assert "ModuleNotFoundError" in (checks._python_subprocess("import no_such_module") or "")

@@ -1,0 +1,238 @@
+"""The command line without a model: help, flags, exit codes, what is imported when."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flexgen_helm import __version__, cli
+from flexgen_helm.cli import console
+from flexgen_helm.cli.engine_options import EngineOptions, complete_dummy_weights, parse_size
+from flexgen_helm.core.errors import CheckpointError, Interrupted, RequestError, UsageError
+from flexgen_helm.core.records import MemoryLimits, Progress
+
+COMMANDS = ["", "run", "generate", "perplexity", "fetch", "doctor", "bench"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_imports_nothing_heavy(command):
+    code = (
+        "import sys\nfrom flexgen_helm.cli import main\n"
+        f"code = main([*{command.split()!r}, '--help'])\n"
+        "heavy = {'torch', 'transformers', 'helm', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\nsys.exit(code)"
+    )
+    environment = {**os.environ, "NO_COLOR": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: flexgen-helm" in done.stdout and "\x1b[" not in done.stdout
+    if command in ("run", "generate", "perplexity", "bench"):
+        for flag in ("--precision", "--kv-dtype", "--policy", "--gpu-memory", "--no-cpu-attention", "--dummy-weights"):
+            assert flag in done.stdout
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"flexgen-helm {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("0", 0),
+        ("1000", 1000),
+        ("1000B", 1000),
+        ("8GiB", 8 << 30),
+        ("8 gib", 8 << 30),
+        ("8GB", 8 * 10**9),
+        ("1.5MiB", 3 << 19),
+        ("2kB", 2000),
+        ("1TiB", 1 << 40),
+        ("123456789012345678901", 123456789012345678901),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "8G", "-1", "8 gigs", "1e9", "8GiB!", "nan"])
+def test_what_is_no_size_says_how_to_write_one(text):
+    with pytest.raises(ValueError, match="8GiB"):
+        parse_size(text)
+
+
+def test_flags_become_engine_arguments():
+    assert EngineOptions().engine_arguments() == {
+        "precision": None,
+        "limits": MemoryLimits(),
+        "policy": "auto",
+        "schedule": "auto",
+        "offload_dir": None,
+        "device": "auto",
+        "overlap": True,
+        "cpu_attention": True,
+        "weights": "pretrained",
+        "seed": 0,
+        "kv_dtype": None,
+        "link_gb_s": None,
+    }
+    options = EngineOptions(gpu_memory="1GiB", disk="5", link="12,8.5", no_overlap=True, dummy_weights=7, device="sim")
+    given = options.engine_arguments()
+    assert given["limits"] == MemoryLimits(gpu=1 << 30, disk=5)
+    assert given["link_gb_s"] == (12.0, 8.5)
+    assert (given["overlap"], given["weights"], given["seed"], given["device"]) == (False, "dummy", 7, "sim")
+
+
+def test_the_engine_takes_every_argument():
+    import inspect
+
+    from flexgen_helm import Engine
+
+    assert set(EngineOptions().engine_arguments()) <= set(inspect.signature(Engine.from_pretrained).parameters)
+
+
+def test_a_deployment_gets_only_flags_that_were_given():
+    from flexgen_helm.plugin.models import ARGUMENTS
+
+    assert EngineOptions().deployment_arguments() == {}
+    given = EngineOptions(precision="4bit", cpu_memory="1GB", device="cpu").deployment_arguments()
+    assert given == {"precision": "4bit", "limits": MemoryLimits(cpu=10**9), "device": "cpu"}
+    assert set(given) <= set(ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    "options", [EngineOptions(dummy_weights=0), EngineOptions(no_overlap=True), EngineOptions(link="1,1")]
+)
+def test_a_flag_that_a_deployment_cannot_take_is_refused(options):
+    with pytest.raises(UsageError, match="not available"):
+        options.deployment_arguments()
+
+
+@pytest.mark.parametrize("link", ["12", "1,2,3", "a,b", "0,1", "inf,1", "nan,1"])
+def test_a_bad_link_is_refused(link):
+    with pytest.raises(UsageError, match="12,12"):
+        EngineOptions(link=link).engine_arguments()
+
+
+def test_the_seed_of_dummy_weights_is_optional():
+    assert complete_dummy_weights(["x", "--dummy-weights"]) == ["x", "--dummy-weights=0"]
+    assert complete_dummy_weights(["--dummy-weights", "--json"]) == ["--dummy-weights=0", "--json"]
+    assert complete_dummy_weights(["--dummy-weights", "7"]) == ["--dummy-weights", "7"]
+    assert complete_dummy_weights(["--dummy-weights=7", "opt-125m"]) == ["--dummy-weights=7", "opt-125m"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["nonsense"],
+        ["generate", "opt-125m"],
+        ["generate", "opt-125m", "--prompts", "no-such-file"],
+        ["generate", "opt-125m", "--prompts", os.devnull, "--gpu-memory", "lots"],
+        ["generate", "opt-125m", "--prompts", os.devnull, "--max-latency", "3"],
+        ["generate", "opt-125m", "--prompts", os.devnull, "--precision", "4bit"],
+        ["generate", "opt-125m", "--prompts", os.devnull, "--device", "sim"],
+        ["generate", "opt-125m", "--prompts", os.devnull, "--policy", "1x1,50"],
+        ["generate", "no-such-model", "--prompts", os.devnull],
+        ["perplexity", "opt-125m", "--text", "no-such-file", "--window", "8"],
+        ["perplexity", "opt-125m", "--text", os.devnull, "--window", "1"],
+        ["run"],
+        ["run", "-r", "x", "--dummy-weights"],
+        ["fetch", "no-such-model"],
+        ["bench", "no-such-benchmark"],
+        ["bench", "clients", "--device", "cpu"],
+    ],
+)
+def test_wrong_usage_is_2_and_one_message_on_stderr(argv, capsys):
+    assert cli.main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.strip()
+    assert "Traceback" not in captured.err
+
+
+def fail_with(monkeypatch, error):
+    """Have `fetch` raise `error`."""
+    import flexgen_helm.checkpoint.fetch
+
+    def fetch(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(flexgen_helm.checkpoint.fetch, "fetch", fetch)
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (CheckpointError("the shard is gone"), 2),
+        (RequestError("the shard is gone"), 1),
+        (Interrupted("the shard is gone"), 130),
+        (KeyboardInterrupt(), 130),
+        (ZeroDivisionError("the shard is gone"), 1),
+    ],
+)
+def test_errors_become_a_sentence_and_an_exit_code(monkeypatch, capsys, error, code):
+    fail_with(monkeypatch, error)
+    monkeypatch.delenv("FLEXGEN_HELM_DEBUG", raising=False)
+    assert cli.main(["fetch", "x"]) == code
+    err = capsys.readouterr().err
+    assert err.startswith("flexgen-helm: ") and err.count("\n") == 1
+    assert isinstance(error, KeyboardInterrupt) or "the shard is gone" in err
+
+
+def test_a_traceback_is_shown_where_it_is_asked_for(monkeypatch, capsys):
+    fail_with(monkeypatch, ZeroDivisionError("where"))
+    monkeypatch.setenv("FLEXGEN_HELM_DEBUG", "1")
+    assert cli.main(["fetch", "x"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_fetch_prints_the_path(monkeypatch, capsys, tmp_path):
+    assert cli.main(["fetch", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}\n"
+
+
+def test_run_passes_on_what_is_not_ours(monkeypatch):
+    from flexgen_helm.plugin import suite
+
+    calls = []
+
+    def main(argv, progress=None, options=None):
+        calls.append((list(argv), options))
+        return 1
+
+    monkeypatch.setattr(suite, "main", main)
+    argv = ["-r", "a:b=1", "c", "-m", "5", "--device", "cpu", "--suite", "s", "-n4", "--cpu-memory=1GB", "-o", "out"]
+    assert cli.main(["run", *argv]) == 1
+    passed, options = calls[0]
+    assert passed == ["-r", "a:b=1", "c", "-m", "5", "--suite", "s", "-n4", "-o", "out"]
+    assert options == {"device": "cpu", "limits": MemoryLimits(cpu=10**9)}
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(console, "LINE_EVERY_S", 0.0)
+    with console.TokenProgress() as progress:
+        progress(Progress(10, 40, 1, 4, 5.0))
+    captured = capsys.readouterr()
+    assert captured.err == "10 of at most 40 tokens, 1 of 4 requests, 0:15 to go\n" and captured.out == ""
+
+
+def test_progress_on_a_terminal_leaves_stdout_alone(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with console.TokenProgress() as progress:
+        progress(Progress(10, 40, 1, 4, 5.0))
+        print("data")
+        progress(Progress(40, 40, 4, 4, 9.0))
+        progress(Progress(5, 40, 0, 4, 1.0))  # another block
+    assert capsys.readouterr().out == "data\n"
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "x.json"
+    target.write_text("old")
+    with pytest.raises(UnicodeEncodeError):
+        console.write_whole(target, "\ud800")
+    assert target.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
+    console.write_whole(target, "new")
+    assert target.read_text() == "new" and os.listdir(tmp_path) == ["x.json"]
