@@ -32,6 +32,9 @@ QUICK_INSTANCES, QUICK_REPEATS = 5, 1
 OURS, REFERENCE = f"flexgen/{WHEEL_MODEL}", "reference/huggingface"
 # Log-probability metrics equal within this, relatively; others exactly (INTERFACES, 'Equal scores').
 TOLERANCE = 1e-4
+# Metrics of log-probabilities, and what each says where every token has probability 1.
+_OF_CERTAINTY = {"logprob": 0.0, "bits_per_byte": 0.0, "perplexity": 1.0, "max_prob": 1.0}
+# Spaces, digits, scripts: where two copies of a tokenizer would part.
 _SAMPLE = ["Rules: If Bob is big, then Bob is 1234 kind.\nFact:\tIt's  cold.", "naïve café, 東京 🙂", "", " "]
 
 
@@ -128,15 +131,18 @@ def _result(runs: Mapping[str, list[HelmRun]], entry: str, instances: int) -> di
     last, record = runs["flexgen"][-1], runs["flexgen"][-1].record
     assert record is not None, "our runs leave flexgen_run.json"
     bound = bound_of(record, ours["median"])
-    differing = differences(last.stats, runs[best["label"]][-1].stats)
-    equal = sum(a == b for a, b in zip(last.texts, runs[best["label"]][-1].texts))
+    reference = runs[best["label"]][-1]
+    differing = differences(last.stats, reference.stats)
+    unexplained = [line for line in differing if line["why"] is None]
+    equal = sum(a == b for a, b in zip(last.texts, reference.texts))
     notes = [
         f"bound: {bound['flops']:.3g} operations at {bound['flops_per_s']:.3g}/s take {bound['seconds']:.1f} s; "
         f"the engine reached {bound['fraction_of_engine']:.0%} of it and the whole process "
         f"{bound['fraction_end_to_end']:.0%}",
         f"completions: {equal} of {len(last.texts)} equal; metrics: {len(last.stats) - len(differing)} equal, "
-        f"{len(differing)} not",
-        *(f"  {line['metric']}: {line['ours']:g}, reference {line['reference']:g}" for line in differing),
+        f"{len(differing) - len(unexplained)} differ as HELM's client must, {len(unexplained)} differ otherwise",
+        *dict.fromkeys(f"  {line['why']}" for line in differing if line["why"]),
+        *(f"  {line['metric']}: {line['ours']:g}, reference {line['reference']:g}" for line in unexplained),
     ]
     hardware = {
         "machine": platform.machine(),
@@ -186,14 +192,23 @@ def bound_of(record: Mapping[str, Any], seconds: float) -> dict[str, float]:
 
 
 def differences(ours: Mapping[str, float], reference: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Metrics that both sides have and that are not equal scores."""
+    """Metrics that both sides have and that are not equal scores; `why` is None where no known defect explains it."""
     return [
-        {"metric": name, "ours": ours[name], "reference": reference[name]}
+        {"metric": name, "ours": ours[name], "reference": reference[name], "why": _why(name, reference[name])}
         for name in sorted(ours.keys() & reference.keys())
         if not _equal(name, ours[name], reference[name])
     ]
 
 
 def _equal(name: str, a: float, b: float) -> bool:
-    by_logprob = any(part in name for part in ("logprob", "perplexity", "bits_per_byte", "max_prob", "log_prob"))
-    return a == b or (by_logprob and math.isclose(a, b, rel_tol=TOLERANCE))
+    return a == b or (name.startswith(tuple(_OF_CERTAINTY)) and math.isclose(a, b, rel_tol=TOLERANCE))
+
+
+def _why(name: str, reference: float) -> str | None:
+    """The defect of HELM's client that makes it report `reference`."""
+    if name.startswith("finish_reason_"):
+        return "finish_reason: HELM's Hugging Face client reports none"
+    metric = next((metric for metric in _OF_CERTAINTY if name.startswith(metric)), None)
+    if metric is not None and math.isclose(reference, _OF_CERTAINTY[metric], abs_tol=1e-6):
+        return "log-probabilities: HELM's client takes them after dividing by a temperature of 1e-7, so all are 0"
+    return None

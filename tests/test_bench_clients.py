@@ -55,7 +55,6 @@ def test_helm_reads_the_entries(tmp_path):
     from helm.benchmark.model_deployment_registry import ModelDeployments
     from helm.benchmark.model_metadata_registry import ModelMetadataList
     from helm.benchmark.tokenizer_config_registry import TokenizerConfigs
-    from helm.common.general import parallel_map  # noqa: F401  (HELM is importable here)
 
     content = yaml.safe_load(yaml.safe_dump(clients.helm_configs(tmp_path, 96)))
     (deployment,) = cattrs.structure(content["model_deployments.yaml"], ModelDeployments).model_deployments
@@ -91,7 +90,27 @@ def test_only_scores_are_compared():
 def test_differences_follow_the_definition_of_equal_scores():
     ours = {"exact_match": 0.5, "logprob": -1.0, "perplexity": 2.0, "only_ours": 1.0, "f1": 0.1}
     theirs = {"exact_match": 0.5, "logprob": -1.00005, "perplexity": 2.1, "f1": 0.1000001}
-    assert [line["metric"] for line in clients.differences(ours, theirs)] == ["f1", "perplexity"]
+    found = clients.differences(ours, theirs)
+    assert [(line["metric"], line["why"]) for line in found] == [("f1", None), ("perplexity", None)]
+
+
+def test_only_known_defects_explain_a_difference():
+    ours = {
+        "logprob_per_byte test": -0.2,
+        "max_prob": 0.3,
+        "logprob": -1.0,
+        "finish_reason_stop": 1.0,
+        "exact_match": 1.0,
+    }
+    theirs = {
+        "logprob_per_byte test": 0.0,
+        "max_prob": 1.0,
+        "logprob": -2.0,
+        "finish_reason_stop": 0.0,
+        "exact_match": 0.0,
+    }
+    unexplained = [line["metric"] for line in clients.differences(ours, theirs) if line["why"] is None]
+    assert unexplained == ["exact_match", "logprob"]
 
 
 def write_run(folder, texts, record=None):

@@ -25,11 +25,13 @@ from helm.benchmark.tokenizer_config_registry import TokenizerConfig, TokenizerS
 from helm.common.authentication import Authentication
 from helm.common.cache_backend_config import SqliteCacheBackendConfig
 from helm.common.object_spec import parse_object_spec
-from helm.common.request import Request
+from helm.common.request import ErrorFlags, Request
 
 import flexgen_helm.plugin  # noqa: F401
+from flexgen_helm.core.errors import CheckpointError
 from flexgen_helm.core.records import Cost
 from flexgen_helm.plugin import hooks, models, registration, service, suite
+from flexgen_helm.plugin.client import FlexgenClient
 from flexgen_helm.plugin.run_record import account
 from tests.fake_engine import MAX_POSITIONS, POISON, FakeEngine, FakeTokenizer
 
@@ -112,6 +114,15 @@ def test_a_bad_request_ends_its_run_at_once_and_its_mates_are_kept(
     with pytest.raises(ExecutorError, match=says):
         executor.execute(state(request("good"), bad))
     assert executor.execute(state(request("good"))).request_states[0].result.cached  # type: ignore[union-attr]
+
+
+def test_a_client_whose_model_cannot_be_read_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(model: Any) -> Any:
+        raise CheckpointError("the tokenizer is damaged")
+
+    monkeypatch.setattr(models, "tokenizer", broken)
+    got = FlexgenClient(MODEL).make_request(request("a"))
+    assert got.error == "the tokenizer is damaged" and got.error_flags == ErrorFlags(False, True)
 
 
 def test_nothing_is_announced_where_nothing_is_ours(engines: list[FakeEngine], tmp_path: Path) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 from helm.benchmark.window_services.default_window_service import DefaultWindowService
 from helm.common.cache import BlackHoleCacheConfig
+from helm.common.request import Request
 from helm.common.tokenization_request import DecodeRequest, TokenizationRequest
+from helm.proxy.retry import NonRetriableException
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from flexgen_helm.plugin import models as plugin_models
 from flexgen_helm.plugin.convert import ask, reply
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.tokenizer_client import FlexgenTokenizer, FlexgenWindowService
-from tests.fake_engine import FakeTokenizer
+from tests.fake_engine import FakeTokenizer, answer
 
 # 'gpt' in the name makes HELM decode each token by itself, the one of its rules that keeps spaces right.
 NAME = "flexgen/gpt-like"
@@ -98,10 +100,6 @@ def test_same_ids_and_texts_as_helm(pair: Any, text: str) -> None:
 @pytest.mark.parametrize("text", [text for text in TEXTS if text])
 def test_echo_scores_exactly_helms_own_tokens(pair: Any, text: str) -> None:
     """Token for token what the window service counts, as log-probability metrics slice by counts."""
-    from helm.common.request import Request
-
-    from tests.fake_engine import answer
-
     kind, ours, theirs, folder = pair
     tokenizer = plugin_models.tokenizer(ModelArguments(str(folder), str(folder)))
     request = Request(prompt=text, temperature=0, max_tokens=0, echo_prompt=True)
@@ -110,6 +108,14 @@ def test_echo_scores_exactly_helms_own_tokens(pair: Any, text: str) -> None:
     assert len(output.tokens) == len(_tokens(theirs, text, f"{NAME}-{kind}", encode=True))
     assert [token.text for token in output.tokens] == _tokens(ours, text, NAME)
     assert output.tokens[0].logprob == 0.0
+
+
+def test_text_that_is_no_unicode_is_refused_and_not_retried(pair: Any) -> None:
+    _, ours, _, folder = pair
+    with pytest.raises(NonRetriableException, match="not valid Unicode"):
+        _tokens(ours, "\ud800", NAME)
+    with pytest.raises(NonRetriableException, match="not valid Unicode"):
+        ask(Request(prompt="\ud800"), plugin_models.tokenizer(ModelArguments(str(folder), str(folder))), 4096)
 
 
 class Service:

@@ -66,7 +66,7 @@ def _print_tables(result: dict[str, Any]) -> None:
     for key, value in result["ratios"].items():
         console.print(f"{key.replace('_', ' ')}: {value:.2f}x", highlight=False)
     for line in result.get("notes", ()):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _is_plain(value: Any) -> bool:

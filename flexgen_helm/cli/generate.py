@@ -155,7 +155,7 @@ def _read_lines(path: Path) -> list[tuple[int, bytes]]:
 
 
 class _Partial:
-    """FILE.partial: output lines in the order in which they were finished, each flushed at once. No FILE, no partial."""
+    """FILE.partial: output lines as they were finished, each flushed at once. Without FILE it does nothing."""
 
     def __init__(self, out: Path | None, numbers: list[int]) -> None:
         self._numbers = numbers

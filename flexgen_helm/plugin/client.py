@@ -7,6 +7,7 @@ from typing import Any
 from helm.clients.client import Client
 from helm.common.cache import BlackHoleCacheConfig, CacheConfig
 from helm.common.request import Request, RequestResult
+from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.plugin import convert, models
 from flexgen_helm.plugin.service import get_service
@@ -53,10 +54,12 @@ class FlexgenClient(Client):
         """
         if request.embedding:
             return convert.no_embedding()
-        tokenizer = models.tokenizer(self.model)
-        question = convert.ask(request, tokenizer, models.facts(self.model).max_positions)
         try:
+            tokenizer = models.tokenizer(self.model)
+            question = convert.ask(request, tokenizer, models.facts(self.model).max_positions)
             answer = get_service().answer(self.model, question, self.durable)
             return convert.reply(request, question, answer.result, answer.reused, tokenizer)
-        except Exception as error:
+        except NonRetriableException:
+            raise
+        except Exception as error:  # HELM would retry it for 150 seconds
             return convert.failure(convert.explain(error))

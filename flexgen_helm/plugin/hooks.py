@@ -67,6 +67,7 @@ def install() -> None:
 def _fall_back(reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
+        interrupt.install()  # otherwise done when a run announces itself
         hwarn(f"flexgen_helm does not know this version of HELM ({reason}): batches are formed by waiting briefly")
 
 

@@ -10,8 +10,10 @@ from helm.common.tokenization_request import (
     TokenizationRequestResult,
     TokenizationToken,
 )
+from helm.proxy.retry import NonRetriableException
 from helm.tokenizers.tokenizer import Tokenizer
 
+from flexgen_helm.core.errors import RequestError
 from flexgen_helm.plugin import models, registration
 
 
@@ -25,7 +27,10 @@ class FlexgenTokenizer(Tokenizer):
         self._prefix_space = self._tokenizer.decode(ids) == " a"
 
     def tokenize(self, request: TokenizationRequest) -> TokenizationRequestResult:
-        ids = list(self._tokenizer.encode(request.text, add_special_tokens=False))
+        try:
+            ids = list(self._tokenizer.encode(request.text, add_special_tokens=False))
+        except RequestError as error:  # HELM would retry it
+            raise NonRetriableException(str(error)) from error
         if request.truncation:
             ids = ids[: max(request.max_length, 0)]
         values = ids if request.encode else self._tokenizer.token_texts(ids)
