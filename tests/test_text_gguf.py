@@ -19,8 +19,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from flexgen_helm.core.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.checkpoint.gguf_header import read_gguf_header
+from flexgen_helm.core.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.text.tokenizer import Tokenizer
 
 CORPUS = [

@@ -34,6 +34,7 @@ from flexgen_helm.core.errors import FlexgenError, Interrupted
 from flexgen_helm.plugin import deployment_files, hooks, interrupt, models, registration
 from flexgen_helm.plugin.run_record import RunRecord, merged, observe_runs, write_json
 from flexgen_helm.plugin.service import Block, get_service
+from flexgen_helm.report.scores import read_scores, table
 from flexgen_helm.report.throughput import versions
 
 SUITE_FILE = "flexgen_suite.json"
@@ -56,6 +57,9 @@ def main(
     except SystemExit as stop:  # argparse has printed why, or --help
         return int(stop.code or 0)
     helm_run_module.setup_default_logging(args.log_config)
+    if not args.log_config and not (os.environ.get("HELM_LOG_LEVEL") or os.environ.get("LOG_LEVEL")):
+        # HELM logs every step to stdout, where our scores go; its warnings and errors stay.
+        logging.getLogger("helm").setLevel(logging.WARNING)
     options = {key: value for key, value in (options or {}).items() if value is not None}
     suite = _Suite(options.get("precision"))
     interrupt.install()
@@ -65,6 +69,7 @@ def main(
         service.progress = progress
         service.resume()
         suite.run(args)
+        suite.print_scores()
         return 0
     except (KeyboardInterrupt, Interrupted):
         _say("Interrupted. Finished answers are kept: the same command continues where this one stopped.")
@@ -99,6 +104,7 @@ class _Suite:
         self.records: list[RunRecord] = []
         self.failures: dict[str, Exception] = {}
         self.begun = False
+        self.folders: list[Path] = []
         self.collect_s = self.generate_s = 0.0
         self._blocks: dict[str, Block] = {}
 
@@ -108,7 +114,6 @@ class _Suite:
         args.models_to_run = [self.rename(name) for name in args.models_to_run] if args.models_to_run else None
         make_specs = helm_run_module.run_entries_to_run_specs
         run_all = Runner.run_all
-        folder: list[Path] = []
 
         def renamed_specs(run_entries: list[RunEntry], **filters: Any) -> list[RunSpec]:
             entries = [replace(entry, description=self.rename(entry.description)) for entry in run_entries]
@@ -116,7 +121,7 @@ class _Suite:
 
         def run_together(runner: Runner, run_specs: list[RunSpec]) -> None:
             self.begun = True
-            folder.append(Path(runner.runs_path))
+            self.folders = [Path(runner.runs_path) / run_spec.name for run_spec in run_specs]
             _write_deployments(Path(args.local_path), run_specs)
             if not (runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url):
                 self.collect(runner, run_specs)
@@ -131,8 +136,8 @@ class _Suite:
             try:
                 helm_run_module.helm_run(args)
             finally:
-                if folder and self.records:
-                    write_json(folder[0] / SUITE_FILE, self.as_json(time.monotonic() - started))
+                if self.records:
+                    write_json(self.folders[0].parent / SUITE_FILE, self.as_json(time.monotonic() - started))
 
     def rename(self, text: str) -> str:
         """Names as HELM needs them: `flexgen/org/repo` without its second slash, and the precision of the flags."""
@@ -150,7 +155,7 @@ class _Suite:
                 self._blocks[name] = block
             raise _Parked
 
-        with _quiet(), replaced(Executor, "execute", park):
+        with _no_repeats(), replaced(Executor, "execute", park):
             for run_spec in run_specs:
                 name = run_spec.name
                 if hooks.model_of(run_spec) is None:
@@ -205,6 +210,27 @@ class _Suite:
             "versions": versions(),
         }
 
+    def print_scores(self) -> None:
+        """The scores of every run of this call, those skipped as completed included, on stdout."""
+        from rich.console import Console
+        from rich.table import Table
+
+        finished = []
+        for folder in self.folders:
+            try:
+                finished.append(read_scores(folder))
+            except (OSError, ValueError, KeyError):
+                continue  # a dry run, or nothing to score
+        if not finished:
+            return
+        titles, rows = table(finished)
+        drawn = Table(title=f"{len(finished)} runs in {self.folders[0].parent}", title_justify="left")
+        for position, title in enumerate(titles):
+            drawn.add_column(title, justify="left" if position < 2 else "right", overflow="fold")
+        for row in rows:
+            drawn.add_row(*row)
+        Console(width=None if sys.stdout.isatty() else 160).print(drawn)
+
     def exit_code(self) -> int:
         """Of a call that failed: 2 where no run was begun or all were refused for what the user asked, else 1."""
         if not self.begun:
@@ -246,12 +272,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _no_repeats() -> Iterator[None]:
     """HELM's log of the first pass would repeat in the second."""
     logger = logging.getLogger("helm")
     level = logger.level
-    if not os.environ.get("HELM_LOG_LEVEL"):
-        logger.setLevel(logging.WARNING)
+    logger.setLevel(max(level, logging.WARNING))
     try:
         yield
     finally:

@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from flexgen_helm.core.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.checkpoint.gguf_header import read_gguf_header
+from flexgen_helm.core.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.text.pieces import SPACE_MARK
 
 # Ends the text of a base-style prompt even where the metadata's EOS ends a chat turn (SmolLM2-Instruct).
