@@ -12,18 +12,16 @@ from math import prod
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_helm.checkpoint.source import Checkpoint
+from flexgen_helm.hardware.rates import linear
 from flexgen_helm.models.decoder import StageWeights
 from flexgen_helm.models.spec import EMBED, HEAD, ModelSpec, stage_tensor_shapes, stages
 from flexgen_helm.store.ledger import Ledger
 
 # Elements of a weight that are upcast at once: 4 MiB in float32, so that a tile stays in a core's cache.
 TILE_ELEMENTS = 1 << 20
-# Below this many rows `W @ x.T` outruns `x @ W.T` on CPUs (docs/engine.md has the figures).
-SKINNY_ROWS = 64
 
 
 class WeightStore(Protocol):
@@ -34,24 +32,16 @@ class WeightStore(Protocol):
         ...
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, in] times weight [out, in] transposed, plus bias; weight in x's type."""
-    if x.shape[0] < SKINNY_ROWS and x.device.type == "cpu":
-        y = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias[:, None], weight, x.t())
-        return y.t().contiguous()  # row by row, as everything that follows reads it
-    return F.linear(x, weight, bias)
-
-
 def upcast_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As `product`, with a weight in another type, brought to x's type by row tile (never as a whole)."""
+    """`linear` with a weight in any type, brought to x's type by row tile (never as a whole)."""
     if weight.dtype == x.dtype:
-        return product(x, weight, bias)
+        return linear(x, weight, bias)
     out_size, in_size = weight.shape
     step = max(1, TILE_ELEMENTS // in_size)
     y = x.new_empty((x.shape[0], out_size))
     for first in range(0, out_size, step):
         rows = slice(first, first + step)
-        y[:, rows] = product(x, weight[rows].to(x.dtype), None if bias is None else bias[rows])
+        y[:, rows] = linear(x, weight[rows].to(x.dtype), None if bias is None else bias[rows])
     return y
 
 
