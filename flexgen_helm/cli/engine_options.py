@@ -66,33 +66,27 @@ class EngineOptions:
         )
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `Engine.from_pretrained`. Raises `UsageError` for a flag that cannot be read."""
-        self._refuse_max_latency()
-        return {
+        """Keyword arguments of `Engine.from_pretrained`, and of a deployment: only flags that were given.
+
+        Raises `UsageError` for a flag that cannot be read; what the engine cannot do it refuses itself.
+        """
+        limits = self.limits()
+        given = {
             "precision": self.precision,
-            "limits": self.limits(),
-            "policy": self.policy or "auto",
-            "schedule": self.schedule or "auto",
+            "limits": None if limits == MemoryLimits() else limits,
+            "policy": self.policy,
+            "schedule": self.schedule,
             "offload_dir": self.offload_dir,
-            "device": self.device or "auto",
-            "overlap": not self.no_overlap,
-            "cpu_attention": not self.no_cpu_attention,
-            "weights": "pretrained" if self.dummy_weights is None else "dummy",
-            "seed": self.dummy_weights or 0,
+            "device": self.device,
+            "overlap": False if self.no_overlap else None,
+            "cpu_attention": False if self.no_cpu_attention else None,
+            "weights": None if self.dummy_weights is None else "dummy",
+            "seed": self.dummy_weights,
             "kv_dtype": self.kv_dtype,
             "link_gb_s": _link(self.link),
+            "max_latency": self.max_latency,
         }
-
-    def deployment_arguments(self) -> dict[str, Any]:
-        """What `flexgen-helm run` puts before every deployment's own client arguments: only flags that were given."""
-        self._refuse_max_latency()
-        for flag in ("link", "no_overlap", "no_cpu_attention", "dummy_weights"):
-            if getattr(self, flag) != getattr(EngineOptions(), flag):
-                raise UsageError(f"--{flag.replace('_', '-')} is not available on this command in this version")
-        names = ("precision", "policy", "schedule", "offload_dir", "device", "kv_dtype")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        limits = self.limits()
-        return given if limits == MemoryLimits() else {**given, "limits": limits}
+        return {name: value for name, value in given.items() if value is not None}
 
     def load(self, model: str) -> Engine:
         """The engine of `model` under these flags."""
@@ -100,10 +94,6 @@ class EngineOptions:
         from flexgen_helm.exec.engine import Engine
 
         return Engine.from_pretrained(model, **arguments)
-
-    def _refuse_max_latency(self) -> None:
-        if self.max_latency is not None:
-            raise UsageError("--max-latency is not available in this version; leave it out")
 
 
 def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -42,6 +42,7 @@ _KEYS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "seed": ("an integer", _is_int),
     "stop": ("a list of strings", _is_list_of(_is_str)),
     "n": ("an integer", _is_int),
+    "ignore_eos": ("true or false", lambda value: isinstance(value, bool)),
     "echo_logprobs": ("true or false", lambda value: isinstance(value, bool)),
 }
 
@@ -57,7 +58,7 @@ def generate(
 ) -> None:
     """Answer the requests of a file, one JSON object a line, in input order.
 
-    A line in: prompt or prompt_token_ids, max_tokens, temperature, top_p, seed, stop, n, echo_logprobs.
+    A line in: prompt or prompt_token_ids, max_tokens, temperature, top_p, seed, stop, n, echo_logprobs, ignore_eos.
     A line out: completions, prompt_token_ids, prompt_logprobs, error. A bad line fails alone; then the exit code is 1.
 
     With --out, finished lines are appended to FILE.partial as they come, each with the number of its input line, so

@@ -16,7 +16,7 @@ def run(context: typer.Context, engine: EngineOptions) -> None:
 
     Example: flexgen-helm run -r simple_mcqa:model=flexgen/smollm2-135m-instruct-q4_1 -m 10 --suite first
     """
-    options = engine.deployment_arguments()
+    options = engine.engine_arguments()
     if not context.args:
         raise typer.BadParameter("nothing to run: give helm-run's flags, at least -r or -c, and -m")
     from flexgen_helm.plugin import suite

@@ -104,6 +104,7 @@ class Engine:
         seed: int = 0,
         kv_dtype: str | None = None,
         link_gb_s: tuple[float, float] | None = None,
+        max_latency: float | None = None,
     ) -> "Engine":
         """Load a model by catalogue name, hub name, folder or .gguf file.
 
@@ -118,6 +119,8 @@ class Engine:
         wanted = precision or resolved.precision
         if wanted != "fp16":
             raise UsageError(f"precision {wanted!r} is not available in this version; take fp16 (no suffix)")
+        if max_latency is not None:
+            raise UsageError("max_latency is not available in this version; leave it out")
         if kv_dtype is not None:
             raise UsageError(f"kv_dtype {kv_dtype!r} is not available in this version; leave it out")
         if link_gb_s is not None or device == "sim":

@@ -16,34 +16,8 @@ from flexgen_helm.plugin.service import get_service
 class FlexgenClient(Client):
     """Arguments beside the first two are those of a deployment entry, all optional: see `models.ModelArguments`."""
 
-    def __init__(
-        self,
-        model_name: str,
-        cache_config: CacheConfig | None = None,
-        path: str | None = None,
-        revision: str | None = None,
-        precision: str | None = None,
-        policy: str | None = None,
-        schedule: str | None = None,
-        limits: dict[str, int] | None = None,
-        offload_dir: str | None = None,
-        device: str | None = None,
-        max_latency: float | None = None,
-        kv_dtype: str | None = None,
-    ) -> None:
-        given: dict[str, Any] = {
-            "path": path,
-            "revision": revision,
-            "precision": precision,
-            "policy": policy,
-            "schedule": schedule,
-            "limits": limits,
-            "offload_dir": offload_dir,
-            "device": device,
-            "max_latency": max_latency,
-            "kv_dtype": kv_dtype,
-        }
-        self.model = models.find_model(model_name, given)
+    def __init__(self, model_name: str, cache_config: CacheConfig | None = None, **arguments: Any) -> None:
+        self.model = models.find_model(model_name, arguments)
         # `--disable-cache` shows here and nowhere else. HELM's own cache is never used: its key knows only the name.
         self.durable = not isinstance(cache_config, BlackHoleCacheConfig)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from flexgen_helm.core.errors import UsageError
 from flexgen_helm.core.records import GenerationRequest, GenerationResult
 from flexgen_helm.plugin.models import ModelArguments
 
@@ -29,8 +28,6 @@ class EngineLike(Protocol):
 
 
 def load_engine(model: ModelArguments) -> EngineLike:
-    if model.max_latency is not None:
-        raise UsageError("max_latency is not available in this version; leave it out of the deployment's arguments")
     from flexgen_helm.exec.engine import Engine
 
     return Engine.from_pretrained(model.path, **model.engine_options())

@@ -44,6 +44,11 @@ class ModelArguments:
     device: str | None = None
     max_latency: float | None = None
     kv_dtype: str | None = None
+    weights: str | None = None
+    seed: int | None = None
+    overlap: bool | None = None
+    cpu_attention: bool | None = None
+    link_gb_s: tuple[float, float] | None = None
 
     def engine_options(self) -> dict[str, Any]:
         """Keyword arguments of `Engine.from_pretrained`, only those that were given."""

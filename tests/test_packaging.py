@@ -1,0 +1,97 @@
+"""What is installed: the mapped packages under their installed names, from an editable install and from a wheel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROBE = """
+import importlib.metadata as metadata, importlib.resources as resources, sys
+import flexgen_helm, flexgen_helm.benchmarks, flexgen_helm.runs
+conf = [entry.name for entry in resources.files("flexgen_helm.runs").iterdir() if entry.name.endswith(".conf")]
+assert "quickstart.conf" in conf, conf
+assert resources.files("flexgen_helm").joinpath("py.typed").is_file()
+points = [point for point in metadata.entry_points(group="helm") if point.name == "flexgen_helm"]
+assert points and points[0].value == "flexgen_helm.plugin"
+points[0].load()
+import flexgen_helm.scenarios
+from helm.benchmark.run_spec import get_run_spec_function
+assert get_run_spec_function("simple_mcqa_scored") is not None
+from helm.benchmark.model_deployment_registry import get_model_deployment
+print(get_model_deployment("flexgen/opt-125m").name, flexgen_helm.__file__)
+"""
+
+
+def probe(python: Path | str, folder: Path) -> str:
+    done = subprocess.run([str(python), "-c", PROBE], capture_output=True, text=True, cwd=folder, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_editable_install_has_everything(tmp_path):
+    assert probe(sys.executable, tmp_path).startswith("flexgen/opt-125m ")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    listed = subprocess.run(["git", "ls-files", "-z"], capture_output=True, cwd=ROOT)
+    if listed.returncode != 0:
+        pytest.skip("a wheel is built from the files that git tracks, and this is no git checkout")
+    for name in listed.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        folder,
+        source,
+    ]
+    subprocess.run([str(part) for part in command], check=True, timeout=240)
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_holds_what_the_repository_maps(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for expected in (
+        "scenarios/simple.py",
+        "runs/quickstart.conf",
+        "benchmarks/clients.py",
+        "plugin/hooks.py",
+        "py.typed",
+    ):
+        assert f"flexgen_helm/{expected}" in names
+    for path in (ROOT / "flexgen_helm").rglob("*.py"):
+        assert path.relative_to(ROOT).as_posix() in names, "setup.cfg's list of packages lacks it"
+    assert not any(name.startswith(("scenarios/", "runs/", "tests/", "benchmarks/")) for name in names)
+
+
+def test_the_wheel_works_in_an_environment_of_its_own(wheel, tmp_path):
+    """HELM and torch are lent by this environment, or every test run would install gigabytes."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    out = probe(tmp_path / "venv" / "bin" / "python", tmp_path)
+    assert str(tmp_path) in out
+
+
+def test_the_folder_of_scenarios_cannot_be_imported_under_a_second_name():
+    done = subprocess.run([sys.executable, "-c", "import scenarios"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode != 0 and "flexgen_helm.scenarios" in done.stderr
