@@ -33,13 +33,16 @@ def make(shape: tuple[int, int, int]) -> Family:
     batch_rows=st.integers(1, 8),
     max_rows=st.integers(1, 20),
     extra_cache=st.integers(0, 100),
+    pass_tokens=st.integers(1, 100),
     seed=st.integers(0, 1000),
 )
-def test_everyone_is_served_within_the_limits(shapes, batch_tokens, batch_rows, max_rows, extra_cache, seed):
+def test_everyone_is_served_within_the_limits(
+    shapes, batch_tokens, batch_rows, max_rows, extra_cache, pass_tokens, seed
+):
     ends = random.Random(seed)
     families = [make(shape) for shape in shapes if shape[0] > 1 or shape[1]]
     need = max([f.prompt.cache_tokens + f.num_branches * f.branch_tokens for f in families], default=0)
-    limits = BlockLimits(batch_tokens, batch_rows, max_rows, need + extra_cache)
+    limits = BlockLimits(batch_tokens, batch_rows, max_rows, need + extra_cache, pass_tokens)
     scheduler = Scheduler(families, limits)
     served: dict[Row, int] = {}
     living_branches: dict[Row, int] = {}
@@ -58,6 +61,9 @@ def test_everyone_is_served_within_the_limits(shapes, batch_tokens, batch_rows, 
         if not batches:
             break
         assert scheduler.cache_tokens <= limits.cache_tokens
+        prefilled = [batch for batch in batches if batch.is_prefill]
+        tokens_in = sum(batch.num_tokens for batch in prefilled)
+        assert tokens_in <= pass_tokens or sum(len(batch.chunks) for batch in prefilled) == 1
         in_pass = [chunk.row for batch in batches for chunk in batch.chunks]
         assert len(set(in_pass)) == len(in_pass)
         for batch in batches:

@@ -36,7 +36,12 @@ from flexgen_helm.text.tokenizer import Tokenizer
 RESULTS_VERSION = 1
 # Real tokens of one batch in memory: large enough for the full product rate, small enough to stay near the cache.
 BATCH_TOKENS = 1024
-MAX_ROWS = 512
+# Rows that decode together: a CPU's products are near their full rate with a hundred, a GPU's want more.
+MAX_ROWS = {"cpu": 128, "cuda": 512}
+# Prompt tokens that join a pass in memory. Decoding goes on between them, which costs a reading of the weights each
+# time (some 2 %), and answers arrive, and are safe, all along instead of at the end of a block.
+PASS_TOKENS = 4 * BATCH_TOKENS
+UNLIMITED = 1 << 62
 # Share of a tier that compute copies of the weights may take, so that the KV cache keeps the rest.
 COPIES_SHARE = 0.5
 # What a machine keeps for everything that is not ours: a share of its memory, and never less than this.
@@ -204,9 +209,10 @@ class Engine:
         free = self.ledger.free
         assert free is not None
         tokens = max(0, free) // cache.bytes_per_token
+        pass_tokens = PASS_TOKENS if self._schedule == "row" else UNLIMITED
         if self._policy is None:
-            return BlockLimits(BATCH_TOKENS, BATCH_TOKENS, MAX_ROWS, tokens)
-        return BlockLimits(1 << 62, self._policy.gpu_batch_size, self._policy.block_size, tokens)
+            return BlockLimits(BATCH_TOKENS, BATCH_TOKENS, MAX_ROWS[self._device.type], tokens, pass_tokens)
+        return BlockLimits(UNLIMITED, self._policy.gpu_batch_size, self._policy.block_size, tokens, pass_tokens)
 
     def _record(
         self, results: Sequence[GenerationResult], unique: int, seconds: float, executor: Executor, limits: BlockLimits

@@ -20,12 +20,14 @@ GROUP_ROWS = 32
 @dataclass(frozen=True)
 class BlockLimits:
     """What a pass may hold. batch_tokens, batch_rows: real tokens and rows of one batch (one longer row still goes
-    alone); max_rows: rows with a cache; cache_tokens: positions of KV cache over all rows."""
+    alone); max_rows: rows with a cache; cache_tokens: positions of KV cache over all rows; pass_tokens: prompt tokens
+    that one pass lets in, so that running rows are not kept waiting (one longer prompt still comes alone)."""
 
     batch_tokens: int
     batch_rows: int
     max_rows: int
     cache_tokens: int
+    pass_tokens: int
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,12 @@ class Scheduler:
         admitted: list[Row] = []
         seats: list[Row] = []  # rows that will share the next group
         rows = self.num_running
+        tokens = 0
         while self._waiting:
             family = self._waiting[0]
             prompt = family.prompt
+            if admitted and tokens + prompt.pending > self._limits.pass_tokens:
+                break
             if prompt.keeps_cache:
                 alone = family.num_branches > 0  # a prompt that others read does not decode: it keeps to itself
                 if seats and (alone or len(seats) == min(GROUP_ROWS, self._limits.batch_rows)):
@@ -119,6 +124,7 @@ class Scheduler:
                 else:
                     seats.append(prompt)
             admitted.append(prompt)
+            tokens += prompt.pending
             self._waiting.popleft()
         if seats:
             self._open(seats)
