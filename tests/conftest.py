@@ -54,6 +54,20 @@ def opt_config(**changes: Any) -> Any:
     return OPTConfig(**{**settings, **changes})
 
 
+def mistral_config(**changes: Any) -> Any:
+    from transformers import MistralConfig
+
+    return MistralConfig(**{**llama_config().to_diff_dict(), "model_type": "mistral", "head_dim": None, **changes})
+
+
+def qwen_config(kind: str, **changes: Any) -> Any:
+    import transformers
+
+    settings = llama_config().to_diff_dict()
+    del settings["model_type"]
+    return getattr(transformers, kind)(**{**settings, **changes})
+
+
 VARIANTS: dict[str, Callable[[], Any]] = {
     "llama": llama_config,
     "llama-untied-biases": lambda: llama_config(
@@ -71,6 +85,14 @@ VARIANTS: dict[str, Callable[[], Any]] = {
         )
     ),  # fmt: skip
     "llama-linear-rope": lambda: llama_config(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)),
+    "mistral": lambda: mistral_config(sliding_window=11),
+    "mistral-no-window": lambda: mistral_config(sliding_window=None, tie_word_embeddings=False),
+    "qwen2": lambda: qwen_config("Qwen2Config"),
+    "qwen2-windows": lambda: qwen_config("Qwen2Config", use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    "qwen3": lambda: qwen_config("Qwen3Config", head_dim=16),
+    "qwen3-windows": lambda: qwen_config(
+        "Qwen3Config", head_dim=8, attention_bias=True, use_sliding_window=True, sliding_window=7, max_window_layers=2
+    ),
     "opt": opt_config,
     "opt-350m": lambda: opt_config(word_embed_proj_dim=24, do_layer_norm_before=False),
     "galactica": lambda: opt_config(activation_function="gelu", enable_bias=False),

@@ -139,9 +139,10 @@ def test_the_same_plan_gives_the_same_bits(tiny):
         assert (a.completions, a.prompt_logprobs) == (b.completions, b.prompt_logprobs)
 
 
-def test_completions_share_their_prompt_and_equal_single_ones(tiny):
+@pytest.mark.parametrize("variant", ["llama", "opt", "mistral", "qwen3-windows"])
+def test_completions_share_their_prompt_and_equal_single_ones(tiny, variant):
     """n continuations over one cached prompt are scored as `transformers` scores each of them alone."""
-    model = tiny("llama")
+    model = tiny(variant)
     prompt = prompts(1, 40, seed=3)[0]
     request = GenerationRequest(prompt_token_ids=prompt, max_tokens=15, n=5, temperature=1.0, seed=11, ignore_eos=True)
     with Engine.from_pretrained(model.path) as engine:

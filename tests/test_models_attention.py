@@ -59,6 +59,27 @@ def test_cached_rows_see_their_own_length(kernel, key_heads):
         assert close((out[row : row + 1], lse[row : row + 1]), expected)
 
 
+@pytest.mark.parametrize("window", [1, 5, 18, 19, 40])
+def test_causal_with_a_window(kernel, window):
+    q, k, v = torch.randn(19, 6, 8), torch.randn(19, 2, 8), torch.randn(19, 2, 8)
+    distance = torch.arange(19)[:, None] - torch.arange(19)[None, :]
+    allowed = (distance >= 0) & (distance < window)
+    assert close(attention.causal(q, k, v, 0.4, window), formula(q, k, v, 0.4, allowed))
+
+
+@pytest.mark.parametrize("window", [2, 6, 9, 30])
+def test_a_window_over_a_shared_segment_merges_with_the_own_one(kernel, window):
+    """Eight shared keys, then five tokens of one sequence; far tokens see none of the shared keys."""
+    q, k, v = torch.randn(5, 6, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
+    at, device = torch.arange(8, 13), torch.device("cpu")
+    mask = attention.before(at, torch.arange(8), window, device)
+    common = attention.shared(q, k[:8].transpose(0, 1), v[:8].transpose(0, 1), 0.4, mask)
+    own = attention.causal(q, k[8:], v[8:], 0.4, window)
+    distance = at[:, None] - torch.arange(13)[None, :]
+    expected = formula(q, k, v, 0.4, (distance >= 0) & (distance < window))
+    assert close(attention.merge(own, common), expected)
+
+
 @settings(max_examples=25, deadline=None)
 @given(tokens=st.integers(1, 12), border=st.integers(1, 15), keys=st.integers(2, 16), seed=st.integers(0, 99))
 def test_merged_segments_equal_the_concatenation(tokens, border, keys, seed):

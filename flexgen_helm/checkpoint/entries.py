@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from flexgen_helm.models.families import llama, opt
+from flexgen_helm.models.families import llama, mistral, opt, qwen3
 from flexgen_helm.models.spec import ModelSpec
 
 HalfType = Literal["float16", "bfloat16"]
@@ -201,4 +201,58 @@ def _llama_entries() -> list[CatalogueEntry]:
     return entries
 
 
-CATALOGUE: Mapping[str, CatalogueEntry] = {entry.name: entry for entry in (*_opt_entries(), *_llama_entries())}
+# layers, hidden size, heads, key heads, feed-forward size, tied head
+_QWEN3_SIZES: Mapping[str, tuple[int, int, int, int, int, bool]] = {
+    "0.6b": (28, 1024, 16, 8, 3072, True),
+    "1.7b": (28, 2048, 16, 8, 6144, True),
+    "4b": (36, 2560, 32, 8, 9728, True),
+    "8b": (36, 4096, 32, 8, 12288, False),
+    "14b": (40, 5120, 40, 8, 17408, False),
+    "32b": (64, 5120, 64, 8, 25600, False),
+}
+
+
+def _qwen3_entries() -> list[CatalogueEntry]:
+    """The hybrid models answer chats; their `-Base` siblings continue text and are what most scenarios want."""
+    entries = []
+    for size, (layers, hidden, heads, kv_heads, ffn, tied) in _QWEN3_SIZES.items():
+        sizes = _llama_config(layers, hidden, heads, kv_heads, ffn, vocab_size=151_936, head_dim=128)
+        spec = qwen3.read_config(
+            {**sizes, "max_position_embeddings": 40_960, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+            | {"tie_word_embeddings": tied}
+        )
+        repo, display = f"Qwen/Qwen3-{size.upper()}", f"Qwen3 ({size.upper()}"
+        entries.append(CatalogueEntry(f"qwen3-{size}", repo, None, spec, "bfloat16", True, f"{display})"))
+        if size != "32b":  # published without a base model
+            base = replace(spec, max_positions=32_768)
+            name = f"qwen3-{size}-base"
+            entries.append(CatalogueEntry(name, f"{repo}-Base", None, base, "bfloat16", False, f"{display} Base)"))
+    return entries
+
+
+def _mistral_entries() -> list[CatalogueEntry]:
+    first = _llama_config(32, 4096, 32, 8, 14336, vocab_size=32_000, rms_norm_eps=1e-5, rope_theta=10_000.0)
+    first |= {"max_position_embeddings": 32_768, "sliding_window": 4096, "tie_word_embeddings": False}
+    later = {**first, "vocab_size": 32_768, "sliding_window": None, "rope_theta": 1e6}
+    found = []
+    for version, config in (("v0.1", first), ("v0.3", later)):
+        spec, hub = mistral.read_config(config), f"mistralai/Mistral-7B-{version}"
+        tuned = f"mistralai/Mistral-7B-Instruct-{version}"
+        found += [
+            CatalogueEntry(f"mistral-7b-{version}", hub, None, spec, "bfloat16", False, f"Mistral {version} (7B)"),
+            CatalogueEntry(
+                f"mistral-7b-instruct-{version}",
+                tuned,
+                None,
+                spec,
+                "bfloat16",
+                True,
+                f"Mistral {version} (7B Instruct)",
+            ),
+        ]
+    return found
+
+
+CATALOGUE: Mapping[str, CatalogueEntry] = {
+    entry.name: entry for entry in (*_opt_entries(), *_llama_entries(), *_qwen3_entries(), *_mistral_entries())
+}

@@ -101,7 +101,7 @@ class Executor:
                     on_batch(BatchOutcome(batches[item.batch], outcome, state.seconds))
 
     def _embed(self, batch: Batch) -> _Live:
-        flat = layout(batch, self._device)
+        flat = layout(batch, self._decoder.spec.windows, self._device)
         with self._weights.stage(self._stages[0]) as weights:
             hidden = self._decoder.embed(weights, flat.token_ids, flat.positions)
         bad = torch.full((hidden.shape[0],), -1, device=self._device)
@@ -109,9 +109,10 @@ class Executor:
 
     def _layer(self, state: _Live, stage: int) -> None:
         flat, scale, cache = state.layout, self._decoder.scale, self._cache
+        window = self._decoder.spec.window(stage - 1)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flat.attend(stage - 1, scale, cache, q, k, v)
+            return flat.attend(stage - 1, window, scale, cache, q, k, v)
 
         with self._weights.stage(self._stages[stage]) as weights:
             state.hidden = self._decoder.layer(weights, state.hidden, state.rotary, attend)

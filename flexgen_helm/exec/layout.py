@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,16 @@ class _Decode:
     group: SlotGroup
     positions: Tensor
     length: int
-    mask: Tensor | None
+    masks: dict[int | None, Tensor | None]  # by window
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """The flat tokens [t] that attend to all of a parent row."""
+
+    parent: Row
+    tokens: Tensor
+    masks: dict[int | None, Tensor | None]  # by window, [t, S]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,37 +39,44 @@ class Layout:
     """Flat view of a batch of T tokens; built once, used by every layer.
 
     token_ids and positions [T]; prompts: the slice of each row that is computed from its first token on; shared:
-    for each parent row, the flat tokens [t] that attend to all of it.
+    for each parent row, the flat tokens that attend to it.
     """
 
     token_ids: Tensor
     positions: Tensor
     prompts: tuple[tuple[Row, slice], ...]
     decodes: tuple[_Decode, ...]
-    shared: tuple[tuple[Row, Tensor], ...]
+    shared: tuple[_Shared, ...]
 
-    def attend(self, layer: int, scale: float, cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, window: int | None, scale: float, cache: KVCache, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         """Attention of one layer over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D]."""
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for row, tokens in self.prompts:
-            out[tokens], lse[tokens] = attention.causal(q[tokens], k[tokens], v[tokens], scale)
+            out[tokens], lse[tokens] = attention.causal(q[tokens], k[tokens], v[tokens], scale, window)
             if row.keeps_cache:
                 cache.write(row, layer, 0, k[tokens], v[tokens])
         for part in self.decodes:
             tokens = part.tokens
             cache.append(part.group, layer, part.positions, k[tokens], v[tokens])
             keys, values = cache.active(part.group, layer, part.length)
-            out[tokens], lse[tokens] = attention.cached(q[tokens], keys, values, scale, part.mask)
-        for parent, index in self.shared:
-            keys, values = cache.segment(parent, layer)
-            theirs = attention.shared(q[index], keys, values, scale)
+            out[tokens], lse[tokens] = attention.cached(q[tokens], keys, values, scale, part.masks[window])
+        for common in self.shared:
+            index = common.tokens
+            keys, values = cache.segment(common.parent, layer)
+            theirs = attention.shared(q[index], keys, values, scale, common.masks[window])
             out[index], lse[index] = attention.merge((out[index], lse[index]), theirs)
         return out
 
 
-def layout(batch: Batch, device: torch.device) -> Layout:
-    """Lay a batch out. Rows of a slot group are adjacent and in slot order (the scheduler's promise)."""
+def layout(batch: Batch, windows: Iterable[int | None], device: torch.device) -> Layout:
+    """Lay a batch out. Rows of a slot group are adjacent and in slot order (the scheduler's promise).
+
+    windows: those that occur among the layers; each has its own masks.
+    """
+    kinds = set(windows) or {None}
     token_ids: list[int] = []
     positions: list[int] = []
     prompts: list[tuple[Row, slice]] = []
@@ -81,18 +98,40 @@ def layout(batch: Batch, device: torch.device) -> Layout:
     for group, first in groups.items():
         lengths = torch.tensor([row.computed for row in group.rows])
         longest = int(lengths.max()) + 1
-        mask = None
-        if int(lengths.min()) + 1 < longest:
-            #  key 0 1 2 3     row of 2 cached tokens + itself sees keys 0 … 2; longer neighbours' columns are masked
-            beyond = torch.arange(longest)[None, :] > lengths[:, None]
-            mask = torch.zeros(beyond.shape).masked_fill_(beyond, -math.inf)[:, None, None, :].to(device)
         rows = slice(first, first + len(group.rows))
-        decodes.append(_Decode(rows, group, lengths.to(device), longest, mask))
+        masks = {window: _decode_mask(lengths, longest, window, device) for window in kinds}
+        decodes.append(_Decode(rows, group, lengths.to(device), longest, masks))
+
+    at = torch.tensor(positions)
+    commons = []
+    for parent, index in shared.items():
+        keys = torch.arange(parent.start, parent.start + parent.computed)
+        masks = {window: _shared_mask(at[index], keys, window, device) for window in kinds}
+        commons.append(_Shared(parent, torch.tensor(index, device=device), masks))
 
     return Layout(
         token_ids=torch.tensor(token_ids, device=device),
-        positions=torch.tensor(positions, device=device),
+        positions=at.to(device),
         prompts=tuple(prompts),
         decodes=tuple(decodes),
-        shared=tuple((parent, torch.tensor(index, device=device)) for parent, index in shared.items()),
+        shared=tuple(commons),
     )
+
+
+def _decode_mask(lengths: Tensor, longest: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Additive mask [B, 1, 1, S] over the rows' own caches; None where every row sees all of it."""
+    keys = torch.arange(longest)
+    #  key 0 1 2 3     a row of 2 cached tokens + itself sees keys 0 … 2; columns of longer neighbours are masked
+    hidden = keys[None, :] > lengths[:, None]
+    if window is not None:
+        hidden |= lengths[:, None] - keys[None, :] >= window
+    if not hidden.any():
+        return None
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None, :].to(device)
+
+
+def _shared_mask(queries: Tensor, keys: Tensor, window: int | None, device: torch.device) -> Tensor | None:
+    """Additive mask [t, S]; None where the window reaches back to the first key."""
+    if window is None or int(queries.max()) - int(keys[0]) < window:
+        return None
+    return attention.before(queries, keys, window, device)

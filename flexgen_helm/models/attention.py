@@ -12,6 +12,7 @@ Shapes: T tokens, B rows, Hq query heads, Hk key heads (Hq = G Hk), S keys, D el
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ Part = tuple[Tensor, Tensor]  # output, log-sum-exp
 _DIRECT_ROWS = 1024
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Part:
-    """Each token sees itself and the earlier ones.
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Part:
+    """Each token sees itself and the earlier ones, with a window only the last `window` of them.
 
     q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
     """
@@ -34,7 +35,10 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Part:
     queries = q.view(tokens, key_heads, group, dim).permute(2, 1, 0, 3)
     keys = k.transpose(0, 1).expand(group, key_heads, tokens, dim)
     values = v.transpose(0, 1).expand(group, key_heads, tokens, dim)
-    out, lse = _attend(queries, keys, values, scale, is_causal=True)
+    if window is not None and tokens > window:
+        out, lse = _attend(queries, keys, values, scale, mask=_band(tokens, window, q.device))
+    else:
+        out, lse = _attend(queries, keys, values, scale, is_causal=True)
     return out.permute(2, 1, 0, 3).reshape(tokens, heads, dim), lse.permute(2, 1, 0).reshape(tokens, heads)
 
 
@@ -53,16 +57,21 @@ def cached(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -
     return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
 
 
-def shared(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Part:
-    """All tokens see all keys of one segment, in one product per key head.
+def shared(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Part:
+    """All tokens see all keys of one segment (or those that a mask leaves), in one product per key head.
 
-    q [T, Hq, D], k and v [Hk, S, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
+    q [T, Hq, D], k and v [Hk, S, D], mask None or additive [T, S] -> output [T, Hq, D], log-sum-exp [T, Hq]; a token
+    that the mask leaves no key has the output 0 and the log-sum-exp minus infinity, which merges to nothing.
     """
     tokens, heads, dim = q.shape
     key_heads = k.shape[0]
     group = heads // key_heads
     queries = q.view(tokens, key_heads, group, dim).transpose(0, 1).reshape(1, key_heads, tokens * group, dim)
-    out, lse = _attend(queries, k[None], v[None], scale)
+    spread = None if mask is None else mask.repeat_interleave(group, dim=0)[None, None]
+    out, lse = _attend(queries, k[None], v[None], scale, mask=spread)
+    if spread is not None:
+        empty = torch.isneginf(spread).all(-1).expand(lse.shape)
+        out, lse = out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -math.inf)
     out = out.view(key_heads, tokens, group, dim).transpose(0, 1).reshape(tokens, heads, dim)
     return out, lse.view(key_heads, tokens, group).transpose(0, 1).reshape(tokens, heads)
 
@@ -75,6 +84,22 @@ def merge(a: Part, b: Part) -> Part:
     total = weight_a + weight_b
     out = out_a * (weight_a / total).unsqueeze(-1) + out_b * (weight_b / total).unsqueeze(-1)
     return out, top + torch.log(total)
+
+
+def before(queries: Tensor, keys: Tensor, window: int, device: torch.device) -> Tensor:
+    """Additive mask of positions queries [..., T] over keys [S] that leaves the last `window`, itself included."""
+    hidden = queries[..., None] - keys >= window
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf).to(device)
+
+
+@lru_cache(maxsize=8)
+def _band(tokens: int, window: int, device: torch.device) -> Tensor:
+    """Additive mask [1, 1, T, T] of a causal window."""
+    positions = torch.arange(tokens)
+    ahead = positions[None, :] > positions[:, None]
+    return (
+        before(positions, positions, window, torch.device("cpu")).masked_fill_(ahead, -math.inf)[None, None].to(device)
+    )
 
 
 def _attend(

@@ -100,6 +100,9 @@ class Decoder:
         q = weights.linear("attn.q", x).view(-1, spec.num_heads, spec.head_dim)
         k = weights.linear("attn.k", x).view(-1, spec.num_kv_heads, spec.head_dim)
         v = weights.linear("attn.v", x).view(-1, spec.num_kv_heads, spec.head_dim)
+        if spec.qk_norm:
+            q = F.rms_norm(q, (spec.head_dim,), weights.vector("attn.q_norm.weight"), spec.norm_eps)
+            k = F.rms_norm(k, (spec.head_dim,), weights.vector("attn.k_norm.weight"), spec.norm_eps)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         return weights.linear("attn.o", attend(q, k, v).reshape(-1, spec.q_size))

@@ -34,7 +34,9 @@ class ModelSpec:
 
     Sizes are counts of elements. `embed_size` differs from `hidden_size` only where the model projects its
     embeddings (OPT-350M). `norm_after`: layer norm behind the residual sum instead of before the block.
-    `rope` None means learned positions, whose table starts `position_offset` rows late (OPT: 2).
+    `rope` None means learned positions, whose table starts `position_offset` rows late (OPT: 2). `qk_norm`: queries
+    and keys are normed head by head before they are rotated (Qwen3). `windows`: for every layer the positions that a
+    token sees, itself included, or None for all; empty where no layer has a window.
     """
 
     family: str
@@ -60,6 +62,12 @@ class ModelSpec:
     mlp_bias: bool = False
     tied_head: bool = True
     position_offset: int = 0
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        """Positions that a token sees in this layer, itself included; None for all."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def q_size(self) -> int:
@@ -140,6 +148,9 @@ def _stage_tensors(spec: ModelSpec, stage: str) -> Iterator[tuple[str, tuple[int
         yield from _linear(f"{stage}.attn.q", spec.q_size, hidden, spec.qkv_bias)
         yield from _linear(f"{stage}.attn.k", spec.kv_size, hidden, spec.qkv_bias)
         yield from _linear(f"{stage}.attn.v", spec.kv_size, hidden, spec.qkv_bias)
+        if spec.qk_norm:
+            yield f"{stage}.attn.q_norm.weight", (spec.head_dim,)
+            yield f"{stage}.attn.k_norm.weight", (spec.head_dim,)
         yield from _linear(f"{stage}.attn.o", hidden, spec.q_size, spec.out_bias)
         yield from _norm(spec, f"{stage}.mlp_norm")
         if spec.gated_mlp:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexgen_helm.core.errors import UnsupportedArchitectureError
-from flexgen_helm.models.families import llama, opt
+from flexgen_helm.models.families import llama, mistral, opt, qwen2, qwen3
 from flexgen_helm.models.families.base import Family, Source
 
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (opt, llama)}
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (opt, llama, mistral, qwen2, qwen3)}
 
 __all__ = ["FAMILIES", "Family", "Source", "family_of_config", "family_of_gguf", "source_of"]
 

@@ -33,14 +33,29 @@ def read_rope(config: Mapping[str, Any]) -> RopeSpec:
     )
 
 
-def read_config(config: Mapping[str, Any]) -> ModelSpec:
+def read_windows(config: Mapping[str, Any], default_from: int) -> tuple[int | None, ...]:
+    """Sliding windows by layer: `layer_types` where the configuration has them, else from layer `default_from` on."""
+    size, layers = config.get("sliding_window"), config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if layer >= default_from else "full_attention" for layer in range(layers)]
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown or len(kinds) != layers:
+        raise UnsupportedArchitectureError(f"layer types {sorted(set(kinds))} of {len(kinds)} layers are not supported")
+    if size is None or "sliding_attention" not in kinds:
+        return ()
+    return tuple(int(size) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def read_config(config: Mapping[str, Any], family: str = "llama", **features: Any) -> ModelSpec:
+    """Llama, and what differs from it in `features` (fields of the spec) only."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise UnsupportedArchitectureError(f"Llama with hidden_act={activation!r} is not supported; known is silu")
+        raise UnsupportedArchitectureError(f"{family} with hidden_act={activation!r} is not supported; known is silu")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     attention_bias = config.get("attention_bias", False)
-    return ModelSpec(
-        family="llama",
+    given: dict[str, Any] = dict(
+        family=family,
         num_layers=config["num_hidden_layers"],
         hidden_size=hidden,
         num_heads=heads,
@@ -60,6 +75,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         mlp_bias=config.get("mlp_bias", False),
         tied_head=config.get("tie_word_embeddings", False),
     )
+    return ModelSpec(**{**given, **features})
 
 
 def read_gguf(metadata: Mapping[str, Any]) -> ModelSpec:

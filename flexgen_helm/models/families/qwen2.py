@@ -1,0 +1,30 @@
+"""Qwen2 and 2.5: Llama with biases on queries, keys and values; upper layers may have a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexgen_helm.models.families import llama
+from flexgen_helm.models.families.base import Family
+from flexgen_helm.models.spec import ModelSpec
+
+
+def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Windows count only where `use_sliding_window` says so; published checkpoints name a size without using it."""
+    if not config.get("use_sliding_window", False):
+        return ()
+    return llama.read_windows(config, default_from=config.get("max_window_layers", 28))
+
+
+def read_config(config: Mapping[str, Any]) -> ModelSpec:
+    return llama.read_config(config, "qwen2", qkv_bias=True, windows=read_windows(config))
+
+
+FAMILY = Family(
+    name="qwen2",
+    architectures=("Qwen2ForCausalLM", "Qwen2Model"),
+    read_config=read_config,
+    prefixes=llama.FAMILY.prefixes,
+    tensors=llama.FAMILY.tensors,
+)

@@ -1,0 +1,29 @@
+"""Qwen3: Llama with normed queries and keys; upper layers may have a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexgen_helm.models.families import llama, qwen2
+from flexgen_helm.models.families.base import Family, Source
+from flexgen_helm.models.spec import ModelSpec
+
+
+def read_config(config: Mapping[str, Any]) -> ModelSpec:
+    return llama.read_config(
+        config, "qwen3", head_dim=config.get("head_dim") or 128, qk_norm=True, windows=qwen2.read_windows(config)
+    )
+
+
+FAMILY = Family(
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+    read_config=read_config,
+    prefixes=llama.FAMILY.prefixes,
+    tensors={
+        **llama.FAMILY.tensors,
+        "layers.{i}.attn.q_norm": Source("layers.{i}.self_attn.q_norm"),
+        "layers.{i}.attn.k_norm": Source("layers.{i}.self_attn.k_norm"),
+    },
+)
