@@ -135,5 +135,5 @@ def _unknown(name: str, own: Mapping[str, Any]) -> str:
     if name.endswith((".gguf", ".safetensors")) or name.startswith((".", "/", "~")):
         return f"there is no model file or folder {name}; {_WAYS}"
     close = difflib.get_close_matches(name.lower(), [*CATALOGUE, *own], n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"model {name!r} is not known; {hint}{_WAYS[0].upper()}{_WAYS[1:]}"
+    ways = f"did you mean {' or '.join(close)}? {_WAYS[0].upper()}{_WAYS[1:]}" if close else _WAYS
+    return f"model {name!r} is not known; {ways}"

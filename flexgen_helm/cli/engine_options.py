@@ -91,6 +91,13 @@ class EngineOptions:
     def load(self, model: str) -> Engine:
         """The engine of `model` under these flags."""
         arguments = self.engine_arguments()
+        # A name that means nothing, or an architecture that is not supported, is refused before torch is imported.
+        from flexgen_helm.checkpoint.catalogue import resolve
+        from flexgen_helm.checkpoint.folder import read_config
+
+        resolved = resolve(model)
+        if resolved.path is not None and resolved.path.is_dir():
+            read_config(resolved.path)
         from flexgen_helm.exec.engine import Engine
 
         return Engine.from_pretrained(model, **arguments)

@@ -41,6 +41,8 @@ class NumericalError(RequestError):
 class MemoryLimitError(FlexgenError):
     """A tier's byte limit would be exceeded; nothing was lost."""
 
+    exit_code = 2
+
 
 class Interrupted(FlexgenError):
     """The run was asked to stop; everything reported so far is kept."""
