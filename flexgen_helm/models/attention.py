@@ -83,7 +83,7 @@ def merge(a: Part, b: Part) -> Part:
     weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
     total = weight_a + weight_b
     out = out_a * (weight_a / total).unsqueeze(-1) + out_b * (weight_b / total).unsqueeze(-1)
-    return out, top + torch.log(total)
+    return out.to(out_a.dtype), top + torch.log(total)  # weighed in float32, the log-sum-exps' type
 
 
 def before(queries: Tensor, keys: Tensor, window: int, device: torch.device) -> Tensor:
