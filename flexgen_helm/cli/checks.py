@@ -25,14 +25,6 @@ HELM_OLDEST, HELM_BEYOND = (0, 5, 16), (0, 6)
 SUBPROCESS_S = 180
 LOW_MEMORY, LOW_DISK, LOW_FLOPS = 2 << 30, 5 << 30, 5e9
 _NETWORK_DISKS = ("nfs", "cifs", "smb", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs")
-# As HELM would: it loads plugins by entry point and swallows what goes wrong there, so only a look-up tells.
-_LOOK_UP = """
-import sys
-from helm.benchmark.run import load_entry_point_plugins
-from helm.benchmark.model_deployment_registry import get_model_deployment
-load_entry_point_plugins()
-get_model_deployment(sys.argv[1])
-"""
 
 
 @dataclass(frozen=True)
@@ -90,7 +82,8 @@ def _plugin(name: str) -> Check:
     entry_points = metadata.entry_points(group="helm")
     if not any(point.name == "flexgen_helm" for point in entry_points):
         return Check(name, "failed", "no entry point in the group 'helm'", "Install flexgen-helm anew with pip.")
-    done = _python_subprocess(_LOOK_UP, deployment)
+    look_up = Path(__file__).parents[1] / "plugin" / "lookup.py"
+    done = _python_subprocess(look_up.read_text(encoding="utf-8"), deployment)
     if done is not None:
         return Check(name, "failed", f"HELM does not find {deployment}: {done}", "Mend what the message names.")
     return Check(name, "ok", f"HELM finds {deployment}")
