@@ -12,6 +12,7 @@ from flexgen_helm import __version__, cli
 from flexgen_helm.cli import console
 from flexgen_helm.cli.engine_options import EngineOptions, complete_dummy_weights, parse_size
 from flexgen_helm.core.errors import CheckpointError, Interrupted, RequestError, UsageError
+from flexgen_helm.core.files import replace_text
 from flexgen_helm.core.records import MemoryLimits, Progress
 
 COMMANDS = ["", "run", "generate", "perplexity", "fetch", "doctor", "bench"]
@@ -212,7 +213,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     target = tmp_path / "x.json"
     target.write_text("old")
     with pytest.raises(UnicodeEncodeError):
-        console.write_whole(target, "\ud800")
+        replace_text(target, "\ud800")
     assert target.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
-    console.write_whole(target, "new")
+    replace_text(target, "new")
     assert target.read_text() == "new" and os.listdir(tmp_path) == ["x.json"]

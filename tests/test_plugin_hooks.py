@@ -140,7 +140,7 @@ def test_a_run_that_is_killed_between_two_files_is_not_complete(
     engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same run three times: finished, killed after each number of files, and finished again."""
-    bench, spec, real = runner(tmp_path), run_spec(), hooks.write_text
+    bench, spec, real = runner(tmp_path), run_spec(), hooks.replace_text
     folder = Path(bench._get_run_path(spec))
     bench.run_one(spec)
     assert sorted(FILES + ["flexgen_run.json"]) == sorted(path.name for path in folder.iterdir())
@@ -153,7 +153,7 @@ def test_a_run_that_is_killed_between_two_files_is_not_complete(
             real(path, content)
 
         with monkeypatch.context() as patch:
-            patch.setattr(hooks, "write_text", killed)
+            patch.setattr(hooks, "replace_text", killed)
             with pytest.raises(KeyboardInterrupt):
                 bench.run_one(spec)
         assert not bench._is_run_completed(str(folder))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +13,7 @@ from filelock import FileLock
 
 from flexgen_helm.checkpoint.paths import home
 from flexgen_helm.core.errors import CheckpointError
+from flexgen_helm.core.files import replace_text
 
 # A file changed twice within one tick of the clock keeps its date; one this young is hashed but not remembered.
 _SETTLED_NS = 2_000_000_000
@@ -86,17 +85,3 @@ def _remember(key: str, entry: dict[str, Any]) -> None:
             replace_text(folder / "hashes.json", json.dumps(known, indent=1, sort_keys=True))
     except OSError:
         pass  # A home that cannot be written costs time, not correctness.
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, or the next start after a crash, sees the old content or the new, nothing else."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

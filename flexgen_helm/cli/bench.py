@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from flexgen_helm.cli.console import print_json, say, write_whole
+from flexgen_helm.cli.console import print_json, say
 from flexgen_helm.cli.engine_options import EngineOptions
 from flexgen_helm.core.errors import UsageError
+from flexgen_helm.core.files import replace_text
 
 
 def bench(
@@ -44,7 +45,7 @@ def bench(
         )
     )
     if out is not None:
-        write_whole(out, json.dumps(result, indent=2, allow_nan=False) + "\n")
+        replace_text(out, json.dumps(result, indent=2, allow_nan=False) + "\n")
     if as_json:
         print_json(result)
     else:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -28,22 +25,6 @@ def say(text: str) -> None:
 def print_json(content: Any) -> None:
     """`content` as JSON on stdout; a value that is not finite is a defect and raises ValueError."""
     print(json.dumps(content, indent=2, allow_nan=False), flush=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file whole or not at all; it is on the disk when this returns."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 class TokenProgress:

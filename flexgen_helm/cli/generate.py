@@ -10,9 +10,10 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from flexgen_helm.cli.console import TokenProgress, say, write_whole
+from flexgen_helm.cli.console import TokenProgress, say
 from flexgen_helm.cli.engine_options import EngineOptions
 from flexgen_helm.core.errors import RequestError, UsageError
+from flexgen_helm.core.files import replace_text
 from flexgen_helm.core.records import GenerationRequest, GenerationResult
 
 
@@ -88,7 +89,7 @@ def generate(
         sys.stdout.write(text)
         sys.stdout.flush()
     else:
-        write_whole(out, text)
+        replace_text(out, text)
         partial.remove()
     failed = sum(line["error"] is not None for line in lines)
     if failed:

@@ -11,8 +11,8 @@ from helm.benchmark.model_metadata_registry import get_model_metadata
 from helm.benchmark.tokenizer_config_registry import get_tokenizer_config
 from helm.common.hierarchical_logger import hwarn
 
+from flexgen_helm.core.files import replace_text
 from flexgen_helm.plugin import registration
-from flexgen_helm.plugin.run_record import write_text
 
 
 def merge(folder: Path, names: list[str]) -> None:
@@ -55,7 +55,7 @@ def _merge_file(path: Path, key: str, wanted: list[dict[str, Any]]) -> None:
     else:
         candidate = yaml.safe_dump(merged, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, candidate)
+    replace_text(path, candidate)
 
 
 def _plain(entry: dict[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,9 @@ from helm.common.hierarchical_logger import hwarn
 from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.core.files import replace_text
 from flexgen_helm.plugin import interrupt, models, registration
-from flexgen_helm.plugin.run_record import RunRecord, announce_record, current_run, write_text
+from flexgen_helm.plugin.run_record import RunRecord, announce_record, current_run
 from flexgen_helm.plugin.service import Block, get_service
 
 FIRST_FILE, LAST_FILE = "run_spec.json", "per_instance_stats.json"
@@ -168,7 +169,7 @@ def _completing(original: Callable[[str, str], None]) -> Callable[[str, str], No
             (path.parent / LAST_FILE).unlink(missing_ok=True)
         if path.name == LAST_FILE:
             record.write()
-        write_text(path, content)
+        replace_text(path, content)
 
     return write
 

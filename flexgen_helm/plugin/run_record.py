@@ -7,7 +7,6 @@ suite-wide block, or partly in an earlier process whose journal supplied the res
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flexgen_helm.core.files import replace_text
 from flexgen_helm.core.records import Cost
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.service import Answer
@@ -123,21 +123,8 @@ def announce_record(record: RunRecord) -> None:
         observer(record)
 
 
-def write_text(path: Path, content: str) -> None:
-    """Replace a file whole or not at all; it is on the disk when this returns."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    replace_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def merged(records: Iterable[RunRecord]) -> dict[str, Any]:
