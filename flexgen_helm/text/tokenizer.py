@@ -96,6 +96,7 @@ class Tokenizer:
 
     @classmethod
     def _from_folder(cls, folder: Path) -> Tokenizer:
+        _refuse_half_a_tokenizer(folder)
         # Both are imported late: they take seconds, and an engine that is given token ids needs neither.
         try:
             if (folder / "tokenizer.json").is_file():
@@ -197,6 +198,21 @@ class Tokenizer:
     @cached_property
     def _byte_table(self) -> list[bytes]:
         return token_byte_table(self._backend)
+
+
+def _refuse_half_a_tokenizer(folder: Path) -> None:
+    """`transformers` fills gaps by guesses: merges from the order of a vocabulary, special tokens from a class."""
+    if (folder / "tokenizer.json").is_file():
+        return
+    if not (folder / "vocab.json").is_file():
+        # It would rank merges by id, not by score, and so pair the spaces of '  x' that sentencepiece leaves apart.
+        raise CheckpointError(
+            f"{folder} has its tokenizer only as tokenizer.model, which is not read; put the model's tokenizer.json "
+            "beside it, or run a GGUF file of the model"
+        )
+    for name, holds in (("merges.txt", "the order of merges"), ("tokenizer_config.json", "the special tokens")):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} has a vocab.json without {name}, which holds {holds}; fetch it again")
 
 
 def _configured_eos_ids(folder: Path) -> set[int]:
