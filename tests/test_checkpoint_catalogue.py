@@ -55,7 +55,7 @@ def test_number_of_parameters_is_near_the_announced_one(name: str, billions: flo
 
 def test_architectures_that_differ_from_their_siblings() -> None:
     small = CATALOGUE["opt-350m"].spec
-    assert (small.embed_size, small.norm_after, small.final_norm) == (512, True, False)
+    assert (small.embed_size, small.residual, small.final_norm) == (512, "post_norm", False)
     galactica = CATALOGUE["galactica-30b"].spec
     assert (galactica.activation, galactica.qkv_bias, galactica.norm_affine) == ("gelu", False, False)
     assert CATALOGUE["galactica-6.7b"].spec.mlp_bias

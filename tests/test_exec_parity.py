@@ -121,7 +121,7 @@ def test_the_needle_test_would_notice_a_leak(tiny, needle, monkeypatch):
     """The guard's inverse: without the mask over longer neighbours' columns the needle's answer changes."""
     request, alone = needle
     honest = attention.cached
-    monkeypatch.setattr(attention, "cached", lambda q, k, v, scale, mask: honest(q, k, v, scale, None))
+    monkeypatch.setattr(attention, "cached", lambda q, k, v, scoring, at, mask: honest(q, k, v, scoring, at, None))
     others = [GenerationRequest(prompt_token_ids=p, max_tokens=12) for p in prompts(5, 40, seed=9)]
     with Engine.from_pretrained(tiny("llama").path) as engine:
         result = engine.run([*others, request])[-1]

@@ -10,10 +10,11 @@ from flexgen_helm.models.families.base import Family, Source
 from flexgen_helm.models.spec import ModelSpec
 
 
-def read_config(config: Mapping[str, Any]) -> ModelSpec:
-    return llama.read_config(
-        config, "qwen3", head_dim=config.get("head_dim") or 128, qk_norm=True, windows=qwen2.read_windows(config)
+def read_config(config: Mapping[str, Any], family: str = "qwen3", **features: Any) -> ModelSpec:
+    given: dict[str, Any] = dict(
+        head_dim=config.get("head_dim") or 128, qk_norm=True, windows=qwen2.upper_windows(config)
     )
+    return llama.read_config(config, family, **{**given, **features})
 
 
 FAMILY = Family(
