@@ -225,12 +225,20 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 
 
 def build_tiny(folder: Path, variant: str, tokenizer: bool = True) -> TinyModel:
-    """Save a random model (all parameters, norms and biases too, are random) and its tokenizer below `folder`."""
+    """Save a random model of a variant and its tokenizer below `folder`."""
+    model = save_random(folder, VARIANTS[variant](), seed=list(VARIANTS).index(variant))
+    if tokenizer:
+        save_tokenizer(folder)
+    return TinyModel(folder, model)
+
+
+def save_random(folder: Path, config: Any, seed: int) -> Any:
+    """Save a model whose parameters, norms and biases too, are random; returns it in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(list(VARIANTS).index(variant))
-    model = AutoModelForCausalLM.from_config(VARIANTS[variant]())
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -238,10 +246,8 @@ def build_tiny(folder: Path, variant: str, tokenizer: bool = True) -> TinyModel:
             elif not parameter.any():
                 parameter.normal_(0.0, 0.15)
     model.to(torch.float16).save_pretrained(folder)
-    if tokenizer:
-        save_tokenizer(folder)
     # Loaded anew: casting a model rounds its rotary frequencies too, which no checkpoint contains.
-    return TinyModel(folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -80,7 +80,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 1
             beta_fast=float(parameters.get("beta_fast") or 32.0),
             beta_slow=float(parameters.get("beta_slow") or 1.0),
             truncate=bool(parameters.get("truncate", True)),
-            magnitude=_yarn_magnitude(parameters, factor),
+            magnitude=yarn_magnitude(parameters, factor),
         )
     if kind in ("longrope", "su"):
         factors = tuple(float(value) for value in parameters["short_factor"])
@@ -88,28 +88,26 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 1
             raise ValueError(f"short_factor has {len(factors)} entries, but {dim // 2} pairs rotate")
         stretch = float(parameters.get("factor") or config["max_position_embeddings"] / original)
         given = parameters.get("attention_factor")
-        grown = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
         return RopeSpec(
             **shared,
             kind="factors",
             factors=factors,
             original_max_positions=original,
-            magnitude=grown if given is None else float(given),
+            magnitude=longrope_magnitude(stretch, original) if given is None else float(given),
         )
     raise UnsupportedArchitectureError(f"rope type {kind!r} is not supported; known are {_ROPE_KINDS}")
 
 
-def longest_context(config: Mapping[str, Any], rope: RopeSpec) -> int:
-    """Positions that one set of frequencies serves, in tokens.
+def longest_context(positions: int, rope: RopeSpec) -> int:
+    """How many of a model's positions one set of frequencies serves.
 
     LongRoPE has one set for texts up to the original context and another for longer ones, which would change the
     keys of all earlier tokens; the first is used, so texts end there.
     """
-    positions = config["max_position_embeddings"]
     return min(positions, rope.original_max_positions) if rope.kind == "factors" else positions
 
 
-def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+def yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     """Peng et al. (2023), section 3.4, as the published configurations refine it."""
 
     def grown(weight: float) -> float:
@@ -119,3 +117,8 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
         return float(parameters["attention_factor"])
     part, whole = parameters.get("mscale"), parameters.get("mscale_all_dim")
     return grown(part) / grown(whole) if part and whole else grown(1.0)
+
+
+def longrope_magnitude(stretch: float, original: int) -> float:
+    """Ding et al. (2024), of a context `stretch` times the `original` number of tokens."""
+    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))

@@ -9,6 +9,7 @@ from flexgen_helm.core.errors import UnsupportedArchitectureError
 from flexgen_helm.models.families import llama
 from flexgen_helm.models.families.base import Family, Source
 from flexgen_helm.models.families.fields import activation_of, read_windows
+from flexgen_helm.models.families.gguf_fields import gguf_key
 from flexgen_helm.models.spec import ModelSpec
 
 
@@ -34,6 +35,28 @@ def read_config(config: Mapping[str, Any], family: str = "gemma2", **features: A
     return llama.read_config(config, family, **{**given, **features})
 
 
+def read_gguf(
+    metadata: Mapping[str, Any], arch: str = "gemma2", full_every: int = 2, largest: int = 46, **features: Any
+) -> ModelSpec:
+    """largest: layers of the 27B size, whose scores are scaled by the heads' share of the hidden size.
+
+    The files keep 1 + weight of every norm, and leave the scale and the pattern of the windows to the reader.
+    """
+    key = gguf_key(metadata, arch)
+    layers, hidden, heads = int(key("block_count")), int(key("embedding_length")), int(key("attention.head_count"))
+    config = {"num_hidden_layers": layers, "sliding_window": key("attention.sliding_window", None)}
+    given: dict[str, Any] = dict(
+        activation="gelu_tanh",
+        windows=alternating(config, full_every),
+        residual="sandwich",
+        embed_scale=hidden**0.5,
+        attn_scale=(hidden // heads if layers == largest else int(key("attention.key_length"))) ** -0.5,
+        attn_softcap=key("attn_logit_softcapping", None),
+        final_softcap=key("final_logit_softcapping", None),
+    )
+    return llama.read_gguf(metadata, arch, arch, **{**given, **features})
+
+
 _LAYER = "layers.{i}."
 FAMILY = Family(
     name="gemma2",
@@ -45,5 +68,12 @@ FAMILY = Family(
         "layers.{i}.attn_post_norm": Source(_LAYER + "post_attention_layernorm"),
         "layers.{i}.mlp_norm": Source(_LAYER + "pre_feedforward_layernorm"),
         "layers.{i}.mlp_post_norm": Source(_LAYER + "post_feedforward_layernorm"),
+    },
+    gguf_architectures=("gemma2",),
+    read_gguf=read_gguf,
+    gguf_tensors={
+        **llama.GGUF_TENSORS,
+        "layers.{i}.attn_post_norm": Source("blk.{i}.post_attention_norm"),
+        "layers.{i}.mlp_post_norm": Source("blk.{i}.post_ffw_norm"),
     },
 )

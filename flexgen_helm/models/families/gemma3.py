@@ -12,7 +12,7 @@ from flexgen_helm.core.errors import UnsupportedArchitectureError
 from flexgen_helm.models.families import gemma2, qwen3
 from flexgen_helm.models.families.base import Family
 from flexgen_helm.models.families.fields import read_rope
-from flexgen_helm.models.spec import ModelSpec
+from flexgen_helm.models.spec import ModelSpec, RopeSpec
 
 # What the text model of a published configuration leaves unsaid.
 _DEFAULTS = {
@@ -48,6 +48,11 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
+def read_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
+    local = RopeSpec(theta=float(metadata.get("gemma3.rope.freq_base_swa", 10_000.0)))
+    return gemma2.read_gguf(metadata, "gemma3", full_every=6, largest=62, local_rope=local, qk_norm=True)
+
+
 FAMILY = Family(
     name="gemma3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel"),
@@ -55,4 +60,7 @@ FAMILY = Family(
     # With the image encoder: as published, and as transformers 5 names the same tensors.
     prefixes=("model.", "language_model.model.", "model.language_model.", "language_model.", ""),
     tensors={**qwen3.FAMILY.tensors, **gemma2.FAMILY.tensors},
+    gguf_architectures=("gemma3",),
+    read_gguf=read_gguf,
+    gguf_tensors={**qwen3.FAMILY.gguf_tensors, **gemma2.FAMILY.gguf_tensors},
 )

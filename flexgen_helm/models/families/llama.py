@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from flexgen_helm.core.errors import UnsupportedArchitectureError
 from flexgen_helm.models.families.base import Family, Source
 from flexgen_helm.models.families.fields import activation_of, read_rope
-from flexgen_helm.models.spec import ModelSpec, RopeSpec
+from flexgen_helm.models.families.gguf_fields import gguf_key, read_gguf_experts, read_gguf_rope
+from flexgen_helm.models.spec import ModelSpec
 
 
 def read_config(config: Mapping[str, Any], family: str = "llama", **features: Any) -> ModelSpec:
@@ -40,38 +41,37 @@ def read_config(config: Mapping[str, Any], family: str = "llama", **features: An
     return ModelSpec(**{**given, **features})
 
 
-def read_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
-    """GGUF metadata (plain Python values, with `tensor_names` added by the reader) -> ModelSpec."""
+def read_gguf(metadata: Mapping[str, Any], arch: str = "llama", family: str = "llama", **features: Any) -> ModelSpec:
+    """GGUF metadata (plain Python values, with `tensor_names` and `rope_factors` added by the reader) -> ModelSpec.
 
-    def key(name: str, default: Any = None) -> Any:
-        return metadata.get(f"llama.{name}", default)
-
-    scaling = key("rope.scaling.type", "none")
-    if scaling not in ("none", None):
-        raise UnsupportedArchitectureError(f"GGUF rope scaling {scaling!r} is not supported for Llama")
-    if "rope_freqs.weight" in metadata["tensor_names"]:
-        raise UnsupportedArchitectureError(
-            "this GGUF carries its own rotary frequencies (Llama 3.1 and later); use the safetensors checkpoint"
-        )
+    arch: the prefix of the keys. features: as for `read_config`.
+    """
+    key = gguf_key(metadata, arch)
     hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
-    return ModelSpec(
-        family="llama",
+    head_dim = int(key("attention.key_length", hidden // heads))
+    rope = read_gguf_rope(metadata, arch, head_dim)
+    positions = int(key("context_length"))
+    given: dict[str, Any] = dict(
+        family=family,
         num_layers=int(key("block_count")),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=int(key("attention.head_count_kv", heads)),
-        head_dim=int(key("attention.key_length", hidden // heads)),
+        head_dim=head_dim,
         ffn_size=int(key("feed_forward_length")),
         vocab_size=len(metadata["tokenizer.ggml.tokens"]),
-        max_positions=int(key("context_length")),
+        max_positions=positions,
         embed_size=hidden,
         norm="rmsnorm",
         norm_eps=float(key("attention.layer_norm_rms_epsilon")),
         activation="silu",
         gated_mlp=True,
-        rope=RopeSpec(theta=float(key("rope.freq_base", 10_000.0))),
+        rope=rope,
+        qkv_bias="blk.0.attn_q.bias" in metadata["tensor_names"],
         tied_head="output.weight" not in metadata["tensor_names"],
+        experts=read_gguf_experts(metadata, arch),
     )
+    return ModelSpec(**{**given, **features})
 
 
 _LAYER = "layers.{i}."
@@ -109,5 +109,13 @@ FAMILY = Family(
         "layers.{i}.mlp.gate": Source("blk.{i}.ffn_gate"),
         "layers.{i}.mlp.up": Source("blk.{i}.ffn_up"),
         "layers.{i}.mlp.down": Source("blk.{i}.ffn_down"),
+        "layers.{i}.mlp.router": Source("blk.{i}.ffn_gate_inp"),
+        "layers.{i}.mlp.experts.{e}.gate": Source("blk.{i}.ffn_gate_exps", experts=True),
+        "layers.{i}.mlp.experts.{e}.up": Source("blk.{i}.ffn_up_exps", experts=True),
+        "layers.{i}.mlp.experts.{e}.down": Source("blk.{i}.ffn_down_exps", experts=True),
     },
 )
+# The other families' files keep the rows of queries and keys in halves.
+GGUF_TENSORS: Mapping[str, Source] = {
+    name: replace(source, rope_heads=None) for name, source in FAMILY.gguf_tensors.items()
+}

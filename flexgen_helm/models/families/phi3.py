@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flexgen_helm.models.families import llama
 from flexgen_helm.models.families.base import Family, Source
 from flexgen_helm.models.families.fields import longest_context, read_rope, read_windows
+from flexgen_helm.models.families.gguf_fields import gguf_key
 from flexgen_helm.models.spec import ModelSpec
 
 
@@ -20,19 +22,33 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         config,
         "phi3",
         rope=rope,
-        max_positions=longest_context(config, rope),
+        max_positions=longest_context(config["max_position_embeddings"], rope),
         windows=read_windows(config, lambda layer: True),
         qkv_bias=False,
         out_bias=False,
     )
 
 
-def _fused(name: str, *parts: str) -> Source:
-    return Source("layers.{i}." + name, fused=parts)
+def read_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
+    key = gguf_key(metadata, "phi3")
+    spec = llama.read_gguf(metadata, "phi3", "phi3")
+    assert spec.rope is not None
+    window = int(key("attention.sliding_window", 0))
+    return replace(
+        spec,
+        max_positions=longest_context(spec.max_positions, spec.rope),
+        windows=(window,) * spec.num_layers if window else (),
+    )
 
 
-_QKV = _fused("self_attn.qkv_proj", "q", "k", "v")
-_GATE_UP = _fused("mlp.gate_up_proj", "gate", "up")
+def _fused(qkv: str, gate_up: str) -> dict[str, Source]:
+    """The two fused tensors by their names."""
+    three, two = ("q", "k", "v"), ("gate", "up")
+    return {f"layers.{{i}}.attn.{part}": Source(qkv, fused=three) for part in three} | {
+        f"layers.{{i}}.mlp.{part}": Source(gate_up, fused=two) for part in two
+    }
+
+
 FAMILY = Family(
     name="phi3",
     architectures=("Phi3ForCausalLM", "Phi3Model"),
@@ -40,10 +56,9 @@ FAMILY = Family(
     prefixes=llama.FAMILY.prefixes,
     tensors={
         **llama.FAMILY.tensors,
-        "layers.{i}.attn.q": _QKV,
-        "layers.{i}.attn.k": _QKV,
-        "layers.{i}.attn.v": _QKV,
-        "layers.{i}.mlp.gate": _GATE_UP,
-        "layers.{i}.mlp.up": _GATE_UP,
+        **_fused("layers.{i}.self_attn.qkv_proj", "layers.{i}.mlp.gate_up_proj"),
     },
+    gguf_architectures=("phi3",),
+    read_gguf=read_gguf,
+    gguf_tensors={**llama.GGUF_TENSORS, **_fused("blk.{i}.attn_qkv", "blk.{i}.ffn_up")},
 )

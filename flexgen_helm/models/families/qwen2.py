@@ -23,10 +23,17 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     return llama.read_config(config, "qwen2", qkv_bias=True, windows=upper_windows(config))
 
 
+def read_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
+    return llama.read_gguf(metadata, "qwen2", "qwen2", qkv_bias=True)
+
+
 FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM", "Qwen2Model"),
     read_config=read_config,
     prefixes=llama.FAMILY.prefixes,
     tensors=llama.FAMILY.tensors,
+    gguf_architectures=("qwen2",),
+    read_gguf=read_gguf,
+    gguf_tensors=llama.GGUF_TENSORS,
 )

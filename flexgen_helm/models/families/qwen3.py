@@ -17,6 +17,10 @@ def read_config(config: Mapping[str, Any], family: str = "qwen3", **features: An
     return llama.read_config(config, family, **{**given, **features})
 
 
+def read_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
+    return llama.read_gguf(metadata, "qwen3", "qwen3", qk_norm=True)
+
+
 FAMILY = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM", "Qwen3Model"),
@@ -26,5 +30,12 @@ FAMILY = Family(
         **llama.FAMILY.tensors,
         "layers.{i}.attn.q_norm": Source("layers.{i}.self_attn.q_norm"),
         "layers.{i}.attn.k_norm": Source("layers.{i}.self_attn.k_norm"),
+    },
+    gguf_architectures=("qwen3",),
+    read_gguf=read_gguf,
+    gguf_tensors={
+        **llama.GGUF_TENSORS,
+        "layers.{i}.attn.q_norm": Source("blk.{i}.attn_q_norm"),
+        "layers.{i}.attn.k_norm": Source("blk.{i}.attn_k_norm"),
     },
 )

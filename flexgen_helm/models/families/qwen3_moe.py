@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexgen_helm.models.families import qwen3
+from flexgen_helm.models.families import llama, qwen3
 from flexgen_helm.models.families.base import Family, Source
 from flexgen_helm.models.families.fields import read_windows
 from flexgen_helm.models.spec import ExpertSpec, ModelSpec
@@ -24,6 +24,10 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     return qwen3.read_config(config, "qwen3_moe", experts=experts, windows=windows)
 
 
+def read_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
+    return llama.read_gguf(metadata, "qwen3moe", "qwen3_moe", qk_norm=True)
+
+
 _MLP = "layers.{i}.mlp."
 FAMILY = Family(
     name="qwen3_moe",
@@ -37,4 +41,7 @@ FAMILY = Family(
         "layers.{i}.mlp.experts.{e}.up": Source(_MLP + "experts.{e}.up_proj"),
         "layers.{i}.mlp.experts.{e}.down": Source(_MLP + "experts.{e}.down_proj"),
     },
+    gguf_architectures=("qwen3moe",),
+    read_gguf=read_gguf,
+    gguf_tensors=qwen3.FAMILY.gguf_tensors,
 )
