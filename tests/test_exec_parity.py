@@ -139,7 +139,9 @@ def test_the_same_plan_gives_the_same_bits(tiny):
         assert (a.completions, a.prompt_logprobs) == (b.completions, b.prompt_logprobs)
 
 
-@pytest.mark.parametrize("variant", ["llama", "opt", "mistral", "qwen3-windows"])
+@pytest.mark.parametrize(
+    "variant", ["llama", "opt", "mistral", "qwen3-windows", "gemma2", "gemma3", "bloom", "pythia", "qwen3-moe"]
+)
 def test_completions_share_their_prompt_and_equal_single_ones(tiny, variant):
     """n continuations over one cached prompt are scored as `transformers` scores each of them alone."""
     model = tiny(variant)

@@ -117,3 +117,16 @@ def test_alibi_slopes_equal_transformers(heads):
 
     theirs = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
     assert torch.allclose(alibi_slopes(heads), theirs, rtol=1e-6)
+
+
+def test_the_readmes_table_of_models_is_what_the_tests_check(tiny):
+    """Every family has a tiny model, and the table says what these switch on; `make model-table` rewrites it."""
+    from tests.model_table import in_readme, specs_tested, table
+
+    tested = specs_tested({variant: tiny(variant).path for variant in VARIANTS})
+    written = in_readme().splitlines()
+    assert [line.rsplit("|", 2)[0] for line in written] == [
+        line.rsplit("|", 2)[0] for line in table({}, tested).splitlines()
+    ]
+    differences = [float(line.split("|")[-2]) for line in written[2:]]
+    assert differences and max(differences) < TOLERANCE
