@@ -1,11 +1,11 @@
-# make eval | test | lint | bench | gpu-check. The first three set up .venv themselves.
+# make eval | test | lint | model-table | bench | gpu-check. The first three set up .venv themselves.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := smollm2-135m-instruct-q4_1
 INSTANCES ?= 50
 
-.PHONY: install model eval test lint bench gpu-check
+.PHONY: install model eval test lint model-table bench gpu-check
 
 install: $(VENV)/.installed
 
@@ -31,6 +31,10 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --explicit-package-bases -p benchmarks -p scenarios
+
+# Rewrites the README's table of models from the tests' own tiny models.
+model-table: install
+	$(BIN)/python -m tests.model_table
 
 bench: model
 	$(BIN)/flexgen-helm bench clients -o clients.json

@@ -36,6 +36,34 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "mistral-7b-v0.1": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-270m-pt": 268_098_176,
+    "gemma-3-1b-pt": 999_885_952,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "bloom-560m": 559_214_592,
+    "bloom-1b1": 1_065_314_304,
+    "bloom-1b7": 1_722_408_960,
+    "bloom-3b": 3_002_557_440,
+    "bloom-7b1": 7_069_016_064,
+    "bloom": 176_247_271_424,
+    "phi-3-mini-4k-instruct": 3_821_079_552,
+    "phi-3-medium-4k-instruct": 13_960_238_080,
+    "phi-4": 14_659_507_200,
+    "mixtral-8x7b-v0.1": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 
 
@@ -55,7 +83,7 @@ def test_number_of_parameters_is_near_the_announced_one(name: str, billions: flo
 
 def test_architectures_that_differ_from_their_siblings() -> None:
     small = CATALOGUE["opt-350m"].spec
-    assert (small.embed_size, small.norm_after, small.final_norm) == (512, True, False)
+    assert (small.embed_size, small.residual, small.final_norm) == (512, "post_norm", False)
     galactica = CATALOGUE["galactica-30b"].spec
     assert (galactica.activation, galactica.qkv_bias, galactica.norm_affine) == ("gelu", False, False)
     assert CATALOGUE["galactica-6.7b"].spec.mlp_bias

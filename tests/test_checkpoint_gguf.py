@@ -124,7 +124,7 @@ def test_tensors_equal_the_originals_within_the_quantization(kind: str, tied: bo
 def test_row_tiles_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = GgufCheckpoint(write(tmp_path / "m.gguf", build(), gguf.GGMLQuantizationType.Q4_1))
     whole = {name: read.tensor(name) for name in read.shapes}
-    monkeypatch.setattr("flexgen_helm.checkpoint.gguf_source.TILE_ELEMENTS", 70)
+    monkeypatch.setattr("flexgen_helm.checkpoint.source.TILE_ELEMENTS", 70)
     for name, tensor in whole.items():
         assert torch.equal(tensor, read.tensor(name))
 

@@ -77,7 +77,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def test_many_tiles_and_many_threads_give_the_same_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = SafetensorsCheckpoint(folder)
     expected = {name: whole.tensor(name) for name in whole.shapes}
-    monkeypatch.setattr("flexgen_helm.checkpoint.safetensors_source.TILE_ELEMENTS", 7)
+    monkeypatch.setattr("flexgen_helm.checkpoint.source.TILE_ELEMENTS", 7)
     with ThreadPoolExecutor(8) as pool:
         for name, tensor in zip(expected, pool.map(whole.tensor, expected), strict=True):
             assert torch.equal(tensor, expected[name])

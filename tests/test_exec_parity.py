@@ -121,7 +121,7 @@ def test_the_needle_test_would_notice_a_leak(tiny, needle, monkeypatch):
     """The guard's inverse: without the mask over longer neighbours' columns the needle's answer changes."""
     request, alone = needle
     honest = attention.cached
-    monkeypatch.setattr(attention, "cached", lambda q, k, v, scale, mask: honest(q, k, v, scale, None))
+    monkeypatch.setattr(attention, "cached", lambda q, k, v, scoring, at, mask: honest(q, k, v, scoring, at, None))
     others = [GenerationRequest(prompt_token_ids=p, max_tokens=12) for p in prompts(5, 40, seed=9)]
     with Engine.from_pretrained(tiny("llama").path) as engine:
         result = engine.run([*others, request])[-1]
@@ -139,7 +139,9 @@ def test_the_same_plan_gives_the_same_bits(tiny):
         assert (a.completions, a.prompt_logprobs) == (b.completions, b.prompt_logprobs)
 
 
-@pytest.mark.parametrize("variant", ["llama", "opt", "mistral", "qwen3-windows"])
+@pytest.mark.parametrize(
+    "variant", ["llama", "opt", "mistral", "qwen3-windows", "gemma2", "gemma3", "bloom", "pythia", "qwen3-moe"]
+)
 def test_completions_share_their_prompt_and_equal_single_ones(tiny, variant):
     """n continuations over one cached prompt are scored as `transformers` scores each of them alone."""
     model = tiny(variant)

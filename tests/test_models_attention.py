@@ -10,16 +10,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.models import attention
+from flexgen_helm.models.attention import Scoring
+
+PLAIN = Scoring(0.4)
+SCORINGS = {
+    "plain": PLAIN,
+    "capped": Scoring(0.4, softcap=1.5),
+    "alibi": Scoring(0.4, slopes=torch.tensor([0.5, 0.25, 0.06, 0.9, 0.3, 0.01])),
+    "both": Scoring(0.4, softcap=0.7, slopes=torch.tensor([0.5, 0.25, 0.06, 0.9, 0.3, 0.01])),
+}
 
 
-def formula(q, k, v, scale, allowed):
-    """q [T, Hq, D], k and v [S, Hk, D], allowed [T, S] -> output and log-sum-exp in float64, one query at a time."""
+@pytest.fixture(params=SCORINGS)
+def scoring(request):
+    return SCORINGS[request.param]
+
+
+def formula(q, k, v, scoring, allowed, at=None):
+    """q [T, Hq, D], k and v [S, Hk, D], allowed [T, S] -> output and log-sum-exp in float64, one query at a time.
+
+    at [T]: the queries' positions among the keys, by default their number.
+    """
+    at = range(len(q)) if at is None else at
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], dtype=torch.float64)
     for t in range(q.shape[0]):
         for h in range(q.shape[1]):
-            scores = (k[:, h // group] @ q[t, h]) * scale
+            scores = (k[:, h // group] @ q[t, h]) * scoring.scale
+            if scoring.softcap is not None:
+                scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+            if scoring.slopes is not None:
+                scores = scores - scoring.slopes[h].double() * (int(at[t]) - torch.arange(len(k)))
             scores[~allowed[t]] = -math.inf
             lse[t, h] = torch.logsumexp(scores, 0)
             out[t, h] = torch.softmax(scores, 0) @ v[:, h // group]
@@ -40,58 +62,65 @@ def close(part, expected):
 
 @pytest.mark.parametrize("tokens", [1, 2, 19, 70])
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
-def test_causal(kernel, tokens, key_heads):
+def test_causal(kernel, scoring, tokens, key_heads):
     q, k, v = torch.randn(tokens, 6, 8), torch.randn(tokens, key_heads, 8), torch.randn(tokens, key_heads, 8)
     allowed = torch.ones(tokens, tokens).tril().bool()
-    assert close(attention.causal(q, k, v, 0.4), formula(q, k, v, 0.4, allowed))
+    assert close(attention.causal(q, k, v, scoring), formula(q, k, v, scoring, allowed))
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
-def test_cached_rows_see_their_own_length(kernel, key_heads):
+def test_cached_rows_see_their_own_length(kernel, scoring, key_heads):
     lengths = torch.tensor([1, 9, 4, 13])
     q = torch.randn(4, 6, 8)
     k, v = torch.randn(4, key_heads, 20, 8)[:, :, :13], torch.randn(4, key_heads, 20, 8)[:, :, :13]
     mask = torch.zeros(4, 13).masked_fill_(torch.arange(13)[None] >= lengths[:, None], -math.inf)[:, None, None]
-    out, lse = attention.cached(q, k, v, 0.4, mask)
+    out, lse = attention.cached(q, k, v, scoring, lengths - 1, mask)
     for row in range(4):
         allowed = torch.arange(13)[None] < lengths[row]
-        expected = formula(q[row : row + 1], k[row].transpose(0, 1), v[row].transpose(0, 1), 0.4, allowed)
+        own = k[row].transpose(0, 1), v[row].transpose(0, 1)
+        expected = formula(q[row : row + 1], *own, scoring, allowed, at=lengths[row : row + 1] - 1)
         assert close((out[row : row + 1], lse[row : row + 1]), expected)
 
 
 @pytest.mark.parametrize("window", [1, 5, 18, 19, 40])
-def test_causal_with_a_window(kernel, window):
+def test_causal_with_a_window(kernel, scoring, window):
     q, k, v = torch.randn(19, 6, 8), torch.randn(19, 2, 8), torch.randn(19, 2, 8)
     distance = torch.arange(19)[:, None] - torch.arange(19)[None, :]
     allowed = (distance >= 0) & (distance < window)
-    assert close(attention.causal(q, k, v, 0.4, window), formula(q, k, v, 0.4, allowed))
+    assert close(attention.causal(q, k, v, scoring, window), formula(q, k, v, scoring, allowed))
 
 
 @pytest.mark.parametrize("window", [2, 6, 9, 30])
-def test_a_window_over_a_shared_segment_merges_with_the_own_one(kernel, window):
+def test_a_window_over_a_shared_segment_merges_with_the_own_one(kernel, scoring, window):
     """Eight shared keys, then five tokens of one sequence; far tokens see none of the shared keys."""
     q, k, v = torch.randn(5, 6, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
     at, device = torch.arange(8, 13), torch.device("cpu")
     mask = attention.before(at, torch.arange(8), window, device)
-    common = attention.shared(q, k[:8].transpose(0, 1), v[:8].transpose(0, 1), 0.4, mask)
-    own = attention.causal(q, k[8:], v[8:], 0.4, window)
+    common = attention.shared(q, k[:8].transpose(0, 1), v[:8].transpose(0, 1), scoring, at, mask)
+    own = attention.causal(q, k[8:], v[8:], scoring, window)
     distance = at[:, None] - torch.arange(13)[None, :]
-    expected = formula(q, k, v, 0.4, (distance >= 0) & (distance < window))
+    expected = formula(q, k, v, scoring, (distance >= 0) & (distance < window), at)
     assert close(attention.merge(own, common), expected)
 
 
-@settings(max_examples=25, deadline=None)
-@given(tokens=st.integers(1, 12), border=st.integers(1, 15), keys=st.integers(2, 16), seed=st.integers(0, 99))
-def test_merged_segments_equal_the_concatenation(tokens, border, keys, seed):
+@settings(max_examples=50, deadline=None)
+@given(
+    name=st.sampled_from(list(SCORINGS)),
+    tokens=st.integers(1, 12),
+    border=st.integers(1, 15),
+    keys=st.integers(2, 16),
+    seed=st.integers(0, 99),
+)
+def test_merged_segments_equal_the_concatenation(name, tokens, border, keys, seed):
     torch.manual_seed(seed)
-    border = min(border, keys - 1)
+    border, scoring, at = min(border, keys - 1), SCORINGS[name], torch.arange(tokens) + 3
     q, k, v = torch.randn(tokens, 6, 8) * 4, torch.randn(keys, 2, 8), torch.randn(keys, 2, 8)
     parts = [
-        attention.shared(q, k[part].transpose(0, 1), v[part].transpose(0, 1), 0.4)
+        attention.shared(q, k[part].transpose(0, 1), v[part].transpose(0, 1), scoring, at - part.start)
         for part in (slice(0, border), slice(border, keys))
     ]
     everything = torch.ones(tokens, keys).bool()
-    assert close(attention.merge(*parts), formula(q, k, v, 0.4, everything))
+    assert close(attention.merge(*parts), formula(q, k, v, scoring, everything, at))
 
 
 def test_merge_survives_scores_of_any_size():

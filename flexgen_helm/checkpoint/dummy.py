@@ -19,8 +19,8 @@ class DummyCheckpoint(Checkpoint):
     """Each tensor follows from (seed, name) alone, whatever was drawn before it.
 
     Matrices and tables are normal with a standard deviation of 0.02; those that write into the residual stream
-    (`attn.o`, `mlp.down`) are smaller by the square root of their number, so that hidden states of deep models stay
-    of order one, far inside float16. Norm weights are 1, norm biases 0, other biases a tenth of the matrices'.
+    (`attn.o`, `down`) are smaller by the square root of their number, so that hidden states of deep models stay
+    of order one, far inside float16. Norms multiply by 1, norm biases are 0, other biases a tenth of the matrices'.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class DummyCheckpoint(Checkpoint):
         """Mean and standard deviation."""
         owner, _, leaf = name.rpartition(".")
         if owner.endswith("norm"):
-            return (1.0 if leaf == "weight" else 0.0), 0.0
+            return (1.0 if leaf == "weight" and not self.spec.norm_plus_one else 0.0), 0.0
         if leaf == "bias":
             return 0.0, _STD / 10
-        if owner.endswith(("attn.o", "mlp.down")):
+        if owner.endswith(("attn.o", ".down")):
             return 0.0, _STD / sqrt(2 * self.spec.num_layers)
         return 0.0, _STD

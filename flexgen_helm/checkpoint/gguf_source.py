@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import check_sizes
 from flexgen_helm.checkpoint.gguf_header import GgufHeader, GgufTensor, read_gguf_header
-from flexgen_helm.checkpoint.source import TILE_ELEMENTS, ByteSource, Checkpoint, checked_shapes, half_type
+from flexgen_helm.checkpoint.source import ByteSource, Checkpoint, checked_shapes, half_type, tiles
 from flexgen_helm.core.errors import CheckpointError, FlexgenError
-from flexgen_helm.models.families import Family, family_of_gguf, source_of
+from flexgen_helm.models.families import Family, Rows, family_of_gguf, rows_of, source_of
 from flexgen_helm.models.spec import ModelSpec
 
 _HALVES = {gguf.GGMLQuantizationType.BF16: torch.bfloat16, gguf.GGMLQuantizationType.F16: torch.float16}
@@ -29,28 +30,33 @@ class GgufCheckpoint(Checkpoint):
         self._file = ByteSource.of(path)
         header = _read_header(self._file)
         metadata, stored = header.metadata, header.tensors
+        metadata["rope_factors"] = self._rope_factors(stored)
         family, self.spec = _read_spec(path, metadata)
         self.tokenizer_path = path if "tokenizer.ggml.tokens" in metadata else None
         self._stored: dict[str, GgufTensor] = {}
+        self._rows: dict[str, Rows] = {}
         self._rope_heads: dict[str, int] = {}
         heads = {"q": self.spec.num_heads, "kv": self.spec.num_kv_heads}
         sizes: dict[torch.dtype, int] = {}
-        for canonical, shape in checked_shapes(self.spec, len(stored), path).items():
+        shapes = checked_shapes(self.spec, len(stored), path)
+        for canonical, shape in shapes.items():
             source = source_of(family.gguf_tensors, canonical)
             tensor = stored.get(source.name)
             if tensor is None:
                 raise CheckpointError(f"{path} lacks the tensor {source.name}, which its metadata asks for")
-            if tensor.shape != shape:
+            rows = rows_of(source, canonical, self.spec, shapes)
+            wanted = (rows.total // shape[0], *shape) if source.experts else (rows.total, *shape[1:])
+            if tensor.shape != wanted:
                 raise CheckpointError(
                     f"{path}: tensor {source.name} has the shape {list(tensor.shape)}, but its metadata asks for "
-                    f"{list(shape)}"
+                    f"{list(wanted)}"
                 )
-            self._stored[canonical] = tensor
+            self._stored[canonical], self._rows[canonical] = tensor, rows
             if source.rope_heads is not None:
                 self._rope_heads[canonical] = heads[source.rope_heads]
             if tensor.kind in _HALVES:
                 dtype = _HALVES[tensor.kind]
-                sizes[dtype] = sizes.get(dtype, 0) + tensor.size
+                sizes[dtype] = sizes.get(dtype, 0) + prod(shape) * dtype.itemsize
         self.rest_dtype = half_type(sizes)
 
     @cached_property
@@ -61,18 +67,30 @@ class GgufCheckpoint(Checkpoint):
         return f"{self._file.path}: tensor {self._stored[name].name}"
 
     def _pieces(self, name: str) -> Iterator[torch.Tensor]:
-        stored = self._stored[name]
-        rows = stored.shape[0] if len(stored.shape) > 1 else 1
-        row_bytes, row_elements = stored.size // rows, int(np.prod(stored.shape)) // rows
-        step = max(1, TILE_ELEMENTS // row_elements)
-        for start in range(0, rows, step):
-            count = min(step, rows - start)
-            data = self._file.read(stored.offset + start * row_bytes, count * row_bytes, f"tensor {stored.name}")
-            quantized = np.frombuffer(data, dtype=np.uint8).reshape(count, row_bytes)
-            # Blocks that hold an infinite scale dequantize to what the finiteness check then refuses.
-            with np.errstate(all="ignore"):
-                values = gguf.quants.dequantize(_as_stored(quantized, stored.kind), stored.kind)
-            yield torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(-1)
+        stored, rows = self._stored[name], self._rows[name]
+        if len(stored.shape) == 1:
+            yield self._dequantized(stored, 0, 1, stored.size)
+            return
+        width = stored.shape[-1]
+        row_bytes = stored.size // prod(stored.shape[:-1])
+        for start, count in tiles(rows, width):
+            yield self._dequantized(stored, start, count, row_bytes)
+
+    def _dequantized(self, stored: GgufTensor, start: int, count: int, row_bytes: int) -> torch.Tensor:
+        """`count` rows from `start` on, flat, in float32."""
+        data = self._file.read(stored.offset + start * row_bytes, count * row_bytes, f"tensor {stored.name}")
+        quantized = np.frombuffer(data, dtype=np.uint8).reshape(count, row_bytes)
+        # Blocks that hold an infinite scale dequantize to what the finiteness check then refuses.
+        with np.errstate(all="ignore"):
+            values = gguf.quants.dequantize(_as_stored(quantized, stored.kind), stored.kind)
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(-1)
+
+    def _rope_factors(self, stored: Mapping[str, GgufTensor]) -> tuple[float, ...]:
+        """By how much the file itself divides each rotary frequency; empty where it does not."""
+        for name in ("rope_freqs.weight", "rope_factors_short.weight"):
+            if (tensor := stored.get(name)) is not None:
+                return tuple(self._dequantized(tensor, 0, 1, tensor.size).tolist())
+        return ()
 
     def _arrange(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Rotary pairs lie side by side in the rows of GGUF's Llama; put each head back into two halves."""

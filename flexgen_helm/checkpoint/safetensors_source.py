@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -15,22 +15,26 @@ from safetensors import SafetensorError, safe_open
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import CONFIG, TOKENIZER_FILES, read_config, tokenizer_folder, weight_files
 from flexgen_helm.checkpoint.manifest import TensorChecks, check_blobs, snapshot_files
-from flexgen_helm.checkpoint.source import TILE_ELEMENTS, ByteSource, Checkpoint, checked_shapes, half_type
+from flexgen_helm.checkpoint.source import ByteSource, Checkpoint, checked_shapes, half_type, tiles
 from flexgen_helm.core.errors import CheckpointError
-from flexgen_helm.models.families import Family, source_of
+from flexgen_helm.models.families import Family, Rows, rows_of, source_of
+from flexgen_helm.models.spec import ModelSpec
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """One tensor in a file. dtype: safetensors' name of it. offset: bytes from the start of the file."""
+    """One tensor in a file. dtype: safetensors' name of it. offset: bytes from the start of the file. rows: those
+    that are ours; transposed: they are columns in the file."""
 
     file: ByteSource
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    rows: Rows = Rows(0, 0, 0)
+    transposed: bool = False
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -49,13 +53,13 @@ class SafetensorsCheckpoint(Checkpoint):
         stored: dict[str, _Stored] = {}
         for file in self._files:
             stored.update(_read_header(file))
-        self._stored = _match(stored, checked_shapes(self.spec, len(stored), path), family, path)
+        self._stored = _match(stored, self.spec, checked_shapes(self.spec, len(stored), path), family, path)
         # Compared with a conversion's manifest, where there is one, before a tensor is first read.
         self._checks = TensorChecks.of(folder, {tensor.name: tensor.file for tensor in self._stored.values()})
         sizes: dict[torch.dtype, int] = {}
-        for tensor in self._stored.values():
+        for name, tensor in self._stored.items():
             dtype = _DTYPES[tensor.dtype]
-            sizes[dtype] = sizes.get(dtype, 0) + prod(tensor.shape) * dtype.itemsize
+            sizes[dtype] = sizes.get(dtype, 0) + prod(self.shapes[name]) * dtype.itemsize
         self.rest_dtype = half_type(sizes)
 
     @cached_property
@@ -81,14 +85,25 @@ class SafetensorsCheckpoint(Checkpoint):
         stored = self._stored[name]
         if self._checks is not None:
             self._checks.check(stored.file, stored.name)
-        dtype = _DTYPES[stored.dtype]
-        total = prod(stored.shape)
-        for start in range(0, total, TILE_ELEMENTS):
-            count = min(TILE_ELEMENTS, total - start)
+        dtype, width = _DTYPES[stored.dtype], prod(stored.shape[1:])
+        # Columns cannot be read alone: all rows are, and what is not ours of them is dropped.
+        rows = Rows(stored.shape[0], 0, stored.shape[0]) if stored.transposed else stored.rows
+        for start, count in tiles(rows, width):
             data = stored.file.read(
-                stored.offset + start * dtype.itemsize, count * dtype.itemsize, f"tensor {stored.name}"
+                stored.offset + start * width * dtype.itemsize,
+                count * width * dtype.itemsize,
+                f"tensor {stored.name}",
             )
-            yield torch.frombuffer(data, dtype=dtype)
+            piece = torch.frombuffer(data, dtype=dtype)
+            if stored.transposed:
+                piece = piece.view(count, width)[:, stored.rows.first : stored.rows.first + stored.rows.count]
+                piece = piece.reshape(-1)
+            yield piece
+
+    def _arrange(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._stored[name].transposed:
+            return tensor
+        return tensor.view(tensor.shape[::-1]).t().contiguous()
 
 
 def _read_header(path: Path) -> dict[str, _Stored]:
@@ -113,20 +128,23 @@ def _read_header(path: Path) -> dict[str, _Stored]:
 
 
 def _match(
-    stored: Mapping[str, _Stored], shapes: Mapping[str, tuple[int, ...]], family: Family, path: Path
+    stored: Mapping[str, _Stored], spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], family: Family, path: Path
 ) -> dict[str, _Stored]:
     """Canonical name -> stored tensor, shapes and types checked."""
     found: dict[str, _Stored] = {}
     for canonical, shape in shapes.items():
-        name = source_of(family.tensors, canonical).name
+        source = source_of(family.tensors, canonical)
+        name, rows = source.name, rows_of(source, canonical, spec, shapes)
+        transposed = source.transposed and len(shape) > 1  # a bias is a vector either way
+        wanted = (shape[1], rows.total) if transposed else (rows.total, *shape[1:])
         tensor = next((stored[prefix + name] for prefix in family.prefixes if prefix + name in stored), None)
         if tensor is None:
             raise CheckpointError(f"{path} lacks the tensor {family.prefixes[0]}{name}, which its {CONFIG} asks for")
         where = f"{tensor.file.path}: tensor {tensor.name}"
-        if tensor.shape != shape:
-            raise CheckpointError(f"{where} has the shape {list(tensor.shape)}, but {CONFIG} asks for {list(shape)}")
+        if tensor.shape != wanted:
+            raise CheckpointError(f"{where} has the shape {list(tensor.shape)}, but {CONFIG} asks for {list(wanted)}")
         if tensor.dtype not in _DTYPES:
             known = ", ".join(_DTYPES)
             raise CheckpointError(f"{where} has the type {tensor.dtype}; known are {known}")
-        found[canonical] = tensor
+        found[canonical] = replace(tensor, rows=rows, transposed=transposed)
     return found

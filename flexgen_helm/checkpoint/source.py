@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from flexgen_helm.core.errors import CheckpointError
+from flexgen_helm.models.families import Rows
 from flexgen_helm.models.spec import ModelSpec, tensor_shapes
 
 # Elements that are checked and rounded at a time: bounds the workspace of a read to a few MB beside the result.
@@ -124,6 +125,15 @@ class ByteSource:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read ({what}): {error.strerror}") from error
         return buffer
+
+
+def tiles(rows: Rows, width: int) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of each read that together bring `rows`, of `width` elements each, in order."""
+    step = max(1, TILE_ELEMENTS // width)
+    for repeat in range(rows.repeats):
+        first = rows.first + repeat * rows.stride
+        for start in range(first, first + rows.count, step):
+            yield start, min(step, first + rows.count - start)
 
 
 def checked_shapes(spec: ModelSpec, stored: int, path: Path) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from flexgen_helm.exec.layout import Layout, layout
 from flexgen_helm.exec.sampling import Draw, choose
 from flexgen_helm.exec.schedule import WorkItem
 from flexgen_helm.models.decoder import Decoder, Rotary
-from flexgen_helm.models.spec import stages
+from flexgen_helm.models.spec import RopeSpec, stages
 from flexgen_helm.store.kv import KVCache
 from flexgen_helm.store.weights import WeightStore
 
@@ -47,7 +47,7 @@ class _Live:
     """A batch on its way through the stages."""
 
     layout: Layout
-    rotary: Rotary | None
+    rotary: dict[RopeSpec, Rotary]
     hidden: Tensor
     bad_stage: Tensor  # [T], index of the first stage with a value that is not finite, -1 while all are
     seconds: float = 0.0
@@ -108,14 +108,15 @@ class Executor:
         return _Live(flat, self._decoder.rotary(flat.positions), hidden, bad)
 
     def _layer(self, state: _Live, stage: int) -> None:
-        flat, scale, cache = state.layout, self._decoder.scale, self._cache
-        window = self._decoder.spec.window(stage - 1)
+        layer = stage - 1
+        flat, scoring, cache = state.layout, self._decoder.scoring, self._cache
+        window = self._decoder.spec.window(layer)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flat.attend(stage - 1, window, scale, cache, q, k, v)
+            return flat.attend(layer, window, scoring, cache, q, k, v)
 
         with self._weights.stage(self._stages[stage]) as weights:
-            state.hidden = self._decoder.layer(weights, state.hidden, state.rotary, attend)
+            state.hidden = self._decoder.layer(weights, layer, state.hidden, state.rotary, attend)
         # One sum a token meets every element; no synchronization with an accelerator until the head.
         finite = torch.isfinite(state.hidden.sum(-1, dtype=torch.float32))
         state.bad_stage = torch.where((state.bad_stage < 0) & ~finite, stage, state.bad_stage)

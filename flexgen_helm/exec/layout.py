@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexgen_helm.core.rows import Batch, Row, SlotGroup
 from flexgen_helm.models import attention
+from flexgen_helm.models.attention import Scoring
 from flexgen_helm.store.kv import KVCache
 
 
@@ -27,10 +28,11 @@ class _Decode:
 
 @dataclass(frozen=True, eq=False)
 class _Shared:
-    """The flat tokens [t] that attend to all of a parent row."""
+    """The flat tokens [t] that attend to all of a parent row, at `positions` [t] from its first token on."""
 
     parent: Row
     tokens: Tensor
+    positions: Tensor
     masks: dict[int | None, Tensor | None]  # by window, [t, S]
 
 
@@ -49,24 +51,26 @@ class Layout:
     shared: tuple[_Shared, ...]
 
     def attend(
-        self, layer: int, window: int | None, scale: float, cache: KVCache, q: Tensor, k: Tensor, v: Tensor
+        self, layer: int, window: int | None, scoring: Scoring, cache: KVCache, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Attention of one layer over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D]."""
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for row, tokens in self.prompts:
-            out[tokens], lse[tokens] = attention.causal(q[tokens], k[tokens], v[tokens], scale, window)
+            out[tokens], lse[tokens] = attention.causal(q[tokens], k[tokens], v[tokens], scoring, window)
             if row.keeps_cache:
                 cache.write(row, layer, 0, k[tokens], v[tokens])
         for part in self.decodes:
             tokens = part.tokens
             cache.append(part.group, layer, part.positions, k[tokens], v[tokens])
             keys, values = cache.active(part.group, layer, part.length)
-            out[tokens], lse[tokens] = attention.cached(q[tokens], keys, values, scale, part.masks[window])
+            mask = part.masks[window]
+            out[tokens], lse[tokens] = attention.cached(q[tokens], keys, values, scoring, part.positions, mask)
         for common in self.shared:
             index = common.tokens
             keys, values = cache.segment(common.parent, layer)
-            theirs = attention.shared(q[index], keys, values, scale, common.masks[window])
+            mask = common.masks[window]
+            theirs = attention.shared(q[index], keys, values, scoring, common.positions, mask)
             out[index], lse[index] = attention.merge((out[index], lse[index]), theirs)
         return out
 
@@ -107,7 +111,8 @@ def layout(batch: Batch, windows: Iterable[int | None], device: torch.device) ->
     for parent, index in shared.items():
         keys = torch.arange(parent.start, parent.start + parent.computed)
         masks = {window: _shared_mask(at[index], keys, window, device) for window in kinds}
-        commons.append(_Shared(parent, torch.tensor(index, device=device), masks))
+        ages = (at[index] - parent.start).to(device)
+        commons.append(_Shared(parent, torch.tensor(index, device=device), ages, masks))
 
     return Layout(
         token_ids=torch.tensor(token_ids, device=device),

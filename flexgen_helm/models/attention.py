@@ -12,6 +12,7 @@ Shapes: T tokens, B rows, Hq query heads, Hk key heads (Hq = G Hk), S keys, D el
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -19,11 +20,24 @@ from torch import Tensor
 
 Part = tuple[Tensor, Tensor]  # output, log-sum-exp
 
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How a query scores a key: `scale` q·k, bent to c tanh(score / c) by a soft cap c, less the distance by slope.
+
+    slopes: [Hq] in float32 (ALiBi: Press et al., 2021), or None.
+    """
+
+    scale: float
+    softcap: float | None = None
+    slopes: Tensor | None = None
+
+
 # Rows of scores that the direct formula materializes at once, so that a long prompt cannot exhaust the workspace.
 _DIRECT_ROWS = 1024
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Part:
+def causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, window: int | None = None) -> Part:
     """Each token sees itself and the earlier ones, with a window only the last `window` of them.
 
     q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
@@ -35,45 +49,80 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = N
     queries = q.view(tokens, key_heads, group, dim).permute(2, 1, 0, 3)
     keys = k.transpose(0, 1).expand(group, key_heads, tokens, dim)
     values = v.transpose(0, 1).expand(group, key_heads, tokens, dim)
-    if window is not None and tokens > window:
-        out, lse = _attend(queries, keys, values, scale, mask=_band(tokens, window, q.device))
-    else:
-        out, lse = _attend(queries, keys, values, scale, is_causal=True)
+    mask, by_head = None, _by_key_head(scoring, key_heads)
+    if by_head is not None:
+        mask = _falloff(by_head.t(), tokens).expand(group, key_heads, tokens, tokens)
+    narrow = window is not None and tokens > window
+    if narrow:
+        assert window is not None
+        band = _band(tokens, window, q.device)
+        mask = band if mask is None else mask + band
+    out, lse = _attend(queries, keys, values, scoring, is_causal=not narrow, mask=mask)
+    if by_head is not None:
+        lse = lse - by_head.t()[:, :, None] * torch.arange(tokens, device=q.device)
     return out.permute(2, 1, 0, 3).reshape(tokens, heads, dim), lse.permute(2, 1, 0).reshape(tokens, heads)
 
 
-def cached(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Part:
+def cached(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, positions: Tensor, mask: Tensor | None) -> Part:
     """One query a row, each over its own row of a cache.
 
-    q [B, Hq, D], k and v [B, Hk, S, D], mask None or additive [B, 1, 1, S] -> output [B, Hq, D], log-sum-exp [B, Hq].
+    q [B, Hq, D], k and v [B, Hk, S, D], positions [B]: the key that is the query's own, mask None or additive
+    [B, 1, 1, S] -> output [B, Hq, D], log-sum-exp [B, Hq].
     """
     rows, heads, dim = q.shape
     key_heads = k.shape[1]
+    group = heads // key_heads
     # The G query heads of a key head stand where a prompt's tokens would, so each key is read once.
-    queries = q.view(rows, key_heads, heads // key_heads, dim)
-    if mask is not None:
-        mask = mask.expand(rows, 1, heads // key_heads, mask.shape[-1])
-    out, lse = _attend(queries, k, v, scale, mask=mask)
+    queries = q.view(rows, key_heads, group, dim)
+    by_head = _by_key_head(scoring, key_heads)
+    if by_head is not None:
+        distance = torch.arange(k.shape[2], device=q.device) - positions[:, None]
+        falloff = by_head[None, :, :, None] * distance[:, None, None, :]  # [B, Hk, G, S]
+        mask = falloff if mask is None else falloff + mask
+    elif mask is not None:
+        mask = mask.expand(rows, 1, group, mask.shape[-1])
+    out, lse = _attend(queries, k, v, scoring, mask=mask)
     return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
 
 
-def shared(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Part:
+def shared(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, positions: Tensor, mask: Tensor | None = None) -> Part:
     """All tokens see all keys of one segment (or those that a mask leaves), in one product per key head.
 
-    q [T, Hq, D], k and v [Hk, S, D], mask None or additive [T, S] -> output [T, Hq, D], log-sum-exp [T, Hq]; a token
-    that the mask leaves no key has the output 0 and the log-sum-exp minus infinity, which merges to nothing.
+    q [T, Hq, D], k and v [Hk, S, D], positions [T]: of the queries, counted from the segment's first key, mask None
+    or additive [T, S] -> output [T, Hq, D], log-sum-exp [T, Hq]; a token that the mask leaves no key has the output
+    0 and the log-sum-exp minus infinity, which merges to nothing.
     """
     tokens, heads, dim = q.shape
     key_heads = k.shape[0]
     group = heads // key_heads
     queries = q.view(tokens, key_heads, group, dim).transpose(0, 1).reshape(1, key_heads, tokens * group, dim)
-    spread = None if mask is None else mask.repeat_interleave(group, dim=0)[None, None]
-    out, lse = _attend(queries, k[None], v[None], scale, mask=spread)
-    if spread is not None:
-        empty = torch.isneginf(spread).all(-1).expand(lse.shape)
+    hidden = None if mask is None else mask.repeat_interleave(group, dim=0)[None, None]
+    bias, by_head = hidden, _by_key_head(scoring, key_heads)
+    if by_head is not None:
+        falloff = _falloff(by_head, k.shape[1]).transpose(1, 2)  # [Hk, 1, G, S]
+        falloff = falloff.expand(-1, tokens, -1, -1).reshape(1, key_heads, tokens * group, k.shape[1])
+        bias = falloff if hidden is None else falloff + hidden
+    out, lse = _attend(queries, k[None], v[None], scoring, mask=bias)
+    if hidden is not None:
+        empty = torch.isneginf(hidden).all(-1).expand(lse.shape)
         out, lse = out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -math.inf)
     out = out.view(key_heads, tokens, group, dim).transpose(0, 1).reshape(tokens, heads, dim)
-    return out, lse.view(key_heads, tokens, group).transpose(0, 1).reshape(tokens, heads)
+    lse = lse.view(key_heads, tokens, group).transpose(0, 1).reshape(tokens, heads)
+    return out, lse if scoring.slopes is None else lse - scoring.slopes * positions[:, None]
+
+
+def _by_key_head(scoring: Scoring, key_heads: int) -> Tensor | None:
+    """Slopes [Hk, G]."""
+    return None if scoring.slopes is None else scoring.slopes.view(key_heads, -1)
+
+
+def _falloff(slopes: Tensor, keys: int) -> Tensor:
+    """Additive bias [..., 1, S] by key alone, slopes [...].
+
+    Softmax does not notice what is the same for all keys of a query, so the query's position is left out, and with
+    it a whole matrix of scores; the log-sum-exp, which segments are merged by, gets it back afterwards.
+    """
+    return slopes[..., None, None] * torch.arange(keys, device=slopes.device)
 
 
 def merge(a: Part, b: Part) -> Part:
@@ -103,21 +152,23 @@ def _band(tokens: int, window: int, device: torch.device) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool = False, mask: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, *, is_causal: bool = False, mask: Tensor | None = None
 ) -> Part:
     """q [B, H, Tq, D], k and v [B, H, S, D] -> output [B, H, Tq, D], log-sum-exp [B, H, Tq]."""
-    if q.device.type == "cpu" and q.dtype == torch.float32 and _FUSED is not None:
-        return _FUSED(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
-    return _direct(q, k, v, scale, is_causal, mask)
+    if q.device.type == "cpu" and q.dtype == torch.float32 and scoring.softcap is None and _FUSED is not None:
+        return _FUSED(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scoring.scale)
+    return _direct(q, k, v, scoring, is_causal, mask)
 
 
-def _direct(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, mask: Tensor | None) -> Part:
+def _direct(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, is_causal: bool, mask: Tensor | None) -> Part:
     """The formula itself, scores in float32: every device and type, in slices of query rows."""
     outs, lses = [], []
     for first in range(0, q.shape[2], _DIRECT_ROWS):
         rows = slice(first, min(first + _DIRECT_ROWS, q.shape[2]))
         last = rows.stop if is_causal else k.shape[2]
-        scores = torch.matmul(q[:, :, rows], k[:, :, :last].transpose(2, 3)).float() * scale
+        scores = torch.matmul(q[:, :, rows], k[:, :, :last].transpose(2, 3)).float() * scoring.scale
+        if scoring.softcap is not None:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
         if is_causal:
             query, key = torch.arange(rows.start, rows.stop), torch.arange(last)
             scores.masked_fill_((key[None, :] > query[:, None]).to(q.device), -math.inf)

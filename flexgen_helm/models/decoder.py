@@ -8,18 +8,19 @@ Hq query heads, Hk key heads, D elements a head, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_helm.models.spec import ModelSpec, RopeSpec
+from flexgen_helm.models.attention import Scoring
+from flexgen_helm.models.spec import ExpertSpec, ModelSpec, RopeSpec
 
 # Attention of one layer: q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D]. The executor binds caches and segments.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, D]
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, rotated elements of a head]
 
 # Tokens whose feed-forward activations exist at once: bounds the workspace of long prompts, exact either way.
 _MLP_TOKENS = 4096
@@ -54,38 +55,69 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
         self.spec = spec
-        self.scale = spec.head_dim**-0.5
+        self.scoring = Scoring(
+            scale=spec.head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
+            softcap=spec.attn_softcap,
+            slopes=alibi_slopes(spec.num_heads).to(device) if spec.alibi else None,
+        )
         self._dtype = dtype
         self._activation = _ACTIVATIONS[spec.activation]
-        self._inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(device) if spec.rope else None
+        ropes = {spec.layer_rope(layer) for layer in range(spec.num_layers)} - {None}
+        self._frequencies = {r: inverse_frequencies(r, spec.head_dim).to(device) for r in ropes if r is not None}
 
-    def rotary(self, positions: Tensor) -> Rotary | None:
-        """Rotation of each token by its absolute position [T]; None for learned positions."""
-        if self._inverse_frequencies is None:
-            return None
-        angles = positions.to(torch.float32)[:, None] * self._inverse_frequencies[None, :]
-        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-        return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+    def rotary(self, positions: Tensor) -> dict[RopeSpec, Rotary]:
+        """Rotations of each token by its absolute position [T], one for every kind that occurs among the layers."""
+        found = {}
+        for rope, frequencies in self._frequencies.items():
+            angles = positions.to(torch.float32)[:, None] * frequencies[None, :]
+            angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+            cos, sin = angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
+            found[rope] = cos.to(self._dtype), sin.to(self._dtype)
+        return found
 
     def embed(self, weights: StageWeights, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids and positions [T] -> hidden [T, H]."""
         hidden = weights.lookup("tokens", token_ids)
+        if self.spec.embed_scale != 1.0:
+            hidden = hidden * self.spec.embed_scale
         if self.spec.embed_size != self.spec.hidden_size:
             hidden = weights.linear("project_in", hidden)
-        if self.spec.rope is None:
+        if self.spec.learned_positions:
             hidden = hidden + weights.lookup("positions", positions + self.spec.position_offset)
-        return hidden
+        return self._norm(weights, "norm", hidden) if self.spec.embed_norm else hidden
 
-    def layer(self, weights: StageWeights, hidden: Tensor, rotary: Rotary | None, attend: Attend) -> Tensor:
-        """One decoder layer; hidden [T, H] -> [T, H]."""
-        after = self.spec.norm_after
-        x = hidden if after else self._norm(weights, "attn_norm", hidden)
-        hidden = hidden + self._attention(weights, x, rotary, attend)
-        if after:
-            hidden = self._norm(weights, "attn_norm", hidden)
-        x = hidden if after else self._norm(weights, "mlp_norm", hidden)
-        hidden = hidden + self._mlp(weights, x)
-        return self._norm(weights, "mlp_norm", hidden) if after else hidden
+    def layer(
+        self,
+        weights: StageWeights,
+        layer: int,
+        hidden: Tensor,
+        rotary: Mapping[RopeSpec, Rotary],
+        attend: Attend,
+    ) -> Tensor:
+        """Decoder layer number `layer`; hidden [T, H] -> [T, H]."""
+
+        def norm(name: str, x: Tensor) -> Tensor:
+            return self._norm(weights, name, x)
+
+        def attention(x: Tensor) -> Tensor:
+            rope = self.spec.layer_rope(layer)
+            return self._attention(weights, x, None if rope is None else rotary[rope], attend)
+
+        def mlp(x: Tensor) -> Tensor:
+            experts = self.spec.sparse(layer)
+            return self._mlp(weights, "mlp", x) if experts is None else self._experts(weights, experts, x)
+
+        if self.spec.residual == "pre_norm":
+            hidden = hidden + attention(norm("attn_norm", hidden))
+            return hidden + mlp(norm("mlp_norm", hidden))
+        if self.spec.residual == "post_norm":
+            hidden = norm("attn_norm", hidden + attention(hidden))
+            return norm("mlp_norm", hidden + mlp(hidden))
+        if self.spec.residual == "sandwich":
+            hidden = hidden + norm("attn_post_norm", attention(norm("attn_norm", hidden)))
+            return hidden + norm("mlp_post_norm", mlp(norm("mlp_norm", hidden)))
+        assert self.spec.residual == "parallel"
+        return hidden + attention(norm("attn_norm", hidden)) + mlp(norm("mlp_norm", hidden))
 
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
         """Hidden states [T, H] of the positions that are asked for -> logits [T, V] in float32."""
@@ -93,7 +125,9 @@ class Decoder:
             hidden = self._norm(weights, "norm", hidden)
         if self.spec.embed_size != self.spec.hidden_size:
             hidden = weights.linear("project_out", hidden)
-        return weights.linear("lm", hidden).float()
+        logits = weights.linear("lm", hidden).float()
+        cap = self.spec.final_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _attention(self, weights: StageWeights, x: Tensor, rotary: Rotary | None, attend: Attend) -> Tensor:
         spec = self.spec
@@ -101,48 +135,101 @@ class Decoder:
         k = weights.linear("attn.k", x).view(-1, spec.num_kv_heads, spec.head_dim)
         v = weights.linear("attn.v", x).view(-1, spec.num_kv_heads, spec.head_dim)
         if spec.qk_norm:
-            q = F.rms_norm(q, (spec.head_dim,), weights.vector("attn.q_norm.weight"), spec.norm_eps)
-            k = F.rms_norm(k, (spec.head_dim,), weights.vector("attn.k_norm.weight"), spec.norm_eps)
+            q = self._rms_norm(q, weights.vector("attn.q_norm.weight"))
+            k = self._rms_norm(k, weights.vector("attn.k_norm.weight"))
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         return weights.linear("attn.o", attend(q, k, v).reshape(-1, spec.q_size))
 
-    def _mlp(self, weights: StageWeights, x: Tensor) -> Tensor:
+    def _mlp(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         if x.shape[0] > _MLP_TOKENS:
-            return torch.cat([self._mlp(weights, part) for part in x.split(_MLP_TOKENS)])
+            return torch.cat([self._mlp(weights, name, part) for part in x.split(_MLP_TOKENS)])
         if self.spec.gated_mlp:
-            inner = self._activation(weights.linear("mlp.gate", x)).mul_(weights.linear("mlp.up", x))
+            inner = self._activation(weights.linear(f"{name}.gate", x)).mul_(weights.linear(f"{name}.up", x))
         else:
-            inner = self._activation(weights.linear("mlp.up", x))
-        return weights.linear("mlp.down", inner)
+            inner = self._activation(weights.linear(f"{name}.up", x))
+        return weights.linear(f"{name}.down", inner)
+
+    def _experts(self, weights: StageWeights, experts: ExpertSpec, x: Tensor) -> Tensor:
+        """Each token through the experts that its router likes best, weighed by the router (Shazeer et al., 2017)."""
+        likings = torch.softmax(weights.linear("mlp.router", x).float(), dim=-1)  # [T, E]
+        shares, picked = torch.topk(likings, experts.per_token, dim=-1)  # [T, K]
+        if experts.normalize:
+            shares = shares / shares.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for expert in picked.unique().tolist():
+            tokens, place = torch.where(picked == expert)
+            theirs = self._mlp(weights, f"mlp.experts.{expert}", x[tokens])
+            out.index_add_(0, tokens, theirs * shares[tokens, place, None].to(x.dtype))
+        return out
 
     def _norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         weight = weights.vector(f"{name}.weight")
-        size = (self.spec.hidden_size,)
         if self.spec.norm == "rmsnorm":
-            return F.rms_norm(x, size, weight, self.spec.norm_eps)
-        return F.layer_norm(x, size, weight, weights.vector(f"{name}.bias"), self.spec.norm_eps)
+            return self._rms_norm(x, weight)
+        return F.layer_norm(x, (self.spec.hidden_size,), weight, weights.vector(f"{name}.bias"), self.spec.norm_eps)
+
+    def _rms_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None and self.spec.norm_plus_one:
+            weight = weight + 1.0
+        return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate the halves of every head against each other; x [T, heads, D]."""
+    """Rotate the halves of the first elements of every head against each other; x [T, heads, D]."""
     cos, sin = rotary
-    half = x.shape[-1] // 2
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], rotary), x[..., size:]), dim=-1)
+    half = size // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Angle per position of each pair of elements, [D / 2] in float32 (Su et al., 2021; llama3: Dubey et al., 2024)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    """Angle per position of each pair of elements, [rotated elements / 2] in float32 (Su et al., 2021)."""
+    dim = rope.dim or head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
     frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "factors":  # LongRoPE (Ding et al., 2024)
+        return 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents)
     if rope.kind == "linear":
         return frequencies / rope.factor
-    if rope.kind == "llama3":
-        wavelengths = 2 * math.pi / frequencies
-        # 1 where the wavelength is short (kept), 0 where it is long (divided by the factor), a ramp between.
-        keep = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
-            rope.high_freq_factor - rope.low_freq_factor
-        )
-        keep = keep.clamp(0.0, 1.0)
+    if rope.kind in ("llama3", "yarn"):
+        keep = _kept_llama3(rope, frequencies) if rope.kind == "llama3" else _kept_yarn(rope, dim)
         return keep * frequencies + (1 - keep) * frequencies / rope.factor
     return frequencies
+
+
+def _kept_llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
+    """1 where the wavelength is short (kept), 0 where it is long (divided), a ramp between (Dubey et al., 2024)."""
+    wavelengths = 2 * math.pi / frequencies
+    ramp = rope.original_max_positions / wavelengths - rope.low_freq_factor
+    return (ramp / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+
+
+def _kept_yarn(rope: RopeSpec, dim: int) -> Tensor:
+    """1 where many turns fit into the original context, 0 where few do, a ramp over the elements between
+    (Peng et al., 2023, section 3.2)."""
+
+    def element(turns: float) -> float:
+        return dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = element(rope.beta_fast), element(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    last += 0.001 if first == last else 0.0
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)
+    return 1 - ramp.clamp(0.0, 1.0)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Loss of score per position of distance, [heads] in float32 (Press et al., 2021).
+
+    A geometric series from 2^(-8/n) for n heads, n a power of two; further heads take every other term of the
+    series for 2n.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(slopes)

@@ -10,22 +10,47 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
+
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding over the whole head, halves rotated against each other.
+    """Rotary position embedding: the halves of the first `dim` elements of a head (None: all) rotate together.
 
-    theta: base of the inverse frequencies. kind: 'default', 'linear' (positions divided by `factor`) or
-    'llama3' (low frequencies divided by `factor`, with a smooth border between the wavelengths
-    `original_max_positions / low_freq_factor` and `original_max_positions / high_freq_factor`).
+    theta: base of the inverse frequencies. kind: what stretches them to contexts longer than `original_max_positions`:
+    'default' nothing; 'linear' divides all by `factor`; 'llama3' divides the low ones, with a smooth border between
+    the wavelengths original/`low_freq_factor` and original/`high_freq_factor`; 'yarn' divides those that turn less
+    than `beta_slow` times over the original context, keeps those that turn more than `beta_fast` times, and ramps
+    between them (`truncate`: over whole elements); 'factors' divides each by its own of `factors`. magnitude:
+    multiplies cosines and sines.
     """
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "factors"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    factors: tuple[float, ...] = ()
+    magnitude: float = 1.0
+    dim: int | None = None
+
+
+@dataclass(frozen=True)
+class ExpertSpec:
+    """A feed-forward part of `count` gated experts, of which a router picks `per_token` for every token.
+
+    normalize: the picked experts' weights sum to one. dense_layers: layers with an ordinary feed-forward part.
+    """
+
+    count: int
+    per_token: int
+    ffn_size: int
+    normalize: bool = True
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,10 +58,16 @@ class ModelSpec:
     """One decoder-only model. Filled by a family's configuration reader.
 
     Sizes are counts of elements. `embed_size` differs from `hidden_size` only where the model projects its
-    embeddings (OPT-350M). `norm_after`: layer norm behind the residual sum instead of before the block.
-    `rope` None means learned positions, whose table starts `position_offset` rows late (OPT: 2). `qk_norm`: queries
-    and keys are normed head by head before they are rotated (Qwen3). `windows`: for every layer the positions that a
-    token sees, itself included, or None for all; empty where no layer has a window.
+    embeddings (OPT-350M).
+
+    residual: 'pre_norm' x + f(norm(x)); 'post_norm' norm(x + f(x)); 'sandwich' x + norm(f(norm(x)));
+    'parallel' x + attention(norm(x)) + mlp(norm'(x)). Positions: `rope`, or `alibi` (scores fall linearly with the
+    distance), or else a learned table that starts `position_offset` rows late (OPT: 2). windows: for every layer the
+    positions that a token sees, itself included, or None for all; empty where no layer has a window. local_rope:
+    that of the layers with a window, where it differs. qk_norm: queries and keys are normed head by head before they
+    are rotated. norm_plus_one: RMS norms multiply by 1 + weight. attn_scale: of the scores, None for
+    head_dim ** -0.5. attn_softcap, final_softcap: scores, logits become c tanh(x / c). experts: None for an ordinary
+    feed-forward part.
     """
 
     family: str
@@ -51,10 +82,10 @@ class ModelSpec:
     embed_size: int
     norm: Literal["layernorm", "rmsnorm"]
     norm_eps: float
-    activation: Literal["relu", "silu", "gelu", "gelu_tanh"]
+    activation: Activation
     gated_mlp: bool
     rope: RopeSpec | None
-    norm_after: bool = False
+    residual: Literal["pre_norm", "post_norm", "sandwich", "parallel"] = "pre_norm"
     norm_affine: bool = True
     final_norm: bool = True
     qkv_bias: bool = False
@@ -64,6 +95,27 @@ class ModelSpec:
     position_offset: int = 0
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    local_rope: RopeSpec | None = None
+    alibi: bool = False
+    embed_norm: bool = False
+    embed_scale: float = 1.0
+    norm_plus_one: bool = False
+    attn_scale: float | None = None
+    attn_softcap: float | None = None
+    final_softcap: float | None = None
+    experts: ExpertSpec | None = None
+
+    def layer_rope(self, layer: int) -> RopeSpec | None:
+        """The rotation of this layer's queries and keys."""
+        return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
+
+    def sparse(self, layer: int) -> ExpertSpec | None:
+        """The experts of this layer; None where its feed-forward part is an ordinary one."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.rope is None and not self.alibi
 
     def window(self, layer: int) -> int | None:
         """Positions that a token sees in this layer, itself included; None for all."""
@@ -88,9 +140,14 @@ class ModelSpec:
     @property
     def linear_flops_per_token(self) -> int:
         """Operations (a multiply-add counts two) of the layers' products for one token; no attention, no head."""
-        per_layer = self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
-        per_layer += (3 if self.gated_mlp else 2) * self.hidden_size * self.ffn_size
-        return 2 * self.num_layers * per_layer
+        attention = self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
+        matrices = 3 if self.gated_mlp else 2
+        weights = self.num_layers * attention
+        for layer in range(self.num_layers):
+            experts = self.sparse(layer)
+            width = self.ffn_size if experts is None else experts.per_token * experts.ffn_size
+            weights += self.hidden_size * (matrices * width + (0 if experts is None else experts.count))
+        return 2 * weights
 
     @property
     def head_flops_per_token(self) -> int:
@@ -132,8 +189,10 @@ def _stage_tensors(spec: ModelSpec, stage: str) -> Iterator[tuple[str, tuple[int
     hidden, projected = spec.hidden_size, spec.embed_size != spec.hidden_size
     if stage == EMBED:
         yield "embed.tokens.weight", (spec.vocab_size, spec.embed_size)
-        if spec.rope is None:
+        if spec.learned_positions:
             yield "embed.positions.weight", (spec.max_positions + spec.position_offset, hidden)
+        if spec.embed_norm:
+            yield from _norm(spec, "embed.norm")
         if projected:
             yield from _linear("embed.project_in", hidden, spec.embed_size, False)
     elif stage == HEAD:
@@ -152,11 +211,25 @@ def _stage_tensors(spec: ModelSpec, stage: str) -> Iterator[tuple[str, tuple[int
             yield f"{stage}.attn.q_norm.weight", (spec.head_dim,)
             yield f"{stage}.attn.k_norm.weight", (spec.head_dim,)
         yield from _linear(f"{stage}.attn.o", hidden, spec.q_size, spec.out_bias)
+        if spec.residual == "sandwich":
+            yield from _norm(spec, f"{stage}.attn_post_norm")
         yield from _norm(spec, f"{stage}.mlp_norm")
-        if spec.gated_mlp:
-            yield from _linear(f"{stage}.mlp.gate", spec.ffn_size, hidden, spec.mlp_bias)
-        yield from _linear(f"{stage}.mlp.up", spec.ffn_size, hidden, spec.mlp_bias)
-        yield from _linear(f"{stage}.mlp.down", hidden, spec.ffn_size, spec.mlp_bias)
+        experts = spec.sparse(int(stage.partition(".")[2]))
+        if experts is None:
+            yield from _mlp(f"{stage}.mlp", spec, spec.ffn_size)
+        else:
+            yield from _linear(f"{stage}.mlp.router", experts.count, hidden, False)
+            for expert in range(experts.count):
+                yield from _mlp(f"{stage}.mlp.experts.{expert}", spec, experts.ffn_size)
+        if spec.residual == "sandwich":
+            yield from _norm(spec, f"{stage}.mlp_post_norm")
+
+
+def _mlp(name: str, spec: ModelSpec, size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if spec.gated_mlp:
+        yield from _linear(f"{name}.gate", size, spec.hidden_size, spec.mlp_bias)
+    yield from _linear(f"{name}.up", size, spec.hidden_size, spec.mlp_bias)
+    yield from _linear(f"{name}.down", spec.hidden_size, size, spec.mlp_bias)
 
 
 def stage_tensor_shapes(spec: ModelSpec, stage: str) -> dict[str, tuple[int, ...]]:

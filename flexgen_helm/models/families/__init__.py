@@ -6,12 +6,41 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexgen_helm.core.errors import UnsupportedArchitectureError
-from flexgen_helm.models.families import llama, mistral, opt, qwen2, qwen3
-from flexgen_helm.models.families.base import Family, Source
+from flexgen_helm.models.families import (
+    bloom,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    llama,
+    mistral,
+    mixtral,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+from flexgen_helm.models.families.base import Family, Rows, Source, rows_of, source_of
 
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (opt, llama, mistral, qwen2, qwen3)}
+_MODULES = (
+    opt,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    gemma2,
+    gemma3,
+    phi3,
+    gpt2,
+    gpt_neox,
+    bloom,
+)
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 
-__all__ = ["FAMILIES", "Family", "Source", "family_of_config", "family_of_gguf", "source_of"]
+__all__ = ["FAMILIES", "Family", "Rows", "Source", "family_of_config", "family_of_gguf", "rows_of", "source_of"]
 
 
 def family_of_config(config: Mapping[str, Any]) -> Family:
@@ -33,19 +62,5 @@ def family_of_gguf(architecture: str) -> Family:
 
 
 def supported() -> str:
-    return ", ".join(name for family in FAMILIES.values() for name in family.architectures if "CausalLM" in name)
-
-
-def source_of(tensors: Mapping[str, Source], canonical: str) -> Source:
-    """Where the canonical tensor lies, layer number and `.weight`/`.bias` filled in; KeyError if the map lacks it."""
-    parts = canonical.split(".")
-    index = parts[1] if parts[0] == "layers" else None
-    if index is not None:
-        parts[1] = "{i}"
-    generic = ".".join(parts)
-    source, ending = tensors.get(generic), ""
-    if source is None:
-        stem, _, leaf = generic.rpartition(".")
-        source, ending = tensors[stem], "." + leaf
-    name = source.name if index is None else source.name.replace("{i}", index)
-    return Source(name + ending, source.rope_heads)
+    """The architectures' names as `config.json` spells them, one a family."""
+    return ", ".join(family.architectures[0] for family in FAMILIES.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flexgen_helm.models.spec import ModelSpec
@@ -13,12 +13,73 @@ from flexgen_helm.models.spec import ModelSpec
 class Source:
     """Where a canonical tensor lies in a checkpoint.
 
-    name: the checkpoint's name, with `{i}` for the layer. rope_heads: 'q' or 'kv' where the checkpoint stores
-    rotary rows interleaved (GGUF of Llama) and they must be put back into halves.
+    name: the checkpoint's name, with `{i}` for the layer and `{e}` for the expert. rope_heads: 'q' or 'kv' where the
+    checkpoint stores rotary rows interleaved (GGUF of Llama) and they must be put back into halves. fused: the last
+    parts of the canonical names that lie in this one tensor, in order ('q', 'k', 'v'), one whole after the other or,
+    `by_head`, one head of each after the other. experts: all experts lie in this one tensor, each whole after the
+    other. transposed: the matrix is stored [in, out].
     """
 
     name: str
     rope_heads: str | None = None
+    fused: tuple[str, ...] = ()
+    by_head: bool = False
+    experts: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a stored tensor are one of ours: `count` from `first` on, `repeats` times, `stride` rows apart.
+
+    total: rows that the stored tensor has. A vector's rows are its elements.
+    """
+
+    total: int
+    first: int
+    count: int
+    stride: int = 0
+    repeats: int = 1
+
+
+def rows_of(source: Source, canonical: str, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> Rows:
+    """The rows of `source` that are the canonical tensor, whose shapes `shapes` gives."""
+    size = shapes[canonical][0]
+    if source.experts:
+        assert spec.experts is not None and not source.fused
+        return Rows(spec.experts.count * size, int(canonical.split(".")[_EXPERT]) * size, size)
+    if not source.fused:
+        return Rows(size, 0, size)
+    owner, _, leaf = canonical.rpartition(".")
+    stem, _, part = owner.rpartition(".")
+    sizes = [shapes[f"{stem}.{name}.{leaf}"][0] for name in source.fused]
+    before = sum(sizes[: source.fused.index(part)])
+    if not source.by_head:
+        return Rows(sum(sizes), before, size)
+    heads = spec.num_heads
+    return Rows(sum(sizes), before // heads, size // heads, sum(sizes) // heads, heads)
+
+
+# Places in a canonical name: layers.{i}.mlp.experts.{e}.gate.weight
+_LAYER, _EXPERT = 1, 4
+
+
+def source_of(tensors: Mapping[str, Source], canonical: str) -> Source:
+    """Where the canonical tensor lies, numbers and `.weight`/`.bias` filled in; KeyError if the map lacks it."""
+    parts, numbers = canonical.split("."), {}
+    if parts[0] == "layers":
+        numbers["{i}"], parts[_LAYER] = parts[_LAYER], "{i}"
+        if parts[_EXPERT - 1] == "experts":
+            numbers["{e}"], parts[_EXPERT] = parts[_EXPERT], "{e}"
+    generic = ".".join(parts)
+    source, ending = tensors.get(generic), ""
+    if source is None:
+        stem, _, leaf = generic.rpartition(".")
+        source, ending = tensors[stem], "." + leaf
+    name = source.name
+    for mark, number in numbers.items():
+        name = name.replace(mark, number)
+    return replace(source, name=name + ending)
 
 
 @dataclass(frozen=True)

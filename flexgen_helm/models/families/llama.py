@@ -3,56 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from flexgen_helm.core.errors import UnsupportedArchitectureError
 from flexgen_helm.models.families.base import Family, Source
-from flexgen_helm.models.spec import ModelSpec, RopeSpec
-
-
-def read_rope(config: Mapping[str, Any]) -> RopeSpec:
-    """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind == "default":
-        return RopeSpec(theta=theta)
-    if kind == "linear":
-        return RopeSpec(theta=theta, kind="linear", factor=float(parameters["factor"]))
-    if kind == "llama3":
-        return RopeSpec(
-            theta=theta,
-            kind="llama3",
-            factor=float(parameters["factor"]),
-            low_freq_factor=float(parameters["low_freq_factor"]),
-            high_freq_factor=float(parameters["high_freq_factor"]),
-            original_max_positions=int(parameters["original_max_position_embeddings"]),
-        )
-    raise UnsupportedArchitectureError(
-        f"rope type {kind!r} is not supported for this family; known are default, linear, llama3"
-    )
-
-
-def read_windows(config: Mapping[str, Any], default_from: int) -> tuple[int | None, ...]:
-    """Sliding windows by layer: `layer_types` where the configuration has them, else from layer `default_from` on."""
-    size, layers = config.get("sliding_window"), config["num_hidden_layers"]
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = ["sliding_attention" if layer >= default_from else "full_attention" for layer in range(layers)]
-    unknown = set(kinds) - {"sliding_attention", "full_attention"}
-    if unknown or len(kinds) != layers:
-        raise UnsupportedArchitectureError(f"layer types {sorted(set(kinds))} of {len(kinds)} layers are not supported")
-    if size is None or "sliding_attention" not in kinds:
-        return ()
-    return tuple(int(size) if kind == "sliding_attention" else None for kind in kinds)
+from flexgen_helm.models.families.fields import activation_of, read_rope
+from flexgen_helm.models.families.gguf_fields import gguf_key, read_gguf_experts, read_gguf_rope
+from flexgen_helm.models.spec import ModelSpec
 
 
 def read_config(config: Mapping[str, Any], family: str = "llama", **features: Any) -> ModelSpec:
     """Llama, and what differs from it in `features` (fields of the spec) only."""
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedArchitectureError(f"{family} with hidden_act={activation!r} is not supported; known is silu")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = features.get("head_dim") or config.get("head_dim") or hidden // heads
     attention_bias = config.get("attention_bias", False)
     given: dict[str, Any] = dict(
         family=family,
@@ -60,16 +23,16 @@ def read_config(config: Mapping[str, Any], family: str = "llama", **features: An
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
+        head_dim=head_dim,
         ffn_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
         embed_size=hidden,
         norm="rmsnorm",
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        activation="silu",
+        activation=activation_of(family, config.get("hidden_act", "silu")),
         gated_mlp=True,
-        rope=read_rope(config),
+        rope=read_rope(config, head_dim),
         qkv_bias=attention_bias,
         out_bias=attention_bias,
         mlp_bias=config.get("mlp_bias", False),
@@ -78,38 +41,37 @@ def read_config(config: Mapping[str, Any], family: str = "llama", **features: An
     return ModelSpec(**{**given, **features})
 
 
-def read_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
-    """GGUF metadata (plain Python values, with `tensor_names` added by the reader) -> ModelSpec."""
+def read_gguf(metadata: Mapping[str, Any], arch: str = "llama", family: str = "llama", **features: Any) -> ModelSpec:
+    """GGUF metadata (plain Python values, with `tensor_names` and `rope_factors` added by the reader) -> ModelSpec.
 
-    def key(name: str, default: Any = None) -> Any:
-        return metadata.get(f"llama.{name}", default)
-
-    scaling = key("rope.scaling.type", "none")
-    if scaling not in ("none", None):
-        raise UnsupportedArchitectureError(f"GGUF rope scaling {scaling!r} is not supported for Llama")
-    if "rope_freqs.weight" in metadata["tensor_names"]:
-        raise UnsupportedArchitectureError(
-            "this GGUF carries its own rotary frequencies (Llama 3.1 and later); use the safetensors checkpoint"
-        )
+    arch: the prefix of the keys. features: as for `read_config`.
+    """
+    key = gguf_key(metadata, arch)
     hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
-    return ModelSpec(
-        family="llama",
+    head_dim = int(key("attention.key_length", hidden // heads))
+    rope = read_gguf_rope(metadata, arch, head_dim)
+    positions = int(key("context_length"))
+    given: dict[str, Any] = dict(
+        family=family,
         num_layers=int(key("block_count")),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=int(key("attention.head_count_kv", heads)),
-        head_dim=int(key("attention.key_length", hidden // heads)),
+        head_dim=head_dim,
         ffn_size=int(key("feed_forward_length")),
         vocab_size=len(metadata["tokenizer.ggml.tokens"]),
-        max_positions=int(key("context_length")),
+        max_positions=positions,
         embed_size=hidden,
         norm="rmsnorm",
         norm_eps=float(key("attention.layer_norm_rms_epsilon")),
         activation="silu",
         gated_mlp=True,
-        rope=RopeSpec(theta=float(key("rope.freq_base", 10_000.0))),
+        rope=rope,
+        qkv_bias="blk.0.attn_q.bias" in metadata["tensor_names"],
         tied_head="output.weight" not in metadata["tensor_names"],
+        experts=read_gguf_experts(metadata, arch),
     )
+    return ModelSpec(**{**given, **features})
 
 
 _LAYER = "layers.{i}."
@@ -147,5 +109,13 @@ FAMILY = Family(
         "layers.{i}.mlp.gate": Source("blk.{i}.ffn_gate"),
         "layers.{i}.mlp.up": Source("blk.{i}.ffn_up"),
         "layers.{i}.mlp.down": Source("blk.{i}.ffn_down"),
+        "layers.{i}.mlp.router": Source("blk.{i}.ffn_gate_inp"),
+        "layers.{i}.mlp.experts.{e}.gate": Source("blk.{i}.ffn_gate_exps", experts=True),
+        "layers.{i}.mlp.experts.{e}.up": Source("blk.{i}.ffn_up_exps", experts=True),
+        "layers.{i}.mlp.experts.{e}.down": Source("blk.{i}.ffn_down_exps", experts=True),
     },
 )
+# The other families' files keep the rows of queries and keys in halves.
+GGUF_TENSORS: Mapping[str, Source] = {
+    name: replace(source, rope_heads=None) for name, source in FAMILY.gguf_tensors.items()
+}

@@ -7,11 +7,12 @@ from typing import Any
 
 from flexgen_helm.models.families import llama
 from flexgen_helm.models.families.base import Family
+from flexgen_helm.models.families.fields import read_windows
 from flexgen_helm.models.spec import ModelSpec
 
 
-def read_config(config: Mapping[str, Any]) -> ModelSpec:
-    return llama.read_config(config, "mistral", windows=llama.read_windows(config, default_from=0))
+def read_config(config: Mapping[str, Any], family: str = "mistral", **features: Any) -> ModelSpec:
+    return llama.read_config(config, family, **features, windows=read_windows(config, lambda layer: True))
 
 
 FAMILY = Family(

@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexgen_helm.core.errors import UnsupportedArchitectureError
 from flexgen_helm.models.families.base import Family, Source
+from flexgen_helm.models.families.fields import activation_of
 from flexgen_helm.models.spec import ModelSpec
-
-_ACTIVATIONS = {"relu": "relu", "gelu": "gelu"}
 
 
 def read_config(config: Mapping[str, Any]) -> ModelSpec:
-    activation = config.get("activation_function", "relu")
-    if activation not in _ACTIVATIONS:
-        raise UnsupportedArchitectureError(
-            f"OPT with activation_function={activation!r} is not supported; known are {', '.join(_ACTIVATIONS)}"
-        )
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     norm_before = config.get("do_layer_norm_before", True)
     bias = config.get("enable_bias", True)
@@ -34,10 +27,10 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         embed_size=config.get("word_embed_proj_dim") or hidden,
         norm="layernorm",
         norm_eps=1e-5,
-        activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
+        activation=activation_of("OPT", config.get("activation_function", "relu")),
         gated_mlp=False,
         rope=None,
-        norm_after=not norm_before,
+        residual="pre_norm" if norm_before else "post_norm",
         norm_affine=config.get("layer_norm_elementwise_affine", True),
         final_norm=norm_before and not config.get("_remove_final_layer_norm", False),
         qkv_bias=bias,

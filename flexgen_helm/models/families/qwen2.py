@@ -7,18 +7,24 @@ from typing import Any
 
 from flexgen_helm.models.families import llama
 from flexgen_helm.models.families.base import Family
+from flexgen_helm.models.families.fields import read_windows
 from flexgen_helm.models.spec import ModelSpec
 
 
-def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+def upper_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Windows count only where `use_sliding_window` says so; published checkpoints name a size without using it."""
     if not config.get("use_sliding_window", False):
         return ()
-    return llama.read_windows(config, default_from=config.get("max_window_layers", 28))
+    full = config.get("max_window_layers", 28)
+    return read_windows(config, lambda layer: layer >= full)
 
 
 def read_config(config: Mapping[str, Any]) -> ModelSpec:
-    return llama.read_config(config, "qwen2", qkv_bias=True, windows=read_windows(config))
+    return llama.read_config(config, "qwen2", qkv_bias=True, windows=upper_windows(config))
+
+
+def read_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
+    return llama.read_gguf(metadata, "qwen2", "qwen2", qkv_bias=True)
 
 
 FAMILY = Family(
@@ -27,4 +33,7 @@ FAMILY = Family(
     read_config=read_config,
     prefixes=llama.FAMILY.prefixes,
     tensors=llama.FAMILY.tensors,
+    gguf_architectures=("qwen2",),
+    read_gguf=read_gguf,
+    gguf_tensors=llama.GGUF_TENSORS,
 )

@@ -1,0 +1,67 @@
+"""GPT-2: learned positions, layer norms, fused and transposed projections, tied head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexgen_helm.core.errors import UnsupportedArchitectureError
+from flexgen_helm.models.families.base import Family, Source
+from flexgen_helm.models.families.fields import activation_of
+from flexgen_helm.models.spec import ModelSpec
+
+
+def read_config(config: Mapping[str, Any]) -> ModelSpec:
+    for flag in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if config.get(flag):
+            raise UnsupportedArchitectureError(f"GPT-2 with {flag} is not supported")
+    hidden, heads = config["n_embd"], config["n_head"]
+    return ModelSpec(
+        family="gpt2",
+        num_layers=config["n_layer"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_size=config.get("n_inner") or 4 * hidden,
+        vocab_size=config["vocab_size"],
+        max_positions=config["n_positions"],
+        embed_size=hidden,
+        norm="layernorm",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        activation=activation_of("GPT-2", config.get("activation_function", "gelu_new")),
+        gated_mlp=False,
+        rope=None,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied_head=config.get("tie_word_embeddings", True),
+        attn_scale=None if config.get("scale_attn_weights", True) else 1.0,
+    )
+
+
+def _fused(name: str) -> Source:
+    return Source(name, fused=("q", "k", "v"), transposed=True)
+
+
+_LAYER = "h.{i}."
+FAMILY = Family(
+    name="gpt2",
+    architectures=("GPT2LMHeadModel", "GPT2Model"),
+    read_config=read_config,
+    prefixes=("transformer.", ""),
+    tensors={
+        "embed.tokens.weight": Source("wte.weight"),
+        "embed.positions.weight": Source("wpe.weight"),
+        "head.norm": Source("ln_f"),
+        "head.lm.weight": Source("lm_head.weight"),
+        "layers.{i}.attn_norm": Source(_LAYER + "ln_1"),
+        "layers.{i}.attn.q": _fused(_LAYER + "attn.c_attn"),
+        "layers.{i}.attn.k": _fused(_LAYER + "attn.c_attn"),
+        "layers.{i}.attn.v": _fused(_LAYER + "attn.c_attn"),
+        "layers.{i}.attn.o": Source(_LAYER + "attn.c_proj", transposed=True),
+        "layers.{i}.mlp_norm": Source(_LAYER + "ln_2"),
+        "layers.{i}.mlp.up": Source(_LAYER + "mlp.c_fc", transposed=True),
+        "layers.{i}.mlp.down": Source(_LAYER + "mlp.c_proj", transposed=True),
+    },
+)
