@@ -15,7 +15,7 @@ from flexgen_helm.core.errors import CheckpointError, Interrupted, RequestError,
 from flexgen_helm.core.files import replace_text
 from flexgen_helm.core.records import MemoryLimits, Progress
 
-COMMANDS = ["", "run", "generate", "perplexity", "fetch", "doctor", "bench"]
+COMMANDS = ["", "run", "generate", "perplexity", "fetch", "convert", "doctor", "bench"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
