@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := smollm2-135m-instruct-q4_1
 INSTANCES ?= 50
+# LAMBADA and WikiText-2: the folder that FLEXGEN_HELM_DATA names, else shared/data beside the project.
+DATA := $(abspath $(or $(FLEXGEN_HELM_DATA),$(wildcard ../shared/data)))
+PAGES ?= 3
 
 .PHONY: install model eval test lint model-table bench gpu-check
 
@@ -18,8 +21,16 @@ $(VENV)/.installed: setup.cfg pyproject.toml
 model: install
 	$(BIN)/flexgen-helm fetch $(MODEL)
 
+# All of LAMBADA and WikiText-2 is runs/accuracy.conf; here it is as many passages as instances, and a few pages.
 eval: model
+ifeq ($(DATA),)
+	@echo "make eval: LAMBADA and WikiText-2 are skipped, because FLEXGEN_HELM_DATA names no folder with their data"
 	$(BIN)/flexgen-helm run --conf-paths runs/quickstart.conf --suite quickstart -m $(INSTANCES)
+else
+	FLEXGEN_HELM_DATA='$(DATA)' $(BIN)/flexgen-helm run --conf-paths runs/quickstart.conf --suite quickstart \
+		-m $(INSTANCES) -r lambada:mode=accuracy,model=flexgen/$(MODEL) lambada:mode=perplexity,model=flexgen/$(MODEL)
+	FLEXGEN_HELM_DATA='$(DATA)' $(BIN)/flexgen-helm run -r wikitext:model=flexgen/$(MODEL) --suite quickstart -m $(PAGES)
+endif
 
 # Without the model's package the tests that need it skip and say so; everything else still runs.
 test: install

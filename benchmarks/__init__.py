@@ -16,7 +16,7 @@ from typing import Any
 
 from flexgen_helm.core.errors import UsageError
 
-KNOWN = ("clients",)
+KNOWN = ("clients", "accuracy")
 
 
 def _silent(line: str) -> None:
@@ -28,7 +28,8 @@ class Options:
     """What `flexgen-helm bench` was told; None = the benchmark's own default.
 
     engine: client arguments from the engine flags, only those given. quick: a smoke test whose figures mean
-    nothing. tell: called with one line of text at each step.
+    nothing. python: one with lm-evaluation-harness, and reference: a folder for its results, both for `accuracy`.
+    tell: called with one line of text at each step.
     """
 
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -36,6 +37,8 @@ class Options:
     instances: int | None = None
     repeats: int | None = None
     quick: bool = False
+    python: str | None = None
+    reference: str | None = None
     tell: Callable[[str], None] = _silent
 
 

@@ -32,11 +32,17 @@ class HelmRun:
 
 
 def helm_run(
-    entry: str, instances: int, folder: Path, configs: Path | None = None, threads: int | None = None
+    entry: str,
+    instances: int,
+    folder: Path,
+    configs: Path | None = None,
+    threads: int | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> HelmRun:
     """Run `entry` with nothing to reuse: `folder` is new, and so are HELM's cache and our journal in it.
 
     configs: a folder whose .yaml files HELM is to find in its `--local-path`. threads: `-n`, None = HELM's default.
+    variables: added to the environment.
     Raises `FlexgenError` with the end of HELM's log where the run fails.
     """
     local, output, own_home = (folder / name for name in ("prod_env", "output", "home"))
@@ -49,7 +55,7 @@ def helm_run(
     command += ["-o", str(output), "--local-path", str(local)]
     if threads is not None:
         command += ["-n", str(threads)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "FLEXGEN_HELM_HOME": str(own_home)}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "FLEXGEN_HELM_HOME": str(own_home), **(variables or {})}
     log = folder / "log.txt"
     with log.open("wb") as sink:
         began = time.perf_counter()

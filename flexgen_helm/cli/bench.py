@@ -15,7 +15,13 @@ from flexgen_helm.core.files import replace_text
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help="clients: helm-run with us against HELM's own Hugging Face client.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="clients: helm-run with us against HELM's own Hugging Face client. "
+            "accuracy: LAMBADA and WikiText-2 beside lm-evaluation-harness."
+        ),
+    ],
     engine: EngineOptions,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE.json", help="Also write the JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -27,6 +33,14 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="A smoke test: few instances, one repeat, no figures.")
     ] = False,
+    python: Annotated[
+        str | None,
+        typer.Option(help="accuracy: a Python with lm-evaluation-harness; default: $FLEXGEN_HELM_LM_EVAL_PYTHON."),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="accuracy: keep the harness's results there, and reuse those of before."),
+    ] = None,
 ) -> None:
     """Run a benchmark: both sides in one invocation, in alternation, medians. Close other programs first."""
     from flexgen_helm.benchmarks import Options, load
@@ -41,6 +55,8 @@ def bench(
             instances=instances,
             repeats=repeats,
             quick=quick,
+            python=python,
+            reference=reference,
             tell=say,
         )
     )
@@ -75,4 +91,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2f}" if abs(value) >= 100 else f"{value:.5g}"

@@ -6,6 +6,8 @@ was trained with one. So what HELM sees of an echoed prompt is exactly its own e
     prompt_token_ids   [BOS]  t0     t1     t2          BOS: conditioned on, never returned, never doubled
     prompt_logprobs     None  lp0    lp1    lp2
     returned tokens           t0     t1     t2          lp0 = 0.0 where t0 had no context
+
+The ids of a `TokenRequest` are taken as they are.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.core.errors import FlexgenError, NumericalError, RequestError
 from flexgen_helm.core.records import Completion, GenerationRequest, GenerationResult
+from flexgen_helm.plugin.token_request import TokenRequest
 
 
 class TokenizerLike(Protocol):
@@ -111,13 +114,22 @@ def _prompt_ids(request: Request, tokenizer: TokenizerLike, max_positions: int) 
         # A template spells its own BOS.
         text = tokenizer.apply_chat_template(request.messages)
         return tuple(tokenizer.encode(text, add_special_tokens=False)), text
-    ids = tuple(tokenizer.encode(request.prompt, add_special_tokens=False))
+    ids = _own_ids(request, tokenizer)
+    if isinstance(request, TokenRequest):
+        return ids, request.prompt
     # The last token asked for is never fed, hence the + 1. A full window of running text (the later windows of
     # language modelling) has no room for BOS and starts in the middle of a document anyway.
     room = len(ids) + request.max_tokens < max_positions + 1
     if tokenizer.adds_bos and tokenizer.bos_id is not None and ids[:1] != (tokenizer.bos_id,) and room:
         ids = (tokenizer.bos_id, *ids)
     return ids, request.prompt
+
+
+def _own_ids(request: Request, tokenizer: TokenizerLike) -> tuple[int, ...]:
+    """The tokens that HELM gets back where the prompt is echoed."""
+    if isinstance(request, TokenRequest):
+        return request.prompt_token_ids
+    return tuple(tokenizer.encode(request.prompt, add_special_tokens=False))
 
 
 def _seed(random: str | None, prompt: str) -> int:
@@ -164,7 +176,7 @@ def reply(
 
 
 def _echoed_tokens(request: Request, result: GenerationResult, tokenizer: TokenizerLike) -> list[Token]:
-    ids = tokenizer.encode(request.prompt, add_special_tokens=False)
+    ids = _own_ids(request, tokenizer)
     if not ids:
         return []
     logprobs = (result.prompt_logprobs or ())[-len(ids) :]  # drops the context token

@@ -1,10 +1,12 @@
-"""The two places where a plain `helm-run` is touched, and what keeps that safe.
+"""The places where a plain `helm-run` is touched, and what keeps that safe.
 
 - `Executor.execute` announces the run's requests to the service and then runs as HELM wrote it. HELM's executor
   hands a client one request a thread and knows neither batches nor the run's directory.
 - `Runner.run_one` gets our metric appended and a record of its run. While it runs, HELM's file writer replaces
   files whole, and takes away the run's last file before it writes the first, so that a run that was killed between
   two files does not look complete to `--skip-completed-runs`.
+- `AdapterFactory.get_adapter` lets an adapter spec bring its own adapter, because HELM knows adapters by a closed
+  list of methods.
 
 All of this is HELM's private API. Where it looks different, one warning is given and HELM runs untouched: questions
 are then gathered by the service's idle flush, only the statistics and `flexgen_run.json` are missing.
@@ -21,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from helm.benchmark import runner as helm_runner
+from helm.benchmark.adaptation.adapter_spec import AdapterSpec
 from helm.benchmark.adaptation.adapters.adapter_factory import AdapterFactory
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import Executor
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
+from helm.benchmark.window_services.tokenizer_service import TokenizerService
 from helm.common.hierarchical_logger import hwarn
 from helm.proxy.retry import NonRetriableException
 
@@ -62,7 +66,7 @@ def install() -> None:
     Executor.execute = _announcing(Executor.execute)  # type: ignore[method-assign]
     Runner.run_one = _recording(Runner.run_one)  # type: ignore[method-assign]
     helm_runner.write = _completing(helm_runner.write)  # type: ignore[assignment]
-    AdapterFactory.get_adapter = staticmethod(_timing(AdapterFactory.get_adapter))  # type: ignore[method-assign]
+    AdapterFactory.get_adapter = staticmethod(_adapting(AdapterFactory.get_adapter))  # type: ignore[method-assign]
 
 
 def _fall_back(reason: str) -> None:
@@ -174,12 +178,14 @@ def _completing(original: Callable[[str, str], None]) -> Callable[[str, str], No
     return write
 
 
-def _timing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _adapting(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def get_adapter(*args: Any, **kwargs: Any) -> Any:
+    def get_adapter(adapter_spec: AdapterSpec, tokenizer_service: TokenizerService) -> Any:
         record = current_run.get()
         if record is not None and record.adapt_started is None:
             record.adapt_started = time.monotonic()
-        return original(*args, **kwargs)
+        # HELM's specs have no such function; those of `flexgen_helm.scenarios.adapters` do.
+        make = getattr(adapter_spec, "make_adapter", None)
+        return original(adapter_spec, tokenizer_service) if make is None else make(tokenizer_service)
 
     return get_adapter

@@ -12,8 +12,10 @@ from typing import Any
 MAIN_METRICS = (
     "exact_match", "quasi_exact_match", "prefix_exact_match", "exact_set_match", "f1_set_match", "iou_set_match",
     "f1_score", "rouge_l", "rouge_2", "final_number_exact_match", "math_equiv", "pass", "classification_macro_f1",
-    "perplexity", "bits_per_byte", "logprob_per_byte",
+    "target_perplexity", "word_perplexity", "token_perplexity", "perplexity", "bits_per_byte", "logprob_per_byte",
 )  # fmt: skip
+# Both are also called `perplexity` for HELM's tables.
+_PRECISE_NAMES = ("target_perplexity", "token_perplexity")
 SHOWN = 3
 
 
@@ -36,6 +38,8 @@ def read_scores(folder: Path) -> RunScores:
             name = stat["name"]
             if name.get("split") == split and "perturbation" not in name and stat.get("count"):
                 found.setdefault(name["name"], float(stat["mean"]))
+    if any(name in found for name in _PRECISE_NAMES):
+        found.pop("perplexity", None)
     main = [name for name in MAIN_METRICS if name in found][:SHOWN]
     record = folder / "flexgen_run.json"
     run = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}

@@ -1,0 +1,117 @@
+"""LAMBADA (OpenAI's version): is the last word of a passage predicted, and how probable is it."""
+
+from __future__ import annotations
+
+from helm.benchmark.adaptation.adapter_spec import ADAPT_GENERATION, ADAPT_LANGUAGE_MODELING
+from helm.benchmark.metrics.metric import MetricSpec
+from helm.benchmark.presentation.taxonomy_info import TaxonomyInfo
+from helm.benchmark.run_spec import RunSpec, run_spec_function
+from helm.benchmark.scenarios.scenario import (
+    CORRECT_TAG,
+    TEST_SPLIT,
+    Input,
+    Instance,
+    Output,
+    Reference,
+    Scenario,
+    ScenarioMetadata,
+    ScenarioSpec,
+)
+from helm.common.hierarchical_logger import hwarn
+
+from flexgen_helm.core.errors import UsageError
+from flexgen_helm.scenarios.adapters import LastWordAdapterSpec
+from flexgen_helm.scenarios.data import json_lines, read_hub, read_local
+
+PASSAGES = 5153
+FILE = "lambada_openai_test.jsonl"
+# Mode -> HELM's method, and the figure that leads the run's tables.
+MODES = {
+    "accuracy": (ADAPT_GENERATION, "exact_match", "LambadaAccuracyMetric"),
+    "perplexity": (ADAPT_LANGUAGE_MODELING, "target_perplexity", "LambadaPerplexityMetric"),
+}
+
+
+class LambadaScenario(Scenario):
+    """The test split, a passage an instance: everything before the last space, and the space and last word.
+
+    mode: one of `MODES`. The instances are the same; it only decides which figure leads HELM's tables.
+    """
+
+    name = "lambada"
+    description = (
+        "LAMBADA (OpenAI's version), test split: passages whose last word can be guessed only from all of the "
+        "passage, as in the task 'lambada_openai' of lm-evaluation-harness "
+        "[(Paperno et al., 2016)](https://arxiv.org/pdf/1606.06031.pdf)."
+    )
+    tags = ["language_modeling", "last_word_prediction"]
+
+    def __init__(self, mode: str = "accuracy") -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __post_init__(self) -> None:
+        self.definition_path = "flexgen_helm/scenarios/lambada.py"
+
+    def get_instances(self, output_path: str) -> list[Instance]:
+        """`output_path` stays empty: nothing is copied."""
+        passages = read_passages()
+        if len(passages) != PASSAGES:
+            hwarn(f"LAMBADA has {PASSAGES} passages, this data {len(passages)}: figures are not those of the whole set")
+        return [_instance(passage) for passage in passages]
+
+    def get_metadata(self) -> ScenarioMetadata:
+        return ScenarioMetadata(
+            name=f"lambada_{self.mode}",
+            display_name=f"LAMBADA ({self.mode})",
+            description=self.description,
+            taxonomy=TaxonomyInfo(
+                task="last word prediction", what="novels", when="before 2016", who="novelists", language="English"
+            ),
+            main_metric=MODES[self.mode][1],
+            main_split="test",
+        )
+
+
+@run_spec_function("lambada")
+def get_lambada_run_spec(mode: str = "accuracy") -> RunSpec:
+    """mode: 'accuracy' generates the last word, 'perplexity' scores it; a HELM run has one adapter."""
+    if mode not in MODES:
+        raise UsageError(f"lambada: mode is {mode!r}; it must be one of {', '.join(MODES)}")
+    method, _, metric = MODES[mode]
+    return RunSpec(
+        name=f"lambada:mode={mode}",
+        scenario_spec=ScenarioSpec(class_name=f"{__name__}.LambadaScenario", args={"mode": mode}),
+        adapter_spec=LastWordAdapterSpec(
+            method=method,
+            input_prefix="",
+            input_suffix="",
+            output_prefix="",
+            output_suffix="",
+            max_train_instances=0,
+            num_outputs=1,
+            max_tokens=0,  # the adapter asks for as many as the last word has
+            temperature=0.0,
+        ),
+        metric_specs=[MetricSpec(class_name=f"flexgen_helm.scenarios.metrics.{metric}")],
+        groups=[f"lambada_{mode}"],
+    )
+
+
+def read_passages() -> list[str]:
+    """The passages from the data folder or the hub. Raises `UsageError` where neither has them."""
+    passages = read_local(FILE, json_lines("text"))
+    if passages is not None:
+        return passages
+    return read_hub("LAMBADA", FILE, "EleutherAI/lambada_openai", "default", "text")
+
+
+def split_passage(passage: str) -> tuple[str, str]:
+    """Context and target: the target is the last word and the white space before it."""
+    context = passage.rpartition(" ")[0].rstrip()
+    return context, passage[len(context) :]
+
+
+def _instance(passage: str) -> Instance:
+    context, target = split_passage(passage)
+    return Instance(Input(context), [Reference(Output(target), tags=[CORRECT_TAG])], split=TEST_SPLIT)
