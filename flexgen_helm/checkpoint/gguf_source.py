@@ -92,6 +92,9 @@ class GgufCheckpoint(Checkpoint):
                 return tuple(self._dequantized(tensor, 0, 1, tensor.size).tolist())
         return ()
 
+    def _rearranges(self, name: str) -> bool:
+        return name in self._rope_heads
+
     def _arrange(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Rotary pairs lie side by side in the rows of GGUF's Llama; put each head back into two halves."""
         heads = self._rope_heads.get(name)

@@ -100,6 +100,9 @@ class SafetensorsCheckpoint(Checkpoint):
                 piece = piece.reshape(-1)
             yield piece
 
+    def _rearranges(self, name: str) -> bool:
+        return self._stored[name].transposed
+
     def _arrange(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not self._stored[name].transposed:
             return tensor

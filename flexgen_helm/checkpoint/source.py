@@ -50,6 +50,10 @@ class Checkpoint(ABC):
         """Put the source's order of rows into ours."""
         return tensor
 
+    def _rearranges(self, name: str) -> bool:
+        """Whether `_arrange` changes this tensor."""
+        return False
+
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Canonical name -> shape, in the order in which a pass meets them."""
@@ -70,6 +74,15 @@ class Checkpoint(ABC):
             done += piece.numel()
         assert done == flat.numel(), f"{self._where(name)}: {done} of {flat.numel()} elements"
         return self._arrange(name, out)
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The same values as `tensor`, flat and in order, about a tile at a time where the source's order is ours."""
+        if self._rearranges(name):
+            yield self.tensor(name).view(-1)
+            return
+        for piece in self._pieces(name):
+            self._check_finite(name, piece)
+            yield piece.to(self.rest_dtype)
 
     def verify(self) -> None:
         """Read every tensor once; raises `CheckpointError` at the first that cannot be used."""

@@ -50,6 +50,14 @@ class MemoryLimitError(FlexgenError):
     exit_code = 2
 
 
+class OffloadError(FlexgenError):
+    """The offload directory or one of its files cannot be used; the message names it."""
+
+
+class DiskFullError(OffloadError):
+    """A file does not fit on its disk; the message names both sizes."""
+
+
 class Interrupted(FlexgenError):
     """The run was asked to stop; everything reported so far is kept."""
 

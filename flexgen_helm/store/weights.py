@@ -1,12 +1,16 @@
-"""Weights at rest and the operators that the decoder sees.
+"""Weights at rest on their tiers, and the operators that the decoder sees.
 
-At rest a tensor keeps its 16-bit type; a product upcasts it by row tile into the compute type. Where the tier has
-room, a tensor rests in the compute type instead and the product reads it as it is.
+At rest a matrix keeps its 16-bit type; a product upcasts it by row tile into the compute type. Beside the computing
+device it may rest in the compute type instead, where there is room. Matrices of other tiers are streamed in
+(`stream`); rows of tables are gathered where they lie. Vectors are few and always rest beside the computing, in the
+compute type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Protocol
@@ -18,17 +22,36 @@ from flexgen_helm.checkpoint.source import Checkpoint
 from flexgen_helm.hardware.rates import linear
 from flexgen_helm.models.decoder import StageWeights
 from flexgen_helm.models.spec import EMBED, HEAD, ModelSpec, stage_tensor_shapes, stages
-from flexgen_helm.store.ledger import Ledger
+from flexgen_helm.policy.placement import Tier
+from flexgen_helm.store.disk import DirectFile
+from flexgen_helm.store.ledger import Allocation
+from flexgen_helm.store.ring import Ring, aligned
+from flexgen_helm.store.stream import Fetch, Matrix, Streamer, staged_bytes
+from flexgen_helm.store.tiers import Tiers
 
 # Elements of a weight that are upcast at once: 4 MiB in float32, so that a tile stays in a core's cache.
 TILE_ELEMENTS = 1 << 20
+# Bytes that are loaded at once: long enough for the full rate of disk and link.
+UNIT_BYTES = 32 << 20
+# Rows of a table that lies on the disk are read side by side; a table of which most pages are wanted is read through.
+_GATHER_THREADS = 8
+
+HEAD_MATRIX, TABLE = "head.lm.weight", "embed.tokens.weight"
 
 
 class WeightStore(Protocol):
-    """Hands out the weights of a stage; later stores bring them from other tiers while earlier stages compute."""
+    """Hands out the weights of a stage."""
+
+    def begin(self, order: Sequence[tuple[str, int]]) -> None:
+        """Announce the stages to come, each with the number of batches that will pass through it in a row."""
+        ...
 
     def stage(self, name: str) -> AbstractContextManager[StageWeights]:
-        """Context in which the stage's weights may be used."""
+        """Context in which one batch passes through the stage, which must be the next in the announced order."""
+        ...
+
+    def cancel(self) -> None:
+        """Forget what was announced and not used."""
         ...
 
 
@@ -38,6 +61,8 @@ def upcast_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, weight, bias)
     out_size, in_size = weight.shape
     step = max(1, TILE_ELEMENTS // in_size)
+    if step >= out_size:
+        return linear(x, weight.to(x.dtype), bias)
     y = x.new_empty((x.shape[0], out_size))
     for first in range(0, out_size, step):
         rows = slice(first, first + step)
@@ -45,76 +70,284 @@ def upcast_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-class ResidentStage:
-    """One stage whose tensors all lie on the compute device (`StageWeights`)."""
+class PlacedWeights:
+    """All weights of a model, each matrix on the tier that `placement` names.
 
-    def __init__(self, stage: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-        self._prefix = stage + "."
-        self._tensors = tensors
-        self._dtype = dtype
-
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        bias = self.vector(f"{name}.bias")
-        return upcast_product(x, self._tensors[f"{self._prefix}{name}.weight"], bias)
-
-    def vector(self, name: str) -> Tensor | None:
-        return self._tensors.get(self._prefix + name)
-
-    def lookup(self, name: str, rows: Tensor) -> Tensor:
-        return self._tensors[f"{self._prefix}{name}.weight"].index_select(0, rows).to(self._dtype)
-
-
-class ResidentWeights:
-    """All weights of a model on one tier.
-
-    Loading holds one tensor beside what is kept. `compute_copies`: rest in the compute type (exact: 16-bit values
-    are representable in it) instead of 16 bits, for tensors that are multiplied.
+    Loading holds one tensor beside what is kept; what goes to the disk is written piece by piece. `compute_copies`:
+    matrices beside the computing rest in the compute type (exact: 16-bit values are representable in it).
+    staging_bytes: the ring for matrices of other tiers, claimed from the home tier; not claimed where nothing is
+    elsewhere.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        ledger: Ledger,
-        device: torch.device,
+        tiers: Tiers,
+        placement: Mapping[str, Tier],
         dtype: torch.dtype,
-        compute_copies: bool,
+        *,
+        compute_copies: bool = False,
+        staging_bytes: int = 0,
+        overlap: bool = True,
     ) -> None:
-        spec = checkpoint.spec
-        self._ledger = ledger
-        self._claims = []
-        self._stages: dict[str, ResidentStage] = {}
-        shared: dict[str, Tensor] = {}
+        self._spec, self._tiers, self._dtype = checkpoint.spec, tiers, dtype
+        self._rest = checkpoint.rest_dtype
+        self._claims: list[tuple[Tier, Allocation]] = []
+        self._home: dict[str, Tensor] = {}
+        self._far: dict[str, _Far] = {}
+        self._streamer: Streamer | None = None
+        self._gatherers: ThreadPoolExecutor | None = None
         try:
-            for stage in stages(spec):
-                tensors: dict[str, Tensor] = {}
-                for name in stage_tensor_shapes(spec, stage):
-                    source = checkpoint.tensor(name)
-                    # Vectors are few and used whole, so they always rest in the compute type.
-                    wanted = dtype if compute_copies or source.ndim == 1 else source.dtype
-                    self._claims.append(ledger.claim("weights", source.numel() * wanted.itemsize))
-                    tensors[name] = source.to(device=device, dtype=wanted)
-                if stage == EMBED:
-                    shared["head.lm.weight"] = tensors["embed.tokens.weight"]
-                if stage == HEAD and spec.tied_head:
-                    tensors |= shared
-                self._stages[stage] = ResidentStage(stage, tensors, dtype)
+            for name, shape in checkpoint.shapes.items():
+                self._load(checkpoint, name, shape, placement.get(name, tiers.home), compute_copies)
+            if self._spec.tied_head:
+                self._alias(TABLE, HEAD_MATRIX)
+            if self._far:
+                self._claim(tiers.home, "staging", staging_bytes)
+                memory = None if tiers.link is None else tiers.link.device_memory(aligned(staging_bytes))
+                self._streamer = Streamer(Ring(staging_bytes, memory), tiers.traffic, overlap, self._used)
+            unit = self._unit_bytes(staging_bytes)
+            self._matrices = {stage: self._stage_matrices(stage, unit) for stage in stages(self._spec)}
         except BaseException:
             self.close()
             raise
 
+    def begin(self, order: Sequence[tuple[str, int]]) -> None:
+        if self._streamer is not None:
+            for stage, uses in order:
+                if self._matrices[stage]:
+                    self._streamer.visit(stage, self._matrices[stage], uses)
+
     @contextmanager
     def stage(self, name: str) -> Iterator[StageWeights]:
-        yield self._stages[name]
+        if self._streamer is None or not self._matrices[name]:
+            yield _Stage(self, name, None)
+            return
+        with self._streamer.using(name) as rows:
+            yield _Stage(self, name, rows)
+
+    def cancel(self) -> None:
+        if self._streamer is not None:
+            self._streamer.cancel()
+
+    def streamed_bytes(self) -> dict[str, int]:
+        """Stage -> bytes of its matrices that rest on other tiers."""
+        return {stage: sum(matrix.num_bytes for matrix in found) for stage, found in self._matrices.items()}
 
     def close(self) -> None:
-        self._stages.clear()
-        for claim in self._claims:
-            self._ledger.release(claim)
+        if self._streamer is not None:
+            self._streamer.close()
+            self._streamer = None
+        if self._gatherers is not None:
+            self._gatherers.shutdown()
+        self._home.clear()
+        for far in {id(far): far for far in self._far.values()}.values():
+            far.close()
+        self._far.clear()
+        for tier, claim in self._claims:
+            self._tiers.ledgers[tier].release(claim)
         self._claims = []
+
+    def _claim(self, tier: Tier, kind: str, num_bytes: int) -> None:
+        self._claims.append((tier, self._tiers.ledgers[tier].claim(kind, num_bytes)))
+
+    def _load(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], tier: Tier, copies: bool) -> None:
+        if len(shape) == 1 or tier == self._tiers.home:
+            wanted = self._dtype if copies or len(shape) == 1 else self._rest
+            self._claim(self._tiers.home, "weights", prod(shape) * wanted.itemsize)
+            self._home[name] = checkpoint.tensor(name).to(device=self._tiers.device, dtype=wanted)
+            return
+        size = prod(shape) * self._rest.itemsize
+        self._claim(tier, "weights", size)
+        if tier == "disk":
+            files = self._tiers.directory().weights(checkpoint.fingerprint, self._rest)
+            self._far[name] = _OnDisk(self._tiers, files.ensure(name, size, checkpoint.pieces(name)), shape, self._rest)
+        else:
+            assert self._tiers.link is not None
+            held = self._tiers.link.host_memory(size).view(self._rest).view(shape)
+            done = 0
+            for piece in checkpoint.pieces(name):
+                held.view(-1)[done : done + piece.numel()] = piece
+                done += piece.numel()
+            self._far[name] = _OnHost(self._tiers, held)
+
+    def _alias(self, source: str, name: str) -> None:
+        if source in self._home:
+            self._home[name] = self._home[source]
+        else:
+            self._far[name] = self._far[source]
+
+    def _used(self) -> None:
+        if self._tiers.link is not None:
+            self._tiers.link.used()
+
+    def _unit_bytes(self, staging_bytes: int) -> int:
+        """At least three units fit into the ring, so that loading and using go on at the same time."""
+        return max(1, min(UNIT_BYTES, staging_bytes // 3 - 2 * aligned(1)))
+
+    def _stage_matrices(self, stage: str, unit: int) -> list[Matrix]:
+        """The matrices of a stage that are streamed, in the order in which the decoder asks for them."""
+        names = [name for name, shape in stage_tensor_shapes(self._spec, stage).items() if len(shape) == 2]
+        if stage == EMBED:
+            names = [name for name in names if "project" in name]  # tables are gathered from
+        if stage == HEAD and self._spec.tied_head:
+            names.append(HEAD_MATRIX)
+        found = []
+        for name in names:
+            if (far := self._far.get(name)) is not None:
+                rows, width = far.shape
+                row_bytes = width * self._rest.itemsize
+                owner = name.removeprefix(f"{stage}.").removesuffix(".weight")
+                found.append(Matrix(owner, rows, row_bytes, max(1, min(rows, unit // row_bytes)), far.fetch))
+        return found
+
+    def gather(self, name: str, rows: Tensor) -> Tensor:
+        """Rows [T] of a table -> [T, width] in the compute type."""
+        if (table := self._home.get(name)) is not None:
+            return table.index_select(0, rows).to(self._dtype)
+        if self._gatherers is None:
+            self._gatherers = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="table rows")
+        return self._far[name].gather(rows, self._gatherers).to(device=self._tiers.device, dtype=self._dtype)
+
+
+class _Stage:
+    """One batch's use of one stage (`StageWeights`)."""
+
+    def __init__(
+        self, weights: PlacedWeights, stage: str, rows: Callable[[str], Iterator[tuple[int, Tensor]]] | None
+    ) -> None:
+        self._weights, self._stage, self._rows = weights, stage, rows
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        full, bias = f"{self._stage}.{name}.weight", self.vector(f"{name}.bias")
+        if (weight := self._weights._home.get(full)) is not None:
+            return upcast_product(x, weight, bias)
+        assert self._rows is not None
+        out_size = self._weights._far[full].shape[0]
+        y = x.new_empty((x.shape[0], 0))
+        for first, weight in self._rows(name):
+            count = weight.shape[0]
+            part = upcast_product(x, weight, None if bias is None else bias[first : first + count])
+            if count == out_size:
+                y = part
+                continue
+            if not first:
+                y = x.new_empty((x.shape[0], out_size))
+            y[:, first : first + count] = part
+        return y
+
+    def vector(self, name: str) -> Tensor | None:
+        return self._weights._home.get(f"{self._stage}.{name}")
+
+    def lookup(self, name: str, rows: Tensor) -> Tensor:
+        return self._weights.gather(f"{self._stage}.{name}.weight", rows)
+
+
+class _Far(Protocol):
+    """A matrix on another tier than the computing."""
+
+    shape: tuple[int, int]
+    fetch: Fetch
+
+    def gather(self, rows: Tensor, threads: ThreadPoolExecutor) -> Tensor:
+        """Rows [T] -> [T, width] at rest type, on the host or the device."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _OnHost:
+    """In host memory, behind the link."""
+
+    def __init__(self, tiers: Tiers, held: Tensor) -> None:
+        self.shape: tuple[int, int] = (held.shape[0], held.shape[1])
+        self._tiers, self._held = tiers, held
+
+    def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
+        rows = self._held[first : first + count]
+        return _to_device(self._tiers, rows.reshape(-1).view(torch.uint8), staging).view(rows.dtype).view(rows.shape)
+
+    def gather(self, rows: Tensor, threads: ThreadPoolExecutor) -> Tensor:
+        found = self._held.index_select(0, rows.cpu())
+        return _to_device(self._tiers, found, None)
+
+    def close(self) -> None:
+        del self._held
+
+
+class _OnDisk:
+    """In a file of the disk tier; behind the link too where a device computes."""
+
+    def __init__(self, tiers: Tiers, file: DirectFile, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape: tuple[int, int] = (shape[0], shape[1])
+        self._tiers, self._file, self._dtype = tiers, file, dtype
+        self._row_bytes = shape[1] * dtype.itemsize
+        self._local = threading.local()
+
+    def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
+        size = count * self._row_bytes
+        if self._tiers.link is None:
+            data = self._read(first, count, staging)
+        else:
+            data = _to_device(self._tiers, self._read(first, count, self._buffer(staging.numel())), staging)
+        assert data.numel() == size
+        return data.view(self._dtype).view(count, -1)
+
+    def gather(self, rows: Tensor, threads: ThreadPoolExecutor) -> Tensor:
+        wanted, places = rows.cpu().unique(return_inverse=True)
+        pages = wanted.numel() * staged_bytes(1, self._row_bytes)
+        out = torch.empty((wanted.numel(), self.shape[1]), dtype=self._dtype)
+        if pages > self.shape[0] * self._row_bytes:
+            step = max(1, UNIT_BYTES // 4 // self._row_bytes)
+            for first in range(0, self.shape[0], step):
+                count = min(step, self.shape[0] - first)
+                inside = (wanted >= first) & (wanted < first + count)
+                if inside.any():
+                    tile = self._read(first, count, _staging(count, self._row_bytes))
+                    out[inside] = tile.view(self._dtype).view(count, -1)[wanted[inside] - first]
+        else:
+
+            def one(place: int, row: int) -> None:
+                out[place] = self._read(row, 1, _staging(1, self._row_bytes)).view(self._dtype)
+
+            list(threads.map(one, range(wanted.numel()), wanted.tolist()))
+        return out[places] if self._tiers.link is None else _to_device(self._tiers, out[places], None)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read(self, first: int, count: int, staging: Tensor) -> Tensor:
+        """Bytes of rows, read into the beginning of `staging`."""
+        begin, size = first * self._row_bytes, count * self._row_bytes
+        beside = begin % aligned(1)
+        span = staging[: aligned(beside + size)]
+        self._file.read(begin - beside, span)
+        self._tiers.traffic.moved("disk_to_cpu", "weights", size)
+        return span[beside : beside + size]
+
+    def _buffer(self, size: int) -> Tensor:
+        """Host memory of the calling loader, kept for its next load."""
+        held: Tensor | None = getattr(self._local, "memory", None)
+        if held is None or held.numel() < size:
+            assert self._tiers.link is not None
+            held = self._local.memory = self._tiers.link.host_memory(size)
+        return held
+
+
+def _to_device(tiers: Tiers, source: Tensor, staging: Tensor | None) -> Tensor:
+    assert tiers.link is not None
+    target = None if staging is None else staging[: source.numel()]
+    arrived = tiers.link.to_device(source, target)
+    tiers.traffic.moved("cpu_to_gpu", "weights", source.numel() * source.element_size())
+    return arrived
+
+
+def _staging(rows: int, row_bytes: int) -> Tensor:
+    return Ring(staged_bytes(rows, row_bytes)).whole()
 
 
 def weight_bytes(spec: ModelSpec, bytes_per_element: int, vector_bytes: int) -> int:
-    """Bytes that `ResidentWeights` claims: matrices and tables at one size, vectors at another."""
+    """Bytes of all weights: matrices and tables at one size an element, vectors at another."""
     return sum(
         prod(shape) * (vector_bytes if len(shape) == 1 else bytes_per_element)
         for stage in stages(spec)

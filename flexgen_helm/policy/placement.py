@@ -1,0 +1,56 @@
+"""Which tensors live where: a policy's fractions rounded to whole matrices. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Literal
+
+from flexgen_helm.models.spec import ModelSpec, tensor_shapes
+from flexgen_helm.policy.policy import Policy
+
+Tier = Literal["gpu", "cpu", "disk"]
+TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
+
+
+def shares(policy: Policy, kind: Literal["weights", "cache", "activations"], has_gpu: bool) -> dict[Tier, float]:
+    """Fractions by tier; without a gpu its share is the cpu's."""
+    gpu, cpu, disk = {
+        "weights": (policy.wg, policy.wc, policy.wd),
+        "cache": (policy.cg, policy.cc, policy.cd),
+        "activations": (policy.hg, policy.hc, policy.hd),
+    }[kind]
+    return {"gpu": gpu, "cpu": cpu, "disk": disk} if has_gpu else {"gpu": 0.0, "cpu": gpu + cpu, "disk": disk}
+
+
+def place(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str, Tier]:
+    """Tier of each item, in order, so that after every item each tier is near its fraction of the bytes so far.
+
+    The next item goes where most is missing. So no tier is ever more than an item off, and the layers share what is
+    far away evenly, which is what overlapping wants. Ties go to the faster tier.
+    """
+    held = dict.fromkeys(TIERS, 0)
+    placed: dict[str, Tier] = {}
+    total = 0
+    for name, size in sizes.items():
+        total += size
+        allowed = [tier for tier in TIERS if fractions[tier] > 0] or ["cpu"]
+        # Rounded, so that the sum of fractions in floating point does not decide between equals.
+        tier: Tier = max(allowed, key=lambda t: round(fractions[t] * total - held[t], 3))
+        placed[name] = tier
+        held[tier] += size
+    return placed
+
+
+def matrices(spec: ModelSpec, bytes_per_element: int) -> dict[str, int]:
+    """Name -> bytes of the tensors that a policy places; vectors are few and always rest beside the computing."""
+    return {
+        name: prod(shape) * bytes_per_element for name, shape in tensor_shapes(spec).items() if len(shape) > 1
+    }
+
+
+def achieved(sizes: Mapping[str, int], placed: Mapping[str, Tier]) -> dict[Tier, float]:
+    """Fraction of the bytes on each tier."""
+    total = sum(sizes.values())
+    found = {tier: sum(size for name, size in sizes.items() if placed[name] == tier) for tier in TIERS}
+    return {tier: size / total if total else 0.0 for tier, size in found.items()}

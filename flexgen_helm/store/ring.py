@@ -1,0 +1,111 @@
+"""A ring of staging memory: blocks are taken in order by one thread and given back by another."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Direct I/O wants addresses, offsets and lengths that are multiples of this.
+ALIGNMENT = 4096
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class RingCancelled(Exception):
+    """The waiting for room was called off."""
+
+
+@dataclass(eq=False)
+class Block:
+    """`size` bytes of the ring from `offset` on, both aligned."""
+
+    offset: int
+    size: int
+    given_back: bool = False
+
+
+class Ring:
+    """`capacity` bytes of page-aligned memory, of which blocks are reused first in, first out.
+
+    A block that is given back early is reused only when all older ones are back too: the users here (weights in the
+    order of a pass) give back in that order anyway. One thread takes, any may give.
+
+        | free |  oldest … newest  | free |        take behind the newest, or from the start again
+    """
+
+    def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
+        """memory: of `capacity` bytes on any device; None for pages of this process, not resident until written."""
+        self.capacity = aligned(capacity)
+        if memory is None:
+            self._map = mmap.mmap(-1, self.capacity)
+            memory = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
+        assert memory.numel() == self.capacity
+        self._memory = memory
+        self._blocks: deque[Block] = deque()
+        self._changed = threading.Condition()
+        self._cancelled = False
+
+    def take(self, num_bytes: int) -> Block:
+        """Wait until a block has room; raises `RingCancelled` once `cancel` was called."""
+        size = aligned(num_bytes)
+        assert 0 < size <= self.capacity, f"a block of {size} bytes in a ring of {self.capacity}"
+        with self._changed:
+            while True:
+                if self._cancelled:
+                    raise RingCancelled
+                offset = self._room(size)
+                if offset is not None:
+                    block = Block(offset, size)
+                    self._blocks.append(block)
+                    return block
+                self._changed.wait()
+
+    def give(self, block: Block) -> None:
+        with self._changed:
+            assert not block.given_back
+            block.given_back = True
+            while self._blocks and self._blocks[0].given_back:
+                self._blocks.popleft()
+            self._changed.notify_all()
+
+    def bytes_of(self, block: Block) -> Tensor:
+        """The block's memory [size] as bytes."""
+        return self._memory[block.offset : block.offset + block.size]
+
+    def whole(self) -> Tensor:
+        """All of the memory, for a ring that is used once."""
+        return self._memory
+
+    @property
+    def in_use(self) -> int:
+        with self._changed:
+            return sum(block.size for block in self._blocks)
+
+    def cancel(self) -> None:
+        """Call off the wait for room, now and until `resume`."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def resume(self) -> None:
+        with self._changed:
+            self._cancelled = False
+
+    def _room(self, size: int) -> int | None:
+        if not self._blocks:
+            return 0
+        first, last = self._blocks[0].offset, self._blocks[-1].offset + self._blocks[-1].size
+        if self._blocks[-1].offset >= first:  # not wrapped: free behind the newest and before the oldest
+            if last + size <= self.capacity:
+                return last
+            return 0 if size <= first else None
+        return last if last + size <= first else None
