@@ -4,46 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import psutil
 import torch
 
 from flexgen_helm.checkpoint.catalogue import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.paths import home as home_folder
 from flexgen_helm.checkpoint.source import Checkpoint
-from flexgen_helm.core.errors import FlexgenError, MemoryLimitError, UsageError
+from flexgen_helm.core.errors import FlexgenError, UsageError
 from flexgen_helm.core.records import GenerationRequest, GenerationResult, MemoryLimits, Progress
+from flexgen_helm.exec.block import Workload, block_limits, hidden_fractions
 from flexgen_helm.exec.executor import Executor
-from flexgen_helm.exec.prepare import prepare
+from flexgen_helm.exec.prepare import Prepared, prepare
 from flexgen_helm.exec.run import OnResult, Run
-from flexgen_helm.exec.schedule import ScheduleName
+from flexgen_helm.exec.schedule import SCHEDULES, ScheduleName
 from flexgen_helm.exec.scheduler import BlockLimits
 from flexgen_helm.hardware.rates import compute_dtype, matmul_flops
 from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.policy.memory import plan_memory
+from flexgen_helm.policy.placement import TIERS, Tier, achieved, matrices
 from flexgen_helm.policy.policy import Policy
 from flexgen_helm.report.throughput import throughput, versions
+from flexgen_helm.store.hidden import HiddenStore
 from flexgen_helm.store.kv import KVCache
 from flexgen_helm.store.ledger import Ledger
-from flexgen_helm.store.weights import ResidentWeights, weight_bytes
+from flexgen_helm.store.link import CudaLink, Link, SimulatedLink
+from flexgen_helm.store.tiers import Tiers
+from flexgen_helm.store.weights import PlacedWeights
 from flexgen_helm.text.tokenizer import Tokenizer
 
 # Part of every fingerprint: raised when a change of the code can change a result.
 RESULTS_VERSION = 1
-# Real tokens of one batch in memory: large enough for the full product rate, small enough to stay near the cache.
-BATCH_TOKENS = 1024
-# Rows that decode together: a CPU's products are near their full rate with a hundred, a GPU's want more.
-MAX_ROWS = {"cpu": 128, "cuda": 512}
-# Prompt tokens that join a pass in memory. Decoding goes on between them, which costs a reading of the weights each
-# time (some 2 %), and answers arrive, and are safe, all along instead of at the end of a block.
-PASS_TOKENS = 4 * BATCH_TOKENS
-UNLIMITED = 1 << 62
-# Share of a tier that compute copies of the weights may take, so that the KV cache keeps the rest.
-COPIES_SHARE = 0.5
 # What a machine keeps for everything that is not ours: a share of its memory, and never less than this.
 MARGIN_SHARE, MARGIN_BYTES = 0.1, 1 << 30
 
@@ -58,9 +58,13 @@ class Engine:
         *,
         name: str,
         device: torch.device,
+        link: Link | None,
         limits: MemoryLimits,
         policy: Policy | None,
-        schedule: ScheduleName,
+        schedule: ScheduleName | None,
+        folder: Path,
+        overlap: bool,
+        cpu_attention: bool,
     ) -> None:
         self.name = name
         self.spec = checkpoint.spec
@@ -68,25 +72,34 @@ class Engine:
         self.precision = "fp16"
         self.last_run: dict[str, Any] = {}
         self._policy = policy
-        self._schedule: ScheduleName = schedule
-        self._device = device
+        self._cpu_attention = cpu_attention
+        self._device, self._simulated = device, link is not None and device.type == "cpu"
         self._dtype = compute_dtype(device, checkpoint.rest_dtype)
-        tier = "gpu" if device.type == "cuda" else "cpu"
-        limit = limits.gpu if tier == "gpu" else limits.cpu
-        self.ledger = Ledger(tier, _capacity(device) if limit is None else limit)
+        home: Tier = "cpu" if link is None else "gpu"
+        capacities = _capacities(limits, device, folder, self._simulated)
+        ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
+        self._tiers = Tiers(device, home, ledgers, link, folder, overlap)
+        self.ledger = ledgers[home]
         began = time.perf_counter()
-        copies = weight_bytes(self.spec, self._dtype.itemsize, self._dtype.itemsize)
-        at_rest = weight_bytes(self.spec, checkpoint.rest_dtype.itemsize, self._dtype.itemsize)
-        assert self.ledger.limit is not None
-        if at_rest > self.ledger.limit:
-            raise MemoryLimitError(
-                f"the weights of {name} take {at_rest:,} bytes and the {tier} tier is limited to "
-                f"{self.ledger.limit:,}; raise --{tier}-memory or choose a smaller model"
+        sizes = checkpoint.rest_dtype.itemsize, self._dtype.itemsize
+        self._plan = plan_memory(self.spec, capacities, home, *sizes, policy)
+        self._schedule: ScheduleName = schedule or ("zigzag" if self._plan.streams else "row")
+        try:
+            self._weights = PlacedWeights(
+                checkpoint,
+                self._tiers,
+                self._plan.weights,
+                self._dtype,
+                compute_copies=self._plan.compute_copies,
+                staging_bytes=self._plan.staging_bytes,
+                overlap=overlap,
             )
-        keep_copies = copies <= COPIES_SHARE * self.ledger.limit
-        self._weights = ResidentWeights(checkpoint, self.ledger, device, self._dtype, keep_copies)
+        except BaseException:
+            self._tiers.close()
+            raise
         self._decoder = Decoder(self.spec, device, self._dtype)
         self._load_s = time.perf_counter() - began
+        self._origin = checkpoint.origin
         self.fingerprint = self._identity(checkpoint)
         self._lock = threading.Lock()
         self._closed = False
@@ -114,8 +127,12 @@ class Engine:
         """Load a model by catalogue name, hub name, folder or .gguf file.
 
         precision: None takes the suffix of the name ('fp16' without one). limits: bytes a tier, None = what the
-        machine has, less a margin. weights: 'dummy' draws random ones from `seed`. `overlap`, `cpu_attention` and
-        `offload_dir` matter only to models that are offloaded; here everything rests on the compute device.
+        machine has, less a margin. policy: fractions and block shape, or 'auto' (see `policy.memory`). schedule:
+        'row', 'zigzag', 'diagonal', 'prefill-only', or 'auto': zigzag where weights are streamed, else row.
+        offload_dir: of the disk tier. device: 'auto', 'cpu', 'cuda[:i]', or 'sim', a gpu in host memory whose size
+        `limits.gpu` gives, behind a link of `link_gb_s` (in, out) GB/s. overlap: transfers go on while computing does.
+        cpu_attention: decoding attends to a cache in host memory there. weights: 'dummy' draws random ones from
+        `seed`.
 
         Raises `UnknownModelError`, `UnsupportedArchitectureError`, `CheckpointError`, `MemoryLimitError` and
         `UsageError`, each before anything long has begun.
@@ -128,14 +145,10 @@ class Engine:
             raise UsageError("max_latency is not available in this version; leave it out")
         if kv_dtype is not None:
             raise UsageError(f"kv_dtype {kv_dtype!r} is not available in this version; leave it out")
-        if link_gb_s is not None or device == "sim":
-            raise UsageError("the simulated gpu is not available in this version; take --device cpu")
-        if schedule not in ("auto", "row", "zigzag"):
-            raise UsageError(f"schedule {schedule!r} is not available in this version; take auto, row or zigzag")
+        if schedule != "auto" and schedule not in SCHEDULES:
+            raise UsageError(f"schedule {schedule!r} is not known; take auto, {', '.join(SCHEDULES)}")
         parsed = None if policy == "auto" else Policy.parse(policy) if isinstance(policy, str) else policy
-        where = _device(device)
-        if parsed is not None and max(parsed.wd, parsed.cd, parsed.hd) > 0:
-            raise UsageError("this version keeps everything in memory: the policy's shares must sum to 100 %")
+        where, link = _computing(device, link_gb_s, limits)
         checkpoint = open_checkpoint(name_or_path, revision=revision, weights=weights, seed=seed)
         tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
         return cls(
@@ -143,9 +156,13 @@ class Engine:
             tokenizer,
             name=resolved.name,
             device=where,
+            link=link,
             limits=limits,
             policy=parsed,
-            schedule="row" if schedule in ("auto", "row") else "zigzag",
+            schedule=None if schedule == "auto" else cast(ScheduleName, schedule),
+            folder=Path(offload_dir) if offload_dir is not None else home_folder() / "offload",
+            overlap=overlap,
+            cpu_attention=cpu_attention,
         )
 
     def run(
@@ -165,18 +182,27 @@ class Engine:
             if self._closed:
                 raise FlexgenError("the engine is closed")
             began = time.perf_counter()
-            cache = KVCache(self.spec, self.ledger, self._device, self._dtype)
-            executor = Executor(self._decoder, self._weights, cache, self._device)
+            self._tiers.traffic.reset()
+            delegate = self._cpu_attention and self._tiers.home == "gpu"
+            cache = KVCache(self.spec, self._tiers, self._dtype, self._plan.cache, delegate)
+            prepared = prepare(requests, self.spec, self.tokenizer)
+            limits, waiting = self._block(cache, prepared)
+            hidden = HiddenStore(self._tiers, waiting)
+            executor = Executor(self._decoder, self._weights, cache, hidden, self._device)
             try:
-                prepared = prepare(requests, self.spec, self.tokenizer)
-                limits = self._block_limits(cache)
                 eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
                 run = Run(self.spec, executor, cache, limits, self._schedule, eos_ids)
                 results = run.answer(requests, prepared, on_result, should_stop or _never, progress)
             finally:
+                hidden.close()
                 cache.close()
             seconds = time.perf_counter() - began
-            self.last_run = self._record(results, len(prepared.running), seconds, executor, limits)
+            placed = {
+                "weights": achieved(matrices(self.spec, 1), self._plan.weights),
+                "cache": _shares(cache.placed, self._plan.cache),
+                "activations": _shares(hidden.placed, waiting),
+            }
+            self.last_run = self._record(results, len(prepared.running), seconds, executor, limits, placed)
             return results
 
     def close(self) -> None:
@@ -185,7 +211,9 @@ class Engine:
             if not self._closed:
                 self._closed = True
                 self._weights.close()
-                self.ledger.check({})
+                self._tiers.close()
+                for ledger in self._tiers.ledgers.values():
+                    ledger.check({})
 
     def __enter__(self) -> "Engine":
         return self
@@ -204,47 +232,70 @@ class Engine:
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def _block_limits(self, cache: KVCache) -> BlockLimits:
-        """A rule of thumb until a policy search lands: fill what the tier has left, batches of `BATCH_TOKENS`."""
-        free = self.ledger.free
-        assert free is not None
-        tokens = max(0, free) // cache.bytes_per_token
-        pass_tokens = PASS_TOKENS if self._schedule == "row" else UNLIMITED
-        if self._policy is None:
-            return BlockLimits(BATCH_TOKENS, BATCH_TOKENS, MAX_ROWS[self._device.type], tokens, pass_tokens)
-        return BlockLimits(UNLIMITED, self._policy.gpu_batch_size, self._policy.block_size, tokens, pass_tokens)
+    def _block(self, cache: KVCache, prepared: Prepared) -> tuple[BlockLimits, Mapping[Tier, float]]:
+        """Limits of a pass, and where hidden states wait."""
+        workload = Workload(
+            max((running.max_fed for running in prepared.running), default=1),
+            sum(len(running.tokens) for running in prepared.running),
+        )
+        free = {tier: ledger.free or 0 for tier, ledger in self._tiers.ledgers.items()}
+        hidden_bytes, home = self.spec.hidden_size * self._dtype.itemsize, self._tiers.home
+        limits = block_limits(
+            self._plan,
+            self._policy,
+            self._schedule,
+            workload,
+            free,
+            home,
+            cache.bytes_per_token,
+            cache.bytes_per_token // self.spec.num_layers,
+            hidden_bytes,
+        )
+        return limits, hidden_fractions(self._plan, self._schedule, workload, free, home, hidden_bytes)
 
     def _record(
-        self, results: Sequence[GenerationResult], unique: int, seconds: float, executor: Executor, limits: BlockLimits
+        self,
+        results: Sequence[GenerationResult],
+        unique: int,
+        seconds: float,
+        executor: Executor,
+        limits: BlockLimits,
+        placed: Mapping[str, Mapping[Tier, float]],
     ) -> dict[str, Any]:
         figures = throughput((result.cost for result in results), seconds)
         rate = matmul_flops(self._device, self._dtype)
-        compute_s = figures["prefill_s"] + figures["decode_s"]
-        none = {"weights": 0, "cache": 0, "activations": 0}
-        links = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
-        shares = {tier: 1.0 if tier == self.ledger.tier else 0.0 for tier in ("gpu", "cpu", "disk")}
+        spent = self._tiers.traffic.seconds()
+        waited = sum(found for what, found in spent.items() if what.startswith("wait_"))
+        batches_s = figures["prefill_s"] + figures["decode_s"]
         return {
             "model": self.name,
+            "origin": self._origin,
             "fingerprint": self.fingerprint,
             "precision": self.precision,
             "policy": {
                 "batch_tokens": limits.batch_tokens if self._policy is None else None,
                 "gpu_batch_size": limits.batch_rows,
                 "max_rows": limits.max_rows,
+                **({} if self._policy is None else asdict(self._policy)),
             },
             "schedule": self._schedule,
             **figures,
             "workload": {"num_requests": len(results), "num_unique": unique, **figures["workload"]},
             "wall_s": {"load": self._load_s, "generate": seconds},
-            "bytes": {link: dict(none) for link in links},
-            "time_s": {"compute": compute_s, "wait": 0.0, "other": seconds - compute_s},
-            "peak_bytes": {tier: self.ledger.peak if tier == self.ledger.tier else 0 for tier in shares},
+            "bytes": self._tiers.traffic.bytes(),
+            "time_s": {
+                "compute": batches_s - waited,
+                "wait": waited,
+                "other": max(0.0, seconds - batches_s),
+                **spent,
+            },
+            "peak_bytes": {tier: ledger.peak for tier, ledger in self._tiers.ledgers.items()},
             "peak_workspace_bytes": executor.peak_workspace_bytes,
             "predicted_latency_s": None,
             "roofline_s": figures["flops"] / rate,
-            "achieved_placement": {kind: dict(shares) for kind in ("weights", "cache", "activations")},
+            "achieved_placement": {kind: dict(shares) for kind, shares in placed.items()},
             "hardware": {
-                "device": str(self._device),
+                "device": "sim" if self._simulated else str(self._device),
                 "compute_dtype": str(self._dtype).removeprefix("torch."),
                 "threads": torch.get_num_threads(),
                 "matmul_flops": rate,
@@ -258,25 +309,48 @@ def _never() -> bool:
     return False
 
 
-def _device(name: str) -> torch.device:
+def _computing(
+    name: str, link_gb_s: tuple[float, float] | None, limits: MemoryLimits
+) -> tuple[torch.device, Link | None]:
+    """The device that computes, and the link to it: None where the host computes."""
+    if name == "sim":
+        if limits.gpu is None:
+            raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
+        return torch.device("cpu"), SimulatedLink(*(link_gb_s or (None, None)))
+    if link_gb_s is not None:
+        raise UsageError("only the simulated gpu takes a link's bandwidth; add --device sim or leave --link out")
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"device {name!r} is not known; take auto, cpu or cuda[:i]") from error
+        raise UsageError(f"device {name!r} is not known; take auto, cpu, cuda[:i] or sim") from error
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {name!r} is not supported; take auto, cpu or cuda[:i]")
-    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {name!r} is not supported; take auto, cpu, cuda[:i] or sim")
+    if device.type == "cpu":
+        return device, None
+    if not torch.cuda.is_available():
         raise UsageError(f"device {name!r} was asked for and this machine has no usable GPU; take --device cpu")
-    return device
+    return device, CudaLink(device)
 
 
-def _capacity(device: torch.device) -> int:
-    """Bytes of the device that we may fill, less a margin."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-    else:
-        memory = psutil.virtual_memory()
-        free, total = memory.available, memory.total
+def _capacities(limits: MemoryLimits, device: torch.device, folder: Path, simulated: bool) -> dict[Tier, int]:
+    """Bytes of each tier: what is asked for, else what the machine has, less a margin."""
+    memory = psutil.virtual_memory()
+    host = _less_margin(memory.available, memory.total)
+    near = _less_margin(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else 0
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk = shutil.disk_usage(existing)
+    found: dict[Tier, int] = {"gpu": near, "cpu": host, "disk": _less_margin(disk.free, 0)}
+    given: dict[Tier, int | None] = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
+    return {tier: found[tier] if (limit := given[tier]) is None else limit for tier in TIERS}
+
+
+def _less_margin(free: int, total: int) -> int:
     return max(0, free - max(MARGIN_BYTES, int(MARGIN_SHARE * total)))
+
+
+def _shares(placed: Mapping[Tier, int], planned: Mapping[Tier, float]) -> Mapping[Tier, float]:
+    """Fractions of bytes by tier; as planned where nothing was placed."""
+    total = sum(placed.values())
+    return {tier: placed[tier] / total if total else planned[tier] for tier in TIERS}

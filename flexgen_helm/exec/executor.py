@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from flexgen_helm.core.errors import Interrupted
+from flexgen_helm.core.errors import Interrupted, MemoryLimitError
 from flexgen_helm.core.rows import Batch, Row
 from flexgen_helm.exec.layout import Layout, layout
 from flexgen_helm.exec.sampling import Draw, choose
 from flexgen_helm.exec.schedule import WorkItem
-from flexgen_helm.models.decoder import Decoder, Rotary
+from flexgen_helm.models.decoder import Decoder, Rotary, StageWeights
 from flexgen_helm.models.spec import RopeSpec, stages
+from flexgen_helm.store.hidden import HiddenStore
 from flexgen_helm.store.kv import KVCache
 from flexgen_helm.store.weights import WeightStore
 
@@ -48,7 +50,7 @@ class _Live:
 
     layout: Layout
     rotary: dict[RopeSpec, Rotary]
-    hidden: Tensor
+    hidden: Tensor | None  # None while the store keeps it
     bad_stage: Tensor  # [T], index of the first stage with a value that is not finite, -1 while all are
     seconds: float = 0.0
 
@@ -56,12 +58,16 @@ class _Live:
 class Executor:
     """Takes batches through the stages in the order that a schedule names."""
 
-    def __init__(self, decoder: Decoder, weights: WeightStore, cache: KVCache, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, weights: WeightStore, cache: KVCache, hidden: HiddenStore, device: torch.device
+    ) -> None:
         self._decoder = decoder
         self._weights = weights
         self._cache = cache
+        self._hidden = hidden
         self._device = device
         self._stages = stages(decoder.spec)
+        self._head_rows = max(1, _LOGIT_ELEMENTS // decoder.spec.vocab_size)
         self.peak_workspace_bytes = 0
 
     @property
@@ -75,30 +81,68 @@ class Executor:
         draws: Callable[[Row], list[Draw]],
         on_batch: Callable[[BatchOutcome], None],
         should_stop: Callable[[], bool],
+        again: bool = False,
     ) -> None:
         """Interpret `items`; `on_batch` is called as soon as a batch has passed its last stage.
 
-        draws(row): how each of the row's next tokens is drawn. Raises `Interrupted` between two items.
+        draws(row): how each of the row's next tokens is drawn. again: another pass is certain to follow, so its first
+        weights may be loaded already. Raises `Interrupted` between two items; after this or another error nothing
+        of the pass is kept.
         """
+        orders = list(items)
+        self._weights.begin(self._visits(batches, orders), again)
         live: dict[int, _Live] = {}
-        with torch.inference_mode():
-            for item in items:
-                if should_stop():
-                    raise Interrupted("interrupted; everything finished so far is kept")
-                began = time.perf_counter()
-                if item.stage == 0:
-                    live[item.batch] = self._embed(batches[item.batch])
-                    outcome = None
-                elif item.stage < self.num_stages - 1:
-                    self._layer(live[item.batch], item.stage)
-                    outcome = None
-                else:
-                    outcome = self._head(batches[item.batch], live[item.batch], draws)
-                state = live[item.batch]
-                state.seconds += time.perf_counter() - began
-                if outcome is not None:
-                    del live[item.batch]
-                    on_batch(BatchOutcome(batches[item.batch], outcome, state.seconds))
+        try:
+            with torch.no_grad():  # not inference mode: tensors go to threads, and that mode is per thread
+                for place, item in enumerate(orders):
+                    if should_stop():
+                        raise Interrupted("interrupted; everything finished so far is kept")
+                    following = orders[place + 1] if place + 1 < len(orders) else None
+                    began = time.perf_counter()
+                    outcome = self._step(batches[item.batch], item, following, live, draws)
+                    state = live[item.batch]
+                    state.seconds += time.perf_counter() - began
+                    if outcome is not None:
+                        del live[item.batch]
+                        on_batch(BatchOutcome(batches[item.batch], outcome, state.seconds))
+        except BaseException:
+            self._weights.cancel()
+            self._hidden.close()
+            raise
+
+    def _step(
+        self,
+        batch: Batch,
+        item: WorkItem,
+        following: WorkItem | None,
+        live: dict[int, _Live],
+        draws: Callable[[Row], list[Draw]],
+    ) -> list[RowOutcome] | None:
+        """One item, while what the following one needs is on its way; the rows' outcomes after the last stage."""
+        if item.stage == 0:
+            live[item.batch] = self._embed(batch)
+        state = live[item.batch]
+        if state.hidden is None:
+            state.hidden = self._hidden.take(item.batch)
+        self._look_ahead(item, following, live)
+        outcome = None
+        if item.stage == self.num_stages - 1:
+            outcome = self._head(batch, state, draws)
+        elif item.stage:
+            self._layer(state, item.stage)
+        if outcome is None and (following is None or following.batch != item.batch):
+            self._hidden.put(item.batch, state.hidden)
+            state.hidden = None
+        return outcome
+
+    def _look_ahead(self, item: WorkItem, following: WorkItem | None, live: dict[int, _Live]) -> None:
+        if following is None or (state := live.get(following.batch)) is None:
+            return
+        if following.batch != item.batch:
+            self._hidden.prefetch(following.batch)
+        if 0 < following.stage < self.num_stages - 1:
+            with suppress(MemoryLimitError):  # no room for two: it is brought when it is needed
+                state.layout.prefetch(following.stage - 1, self._cache)
 
     def _embed(self, batch: Batch) -> _Live:
         flat = layout(batch, self._decoder.spec.windows, self._device)
@@ -115,6 +159,7 @@ class Executor:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return flat.attend(layer, window, scoring, cache, q, k, v)
 
+        assert state.hidden is not None
         with self._weights.stage(self._stages[stage]) as weights:
             state.hidden = self._decoder.layer(weights, layer, state.hidden, state.rotary, attend)
         # One sum a token meets every element; no synchronization with an accelerator until the head.
@@ -126,12 +171,12 @@ class Executor:
         #  predicts     b c ?
         asked: list[_Asked] = []
         outcomes: list[RowOutcome] = []
-        first = 0
+        first, uses = 0, self._head_uses(batch)
         for chunk, bad in zip(batch.chunks, self._bad_stages(batch, state)):
             row, outcome = chunk.row, RowOutcome(bad_stage=bad)
             outcomes.append(outcome)
             if bad is None:
-                if row.score and row.is_prefill:
+                if row.score and row.is_prefill:  # as `_head_uses` counts
                     targets = row.tokens[row.computed + 1 : row.prompt_len]
                     asked += [_Asked(outcome, first + i, target, None) for i, target in enumerate(targets)]
                 if row.draws:
@@ -139,16 +184,39 @@ class Executor:
             first += chunk.count
             row.computed += chunk.count
 
-        step = max(1, _LOGIT_ELEMENTS // self._decoder.spec.vocab_size)
-        for begin in range(0, len(asked), step):
-            self._predict(state.hidden, asked[begin : begin + step])
+        assert state.hidden is not None
+        # As many uses of the head as were announced, though a bad row may have left the last ones empty.
+        for number in range(uses):
+            with self._weights.stage(self._stages[-1]) as weights:
+                some = asked[number * self._head_rows : (number + 1) * self._head_rows]
+                if some:
+                    self._predict(weights, state.hidden, some)
         return outcomes
 
-    def _predict(self, hidden: Tensor, asked: list["_Asked"]) -> None:
+    def _head_uses(self, batch: Batch) -> int:
+        """Slices of positions in which a batch passes the head."""
+        asked = sum(chunk.row.draws for chunk in batch.chunks)
+        for chunk in batch.chunks:
+            if chunk.row.score and chunk.row.is_prefill:
+                asked += chunk.row.prompt_len - chunk.row.computed - 1
+        return -(-asked // self._head_rows)
+
+    def _visits(self, batches: Sequence[Batch], items: Sequence[WorkItem]) -> list[tuple[str, int]]:
+        """The stages in order, each with the number of times in a row that its weights are used."""
+        visits: list[tuple[str, int]] = []
+        for item in items:
+            name = self._stages[item.stage]
+            uses = 1 if item.stage < self.num_stages - 1 else self._head_uses(batches[item.batch])
+            if visits and visits[-1][0] == name:
+                visits[-1] = name, visits[-1][1] + uses
+            elif uses:
+                visits.append((name, uses))
+        return visits
+
+    def _predict(self, weights: StageWeights, hidden: Tensor, asked: list["_Asked"]) -> None:
         """Log-probabilities of one slice of the positions asked for, from the raw logits."""
         at = torch.tensor([a.position for a in asked], device=self._device)
-        with self._weights.stage(self._stages[-1]) as weights:
-            logits = self._decoder.head(weights, hidden.index_select(0, at))
+        logits = self._decoder.head(weights, hidden.index_select(0, at))
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, logits.numel() * logits.itemsize)
         tokens = torch.tensor([0 if a.target is None else a.target for a in asked], device=self._device)
         drawing = [i for i, a in enumerate(asked) if a.target is None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexgen_helm.core.rows import Batch, Row, SlotGroup
 from flexgen_helm.models import attention
-from flexgen_helm.models.attention import Scoring
+from flexgen_helm.models.attention import Part, Scoring
 from flexgen_helm.store.kv import KVCache
 
 
@@ -25,6 +25,19 @@ class _Decode:
     length: int
     masks: dict[int | None, Tensor | None]  # by window
 
+    def attend(
+        self, layer: int, window: int | None, scoring: Scoring, cache: KVCache, q: Tensor, k: Tensor, v: Tensor
+    ) -> Part:
+        mask, positions, delegated = self.masks[window], self.positions, cache.delegates(self.group)
+        if delegated:
+            q, k, v = cache.to_host("activations", q, k, v)
+            scoring, positions, mask = scoring.on(q.device), positions.cpu(), None if mask is None else mask.cpu()
+        cache.append(self.group, layer, positions, k, v)
+        keys, values = cache.active(self.group, layer, self.length)
+        part = attention.cached(q, keys, values, scoring, positions, mask)
+        cache.done(self.group, layer)
+        return _back(cache, part) if delegated else part
+
 
 @dataclass(frozen=True, eq=False)
 class _Shared:
@@ -34,6 +47,17 @@ class _Shared:
     tokens: Tensor
     positions: Tensor
     masks: dict[int | None, Tensor | None]  # by window, [t, S]
+
+    def attend(self, layer: int, window: int | None, scoring: Scoring, cache: KVCache, q: Tensor) -> Part:
+        assert self.parent.group is not None
+        mask, positions, delegated = self.masks[window], self.positions, cache.delegates(self.parent.group)
+        if delegated:
+            (q,) = cache.to_host("activations", q)
+            scoring, positions, mask = scoring.on(q.device), positions.cpu(), None if mask is None else mask.cpu()
+        keys, values = cache.segment(self.parent, layer)
+        part = attention.shared(q, keys, values, scoring, positions, mask)
+        cache.done(self.parent.group, layer)
+        return _back(cache, part) if delegated else part
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,17 +86,25 @@ class Layout:
                 cache.write(row, layer, 0, k[tokens], v[tokens])
         for part in self.decodes:
             tokens = part.tokens
-            cache.append(part.group, layer, part.positions, k[tokens], v[tokens])
-            keys, values = cache.active(part.group, layer, part.length)
-            mask = part.masks[window]
-            out[tokens], lse[tokens] = attention.cached(q[tokens], keys, values, scoring, part.positions, mask)
+            out[tokens], lse[tokens] = part.attend(layer, window, scoring, cache, q[tokens], k[tokens], v[tokens])
         for common in self.shared:
+            theirs = common.attend(layer, window, scoring, cache, q[common.tokens])
             index = common.tokens
-            keys, values = cache.segment(common.parent, layer)
-            mask = common.masks[window]
-            theirs = attention.shared(q[index], keys, values, scoring, common.positions, mask)
             out[index], lse[index] = attention.merge((out[index], lse[index]), theirs)
         return out
+
+    def prefetch(self, layer: int, cache: KVCache) -> None:
+        """Begin to bring what this layer's attention reads beside the computing."""
+        for group in self.groups():
+            cache.prefetch(group, layer)
+
+    def groups(self) -> Iterator[SlotGroup]:
+        """Slot groups that the batch attends to."""
+        for part in self.decodes:
+            yield part.group
+        for common in self.shared:
+            assert common.parent.group is not None
+            yield common.parent.group
 
 
 def layout(batch: Batch, windows: Iterable[int | None], device: torch.device) -> Layout:
@@ -121,6 +153,11 @@ def layout(batch: Batch, windows: Iterable[int | None], device: torch.device) ->
         decodes=tuple(decodes),
         shared=tuple(commons),
     )
+
+
+def _back(cache: KVCache, part: Part) -> Part:
+    out, lse = cache.to_device("activations", *part)
+    return out, lse
 
 
 def _decode_mask(lengths: Tensor, longest: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from flexgen_helm.core.errors import NumericalError, RequestError
+import torch
+
+from flexgen_helm.core.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.core.records import GenerationRequest, GenerationResult, Progress
-from flexgen_helm.core.rows import Chunk, Family, Row
+from flexgen_helm.core.rows import Batch, Chunk, Family, Row
 from flexgen_helm.exec.executor import BatchOutcome, Executor, RowOutcome
 from flexgen_helm.exec.prepare import Prepared, families
 from flexgen_helm.exec.running import RunningRequest
@@ -39,6 +41,7 @@ class Run:
         self._schedule = schedule
         self._eos_ids = eos_ids
         self._branches_left: dict[Row, int] = {}
+        self.halvings = 0
 
     def answer(
         self,
@@ -62,11 +65,36 @@ class Run:
         self._total_tokens = sum(running.max_fed for running in prepared.running if running.rows_left)
         self._scheduler = Scheduler(waiting, self._limits)
         while batches := self._scheduler.next_pass():
-            items = work_items(self._schedule, self._executor.num_stages, len(batches))
-            self._executor.run(batches, items, self._draws, self._settle, should_stop)
+            again = self._scheduler.will_go_on(batches)
+            self._pass(batches, again, should_stop)
         missing = [place for place, result in enumerate(self._results) if result is None]
         assert not missing, f"requests {missing[:5]} were never answered"
         return [result for result in self._results if result is not None]
+
+    def _pass(self, batches: Sequence[Batch], again: bool, should_stop: Callable[[], bool]) -> None:
+        """One pass; where memory runs out, what is left of it goes on in halves, and so do all later passes."""
+        done: set[Batch] = set()
+
+        def settle(outcome: BatchOutcome) -> None:
+            done.add(outcome.batch)
+            self._settle(outcome)
+
+        while True:
+            items = work_items(self._schedule, self._executor.num_stages, len(batches))
+            try:
+                self._executor.run(batches, items, self._draws, settle, should_stop, again)
+                return
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                # What was written to the cache is written again, the same; rows that are done stay done.
+                left = [batch for batch in batches if batch not in done]
+                halves = self._scheduler.halve(left)
+                if len(halves) == len(left):
+                    raise MemoryLimitError(
+                        f"memory ran out with {max(b.num_tokens for b in left)} tokens in a batch that cannot be "
+                        "divided; lower --gpu-memory or --cpu-memory so that more is kept free"
+                    ) from error
+                batches, self.halvings = halves, self.halvings + 1
+                done.clear()
 
     def _queue(self, running: Sequence[RunningRequest]) -> list[Family]:
         """Longest prompts first: neighbours share shapes, and what does not fit shows early."""

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-ScheduleName = Literal["row", "zigzag"]
+ScheduleName = Literal["row", "zigzag", "diagonal", "prefill-only"]
+SCHEDULES: tuple[ScheduleName, ...] = ("row", "zigzag", "diagonal", "prefill-only")
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,10 @@ def work_items(name: ScheduleName, num_stages: int, num_batches: int) -> Iterato
     """The items of one pass.
 
     row: batch by batch, each through the whole model; one batch's hidden states are alive, every weight is read once
-    a batch. zigzag: stage by stage, each for all batches (the paper's block schedule); every weight is read once a
-    pass and the hidden states of all batches are alive.
+    a batch. All others: stage by stage, each for all batches (the paper's block schedule); every weight is read once
+    a pass and the hidden states of all batches are alive. They differ in who is in a pass: a block that is full from
+    its first step on (zigzag), rows of all ages whose caches together fill the memory (diagonal), or the whole data
+    set in one pass, of which no row needs a second token (prefill-only).
     """
     stages: Sequence[int] = range(num_stages)
     if name == "row":

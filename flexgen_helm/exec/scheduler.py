@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from flexgen_helm.core.rows import Batch, Chunk, Family, Row, SlotGroup
 
@@ -65,6 +66,32 @@ class Scheduler:
         """Batches of the next pass, decoding first; empty when nothing is left. A row is in at most one batch."""
         decoding = list(self._decode_batches())
         return decoding + list(self._prefill_batches(self._admit()))
+
+    def will_go_on(self, batches: Iterable[Batch]) -> bool:
+        """Whether another pass follows these batches unless all their rows meet an end-of-text or a stop string."""
+        if self._waiting:
+            return True
+        rows = [chunk.row for batch in batches for chunk in batch.chunks]
+        return any(row.max_new - (len(row.tokens) - row.prompt_len) > 1 or row in self._reserved for row in rows)
+
+    def halve(self, batches: Iterable[Batch]) -> list[Batch]:
+        """The same chunks in batches half as large, and so from now on; a slot group that decodes stays together."""
+        batches = list(batches)
+        tokens = max(1, max(batch.num_tokens for batch in batches) // 2)
+        rows = max(1, max(len(batch.chunks) for batch in batches) // 2)
+        self._limits = replace(
+            self._limits,
+            batch_tokens=min(self._limits.batch_tokens, tokens),
+            batch_rows=min(self._limits.batch_rows, rows),
+        )
+        halves: list[Batch] = []
+        for batch in batches:
+            if batch.is_prefill:
+                halves += self._batches(([chunk] for chunk in batch.chunks), True)
+            else:
+                together = groupby(batch.chunks, key=lambda chunk: chunk.row.group)
+                halves += self._batches((list(chunks) for _, chunks in together), False)
+        return halves
 
     def branch(self, prompt: Row, branches: list[Row]) -> None:
         """Give the continuations of a prompt the slots set aside at admission; those that ended already need none."""
@@ -141,32 +168,31 @@ class Scheduler:
 
     def _decode_batches(self) -> Iterator[Batch]:
         """Running rows with a token to feed; the rows of a group stay together in slot order."""
-        chunks: list[Chunk] = []
+        groups = []
         for group in self._groups:
             rows = [row for row in group.rows if row.pending]
-            if not rows:
-                continue
-            assert len(rows) == len(group.rows), "a group decodes as one"
-            if chunks and len(chunks) + len(rows) > min(self._limits.batch_tokens, self._limits.batch_rows):
-                yield Batch(tuple(chunks), is_prefill=False)
-                chunks = []
-            chunks += [Chunk(row, row.pending) for row in rows]
-        if chunks:
-            yield Batch(tuple(chunks), is_prefill=False)
+            assert len(rows) in (0, len(group.rows)), "a group decodes as one"
+            if rows:
+                groups.append([Chunk(row, row.pending) for row in rows])
+        return self._batches(groups, False)
 
     def _prefill_batches(self, rows: list[Row]) -> Iterator[Batch]:
+        return self._batches(([Chunk(row, row.pending)] for row in rows), True)
+
+    def _batches(self, bundles: Iterable[list[Chunk]], is_prefill: bool) -> Iterator[Batch]:
+        """Chunks in order, as many in a batch as the limits allow; what is bundled stays together."""
         chunks: list[Chunk] = []
         tokens = 0
-        for row in rows:
-            count = row.pending
-            full = len(chunks) == self._limits.batch_rows or tokens + count > self._limits.batch_tokens
+        for bundle in bundles:
+            count = sum(chunk.count for chunk in bundle)
+            full = len(chunks) + len(bundle) > self._limits.batch_rows or tokens + count > self._limits.batch_tokens
             if chunks and full:
-                yield Batch(tuple(chunks), is_prefill=True)
+                yield Batch(tuple(chunks), is_prefill)
                 chunks, tokens = [], 0
-            chunks.append(Chunk(row, count))
+            chunks += bundle
             tokens += count
         if chunks:
-            yield Batch(tuple(chunks), is_prefill=True)
+            yield Batch(tuple(chunks), is_prefill)
 
 
 def _rows(family: Family) -> int:

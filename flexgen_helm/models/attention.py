@@ -12,7 +12,7 @@ Shapes: T tokens, B rows, Hq query heads, Hk key heads (Hq = G Hk), S keys, D el
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -31,6 +31,10 @@ class Scoring:
     scale: float
     softcap: float | None = None
     slopes: Tensor | None = None
+
+    def on(self, device: torch.device) -> Scoring:
+        """The same, for tensors that lie on `device`."""
+        return self if self.slopes is None else replace(self, slopes=self.slopes.to(device))
 
 
 # Rows of scores that the direct formula materializes at once, so that a long prompt cannot exhaust the workspace.

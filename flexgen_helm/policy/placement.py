@@ -44,9 +44,7 @@ def place(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str
 
 def matrices(spec: ModelSpec, bytes_per_element: int) -> dict[str, int]:
     """Name -> bytes of the tensors that a policy places; vectors are few and always rest beside the computing."""
-    return {
-        name: prod(shape) * bytes_per_element for name, shape in tensor_shapes(spec).items() if len(shape) > 1
-    }
+    return {name: prod(shape) * bytes_per_element for name, shape in tensor_shapes(spec).items() if len(shape) > 1}
 
 
 def achieved(sizes: Mapping[str, int], placed: Mapping[str, Tier]) -> dict[Tier, float]:

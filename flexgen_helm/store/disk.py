@@ -70,7 +70,7 @@ class DirectFile:
             self.path.unlink(missing_ok=True)
 
     def _transfer(self, call: Any, offset: int, buffer: Tensor) -> None:
-        view = memoryview(buffer.numpy())
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         assert offset % ALIGNMENT == 0 and len(view) % ALIGNMENT == 0 and offset + len(view) <= self.size
         done = 0
         try:
@@ -183,7 +183,7 @@ class WeightFiles:
             filled = offset = 0
             for piece in pieces:
                 data = piece.contiguous().view(torch.uint8).view(-1)
-                digest.update(memoryview(data.numpy()))
+                digest.update(memoryview(data.numpy()))  # type: ignore[arg-type]
                 while data.numel():
                     count = min(data.numel(), _CHUNK - filled)
                     buffer[filled : filled + count] = data[:count]
@@ -225,7 +225,7 @@ def _explained(error: OSError, path: Path, size: int) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = shutil.disk_usage(path.parent).free
         return DiskFullError(
-            f"{path.parent} has {free:,} bytes free, and {size:,} are needed for {path.name}; free some or name another "
-            "directory with --offload-dir"
+            f"{path.parent} has {free:,} bytes free, and {size:,} are needed for {path.name}; free some, or name "
+            "another directory with --offload-dir"
         )
     return OffloadError(f"{path} cannot be used: {error.strerror}")

@@ -12,10 +12,10 @@ memory, attention is computed there and only queries and outputs cross the link 
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -25,10 +25,13 @@ from torch import Tensor
 from flexgen_helm.core.rows import Row, SlotGroup
 from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.policy.placement import TIERS, Tier
-from flexgen_helm.store.disk import DirectFile
 from flexgen_helm.store.ledger import Allocation
 from flexgen_helm.store.ring import Ring, aligned
 from flexgen_helm.store.tiers import Tiers
+from flexgen_helm.store.traffic import Kind, LinkName
+
+# Writes of one layer of a group that may wait for the disk or the link.
+_WRITES_WAITING = 4
 
 KeysValues = tuple[Tensor, Tensor]  # [slots, Hk, S, D] each
 
@@ -55,7 +58,10 @@ class KVCache:
 
     def write(self, row: Row, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Store the keys and values [S, Hk, D] of `row`'s own tokens start … start + S - 1."""
-        self._open(row).write(row.slot, layer, start, k, v)
+        group = self._open(row)
+        if self._is_delegated(group):
+            k, v = self.to_host("cache", k, v)
+        group.write(row.slot, layer, start, k, v)
 
     def append(self, group: SlotGroup, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Store one token [B, Hk, D] for each of the group's rows, at `positions` [B] of their own tokens."""
@@ -87,8 +93,22 @@ class KVCache:
 
     def delegates(self, group: SlotGroup) -> bool:
         """Whether the host computes attention over this group."""
-        found = self._groups.get(group)
-        return self._delegate and isinstance(found, _Held) and found.tier == "cpu" and self._tiers.home == "gpu"
+        return self._is_delegated(self._groups.get(group))
+
+    def to_host(self, kind: Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
+        link = self._tiers.link
+        assert link is not None
+        self._tiers.traffic.moved("gpu_to_cpu", kind, sum(t.numel() * t.element_size() for t in tensors))
+        return tuple(link.to_host(tensor) for tensor in tensors)
+
+    def to_device(self, kind: Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
+        link = self._tiers.link
+        assert link is not None
+        self._tiers.traffic.moved("cpu_to_gpu", kind, sum(t.numel() * t.element_size() for t in tensors))
+        return tuple(link.to_device(tensor) for tensor in tensors)
+
+    def _is_delegated(self, group: "_Group | None") -> bool:
+        return isinstance(group, _Near) and group.tier != self._tiers.home
 
     def move(self, group: SlotGroup, source: int, target: int, length: int, stale: int) -> None:
         """Let slot `target`, which held `stale` tokens, become a copy of the first `length` of slot `source`."""
@@ -113,20 +133,24 @@ class KVCache:
             group = row.group
             num_bytes = group.num_slots * group.capacity * self.bytes_per_token
             tier = self._tier_for(num_bytes)
+            parts = self._spec, self._tiers, self._dtype, group
             if tier == "disk":
-                found = _OnDisk(self._spec, self._tiers, self._dtype, group)
+                found = _OnDisk(*parts)
             else:
                 claim = self._tiers.ledgers[tier].claim("cache", num_bytes)
-                found = _Held(self._spec, self._tiers, self._dtype, group, tier, claim)
+                near = tier == self._tiers.home or self._delegate
+                found = _Near(*parts, tier, claim) if near else _OnHost(*parts, claim)
             self._held[tier] += found.claim.num_bytes
             self.placed[tier] += found.claim.num_bytes
             self._groups[group] = found
         return found
 
     def _tier_for(self, num_bytes: int) -> Tier:
+        """Where most is missing, of those tiers that have room; the whole groups of a block rarely divide exactly."""
         total = sum(self._held.values()) + num_bytes
         allowed = [tier for tier in TIERS if self._fractions[tier] > 0]
-        return max(allowed, key=lambda tier: round(self._fractions[tier] * total - self._held[tier], 3))
+        roomy = [tier for tier in allowed if (free := self._tiers.ledgers[tier].free) is None or free >= num_bytes]
+        return max(roomy or allowed, key=lambda tier: round(self._fractions[tier] * total - self._held[tier], 3))
 
 
 class _Group(ABC):
@@ -158,98 +182,278 @@ class _Group(ABC):
         return None
 
 
-class _Held(_Group):
-    """In memory: beside the computing, or in the host's behind the link."""
+class _Far(_Group):
+    """What groups away from the computing share: layers that were brought, and writes that are under way."""
 
-    def __init__(
-        self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup, tier: Tier, claim: Allocation
-    ) -> None:
-        self.tier, self.claim = tier, claim
-        self._tiers = tiers
-        self._far = tiers.is_far(tier)
-        device = torch.device("cpu") if self._far else tiers.device
-        shape = (group.num_slots, spec.num_kv_heads, group.capacity, spec.head_dim)
-        self._layers = [(_zeros(shape, device, dtype), _zeros(shape, device, dtype)) for _ in range(spec.num_layers)]
+    def __init__(self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup) -> None:
+        self._spec, self._tiers, self._dtype, self._group = spec, tiers, dtype, group
         self._coming: dict[int, tuple[Future[KeysValues], Allocation]] = {}
-        self._group = group
-
-    def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
-        end = start + k.shape[0]
-        for held, new in zip(self._layers[layer], (k, v)):
-            held[slot, :, start:end] = self._here(new).transpose(0, 1)
-
-    def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        slots = torch.arange(k.shape[0], device=k.device)
-        coming = self._coming.get(layer)
-        if coming is not None:  # the copy that attention is about to read needs the new token too
-            for brought, new in zip(self._tiers.wait(coming[0], "cache"), (k, v)):
-                brought[slots, :, positions] = new
-        for held, new in zip(self._layers[layer], (k, v)):
-            new = self._here(new)
-            held[slots.to(held.device), :, positions.to(held.device)] = new
+        self._leaving: dict[int, list[Future[None]]] = {}
+        self._lock = threading.Lock()
 
     def read(self, layer: int) -> KeysValues:
-        if not self._far or self._delegated:
-            return self._layers[layer]
         self.prefetch(layer)
         return self._tiers.wait(self._coming[layer][0], "cache")
 
     def prefetch(self, layer: int) -> None:
-        if not self._far or self._delegated or layer in self._coming:
+        if layer in self._coming:
             return
-        # Only what rows have computed crosses the link; the rest of a slot is not read.
-        length = max((row.computed for row in self._group.rows), default=0)
-        held = self._layers[layer]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in held)
-        claim = self._tiers.ledgers[self._tiers.home].claim("staging", size)
+        spec, rows = self._spec, len(self._group.rows)
+        # What the rows have computed, and the token that is about to be appended.
+        shape = (rows, spec.num_kv_heads, max(row.computed for row in self._group.rows) + 1, spec.head_dim)
+        claim = self._tiers.ledgers[self._tiers.home].claim("staging", 2 * prod(shape) * self._dtype.itemsize)
 
         def bring() -> KeysValues:
-            return self._brought(held[0], length), self._brought(held[1], length)
+            with self._tiers.traffic.timed("load_cache"):
+                self._settle(layer)
+                keys, values = (_zeros(shape, self._tiers.device, self._dtype) for _ in range(2))
+                self._bring(layer, keys, values)
+                return keys, values
 
         self._coming[layer] = self._tiers.background("cache in", bring), claim
 
     def drop(self, layer: int) -> None:
         coming = self._coming.pop(layer, None)
         if coming is not None:
-            coming[0].exception()  # waits; an error was raised where the data was needed
+            coming[0].exception()  # waits; an error was raised where the data were needed
             self._tiers.ledgers[self._tiers.home].release(coming[1])
-
-    def move(self, source: int, target: int, length: int, stale: int) -> None:
-        # What remains of the old row is cleared: a masked position still takes part in the product with weight 0, and
-        # 0 times a value that is not finite would carry one row's fault into its neighbours.
-        for pair in self._layers:
-            for tensor in pair:
-                tensor[target, :, :length] = tensor[source, :, :length]
-                tensor[target, :, length:stale] = 0
 
     def close(self) -> None:
         for layer in list(self._coming):
             self.drop(layer)
+        for layer in list(self._leaving):
+            self._settle(layer)
 
-    @property
-    def _delegated(self) -> bool:
-        return self.delegated
+    @abstractmethod
+    def _bring(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Fill [rows, Hk, S, D] with what the group's rows have computed."""
 
-    delegated = False
+    def _leave(self, layer: int, store: Callable[[], None]) -> None:
+        """Write in the background; a later read of the layer waits for it, and gets its error."""
 
-    def _brought(self, held: Tensor, length: int) -> Tensor:
-        link = self._tiers.link
-        assert link is not None
-        near = torch.zeros(held.shape, dtype=held.dtype, device=self._tiers.device)
-        if length:
-            # One contiguous piece over the link, spread out on the other side.
-            near[:, :, :length] = link.to_device(held[:, :, :length].contiguous())
-            moved = held[:, :, :length].numel() * held.element_size()
-            self._tiers.traffic.moved("cpu_to_gpu", "cache", moved)
-        return near
+        def timed() -> None:
+            with self._tiers.traffic.timed("store_cache"):
+                store()
 
-    def _here(self, new: Tensor) -> Tensor:
-        """New keys or values on the side where the group rests."""
-        if not self._far or self._delegated and new.device.type == "cpu" and self._tiers.device.type != "cpu":
-            return new
-        if not self._far:
-            return new
-        link = self._tiers.link
-        assert link is not None
-        self._tiers.traffic.moved("gpu_to_cpu", "cache", new.numel() * new.element_size())
-        return link.to_host(new)
+        future = self._tiers.background("cache out", timed)
+        with self._lock:
+            waiting = self._leaving.setdefault(layer, [])
+            waiting.append(future)
+            oldest = waiting.pop(0) if len(waiting) > _WRITES_WAITING else None
+        if oldest is not None:  # what waits holds memory of the batch that made it
+            self._tiers.wait(oldest, "cache")
+
+    def _settle(self, layer: int) -> None:
+        with self._lock:
+            waiting = self._leaving.pop(layer, [])
+        for future in waiting:
+            future.result()
+
+    def _append_to_brought(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """The copy that attention is about to read, which holds what was computed before, needs the new tokens too."""
+        _put(self.read(layer), positions, k, v)
+
+    def _moved(self, link: LinkName, size: int) -> None:
+        self._tiers.traffic.moved(link, "cache", size)
+
+
+class _Near(_Group):
+    """Beside the computing, or in host memory where the host computes attention."""
+
+    def __init__(
+        self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup, tier: Tier, claim: Allocation
+    ) -> None:
+        self.tier, self.claim = tier, claim
+        device = tiers.device if tier == tiers.home else torch.device("cpu")
+        shape = (group.num_slots, spec.num_kv_heads, group.capacity, spec.head_dim)
+        self._layers = [(_zeros(shape, device, dtype), _zeros(shape, device, dtype)) for _ in range(spec.num_layers)]
+
+    def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        end = start + k.shape[0]
+        for held, new in zip(self._layers[layer], (k, v)):
+            held[slot, :, start:end] = new.transpose(0, 1)
+
+    def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        _put(self._layers[layer], positions, k, v)
+
+    def read(self, layer: int) -> KeysValues:
+        return self._layers[layer]
+
+    def move(self, source: int, target: int, length: int, stale: int) -> None:
+        _copy_slot(self._layers, source, target, length, stale)
+
+
+class _OnHost(_Far):
+    """In host memory behind the link; a layer's part that is filled crosses it for each use."""
+
+    def __init__(self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup, claim: Allocation) -> None:
+        super().__init__(spec, tiers, dtype, group)
+        self.tier, self.claim = "cpu", claim
+        assert tiers.link is not None
+        self._link = tiers.link
+        shape, host = (group.num_slots, spec.num_kv_heads, group.capacity, spec.head_dim), torch.device("cpu")
+        self._layers = [(_zeros(shape, host, dtype), _zeros(shape, host, dtype)) for _ in range(spec.num_layers)]
+
+    def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        end = start + k.shape[0]
+
+        def store() -> None:
+            for held, new in zip(self._layers[layer], (k, v)):
+                held[slot, :, start:end] = self._link.to_host(new).transpose(0, 1)
+                self._moved("gpu_to_cpu", new.numel() * new.element_size())
+
+        self._leave(layer, store)
+
+    def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        self._append_to_brought(layer, positions, k, v)
+
+        def store() -> None:
+            near = self._link.to_host(k), self._link.to_host(v)
+            self._moved("gpu_to_cpu", 2 * k.numel() * k.element_size())
+            _put(self._layers[layer], positions.cpu(), *near)
+
+        self._leave(layer, store)
+
+    def move(self, source: int, target: int, length: int, stale: int) -> None:
+        for layer in list(self._leaving):
+            self._settle(layer)
+        _copy_slot(self._layers, source, target, length, stale)
+
+    def _bring(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        length = keys.shape[2] - 1
+        if not length:
+            return
+        for held, near in zip(self._layers[layer], (keys, values)):
+            filled = held[: near.shape[0], :, :length].contiguous()  # one long copy over the link, spread out behind it
+            near[:, :, :length] = self._link.to_device(filled)
+            self._moved("cpu_to_gpu", filled.numel() * filled.element_size())
+
+
+class _OnDisk(_Far):
+    """In a file of the run. Slots do not move: a row that takes another's place is only known by a new number."""
+
+    def __init__(self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup) -> None:
+        super().__init__(spec, tiers, dtype, group)
+        self.tier = "disk"
+        self._stored = list(range(group.num_slots))  # slot of the group -> slot of the file
+        self._prompts = [row.prompt_len for row in group.rows]
+        steps = max(row.cache_tokens - row.prompt_len for row in group.rows)
+        token = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        self._token_bytes, self._step_bytes = token, aligned(group.num_slots * token)
+        self._offsets: list[int] = []  # of each slot's prompt within a layer
+        end = 0
+        for length in self._prompts:
+            self._offsets.append(end)
+            end += aligned(length * token)
+        self._steps_offset, self._layer_bytes = end, end + steps * self._step_bytes
+        size = max(aligned(1), spec.num_layers * self._layer_bytes)
+        self.claim = tiers.ledgers["disk"].claim("cache", size)
+        try:
+            self._file = tiers.directory().scratch(f"cache-{self.claim.serial}", size)
+        except BaseException:
+            tiers.ledgers["disk"].release(self.claim)
+            raise
+
+    def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        stored = self._stored[slot]
+        assert start == 0 and k.shape[0] == self._prompts[stored], "a prompt is written whole"
+        pieces = torch.stack((k.transpose(0, 1), v.transpose(0, 1)))  # [2, Hk, P, D]
+        self._store(layer, self._offsets[stored], pieces)
+
+    def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        self._append_to_brought(layer, positions, k, v)
+        rows = len(self._group.rows)
+        shape = (2, len(self._stored), self._spec.num_kv_heads, self._spec.head_dim)
+        pieces = torch.zeros(shape, dtype=self._dtype, device=k.device)
+        pieces[0, self._stored[:rows]], pieces[1, self._stored[:rows]] = k, v
+        self._store(layer, self._steps_offset + self._step(0) * self._step_bytes, pieces)
+
+    def move(self, source: int, target: int, length: int, stale: int) -> None:
+        self._stored[target], self._stored[source] = self._stored[source], self._stored[target]
+
+    def close(self) -> None:
+        super().close()
+        self._file.close(delete=True)
+
+    def _step(self, slot: int) -> int:
+        """Tokens that the row has computed behind its prompt; the same for all rows of the group."""
+        return self._group.rows[slot].computed - self._prompts[self._stored[slot]]
+
+    def _store(self, layer: int, offset: int, pieces: Tensor) -> None:
+        size = pieces.numel() * pieces.element_size()
+        if not size:
+            return
+
+        def store() -> None:
+            near = pieces
+            if self._tiers.link is not None:
+                near = self._tiers.link.to_host(pieces)
+                self._moved("gpu_to_cpu", size)
+            buffer = Ring(aligned(size)).whole()
+            buffer[:size] = near.contiguous().view(torch.uint8).view(-1)
+            self._file.write(layer * self._layer_bytes + offset, buffer)
+            self._moved("cpu_to_disk", size)
+
+        self._leave(layer, store)
+
+    def _bring(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        spec, link, rows = self._spec, self._tiers.link, keys.shape[0]
+        near = (keys, values)
+        if link is not None:  # put together on the host, then over the link in one piece
+            near = (torch.zeros(keys.shape, dtype=self._dtype), torch.zeros(keys.shape, dtype=self._dtype))
+        count = self._step(0)
+        for slot in range(rows):
+            stored = self._stored[slot]
+            length = self._prompts[stored]
+            if length:
+                found = self._read(layer, self._offsets[stored], (2, spec.num_kv_heads, length, spec.head_dim))
+                near[0][slot, :, :length], near[1][slot, :, :length] = found[0], found[1]
+        if count:
+            # Each step fills whole pages; what is beside its tokens is read and left out.
+            width = self._step_bytes // self._dtype.itemsize
+            steps = self._read(layer, self._steps_offset, (count, width))
+            tokens = len(self._stored) * self._token_bytes // self._dtype.itemsize
+            shape = (count, 2, len(self._stored), spec.num_kv_heads, spec.head_dim)
+            steps = steps[:, :tokens].reshape(shape)
+            for slot in range(rows):
+                stored = self._stored[slot]
+                columns = slice(self._prompts[stored], self._prompts[stored] + count)
+                for half in (0, 1):
+                    near[half][slot, :, columns] = steps[:, half, stored].transpose(0, 1)
+        if link is not None:
+            for host, device in zip(near, (keys, values)):
+                link.to_device(host, device)
+                self._moved("cpu_to_gpu", host.numel() * host.element_size())
+
+    def _read(self, layer: int, offset: int, shape: tuple[int, ...]) -> Tensor:
+        size = prod(shape) * self._dtype.itemsize
+        buffer = Ring(aligned(size)).whole()
+        self._file.read(layer * self._layer_bytes + offset, buffer)
+        self._moved("disk_to_cpu", size)
+        return buffer[:size].view(self._dtype).view(shape)
+
+
+def _put(layer: KeysValues, positions: Tensor, k: Tensor, v: Tensor) -> None:
+    """One token [B, Hk, D] into each of the first B slots, at its position."""
+    for held, new in zip(layer, (k, v)):
+        held[torch.arange(new.shape[0], device=held.device), :, positions] = new
+
+
+def _copy_slot(layers: list[KeysValues], source: int, target: int, length: int, stale: int) -> None:
+    # What remains of the old row is cleared: a masked position still takes part in the product with weight 0, and 0
+    # times a value that is not finite would carry one row's fault into its neighbours.
+    for pair in layers:
+        for tensor in pair:
+            tensor[target, :, :length] = tensor[source, :, :length]
+            tensor[target, :, length:stale] = 0
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros, because masked positions are multiplied by 0 and must be finite.
+
+    On the CPU they come from numpy, which leaves zeroing to the system: pages cost nothing until they are written,
+    so a row that ends early never costs its whole slot. `torch.zeros` writes them all at once.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return torch.zeros(shape, device=device, dtype=dtype)

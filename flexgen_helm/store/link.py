@@ -6,10 +6,13 @@ meanwhile. The two directions are independent (full duplex).
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +30,8 @@ class Link(ABC):
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         """Copy to `target` (or new host memory); what is still computing `source` is waited for."""
 
-    def used(self) -> None:
-        """Device memory was read by work that is under way; called by the computing thread before memory is reused."""
+    def used(self) -> None:  # noqa: B027
+        """Device memory was read by work that may be under way; the computing thread says so before it is reused."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Host memory [num_bytes] that copies are fast from and to."""
@@ -100,9 +103,6 @@ class CudaLink(Link):
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-def _pages(num_bytes: int):  # type: ignore[no-untyped-def]
-    import mmap
-
-    import numpy as np
-
+def _pages(num_bytes: int) -> Any:
+    """Zeroed pages of this process as an array, not resident until they are written."""
     return np.frombuffer(mmap.mmap(-1, max(1, num_bytes)), dtype=np.uint8)[:num_bytes]

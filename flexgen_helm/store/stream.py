@@ -68,7 +68,7 @@ class _Unit:
 @dataclass(eq=False)
 class _Visit:
     stage: str
-    uses_left: int
+    uses_left: int | None
     keeps: bool  # the whole stage stays in the ring until its last use
     units: deque[_Unit]
 
@@ -80,9 +80,7 @@ class Streamer:
     before a unit's memory is given back, while products that read it may still be under way on a device.
     """
 
-    def __init__(
-        self, ring: Ring, traffic: Traffic, overlap: bool, used: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, ring: Ring, traffic: Traffic, overlap: bool, used: Callable[[], None] = lambda: None) -> None:
         self._ring, self._traffic, self._overlap, self._used = ring, traffic, overlap, used
         self._visits: deque[_Visit] = deque()
         self._queue: deque[_Unit] = deque()
@@ -95,12 +93,24 @@ class Streamer:
         for loader in self._loaders:
             loader.start()
 
-    def visit(self, stage: str, matrices: Sequence[Matrix], uses: int) -> None:
-        """Announce the next visit: `uses` batches will pass through `stage`, which needs `matrices` in this order."""
+    def visit(self, stage: str, matrices: Sequence[Matrix], uses: int | None) -> bool:
+        """Announce the next visit: `stage` will be used `uses` times in a row and needs `matrices` in this order.
+
+        uses None: not known yet, to be told by a later `visit` of the same stage; refused (False) for a stage that
+        does not fit into the ring.
+        """
+        expected = next((visit for visit in self._visits if visit.uses_left is None), None)
+        if expected is not None and uses is not None:
+            assert expected.stage == stage, f"{expected.stage} was expected next, not {stage}"
+            expected.uses_left = uses
+            return True
         sizes = [size for matrix in matrices for size in matrix.unit_bytes()]
         # Blocks may not fit round the ring's end exactly; one unit's size covers what that wastes.
         keeps = sum(sizes) + max(sizes, default=0) <= self._ring.capacity
+        if uses is None and not keeps:
+            return False
         rounds = 1 if keeps else uses
+        assert rounds is not None
         units = deque(
             _Unit(matrix, first, min(matrix.tile_rows, matrix.rows - first))
             for _ in range(rounds)
@@ -112,12 +122,19 @@ class Streamer:
             with self._wake:
                 self._queue.extend(units)
                 self._wake.notify_all()
+        return True
+
+    @property
+    def expects(self) -> bool:
+        """Whether visits are announced whose uses are not known yet."""
+        return any(visit.uses_left is None for visit in self._visits)
 
     @contextmanager
     def using(self, stage: str) -> Iterator[Callable[[str], Iterator[tuple[int, Tensor]]]]:
         """One use of the stage that is next in order: rows(name) yields (first row, rows [count, in]) of a matrix."""
         assert self._visits and self._visits[0].stage == stage, f"{stage} is not the next visit"
         visit = self._visits[0]
+        assert visit.uses_left is not None
         last = visit.uses_left == 1
 
         def rows(name: str) -> Iterator[tuple[int, Tensor]]:

@@ -16,7 +16,6 @@ from flexgen_helm.store.ledger import Ledger
 from flexgen_helm.store.link import Link
 from flexgen_helm.store.traffic import Traffic
 
-
 Result = TypeVar("Result")
 
 

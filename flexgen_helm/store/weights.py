@@ -9,6 +9,7 @@ compute type.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -26,7 +27,7 @@ from flexgen_helm.policy.placement import Tier
 from flexgen_helm.store.disk import DirectFile
 from flexgen_helm.store.ledger import Allocation
 from flexgen_helm.store.ring import Ring, aligned
-from flexgen_helm.store.stream import Fetch, Matrix, Streamer, staged_bytes
+from flexgen_helm.store.stream import Matrix, Streamer, staged_bytes
 from flexgen_helm.store.tiers import Tiers
 
 # Elements of a weight that are upcast at once: 4 MiB in float32, so that a tile stays in a core's cache.
@@ -42,8 +43,11 @@ HEAD_MATRIX, TABLE = "head.lm.weight", "embed.tokens.weight"
 class WeightStore(Protocol):
     """Hands out the weights of a stage."""
 
-    def begin(self, order: Sequence[tuple[str, int]]) -> None:
-        """Announce the stages to come, each with the number of batches that will pass through it in a row."""
+    def begin(self, order: Sequence[tuple[str, int]], again: bool = False) -> None:
+        """Announce the stages of a pass, each with the number of times in a row that it is used.
+
+        again: another pass that begins in the same order is certain to follow.
+        """
         ...
 
     def stage(self, name: str) -> AbstractContextManager[StageWeights]:
@@ -96,6 +100,7 @@ class PlacedWeights:
         self._home: dict[str, Tensor] = {}
         self._far: dict[str, _Far] = {}
         self._streamer: Streamer | None = None
+        self._ring_bytes = staging_bytes
         self._gatherers: ThreadPoolExecutor | None = None
         try:
             for name, shape in checkpoint.shapes.items():
@@ -112,11 +117,17 @@ class PlacedWeights:
             self.close()
             raise
 
-    def begin(self, order: Sequence[tuple[str, int]]) -> None:
-        if self._streamer is not None:
-            for stage, uses in order:
-                if self._matrices[stage]:
-                    self._streamer.visit(stage, self._matrices[stage], uses)
+    def begin(self, order: Sequence[tuple[str, int]], again: bool = False) -> None:
+        if self._streamer is None:
+            return
+        far = [(stage, uses) for stage, uses in order if self._matrices[stage]]
+        for stage, uses in far:
+            self._streamer.visit(stage, self._matrices[stage], uses)
+        ahead = 0
+        for stage, _ in far if again and not self._streamer.expects else ():
+            ahead += sum(matrix.num_bytes for matrix in self._matrices[stage])
+            if ahead > self._ring_bytes or not self._streamer.visit(stage, self._matrices[stage], None):
+                break
 
     @contextmanager
     def stage(self, name: str) -> Iterator[StageWeights]:
@@ -243,20 +254,24 @@ class _Stage:
         return self._weights.gather(f"{self._stage}.{name}.weight", rows)
 
 
-class _Far(Protocol):
+class _Far(ABC):
     """A matrix on another tier than the computing."""
 
     shape: tuple[int, int]
-    fetch: Fetch
 
+    @abstractmethod
+    def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
+        """As `stream.Fetch`."""
+
+    @abstractmethod
     def gather(self, rows: Tensor, threads: ThreadPoolExecutor) -> Tensor:
-        """Rows [T] -> [T, width] at rest type, on the host or the device."""
-        ...
+        """Rows [T] -> [T, width] in the type at rest, on the host or the device."""
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
-class _OnHost:
+class _OnHost(_Far):
     """In host memory, behind the link."""
 
     def __init__(self, tiers: Tiers, held: Tensor) -> None:
@@ -275,7 +290,7 @@ class _OnHost:
         del self._held
 
 
-class _OnDisk:
+class _OnDisk(_Far):
     """In a file of the disk tier; behind the link too where a device computes."""
 
     def __init__(self, tiers: Tiers, file: DirectFile, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -1,0 +1,87 @@
+"""How much a pass may hold: from what the tiers have left to limits for the scheduler. No torch.
+
+A rule of thumb until a policy search decides. In memory: batches of `BATCH_TOKENS`, a few thousand prompt tokens a
+pass. Streamed: batches as large as one reading of the weights is worth, and as many rows as the cache has room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flexgen_helm.exec.schedule import ScheduleName
+from flexgen_helm.exec.scheduler import GROUP_ROWS, BlockLimits
+from flexgen_helm.policy.memory import MemoryPlan
+from flexgen_helm.policy.placement import TIERS, Tier
+from flexgen_helm.policy.policy import Policy
+
+# Real tokens of one batch: large enough for the full product rate, small enough to stay near the cache.
+BATCH_TOKENS = 1024
+# Streamed matrices are upcast anew for every batch, so fewer and larger ones pay.
+STREAMED_BATCH_TOKENS = 2048
+# Rows that decode together in memory: a CPU's products are near their full rate with a hundred, a GPU's want more.
+MAX_ROWS: Mapping[Tier, int] = {"cpu": 128, "gpu": 512}
+# Prompt tokens that join a pass in memory. Decoding goes on between them, which costs a reading of the weights each
+# time (some 2 %), and answers arrive, and are safe, all along instead of at the end of a block.
+PASS_TOKENS = 4 * BATCH_TOKENS
+# Share of the computing's tier that hidden states of waiting batches may take.
+HIDDEN_SHARE = 0.1
+UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Workload:
+    """longest: positions of the longest row. prompt_tokens: over all requests."""
+
+    longest: int
+    prompt_tokens: int
+
+
+def hidden_fractions(
+    plan: MemoryPlan, schedule: ScheduleName, workload: Workload, free: Mapping[Tier, int], home: Tier, token_bytes: int
+) -> Mapping[Tier, float]:
+    """Where hidden states wait: as planned; for `prefill-only`, whose whole data set is under way at once, beside the
+    computing as far as its share goes, then in host memory, then on the disk."""
+    total = workload.prompt_tokens * token_bytes
+    if schedule != "prefill-only" or not total:
+        return plan.activations
+    left, fractions = 1.0, dict.fromkeys(TIERS, 0.0)
+    for tier in (home, "cpu"):
+        fractions[tier] = max(fractions[tier], min(left, HIDDEN_SHARE * free[tier] / total))
+        left = 1.0 - sum(fractions.values())
+    return {**fractions, "disk": max(0.0, left)}
+
+
+def block_limits(
+    plan: MemoryPlan,
+    policy: Policy | None,
+    schedule: ScheduleName,
+    workload: Workload,
+    free: Mapping[Tier, int],
+    home: Tier,
+    cache_bytes: int,
+    layer_cache_bytes: int,
+    hidden_bytes: int,
+) -> BlockLimits:
+    """free: bytes left on each tier. cache_bytes, layer_cache_bytes: of one position in all layers and in one.
+    hidden_bytes: of one token's states."""
+    waiting = {tier: HIDDEN_SHARE * free[tier] if schedule != "row" else 0.0 for tier in TIERS}
+    # Layers of groups elsewhere that are brought beside the computing: the one in use and the next.
+    far = any(share > 0 and tier != home for tier, share in plan.cache.items())
+    staged = 2 * GROUP_ROWS * (workload.longest + 1) * layer_cache_bytes if far else 0
+    room = []
+    for tier, share in plan.cache.items():
+        left = free[tier] - (waiting[tier] if plan.activations[tier] > 0 else 0) - (staged if tier == home else 0)
+        if share > 0:
+            room.append(max(0.0, left) / share)
+    tokens = int(min(room) / cache_bytes)
+    pass_tokens = PASS_TOKENS
+    if schedule == "prefill-only":
+        pass_tokens = UNLIMITED
+    elif schedule != "row":
+        shares = [waiting[tier] / share for tier, share in plan.activations.items() if share > 0]
+        pass_tokens = max(1, int(min(shares) / hidden_bytes))
+    if policy is not None:
+        return BlockLimits(UNLIMITED, policy.gpu_batch_size, policy.block_size, tokens, pass_tokens)
+    batch = STREAMED_BATCH_TOKENS if plan.streams else BATCH_TOKENS
+    return BlockLimits(batch, batch, UNLIMITED if plan.streams else MAX_ROWS[home], tokens, pass_tokens)
