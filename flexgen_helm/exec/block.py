@@ -19,6 +19,8 @@ from flexgen_helm.policy.policy import Policy
 BATCH_TOKENS = 1024
 # Streamed matrices are upcast anew for every batch, so fewer and larger ones pay.
 STREAMED_BATCH_TOKENS = 2048
+# Real tokens of one batch where a policy counts sequences: bounds the workspace of their prompts.
+MAX_BATCH_TOKENS = 4096
 # Rows that decode together in memory: a CPU's products are near their full rate with a hundred, a GPU's want more.
 MAX_ROWS: Mapping[Tier, int] = {"cpu": 128, "gpu": 512}
 # Prompt tokens that join a pass in memory. Decoding goes on between them, which costs a reading of the weights each
@@ -82,6 +84,6 @@ def block_limits(
         shares = [waiting[tier] / share for tier, share in plan.activations.items() if share > 0]
         pass_tokens = max(1, int(min(shares) / hidden_bytes))
     if policy is not None:
-        return BlockLimits(UNLIMITED, policy.gpu_batch_size, policy.block_size, tokens, pass_tokens)
+        return BlockLimits(MAX_BATCH_TOKENS, policy.gpu_batch_size, policy.block_size, tokens, pass_tokens)
     batch = STREAMED_BATCH_TOKENS if plan.streams else BATCH_TOKENS
     return BlockLimits(batch, batch, UNLIMITED if plan.streams else MAX_ROWS[home], tokens, pass_tokens)

@@ -27,7 +27,12 @@ _MLP_TOKENS = 4096
 
 
 class StageWeights(Protocol):
-    """The weights of one stage, by canonical name without the stage's prefix; values in the compute type."""
+    """The weights of one stage, by canonical name without the stage's prefix; values in the compute type.
+
+    repeatable: a matrix may be asked for more than once by one batch; else each once, in the order of the spec.
+    """
+
+    repeatable: bool
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """x [T, in] -> x W' + bias [T, out], for the matrix `name`.weight."""
@@ -142,7 +147,7 @@ class Decoder:
         return weights.linear("attn.o", attend(q, k, v).reshape(-1, spec.q_size))
 
     def _mlp(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
-        if x.shape[0] > _MLP_TOKENS:
+        if x.shape[0] > _MLP_TOKENS and weights.repeatable:
             return torch.cat([self._mlp(weights, name, part) for part in x.split(_MLP_TOKENS)])
         if self.spec.gated_mlp:
             inner = self._activation(weights.linear(f"{name}.gate", x)).mul_(weights.linear(f"{name}.up", x))

@@ -228,6 +228,7 @@ class _Stage:
         self, weights: PlacedWeights, stage: str, rows: Callable[[str], Iterator[tuple[int, Tensor]]] | None
     ) -> None:
         self._weights, self._stage, self._rows = weights, stage, rows
+        self.repeatable = rows is None
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         full, bias = f"{self._stage}.{name}.weight", self.vector(f"{name}.bias")
