@@ -11,12 +11,20 @@ class SlotGroup:
     """Rows whose KV cache lies in one tensor a layer: row `i` of `rows` owns slot `i`, of `capacity` tokens.
 
     Active rows fill the first slots: a row that retires swaps places with the last one, so that attention reads
-    one contiguous slice and never a retired row.
+    one contiguous slice and never a retired row. page_tokens: the cache grows by so many tokens a slot as the rows
+    do; 0: it has its whole capacity from the first token on.
     """
 
     capacity: int
     num_slots: int
     rows: list["Row"]
+    page_tokens: int = 0
+
+    def paged(self, tokens: int) -> int:
+        """Tokens a slot that are allocated when the longest row has `tokens`."""
+        if not self.page_tokens:
+            return self.capacity
+        return min(self.capacity, -(-tokens // self.page_tokens) * self.page_tokens)
 
 
 @dataclass(eq=False)

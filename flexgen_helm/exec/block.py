@@ -28,6 +28,8 @@ MAX_ROWS: Mapping[Tier, int] = {"cpu": 128, "gpu": 512}
 PASS_TOKENS = 4 * BATCH_TOKENS
 # Share of the computing's tier that hidden states of waiting batches may take.
 HIDDEN_SHARE = 0.1
+# A page of a cache that grows: copying a row's cache once a page costs a few hundredths of reading it every step.
+PAGE_TOKENS = 32
 UNLIMITED = 1 << 62
 
 
@@ -83,7 +85,8 @@ def block_limits(
     elif schedule != "row":
         shares = [waiting[tier] / share for tier, share in plan.activations.items() if share > 0]
         pass_tokens = max(1, int(min(shares) / hidden_bytes))
+    page = PAGE_TOKENS if schedule == "diagonal" else 0
     if policy is not None:
-        return BlockLimits(MAX_BATCH_TOKENS, policy.gpu_batch_size, policy.block_size, tokens, pass_tokens)
+        return BlockLimits(MAX_BATCH_TOKENS, policy.gpu_batch_size, policy.block_size, tokens, pass_tokens, page)
     batch = STREAMED_BATCH_TOKENS if plan.streams else BATCH_TOKENS
-    return BlockLimits(batch, batch, UNLIMITED if plan.streams else MAX_ROWS[home], tokens, pass_tokens)
+    return BlockLimits(batch, batch, UNLIMITED if plan.streams else MAX_ROWS[home], tokens, pass_tokens, page)

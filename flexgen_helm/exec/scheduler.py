@@ -6,6 +6,7 @@ give their slots back at once. The order in which the batches of a pass meet the
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,13 +23,16 @@ GROUP_ROWS = 32
 class BlockLimits:
     """What a pass may hold. batch_tokens, batch_rows: real tokens and rows of one batch (one longer row still goes
     alone); max_rows: rows with a cache; cache_tokens: positions of KV cache over all rows; pass_tokens: prompt tokens
-    that one pass lets in, so that running rows are not kept waiting (one longer prompt still comes alone)."""
+    that one pass lets in, so that running rows are not kept waiting (one longer prompt still comes alone).
+    page_tokens: 0 sets a row's whole cache aside when it is let in; else caches grow by pages, and rows are let in a
+    few each pass, so that young and old ones fill the memory together (the diagonal schedule)."""
 
     batch_tokens: int
     batch_rows: int
     max_rows: int
     cache_tokens: int
     pass_tokens: int
+    page_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Scheduler:
         self._limits = limits
         self._groups: list[SlotGroup] = []
         self._reserved: dict[Row, int] = {}
-        self._cache_tokens = 0
+        self._pace = _pace(self._waiting, limits) if limits.page_tokens else None
+        self._credit = 0.0
 
     @property
     def num_running(self) -> int:
@@ -59,8 +64,9 @@ class Scheduler:
 
     @property
     def cache_tokens(self) -> int:
-        """Positions of KV cache that are reserved now."""
-        return self._cache_tokens
+        """Positions of KV cache that are allocated or set aside now."""
+        held = sum(group.paged(_age(group)) * group.num_slots for group in self._groups)
+        return held + sum(self._reserved.values())
 
     def next_pass(self) -> list[Batch]:
         """Batches of the next pass, decoding first; empty when nothing is left. A row is in at most one batch."""
@@ -95,7 +101,7 @@ class Scheduler:
 
     def branch(self, prompt: Row, branches: list[Row]) -> None:
         """Give the continuations of a prompt the slots set aside at admission; those that ended already need none."""
-        self._cache_tokens -= self._reserved.pop(prompt)
+        del self._reserved[prompt]
         if branches:
             self._open(branches)
 
@@ -113,7 +119,6 @@ class Scheduler:
             last.slot = slot
         if not group.rows:
             self._groups.remove(group)
-            self._cache_tokens -= group.capacity * group.num_slots
         return retired
 
     def _admit(self) -> list[Row]:
@@ -122,6 +127,9 @@ class Scheduler:
         seats: list[Row] = []  # rows that will share the next group
         rows = self.num_running
         tokens = 0
+        growth = self._growth()
+        if self._pace is not None:
+            self._credit += self._pace
         while self._waiting:
             family = self._waiting[0]
             prompt = family.prompt
@@ -130,41 +138,59 @@ class Scheduler:
             if prompt.keeps_cache:
                 alone = family.num_branches > 0  # a prompt that others read does not decode: it keeps to itself
                 if seats and (alone or len(seats) == min(GROUP_ROWS, self._limits.batch_rows)):
-                    self._open(seats)
+                    growth = self._seat(seats)
                     seats = []
                 # The seats of this pass become as wide as their widest row.
-                width = max([prompt.cache_tokens, *(row.cache_tokens for row in seats)])
-                wanted = width * (len(seats) + 1) + family.num_branches * family.branch_tokens
-                if self._cache_tokens + wanted > self._limits.cache_tokens:
+                if not self._fits(growth, [*seats, prompt], family.num_branches * family.branch_tokens):
                     if not seats:
                         break
-                    self._open(seats)
+                    growth = self._seat(seats)
                     seats = []
                     continue
                 if rows and rows + _rows(family) > self._limits.max_rows:
                     break
+                if self._pace is not None and rows and self._credit < 1:
+                    break
+                self._credit -= 1
                 rows += _rows(family)
                 if alone:
-                    self._open([prompt])
                     self._reserved[prompt] = family.num_branches * family.branch_tokens
-                    self._cache_tokens += self._reserved[prompt]
+                    growth = self._seat([prompt])
                 else:
                     seats.append(prompt)
             admitted.append(prompt)
             tokens += prompt.pending
             self._waiting.popleft()
         if seats:
-            self._open(seats)
+            self._seat(seats)
         assert admitted or self._groups or not self._waiting, "a family that fits alone is always admitted"
         return admitted
 
+    def _seat(self, rows: list[Row]) -> list[int]:
+        self._open(rows)
+        return self._growth()
+
+    def _growth(self) -> list[int]:
+        """Positions of cache in use after 0, 1, 2 … more passes, if no row ends before it must."""
+        set_aside = sum(self._reserved.values())
+        futures = [_future(group, _age(group)) for group in self._groups]
+        steps = max(map(len, futures), default=1)
+        return [set_aside + sum(future[i] for future in futures if i < len(future)) for i in range(steps)]
+
+    def _fits(self, growth: list[int], rows: list[Row], set_aside: int) -> bool:
+        """Whether a group of these rows never makes the cache exceed its limit, now or later."""
+        group = SlotGroup(max(row.cache_tokens for row in rows), len(rows), rows, self._limits.page_tokens)
+        own = _future(group, max(row.prompt_len + 1 for row in rows))
+        steps = range(max(len(growth), len(own)))
+        peak = max((growth[i] if i < len(growth) else 0) + (own[i] if i < len(own) else 0) for i in steps)
+        return peak + set_aside <= self._limits.cache_tokens
+
     def _open(self, rows: list[Row]) -> None:
         """Seat rows in a new group, as wide as its widest row."""
-        group = SlotGroup(max(row.cache_tokens for row in rows), len(rows), rows)
+        group = SlotGroup(max(row.cache_tokens for row in rows), len(rows), rows, self._limits.page_tokens)
         for slot, row in enumerate(rows):
             row.group, row.slot = group, slot
         self._groups.append(group)
-        self._cache_tokens += group.capacity * group.num_slots
 
     def _decode_batches(self) -> Iterator[Batch]:
         """Running rows with a token to feed; the rows of a group stay together in slot order."""
@@ -197,3 +223,34 @@ class Scheduler:
 
 def _rows(family: Family) -> int:
     return int(family.prompt.keeps_cache) + family.num_branches
+
+
+def _age(group: SlotGroup) -> int:
+    """Tokens of the group's longest row, the one that it feeds next included."""
+    return max(max(row.computed, row.prompt_len) + 1 for row in group.rows)
+
+
+def _future(group: SlotGroup, age: int) -> list[int]:
+    """Positions that the group takes after 0, 1, 2 … more passes, until its last row must end."""
+    return [
+        group.num_slots * group.paged(min(age + i, group.capacity)) for i in range(max(1, group.capacity - age + 2))
+    ]
+
+
+def _pace(waiting: Iterable[Family], limits: BlockLimits) -> float | None:
+    """Rows to let in each pass so that the memory is filled by rows of all ages; None where that brings nothing.
+
+    With s prompt tokens, n steps and room for M tokens, a block that begins together holds M / (s + n) rows, for its
+    end is its largest; rows of all ages take s + n/2 on the average, so M / (s + n/2) of them are under way. Filling
+    up and emptying cost n passes once (the paper's appendix, 'I/O-optimal').
+    """
+    rows = [family.prompt for family in waiting if family.prompt.keeps_cache and not family.num_branches]
+    if not rows:
+        return None
+    prompt = sum(row.prompt_len for row in rows) / len(rows)
+    steps = sum(row.cache_tokens - row.prompt_len for row in rows) / len(rows)
+    together = max(1.0, limits.cache_tokens // (prompt + steps))
+    mixed = min(limits.cache_tokens / (prompt + (steps + limits.page_tokens) / 2), float(limits.max_rows))
+    if len(rows) * steps / mixed + steps >= math.ceil(len(rows) / together) * steps:
+        return None
+    return mixed / max(1.0, steps)

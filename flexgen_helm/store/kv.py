@@ -65,7 +65,9 @@ class KVCache:
 
     def append(self, group: SlotGroup, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Store one token [B, Hk, D] for each of the group's rows, at `positions` [B] of their own tokens."""
-        self._open(group.rows[0]).append(layer, positions, k, v)
+        found = self._open(group.rows[0])
+        self._grow(found, group, layer)
+        found.append(layer, positions, k, v)
 
     def active(self, group: SlotGroup, layer: int, length: int) -> KeysValues:
         """Keys and values of the group's rows, their first `length` positions: [B, Hk, length, D] each."""
@@ -119,8 +121,9 @@ class KVCache:
         found = self._groups.pop(group, None)
         if found is not None:
             found.close()
-            self._tiers.ledgers[found.tier].release(found.claim)
-            self._held[found.tier] -= found.claim.num_bytes
+            for claim in found.claims:
+                self._tiers.ledgers[found.tier].release(claim)
+                self._held[found.tier] -= claim.num_bytes
 
     def close(self) -> None:
         for group in list(self._groups):
@@ -131,7 +134,8 @@ class KVCache:
         found = self._groups.get(row.group)
         if found is None:
             group = row.group
-            num_bytes = group.num_slots * group.capacity * self.bytes_per_token
+            capacity = group.paged(max(row.prompt_len for row in group.rows) + 1)
+            num_bytes = group.num_slots * capacity * self.bytes_per_token
             tier = self._tier_for(num_bytes)
             parts = self._spec, self._tiers, self._dtype, group
             if tier == "disk":
@@ -139,11 +143,24 @@ class KVCache:
             else:
                 claim = self._tiers.ledgers[tier].claim("cache", num_bytes)
                 near = tier == self._tiers.home or self._delegate
-                found = _Near(*parts, tier, claim) if near else _OnHost(*parts, claim)
-            self._held[tier] += found.claim.num_bytes
-            self.placed[tier] += found.claim.num_bytes
+                found = _Near(*parts, capacity, tier, claim) if near else _OnHost(*parts, capacity, claim)
+            self._held[tier] += found.claims[0].num_bytes
+            self.placed[tier] += found.claims[0].num_bytes
             self._groups[group] = found
         return found
+
+    def _grow(self, found: "_Group", group: SlotGroup, layer: int) -> None:
+        """Room for the token that is about to be appended, a page at a time."""
+        if not isinstance(found, _Memory):
+            return
+        wanted = group.paged(max(row.computed for row in group.rows) + 1)
+        if wanted > found.capacity:
+            num_bytes = group.num_slots * (wanted - found.capacity) * self.bytes_per_token
+            found.claims.append(self._tiers.ledgers[found.tier].claim("cache", num_bytes))
+            self._held[found.tier] += num_bytes
+            self.placed[found.tier] += num_bytes
+            found.capacity = wanted
+        found.widen(layer)
 
     def _tier_for(self, num_bytes: int) -> Tier:
         """Where most is missing, of those tiers that have room; the whole groups of a block rarely divide exactly."""
@@ -157,7 +174,7 @@ class _Group(ABC):
     """One slot group's cache on one tier."""
 
     tier: Tier
-    claim: Allocation
+    claims: list[Allocation]
 
     @abstractmethod
     def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None: ...
@@ -257,16 +274,39 @@ class _Far(_Group):
         self._tiers.traffic.moved(link, "cache", size)
 
 
-class _Near(_Group):
+class _Memory:
+    """A tensor of keys and one of values a layer, that grow by copying: a page at a time, a layer at a time."""
+
+    def __init__(
+        self, spec: ModelSpec, group: SlotGroup, capacity: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.capacity = capacity
+        shape = (group.num_slots, spec.num_kv_heads, capacity, spec.head_dim)
+        self._layers = [(_zeros(shape, device, dtype), _zeros(shape, device, dtype)) for _ in range(spec.num_layers)]
+
+    def widen(self, layer: int) -> None:
+        """Bring a layer to the capacity that was claimed."""
+        keys, values = self._layers[layer]
+        if keys.shape[2] < self.capacity:
+            self._layers[layer] = _widened(keys, self.capacity), _widened(values, self.capacity)
+
+
+class _Near(_Memory, _Group):
     """Beside the computing, or in host memory where the host computes attention."""
 
     def __init__(
-        self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup, tier: Tier, claim: Allocation
+        self,
+        spec: ModelSpec,
+        tiers: Tiers,
+        dtype: torch.dtype,
+        group: SlotGroup,
+        capacity: int,
+        tier: Tier,
+        claim: Allocation,
     ) -> None:
-        self.tier, self.claim = tier, claim
+        self.tier, self.claims = tier, [claim]
         device = tiers.device if tier == tiers.home else torch.device("cpu")
-        shape = (group.num_slots, spec.num_kv_heads, group.capacity, spec.head_dim)
-        self._layers = [(_zeros(shape, device, dtype), _zeros(shape, device, dtype)) for _ in range(spec.num_layers)]
+        super().__init__(spec, group, capacity, device, dtype)
 
     def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         end = start + k.shape[0]
@@ -283,16 +323,23 @@ class _Near(_Group):
         _copy_slot(self._layers, source, target, length, stale)
 
 
-class _OnHost(_Far):
+class _OnHost(_Memory, _Far):
     """In host memory behind the link; a layer's part that is filled crosses it for each use."""
 
-    def __init__(self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup, claim: Allocation) -> None:
-        super().__init__(spec, tiers, dtype, group)
-        self.tier, self.claim = "cpu", claim
+    def __init__(
+        self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup, capacity: int, claim: Allocation
+    ) -> None:
+        _Far.__init__(self, spec, tiers, dtype, group)
+        _Memory.__init__(self, spec, group, capacity, torch.device("cpu"), dtype)
+        self.tier, self.claims = "cpu", [claim]
         assert tiers.link is not None
         self._link = tiers.link
-        shape, host = (group.num_slots, spec.num_kv_heads, group.capacity, spec.head_dim), torch.device("cpu")
-        self._layers = [(_zeros(shape, host, dtype), _zeros(shape, host, dtype)) for _ in range(spec.num_layers)]
+
+    def widen(self, layer: int) -> None:
+        self._settle(layer)
+        if layer in self._coming:  # its copy is made before the tensors change
+            self._tiers.wait(self._coming[layer][0], "cache")
+        super().widen(layer)
 
     def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         end = start + k.shape[0]
@@ -347,12 +394,13 @@ class _OnDisk(_Far):
             end += aligned(length * token)
         self._steps_offset, self._layer_bytes = end, end + steps * self._step_bytes
         size = max(aligned(1), spec.num_layers * self._layer_bytes)
-        self.claim = tiers.ledgers["disk"].claim("cache", size)
+        claim = tiers.ledgers["disk"].claim("cache", size)
         try:
-            self._file = tiers.directory().scratch(f"cache-{self.claim.serial}", size)
+            self._file = tiers.directory().scratch(f"cache-{claim.serial}", size)
         except BaseException:
-            tiers.ledgers["disk"].release(self.claim)
+            tiers.ledgers["disk"].release(claim)
             raise
+        self.claims = [claim]
 
     def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         stored = self._stored[slot]
@@ -446,6 +494,12 @@ def _copy_slot(layers: list[KeysValues], source: int, target: int, length: int, 
         for tensor in pair:
             tensor[target, :, :length] = tensor[source, :, :length]
             tensor[target, :, length:stale] = 0
+
+
+def _widened(held: Tensor, capacity: int) -> Tensor:
+    wider = _zeros((*held.shape[:2], capacity, held.shape[3]), held.device, held.dtype)
+    wider[:, :, : held.shape[2]] = held
+    return wider
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
