@@ -28,14 +28,15 @@ MAX_ROWS: Mapping[Tier, int] = {"cpu": 128, "gpu": 512}
 PASS_TOKENS = 4 * BATCH_TOKENS
 # Share of the computing's tier that hidden states of waiting batches may take.
 HIDDEN_SHARE = 0.1
-# A page of a cache that grows: copying a row's cache once a page costs a few hundredths of reading it every step.
-PAGE_TOKENS = 32
+# A page of a cache that grows: copying a row's cache once a page costs about a sixteenth of reading it every step.
+PAGE_TOKENS = 16
 UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
 class Workload:
-    """longest: positions of the longest row. prompt_tokens: over all requests."""
+    """longest: positions of the longest row. prompt_tokens: over all requests (of one with more
+    completions than tokens, those)."""
 
     longest: int
     prompt_tokens: int
@@ -69,10 +70,12 @@ def block_limits(
 ) -> BlockLimits:
     """free: bytes left on each tier. cache_bytes, layer_cache_bytes: of one position in all layers and in one.
     hidden_bytes: of one token's states."""
-    waiting = {tier: HIDDEN_SHARE * free[tier] if schedule != "row" else 0.0 for tier in TIERS}
+    most = workload.prompt_tokens * hidden_bytes  # no pass has more tokens than all prompts together
+    waiting = {tier: min(HIDDEN_SHARE * free[tier], most) if schedule != "row" else 0.0 for tier in TIERS}
     # Layers of groups elsewhere that are brought beside the computing: the one in use and the next.
     far = any(share > 0 and tier != home for tier, share in plan.cache.items())
-    staged = 2 * GROUP_ROWS * (workload.longest + 1) * layer_cache_bytes if far else 0
+    group = GROUP_ROWS if policy is None else min(GROUP_ROWS, policy.gpu_batch_size)
+    staged = 2 * group * (workload.longest + 1) * layer_cache_bytes if far else 0
     room = []
     for tier, share in plan.cache.items():
         left = free[tier] - (waiting[tier] if plan.activations[tier] > 0 else 0) - (staged if tier == home else 0)

@@ -182,10 +182,10 @@ class Engine:
             if self._closed:
                 raise FlexgenError("the engine is closed")
             began = time.perf_counter()
-            self._tiers.traffic.reset()
+            self._tiers.reset()
             delegate = self._cpu_attention and self._tiers.home == "gpu"
             cache = KVCache(self.spec, self._tiers, self._dtype, self._plan.cache, delegate)
-            prepared = prepare(requests, self.spec, self.tokenizer)
+            prepared = prepare(requests, self.spec, self.tokenizer, self._schedule)
             limits, waiting = self._block(cache, prepared)
             hidden = HiddenStore(self._tiers, waiting)
             executor = Executor(self._decoder, self._weights, cache, hidden, self._device)
@@ -202,7 +202,9 @@ class Engine:
                 "cache": _shares(cache.placed, self._plan.cache),
                 "activations": _shares(hidden.placed, waiting),
             }
-            self.last_run = self._record(results, len(prepared.running), seconds, executor, limits, placed)
+            self.last_run = self._record(
+                results, len(prepared.running), seconds, executor, limits, placed, run.halvings
+            )
             return results
 
     def close(self) -> None:
@@ -236,7 +238,7 @@ class Engine:
         """Limits of a pass, and where hidden states wait."""
         workload = Workload(
             max((running.max_fed for running in prepared.running), default=1),
-            sum(len(running.tokens) for running in prepared.running),
+            sum(max(len(running.tokens), running.num_branches) for running in prepared.running),
         )
         free = {tier: ledger.free or 0 for tier, ledger in self._tiers.ledgers.items()}
         hidden_bytes, home = self.spec.hidden_size * self._dtype.itemsize, self._tiers.home
@@ -261,6 +263,7 @@ class Engine:
         executor: Executor,
         limits: BlockLimits,
         placed: Mapping[str, Mapping[Tier, float]],
+        halvings: int,
     ) -> dict[str, Any]:
         figures = throughput((result.cost for result in results), seconds)
         rate = matmul_flops(self._device, self._dtype)
@@ -290,7 +293,8 @@ class Engine:
                 **spent,
             },
             "peak_bytes": {tier: ledger.peak for tier, ledger in self._tiers.ledgers.items()},
-            "peak_workspace_bytes": executor.peak_workspace_bytes,
+            "peak_workspace_bytes": executor.peak_workspace_bytes + self._tiers.peak_transfer_bytes,
+            "halvings": halvings,
             "predicted_latency_s": None,
             "roofline_s": figures["flops"] / rate,
             "achieved_placement": {kind: dict(shares) for kind, shares in placed.items()},

@@ -15,6 +15,7 @@ from flexgen_helm.core.rows import Batch, Row
 from flexgen_helm.exec.layout import Layout, layout
 from flexgen_helm.exec.sampling import Draw, choose
 from flexgen_helm.exec.schedule import WorkItem
+from flexgen_helm.exec.workspace import Workspace
 from flexgen_helm.models.decoder import Decoder, Rotary, StageWeights
 from flexgen_helm.models.spec import RopeSpec, stages
 from flexgen_helm.store.hidden import HiddenStore
@@ -49,7 +50,7 @@ class _Live:
     """A batch on its way through the stages."""
 
     layout: Layout
-    rotary: dict[RopeSpec, Rotary]
+    rotary: dict[RopeSpec, Rotary] | None  # None, as hidden, while other batches have their turn
     hidden: Tensor | None  # None while the store keeps it
     bad_stage: Tensor  # [T], index of the first stage with a value that is not finite, -1 while all are
     seconds: float = 0.0
@@ -68,6 +69,7 @@ class Executor:
         self._device = device
         self._stages = stages(decoder.spec)
         self._head_rows = max(1, _LOGIT_ELEMENTS // decoder.spec.vocab_size)
+        self._workspace: Workspace | None = None
         self.peak_workspace_bytes = 0
 
     @property
@@ -104,6 +106,8 @@ class Executor:
                     state.seconds += time.perf_counter() - began
                     if outcome is not None:
                         del live[item.batch]
+                        for chunk in batches[item.batch].chunks:  # last: where memory ran out, all is computed again
+                            chunk.row.computed += chunk.count
                         on_batch(BatchOutcome(batches[item.batch], outcome, state.seconds))
         except BaseException:
             self._weights.cancel()
@@ -124,6 +128,8 @@ class Executor:
         state = live[item.batch]
         if state.hidden is None:
             state.hidden = self._hidden.take(item.batch)
+        if state.rotary is None:
+            state.rotary = self._decoder.rotary(state.layout.positions)
         self._look_ahead(item, following, live)
         outcome = None
         if item.stage == self.num_stages - 1:
@@ -132,7 +138,7 @@ class Executor:
             self._layer(state, item.stage)
         if outcome is None and (following is None or following.batch != item.batch):
             self._hidden.put(item.batch, state.hidden)
-            state.hidden = None
+            state.hidden = state.rotary = None  # of a whole data set under way, even the rotations would be many
         return outcome
 
     def _look_ahead(self, item: WorkItem, following: WorkItem | None, live: dict[int, _Live]) -> None:
@@ -149,7 +155,15 @@ class Executor:
         with self._weights.stage(self._stages[0]) as weights:
             hidden = self._decoder.embed(weights, flat.token_ids, flat.positions)
         bad = torch.full((hidden.shape[0],), -1, device=self._device)
-        return _Live(flat, self._decoder.rotary(flat.positions), hidden, bad)
+        if self._workspace is None:
+            fused = self._device.type == "cpu" and hidden.dtype == torch.float32
+            direct = not fused or self._decoder.spec.attn_softcap is not None
+            self._workspace = Workspace(self._decoder.spec, hidden.element_size(), direct)
+        self._hold(self._workspace.layer(len(hidden), flat.longest_prompt, flat.cached_positions))
+        return _Live(flat, None, hidden, bad)
+
+    def _hold(self, num_bytes: int) -> None:
+        self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)
 
     def _layer(self, state: _Live, stage: int) -> None:
         layer = stage - 1
@@ -159,7 +173,7 @@ class Executor:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return flat.attend(layer, window, scoring, cache, q, k, v)
 
-        assert state.hidden is not None
+        assert state.hidden is not None and state.rotary is not None
         with self._weights.stage(self._stages[stage]) as weights:
             state.hidden = self._decoder.layer(weights, layer, state.hidden, state.rotary, attend)
         # One sum a token meets every element; no synchronization with an accelerator until the head.
@@ -182,7 +196,6 @@ class Executor:
                 if row.draws:
                     asked += [_Asked(outcome, first + chunk.count - 1, None, draw) for draw in draws(row)]
             first += chunk.count
-            row.computed += chunk.count
 
         assert state.hidden is not None
         # As many uses of the head as were announced, though a bad row may have left the last ones empty.
@@ -217,7 +230,8 @@ class Executor:
         """Log-probabilities of one slice of the positions asked for, from the raw logits."""
         at = torch.tensor([a.position for a in asked], device=self._device)
         logits = self._decoder.head(weights, hidden.index_select(0, at))
-        self.peak_workspace_bytes = max(self.peak_workspace_bytes, logits.numel() * logits.itemsize)
+        assert self._workspace is not None
+        self._hold(self._workspace.head(len(hidden), len(asked)))
         tokens = torch.tensor([0 if a.target is None else a.target for a in asked], device=self._device)
         drawing = [i for i, a in enumerate(asked) if a.target is None]
         if drawing:

@@ -98,6 +98,16 @@ class Layout:
         for group in self.groups():
             cache.prefetch(group, layer)
 
+    @property
+    def longest_prompt(self) -> int:
+        return max((tokens.stop - tokens.start for _, tokens in self.prompts), default=0)
+
+    @property
+    def cached_positions(self) -> int:
+        """Positions of caches that tokens attend to, over all tokens."""
+        own = sum((part.tokens.stop - part.tokens.start) * part.length for part in self.decodes)
+        return own + sum(len(common.tokens) * common.parent.computed for common in self.shared)
+
     def groups(self) -> Iterator[SlotGroup]:
         """Slot groups that the batch attends to."""
         for part in self.decodes:

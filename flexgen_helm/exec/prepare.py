@@ -9,6 +9,7 @@ from flexgen_helm.core.errors import RequestError
 from flexgen_helm.core.records import GenerationRequest
 from flexgen_helm.core.rows import Family, Row
 from flexgen_helm.exec.running import RunningRequest
+from flexgen_helm.exec.schedule import ScheduleName
 from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.text.tokenizer import Tokenizer
 
@@ -21,8 +22,10 @@ class Prepared:
     refused: dict[int, Exception]
 
 
-def prepare(requests: Sequence[GenerationRequest], spec: ModelSpec, tokenizer: Tokenizer | None) -> Prepared:
-    """Encode, check against the model, and join equal requests. A bad request is refused alone."""
+def prepare(
+    requests: Sequence[GenerationRequest], spec: ModelSpec, tokenizer: Tokenizer | None, schedule: ScheduleName
+) -> Prepared:
+    """Encode, check against model and schedule, and join equal requests. A bad request is refused alone."""
     refused: dict[int, Exception] = {}
     texts: dict[str, None] = {}
     for place, request in enumerate(requests):
@@ -50,7 +53,7 @@ def prepare(requests: Sequence[GenerationRequest], spec: ModelSpec, tokenizer: T
             if isinstance(ids, RequestError):
                 raise ids
             running = RunningRequest(request, *_with_context(ids, request, tokenizer), token_bytes)
-            _check(running, spec)
+            _check(running, spec, schedule)
         except RequestError as error:
             refused[place] = error
             continue
@@ -112,8 +115,12 @@ def _with_context(ids: list[int], request: GenerationRequest, tokenizer: Tokeniz
     return [context], 1
 
 
-def _check(running: RunningRequest, spec: ModelSpec) -> None:
+def _check(running: RunningRequest, spec: ModelSpec, schedule: ScheduleName) -> None:
     tokens, asked = running.tokens, running.request.max_tokens
+    if schedule == "prefill-only" and asked > 1:
+        raise RequestError(
+            f"max_tokens is {asked} and the schedule prefill-only draws one token at most; take --schedule zigzag"
+        )
     # The last token is never fed, so a prompt may be scored one token beyond the window.
     if len(tokens) + asked > spec.max_positions + 1:
         raise RequestError(

@@ -84,7 +84,9 @@ class Run:
             try:
                 self._executor.run(batches, items, self._draws, settle, should_stop, again)
                 return
-            except (MemoryError, torch.OutOfMemoryError) as error:
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error):
+                    raise
                 # What was written to the cache is written again, the same; rows that are done stay done.
                 left = [batch for batch in batches if batch not in done]
                 halves = self._scheduler.halve(left)
@@ -208,3 +210,8 @@ class Run:
         heads = (min(count, row.prompt_len - 1) if row.score and is_prefill else 0) + (1 if row.draws else 0)
         attention = spec.attention_flops(1, 1) * count * seen
         return spec.linear_flops_per_token * count + attention + spec.head_flops_per_token * heads
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """PyTorch has a type of its own for devices only; the host's allocator says it in words."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

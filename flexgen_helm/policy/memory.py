@@ -4,9 +4,10 @@ Until a search decides, 'auto' is this rule of thumb:
 
 - Weights that fit beside the computing stay there: in the compute type where half of the tier suffices, else in 16
   bits.
-- Otherwise a ring for streaming takes two layers' worth, at most a quarter of the tier. Of the rest, half (three
-  quarters on a gpu, whose cache goes to the host) holds weights and half is left for the block's cache and hidden
-  states. Weights beyond that go to the host's memory, where half of the limit is theirs, and then to the disk.
+- Otherwise a ring for streaming takes two layers' worth, at most a quarter of the tier (half of it, if that lets one
+  layer fit). Of the rest, half (three quarters on a gpu, whose cache goes to the host) holds weights and half is left
+  for the block's cache and hidden states. Weights beyond that go to the host's memory, where half of the limit is
+  theirs, and then to the disk.
 - The cache lies beside the computing on a machine without a gpu, and in host memory on one with.
 """
 
@@ -25,7 +26,7 @@ Fractions = Mapping[Tier, float]
 
 # Share of a tier that compute copies of the weights may take, so that the KV cache keeps the rest.
 COPIES_SHARE = 0.5
-_STAGING_SHARE = 0.25
+_STAGING_SHARE, _MOST_STAGING_SHARE = 0.25, 0.5
 _WEIGHTS_SHARE: Mapping[Tier, float] = {"gpu": 0.75, "cpu": 0.5}
 # The least ring: three units of this size, so that one is used while another arrives.
 MIN_STAGING_BYTES = 3 << 20
@@ -108,7 +109,10 @@ def _needed(plan: MemoryPlan, sizes: Mapping[str, int], vectors: int, home: Tier
 
 def _staging(spec: ModelSpec, rest_bytes: int, limit: int) -> int:
     largest = max(rest_bytes * sum(prod(s) for s in _shapes(spec, stage) if len(s) > 1) for stage in stages(spec)[1:])
-    return max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
+    staging = max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
+    # A layer that does not fit is loaded anew for every batch: for one that could, a larger share is well spent.
+    one = largest + MIN_STAGING_BYTES
+    return one if staging < one <= limit * _MOST_STAGING_SHARE else staging
 
 
 def _shapes(spec: ModelSpec, stage: str) -> list[tuple[int, ...]]:

@@ -6,6 +6,7 @@ Layout of an offload directory:
     weights-<fingerprint>/manifest.json  type, and size and SHA-256 of each file
     run-<pid>-<n>/                       cache and activations of one engine, deleted when it closes
     run-<pid>-<n>.lock                   held by that process; one that nobody holds marks a dead run, swept away
+    .lock                                held while runs are swept away or begun, so that none is taken for dead
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 from torch import Tensor
 
 from flexgen_helm.core.errors import DiskFullError, OffloadError
@@ -45,13 +46,15 @@ class DirectFile:
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
         try:
             self._descriptor, self.direct = _open(path, flags)
-            if create:
+        except OSError as error:
+            raise _explained(error, path, self.size) from error
+        if create:
+            try:
                 # All blocks now: a full disk is found here, not in the middle of a run.
                 os.posix_fallocate(self._descriptor, 0, max(self.size, ALIGNMENT))
-        except OSError as error:
-            if create:
-                path.unlink(missing_ok=True)
-            raise _explained(error, path, self.size) from error
+            except OSError as error:
+                self.close(delete=True)  # both, or the blocks that were found stay taken
+                raise _explained(error, path, self.size) from error
         if os.fstat(self._descriptor).st_size < self.size:
             os.close(self._descriptor)
             raise OffloadError(f"{path} is shorter than its {self.size:,} bytes; delete it, and it is written again")
@@ -76,7 +79,7 @@ class DirectFile:
         try:
             while done < len(view):
                 count = call(self._descriptor, [view[done : done + _CHUNK]], offset + done)
-                if count <= 0:
+                if count <= 0 or (self.direct and count % ALIGNMENT):  # direct transfers break off only at the end
                     raise OffloadError(f"{self.path} ends {len(view) - done} bytes early; delete it and run again")
                 if not self.direct:
                     if call is os.pwritev:
@@ -94,12 +97,11 @@ class OffloadDirectory:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._sweep()
-            self._name = f"run-{os.getpid()}-{next(_serials)}"
-            self._lock = FileLock(folder / f"{self._name}.lock")
-            self._lock.acquire(timeout=0)
-            self.run = folder / self._name
-            self.run.mkdir()
+            with FileLock(folder / ".lock"):
+                self._sweep()
+                self._lock = self._own_lock()
+                self.run = Path(self._lock.lock_file).with_suffix("")
+                self.run.mkdir()
         except OSError as error:
             raise OffloadError(
                 f"the offload directory {folder} cannot be used ({error.strerror}); name another with --offload-dir"
@@ -115,18 +117,30 @@ class OffloadDirectory:
     def close(self) -> None:
         shutil.rmtree(self.run, ignore_errors=True)
         self._lock.release()
-        (self.folder / f"{self._name}.lock").unlink(missing_ok=True)
+        self.run.with_suffix(".lock").unlink(missing_ok=True)
+
+    def _own_lock(self) -> BaseFileLock:
+        """Held, under a name that nobody has: processes of two containers can have the same number."""
+        while True:
+            # Released by whichever thread closes the engine.
+            lock = FileLock(self.folder / f"run-{os.getpid()}-{next(_serials)}.lock", thread_local=False)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                continue
+            return lock
 
     def _sweep(self) -> None:
-        for lock_file in self.folder.glob("run-*.lock"):
-            lock = FileLock(lock_file)
+        runs = {path.with_suffix("") for path in self.folder.glob("run-*")}
+        for run in runs:
+            lock = FileLock(run.with_suffix(".lock"))
             try:
                 lock.acquire(timeout=0)
             except Timeout:
                 continue  # its process lives
-            shutil.rmtree(lock_file.with_suffix(""), ignore_errors=True)
+            shutil.rmtree(run, ignore_errors=True)
             lock.release()
-            lock_file.unlink(missing_ok=True)
+            run.with_suffix(".lock").unlink(missing_ok=True)
 
 
 class WeightFiles:
@@ -148,13 +162,17 @@ class WeightFiles:
     def ensure(self, name: str, size: int, pieces: Iterable[Tensor]) -> DirectFile:
         """The file of tensor `name`, `size` bytes; written from `pieces` (flat, 16 bits) if it is not there yet."""
         path = self._folder / name
-        with self._lock:
-            files = self._manifest()["files"]
-            if files.get(name, {}).get("size") != size or not path.is_file() or path.stat().st_size != aligned(size):
-                digest = self._write(path, size, pieces)
-                files[name] = {"size": size, "sha256": digest}
-                manifest = {"fingerprint": self._fingerprint, "dtype": self._dtype, "files": files}
-                replace_text(self._folder / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True))
+        try:
+            with self._lock:
+                files = self._manifest()["files"]
+                known = isinstance(files.get(name), dict) and files[name].get("size") == size
+                if not known or not path.is_file() or path.stat().st_size != aligned(size):
+                    digest = self._write(path, size, pieces)
+                    files[name] = {"size": size, "sha256": digest}
+                    manifest = {"fingerprint": self._fingerprint, "dtype": self._dtype, "files": files}
+                    replace_text(self._folder / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True))
+        except OSError as error:
+            raise _explained(error, path, size) from error
         return DirectFile(path, size, create=False)
 
     def verify(self, name: str) -> None:
@@ -176,7 +194,8 @@ class WeightFiles:
 
     def _write(self, path: Path, size: int, pieces: Iterable[Tensor]) -> str:
         part, digest = path.with_name(path.name + ".part"), hashlib.sha256()
-        part.unlink(missing_ok=True)
+        for left in (*self._folder.glob("*.part"), *self._folder.glob(".*.tmp")):
+            left.unlink(missing_ok=True)  # of writers that were killed: the lock is ours
         file = DirectFile(part, size, create=True)
         try:
             buffer = _page_aligned(_CHUNK)
@@ -221,8 +240,14 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
         return os.open(path, flags & ~os.O_EXCL, 0o600), False
 
 
-def _explained(error: OSError, path: Path, size: int) -> Exception:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+def _explained(error: OSError, path: Path, size: int) -> OffloadError:
+    """What a system call's refusal means for the user; size: bytes that the file needs."""
+    if error.errno == errno.EFBIG:
+        return DiskFullError(
+            f"files in {path.parent} may not have the {size:,} bytes that {path.name} needs; raise the limit "
+            "(ulimit -f), or name another directory with --offload-dir"
+        )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(path.parent).free
         return DiskFullError(
             f"{path.parent} has {free:,} bytes free, and {size:,} are needed for {path.name}; free some, or name "

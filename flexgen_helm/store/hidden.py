@@ -54,8 +54,8 @@ class HiddenStore:
             self.placed[tier] += size
             if tier != home:
                 held.leaving[tier] = self._leave(batch, tier, hidden[cut])
-        if held.leaving and held.near.numel():
-            held.near = held.near.clone()  # a view would keep the parts that left alive
+        if held.leaving:
+            held.near = held.near.clone()  # a view, even an empty one, would keep the parts that left alive
 
     def prefetch(self, batch: int) -> None:
         """Begin to bring a batch's states back; harmless where they are here or coming."""
@@ -97,20 +97,19 @@ class HiddenStore:
             self._files[batch] = self._tiers.directory().scratch(f"activations-{batch}", size)
 
         def store() -> Tensor | None:
-            with self._tiers.traffic.timed("store_activations"):
-                near = part
-                if self._tiers.link is not None:
-                    near = self._tiers.link.to_host(part)
-                    self._tiers.traffic.moved("gpu_to_cpu", "activations", size)
-                if tier != "disk":
-                    return near
-                buffer = Ring(aligned(size)).whole()
-                buffer[:size] = near.contiguous().view(torch.uint8).view(-1)
-                self._files[batch].write(0, buffer)
-                self._tiers.traffic.moved("cpu_to_disk", "activations", size)
-                return None
+            near = part
+            if self._tiers.link is not None:
+                near = self._tiers.link.to_host(part)
+                self._tiers.traffic.moved("gpu_to_cpu", "activations", size)
+            if tier != "disk":
+                return near
+            buffer = Ring(aligned(size)).whole()
+            buffer[:size] = near.contiguous().view(torch.uint8).view(-1)
+            self._files[batch].write(0, buffer)
+            self._tiers.traffic.moved("cpu_to_disk", "activations", size)
+            return None
 
-        return self._tiers.background("activations out", store)
+        return self._tiers.leave("activations", size, store)
 
     def _bring(self, batch: int, held: _Waiting) -> Tensor:
         with self._tiers.traffic.timed("load_activations"):
@@ -131,6 +130,7 @@ class HiddenStore:
 
     def _read(self, batch: int, rows: int, held: _Waiting) -> Tensor:
         size = rows * held.shape[1] * held.near.element_size()
+        self._tiers.brought(size)
         buffer = Ring(aligned(size)).whole()
         self._files[batch].read(0, buffer)
         self._tiers.traffic.moved("disk_to_cpu", "activations", size)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexgen_helm.core.errors import MemoryLimitError
 from flexgen_helm.core.rows import Row, SlotGroup
 from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.policy.placement import TIERS, Tier
@@ -29,9 +30,6 @@ from flexgen_helm.store.ledger import Allocation
 from flexgen_helm.store.ring import Ring, aligned
 from flexgen_helm.store.tiers import Tiers
 from flexgen_helm.store.traffic import Kind, LinkName
-
-# Writes of one layer of a group that may wait for the disk or the link.
-_WRITES_WAITING = 4
 
 KeysValues = tuple[Tensor, Tensor]  # [slots, Hk, S, D] each
 
@@ -218,7 +216,9 @@ class _Far(_Group):
         spec, rows = self._spec, len(self._group.rows)
         # What the rows have computed, and the token that is about to be appended.
         shape = (rows, spec.num_kv_heads, max(row.computed for row in self._group.rows) + 1, spec.head_dim)
-        claim = self._tiers.ledgers[self._tiers.home].claim("staging", 2 * prod(shape) * self._dtype.itemsize)
+        size = 2 * prod(shape) * self._dtype.itemsize
+        claim = self._tiers.ledgers[self._tiers.home].claim("staging", size)
+        self._tiers.brought(size)
 
         def bring() -> KeysValues:
             with self._tiers.traffic.timed("load_cache"):
@@ -238,33 +238,38 @@ class _Far(_Group):
     def close(self) -> None:
         for layer in list(self._coming):
             self.drop(layer)
-        for layer in list(self._leaving):
-            self._settle(layer)
+        for future in [future for waiting in self._leaving.values() for future in waiting]:
+            future.exception()  # waits; nobody reads what was written here any more
+        self._leaving.clear()
 
     @abstractmethod
     def _bring(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Fill [rows, Hk, S, D] with what the group's rows have computed."""
 
-    def _leave(self, layer: int, store: Callable[[], None]) -> None:
+    def _leave(self, layer: int, num_bytes: int, store: Callable[[], None]) -> None:
         """Write in the background; a later read of the layer waits for it, and gets its error."""
 
-        def timed() -> None:
-            with self._tiers.traffic.timed("store_cache"):
+        def checked() -> None:
+            try:
                 store()
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                # Not to be met by a smaller batch: the pass that could write this again may be long over.
+                raise MemoryLimitError(
+                    "memory ran out while the KV cache was stored; lower --gpu-memory or --cpu-memory so that more is "
+                    "kept free"
+                ) from error
 
-        future = self._tiers.background("cache out", timed)
+        future = self._tiers.leave("cache", num_bytes, checked)
         with self._lock:
-            waiting = self._leaving.setdefault(layer, [])
-            waiting.append(future)
-            oldest = waiting.pop(0) if len(waiting) > _WRITES_WAITING else None
-        if oldest is not None:  # what waits holds memory of the batch that made it
-            self._tiers.wait(oldest, "cache")
+            self._leaving.setdefault(layer, []).append(future)
 
     def _settle(self, layer: int) -> None:
+        """Wait for all writes of a layer; their first error is raised."""
         with self._lock:
             waiting = self._leaving.pop(layer, [])
-        for future in waiting:
-            future.result()
+        errors = [error for future in waiting if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     def _append_to_brought(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """The copy that attention is about to read, which holds what was computed before, needs the new tokens too."""
@@ -349,7 +354,7 @@ class _OnHost(_Memory, _Far):
                 held[slot, :, start:end] = self._link.to_host(new).transpose(0, 1)
                 self._moved("gpu_to_cpu", new.numel() * new.element_size())
 
-        self._leave(layer, store)
+        self._leave(layer, 2 * k.numel() * k.element_size(), store)
 
     def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
         self._append_to_brought(layer, positions, k, v)
@@ -359,7 +364,7 @@ class _OnHost(_Memory, _Far):
             self._moved("gpu_to_cpu", 2 * k.numel() * k.element_size())
             _put(self._layers[layer], positions.cpu(), *near)
 
-        self._leave(layer, store)
+        self._leave(layer, 2 * k.numel() * k.element_size(), store)
 
     def move(self, source: int, target: int, length: int, stale: int) -> None:
         for layer in list(self._leaving):
@@ -442,7 +447,7 @@ class _OnDisk(_Far):
             self._file.write(layer * self._layer_bytes + offset, buffer)
             self._moved("cpu_to_disk", size)
 
-        self._leave(layer, store)
+        self._leave(layer, size, store)
 
     def _bring(self, layer: int, keys: Tensor, values: Tensor) -> None:
         spec, link, rows = self._spec, self._tiers.link, keys.shape[0]

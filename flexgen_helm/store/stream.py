@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from flexgen_helm.store.ring import Block, Ring, RingCancelled, aligned
+from flexgen_helm.store.ring import Block, Ring, aligned
 from flexgen_helm.store.traffic import Traffic
 
 # Loads in flight: while one crosses the second link of its way, the next is on the first.
@@ -52,6 +52,13 @@ class Matrix:
 def staged_bytes(rows: int, row_bytes: int) -> int:
     """Staging memory of a tile: aligned reads may begin and end beside it."""
     return aligned(rows * row_bytes) + 2 * aligned(1)
+
+
+def fits(matrices: Sequence[Matrix], capacity: int) -> bool:
+    """Whether a ring holds all units at once, wherever in it the first one lies."""
+    sizes = [size for matrix in matrices for size in matrix.unit_bytes()]
+    # Blocks may not fit round the ring's end exactly; one unit's size covers what that wastes.
+    return sum(sizes) + max(sizes, default=0) <= capacity
 
 
 @dataclass(eq=False)
@@ -104,9 +111,7 @@ class Streamer:
             assert expected.stage == stage, f"{expected.stage} was expected next, not {stage}"
             expected.uses_left = uses
             return True
-        sizes = [size for matrix in matrices for size in matrix.unit_bytes()]
-        # Blocks may not fit round the ring's end exactly; one unit's size covers what that wastes.
-        keeps = sum(sizes) + max(sizes, default=0) <= self._ring.capacity
+        keeps = fits(matrices, self._ring.capacity)
         if uses is None and not keeps:
             return False
         rounds = 1 if keeps else uses
@@ -150,8 +155,9 @@ class Streamer:
                 self._skip(visit.units.popleft())
             rest = visit.units[0].matrix.rows
             while rest:
-                unit = visit.units.popleft()
+                unit = visit.units[0]  # still the visit's while it is used: an error there must not lose its block
                 yield unit.first, self._take(unit)
+                visit.units.popleft()
                 self._give(unit)
                 rest -= unit.count
 
@@ -231,7 +237,7 @@ class Streamer:
     def _reserve(self, unit: _Unit) -> None:
         try:
             unit.block = self._ring.take(staged_bytes(unit.count, unit.matrix.row_bytes))
-        except RingCancelled as error:
+        except BaseException as error:  # surfaces where the unit is used; a loader that died would hang everyone
             unit.error = error
 
     def _fill(self, unit: _Unit) -> None:

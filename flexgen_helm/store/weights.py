@@ -27,17 +27,21 @@ from flexgen_helm.policy.placement import Tier
 from flexgen_helm.store.disk import DirectFile
 from flexgen_helm.store.ledger import Allocation
 from flexgen_helm.store.ring import Ring, aligned
-from flexgen_helm.store.stream import Matrix, Streamer, staged_bytes
+from flexgen_helm.store.stream import Matrix, Streamer, fits, staged_bytes
 from flexgen_helm.store.tiers import Tiers
 
 # Elements of a weight that are upcast at once: 4 MiB in float32, so that a tile stays in a core's cache.
 TILE_ELEMENTS = 1 << 20
 # Bytes that are loaded at once: long enough for the full rate of disk and link.
 UNIT_BYTES = 32 << 20
+# And no shorter than this, if a stage shall fit into the ring.
+LEAST_UNIT_BYTES = 1 << 20
 # Rows of a table that lies on the disk are read side by side; a table of which most pages are wanted is read through.
 _GATHER_THREADS = 8
 
 HEAD_MATRIX, TABLE = "head.lm.weight", "embed.tokens.weight"
+
+_scratch = threading.local()
 
 
 class WeightStore(Protocol):
@@ -66,12 +70,23 @@ def upcast_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out_size, in_size = weight.shape
     step = max(1, TILE_ELEMENTS // in_size)
     if step >= out_size:
-        return linear(x, weight.to(x.dtype), bias)
+        return linear(x, _upcast(weight, x.dtype), bias)
     y = x.new_empty((x.shape[0], out_size))
     for first in range(0, out_size, step):
         rows = slice(first, first + step)
-        y[:, rows] = linear(x, weight[rows].to(x.dtype), None if bias is None else bias[rows])
+        y[:, rows] = linear(x, _upcast(weight[rows], x.dtype), None if bias is None else bias[rows])
     return y
+
+
+def _upcast(tile: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tile` in `dtype`, until this thread's next call. On the host in memory that is kept: the pages of a fresh
+    tensor cost more than the conversion."""
+    if tile.device.type != "cpu":
+        return tile.to(dtype)
+    held: Tensor | None = getattr(_scratch, "tile", None)
+    if held is None or held.dtype != dtype or held.numel() < tile.numel():
+        held = _scratch.tile = torch.empty(max(TILE_ELEMENTS, tile.numel()), dtype=dtype)
+    return held[: tile.numel()].view(tile.shape).copy_(tile)
 
 
 class PlacedWeights:
@@ -111,8 +126,7 @@ class PlacedWeights:
                 self._claim(tiers.home, "staging", staging_bytes)
                 memory = None if tiers.link is None else tiers.link.device_memory(aligned(staging_bytes))
                 self._streamer = Streamer(Ring(staging_bytes, memory), tiers.traffic, overlap, self._used)
-            unit = self._unit_bytes(staging_bytes)
-            self._matrices = {stage: self._stage_matrices(stage, unit) for stage in stages(self._spec)}
+            self._matrices = {stage: self._stage_units(stage, staging_bytes) for stage in stages(self._spec)}
         except BaseException:
             self.close()
             raise
@@ -192,9 +206,19 @@ class PlacedWeights:
         if self._tiers.link is not None:
             self._tiers.link.used()
 
-    def _unit_bytes(self, staging_bytes: int) -> int:
-        """At least three units fit into the ring, so that loading and using go on at the same time."""
-        return max(1, min(UNIT_BYTES, staging_bytes // 3 - 2 * aligned(1)))
+    def _stage_units(self, stage: str, staging_bytes: int) -> list[Matrix]:
+        """A stage's matrices in units of which three fit into the ring, so that loading and using go on side by side.
+
+        Smaller units where those let the whole stage fit: else it is loaded anew for every batch.
+        """
+        unit = widest = max(1, min(UNIT_BYTES, staging_bytes // 3 - 2 * aligned(1)))
+        found = self._stage_matrices(stage, widest)
+        while not fits(found, staging_bytes):
+            unit //= 2
+            if unit < LEAST_UNIT_BYTES:
+                return self._stage_matrices(stage, widest)
+            found = self._stage_matrices(stage, unit)
+        return found
 
     def _stage_matrices(self, stage: str, unit: int) -> list[Matrix]:
         """The matrices of a stage that are streamed, in the order in which the decoder asks for them."""

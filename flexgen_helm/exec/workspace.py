@@ -1,0 +1,45 @@
+"""Bytes that computing holds beside what the ledgers count: upper bounds from the shapes. No torch.
+
+Counted as if nothing were freed before the operation that follows it.
+"""
+
+from __future__ import annotations
+
+from flexgen_helm.models.spec import ModelSpec, tensor_shapes
+
+# Query rows of scores that exist at once (`models.attention`).
+_SCORE_ROWS = 1024
+# Elements of weights in the compute type: the tile that was upcast, and the copy that a product may pack.
+_TILES = 2 << 20
+
+
+class Workspace:
+    """Bounds for one model. element: bytes of one in the compute type. direct: scores are materialized, in float32."""
+
+    def __init__(self, spec: ModelSpec, element: int, direct: bool) -> None:
+        self._spec, self._element, self._direct = spec, element, direct
+        inner = max(shape[0] for name, shape in tensor_shapes(spec).items() if name.endswith(".up.weight"))
+        q, kv = spec.q_size, spec.num_kv_heads * spec.head_dim
+        # The states, their norm with two temporaries, both branches' results; then either q, k and v, their rotations
+        # with three temporaries, the outputs twice; or gate, up, the activation, and a product whose tiles are joined.
+        self._per_token = 6 * spec.hidden_size + max(8 * q + 6 * kv, 5 * inner)
+        self._masks = spec.alibi or any(window is not None for window in spec.windows)
+
+    def layer(self, tokens: int, prompt: int, decoding: int) -> int:
+        """A layer over a batch. prompt: tokens of its longest one; decoding: cached positions that its other tokens
+        attend to, over all of them. Hidden states of the batch before, which leave, and of the next, which come, are
+        each in a buffer of their transfer too."""
+        spec = self._spec
+        scores = 4 * spec.num_heads * decoding
+        if self._direct:
+            scores += 4 * spec.num_heads * min(prompt, _SCORE_ROWS) * prompt
+        elif self._masks:
+            scores += 4 * prompt * prompt
+        states = self._element * tokens * (self._per_token + 4 * spec.hidden_size)
+        return states + (4 if self._direct else 2) * scores + self._element * _TILES
+
+    def head(self, tokens: int, positions: int) -> int:
+        """The head over some positions of a batch: logits in float32, joined from tiles, bent by a cap, drawn from."""
+        copies = 5 if self._spec.final_softcap is not None else 4
+        asked = 4 * positions * (copies * self._spec.vocab_size + 3 * self._spec.hidden_size)
+        return asked + self._element * (tokens * self._spec.hidden_size + _TILES)
