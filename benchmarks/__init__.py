@@ -16,7 +16,7 @@ from typing import Any
 
 from flexgen_helm.core.errors import UsageError
 
-KNOWN = ("clients", "accuracy")
+KNOWN = ("clients", "accuracy", "offload", "ablation")
 
 
 def _silent(line: str) -> None:

@@ -19,7 +19,9 @@ def bench(
         str,
         typer.Argument(
             help="clients: helm-run with us against HELM's own Hugging Face client. "
-            "accuracy: LAMBADA and WikiText-2 beside lm-evaluation-harness."
+            "accuracy: LAMBADA and WikiText-2 beside lm-evaluation-harness. "
+            "offload: weights streamed from the disk against memory, and against Accelerate. "
+            "ablation: each technique left out, on a simulated gpu."
         ),
     ],
     engine: EngineOptions,

@@ -1,0 +1,217 @@
+"""`bench ablation`: what each technique brings, on a simulated gpu that is scaled like the paper's machine.
+
+The paper's machine has a gpu of 16 GB behind a link of 12.89 GiB/s, and its OPT-30B takes 60 GB; that gpu's products
+run at 4.3 Tflop/s in decoding (its authors' fitted constants). Here the gpu is a part of host memory. Its size keeps
+the proportion to the model's bytes, its link the proportion to the rate of decoding's products, and the prompts are
+as long as makes the cache as large beside the weights: these three decide what overlap, attention on the host and
+the block bring. The disk stays the machine's own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from flexgen_helm.benchmarks import Options, summary
+from flexgen_helm.benchmarks.engine_task import run_engine
+from flexgen_helm.benchmarks.offload import BUSY_LOAD, COMPUTE_BYTES, REST_BYTES, policy_text
+from flexgen_helm.benchmarks.process import in_own_process
+from flexgen_helm.benchmarks.roofline import layer_matrices, operation_seconds
+from flexgen_helm.core.errors import UsageError
+from flexgen_helm.models.spec import ModelSpec
+from flexgen_helm.policy.policy import Policy
+from flexgen_helm.report.throughput import versions
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Paper:
+    """The paper's machine and workload (OPT-30B on a T4); cache_bytes: of a cached value's element."""
+
+    gpu_bytes: float = 16e9
+    model_bytes: float = 60e9
+    link_bytes_s: float = 12.89 * GIB
+    decode_flops: float = 4.3e12
+    hidden_size: int = 7168
+    prompt: int = 512
+    output: int = 32
+    cache_bytes: int = 2
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The paper's block, on a small model. prompt None: so long that cache and weights keep their proportion;
+    decode_flops None: measured."""
+
+    model: str = "opt-125m"
+    batch_rows: int = 48
+    batches: int = 3
+    prompt: int | None = None
+    output: int = 12
+    repeats: int = 3
+    decode_flops: float | None = None
+
+
+QUICK = Workload(batch_rows=2, batches=2, prompt=6, output=3, repeats=1, decode_flops=1e12)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table. engine: arguments that differ; blocks: of `policy`'s size that are measured; paper: tokens
+    a second of the paper's row, None where it has none."""
+
+    label: str
+    policy: Policy
+    engine: Mapping[str, Any]
+    paper: float | None
+    blocks: int = 1
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Rows are seconds a generated token (`tokens_per_s` beside); `ratios` are the throughput without each technique
+    over the throughput with all, so below 1 is what it would cost to leave it out."""
+    refused = sorted(set(options.engine) - {"offload_dir"})
+    if refused:
+        raise UsageError(f"bench ablation has a fixed workload and takes --offload-dir alone: leave out {refused}")
+    workload = QUICK if options.quick else Workload()
+    workload = replace(workload, repeats=options.repeats or workload.repeats)
+    busy = psutil.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="flexgen_bench.", dir=options.engine.get("offload_dir")) as scratch:
+        result = measure(workload, Path(scratch), options)
+    if busy > BUSY_LOAD:
+        result["notes"].append(f"other programs were computing when this began (load {busy:.1f}): figures are noise")
+    return result
+
+
+def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, Any]:
+    from flexgen_helm.checkpoint.open import open_checkpoint
+
+    spec, paper = open_checkpoint(workload.model, weights="dummy").spec, Paper()
+    prompt = workload.prompt or scaled_prompt(spec, workload, paper)
+    sizes = {"batch_rows": workload.batch_rows, "prefill_rows": workload.batch_rows, "prompt": prompt}
+    arguments = {"model": workload.model, **sizes, "output": workload.output}
+    rate = workload.decode_flops
+    if rate is None:
+        rate = decode_flops(spec, workload.batch_rows, in_own_process(operation_seconds, arguments))
+    link, gpu = scaled_machine(spec, paper, rate)
+    options.tell(
+        f"decoding's products {rate / 1e9:.0f} Gflop/s: a link of {link:.3f} GB/s, a gpu of {gpu / 1e6:.0f} MB, "
+        f"{prompt} prompt tokens"
+    )
+    found: dict[str, list[dict[str, Any]]] = {}
+    variants_ = variants(workload)
+    for repeat in range(workload.repeats):
+        for variant in variants_:
+            engine = {
+                "device": "sim",
+                "link_gb_s": [link, link],
+                "schedule": "zigzag",
+                **variant.engine,
+                "policy": policy_text(variant.policy),
+                "offload_dir": str(scratch),
+            }
+            arguments = {
+                "model": workload.model,
+                "engine": engine,
+                "limits": {"gpu": gpu},
+                "rows": variant.blocks * variant.policy.block_size,
+                "prompt": prompt,
+                "output": workload.output,
+            }
+            record = in_own_process(run_engine, arguments)
+            found.setdefault(variant.label, []).append(record)
+            options.tell(
+                f"{variant.label}: {record['output_tokens'] / record['latency_s']:.2f} token/s "
+                f"({repeat + 1} of {workload.repeats})"
+            )
+    scaled = {"link_gb_s": link, "gpu_bytes": gpu, "decode_flops": rate, "prompt": prompt}
+    return assemble(workload, variants_, found, scaled)
+
+
+def variants(workload: Workload) -> list[Variant]:
+    """The paper's block with a tenth of the weights beside the computing (its fifth leaves our ring no room in 16 GB
+    of 60), cache and hidden states on the host; then each technique left out."""
+    full = Policy(workload.batch_rows, workload.batches, wg=0.1, wc=0.9, cg=0.0, cc=1.0, hg=0.0, hc=1.0)
+    small = Policy(max(1, workload.batch_rows // 6), 1, wg=0.0, wc=1.0, cg=1.0, cc=0.0, hg=1.0, hc=0.0)
+    return [
+        Variant("all techniques", full, {}, 7.32),
+        Variant("no weights on the gpu", replace(full, wg=0.0, wc=1.0), {}, 7.26),
+        Variant("no overlap", full, {"overlap": False}, 5.86),
+        Variant("no cpu attention", full, {"cpu_attention": False}, 4.03),
+        Variant("row by row, same block", full, {"schedule": "row"}, None),
+        Variant("row by row, small batch", small, {"schedule": "row"}, 1.57, blocks=2),
+        Variant("half on the disk", replace(full, wc=0.4), {}, None),
+    ]
+
+
+def scaled_prompt(spec: ModelSpec, workload: Workload, paper: Paper) -> int:
+    """Prompt tokens at which a layer's cache is to its weights what it is in the paper, halfway through the output.
+
+    A layer's weights grow with the square of the hidden size and its cache with the hidden size, so a small model
+    needs short prompts; and our cache rests in 4 bytes an element here, the paper's in 2.
+    """
+    positions = paper.prompt + paper.output / 2
+    length = positions * spec.hidden_size / paper.hidden_size * paper.cache_bytes / COMPUTE_BYTES
+    return max(1, round(length - workload.output / 2))
+
+
+def decode_flops(spec: ModelSpec, batch_rows: int, operations: Mapping[str, float]) -> float:
+    """Operations a second of one batch's products in decoding."""
+    weights = sum(out_size * in_size for out_size, in_size in layer_matrices(spec))
+    return 2.0 * batch_rows * weights / operations["decode_products"]
+
+
+def scaled_machine(spec: ModelSpec, paper: Paper, rate: float) -> tuple[float, int]:
+    """GB/s of the link in each direction, and bytes of the gpu."""
+    link = paper.link_bytes_s * rate / paper.decode_flops
+    return link / 1e9, int(paper.gpu_bytes / paper.model_bytes * REST_BYTES * spec.num_parameters)
+
+
+def assemble(
+    workload: Workload,
+    variants_: Sequence[Variant],
+    found: Mapping[str, Sequence[Mapping[str, Any]]],
+    scaled: Mapping[str, float],
+) -> dict[str, Any]:
+    rows, ratios, full = [], {}, variants_[0]
+    for variant in variants_:
+        records = found[variant.label]
+        speed = median(record["output_tokens"] / record["latency_s"] for record in records)
+        ratio = speed / median(record["output_tokens"] / record["latency_s"] for record in found[full.label])
+        assert full.paper is not None
+        ratios[variant.label.replace(",", "").replace(" ", "_")] = ratio
+        row: dict[str, Any] = {
+            "label": variant.label,
+            **summary([record["latency_s"] / record["output_tokens"] for record in records]),
+            "tokens_per_s": speed,
+            "ratio": ratio,
+            **({} if variant.paper is None else {"paper": variant.paper / full.paper}),
+            "seconds": [record["latency_s"] for record in records],
+            "policy": [policy_text(variant.policy)],
+            "bytes": records[-1]["bytes"],
+            "time_s": records[-1]["time_s"],
+            "placement": records[-1]["achieved_placement"],
+        }
+        rows.append(row)
+    return {
+        "name": "ablation",
+        "workload": {**asdict(workload), **scaled},
+        "hardware": found[full.label][-1]["hardware"],
+        "versions": versions(),
+        "rows": rows,
+        "ratios": ratios,
+        "notes": [
+            "paper: OPT-30B on a T4, 512 + 32 tokens (its row 'DeepSpeed policy' beside the small batch); it has no "
+            "row for the same block row by row, and none of OPT-30B with the disk",
+            f"simulated gpu of {scaled['gpu_bytes'] / 1e6:.0f} MB behind {scaled['link_gb_s']:.3f} GB/s each way; "
+            f"decoding's products {scaled['decode_flops'] / 1e9:.0f} Gflop/s; {scaled['prompt']} + "
+            f"{workload.output} tokens",
+        ],
+    }
