@@ -120,6 +120,7 @@ def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
         f"products {rates['product_flops'] / 1e9:.0f} Gflop/s, disk {rates['disk_bytes_s'] / 1e9:.2f} GB/s: "
         f"B* = {least:.0f} rows; a block of {shapes.batch_rows} x {shapes.batches}"
     )
+    needed, available = in_memory_limit(spec, shapes), psutil.virtual_memory().available
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in (IN_MEMORY, OFFLOADED, ROW_BY_ROW)}
     operations: list[dict[str, float]] = []
     sizes = {"prompt": workload.prompt, "output": workload.output}
@@ -134,7 +135,7 @@ def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
                 "schedule": "row" if label == ROW_BY_ROW else "zigzag",
                 "offload_dir": str(scratch / "ours"),
             }
-            limits = {} if near else {"cpu": setting.limit}
+            limits = {"cpu": in_memory_limit(spec, shapes) if near else setting.limit}
             arguments = {"model": workload.model, "engine": engine, "limits": limits, "rows": shapes.rows, **sizes}
             record = in_own_process(run_engine, arguments)
             found[label].append(record)
@@ -152,6 +153,8 @@ def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
         for label in found
     }
     peers, notes = against_accelerate(workload, spec, scratch, tell)
+    if needed > available:
+        notes.append(f"the block in memory may take {needed:,} bytes and the machine had {available:,} free")
     return assemble(workload, shapes, setting, rates, best, least, found, bounds, peers, notes)
 
 
@@ -179,6 +182,14 @@ def offloaded(spec: ModelSpec, shapes: Shapes, share: float) -> Setting:
     if not spec.tied_head:
         streamed.discard("embed.tokens.weight")  # rows are gathered; a tied one is the head too
     return Setting(limit, policy, sum(sizes[name] for name in streamed), weights)
+
+
+def in_memory_limit(spec: ModelSpec, shapes: Shapes) -> int:
+    """Room for the same block beside weights in the compute type (which may take half of a tier), whatever the
+    machine has: a block that comes in two halves would be no comparison."""
+    cache = shapes.rows * (shapes.prompt + shapes.output - 1) * spec.kv_bytes_per_token(COMPUTE_BYTES)
+    hidden = shapes.rows * shapes.prompt * spec.hidden_size * COMPUTE_BYTES
+    return 2 * COMPUTE_BYTES * spec.num_parameters + cache + hidden
 
 
 def policy_text(policy: Policy) -> str:

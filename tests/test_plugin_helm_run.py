@@ -34,6 +34,8 @@ class Place:
         return subprocess.Popen(
             [sys.executable, str(SCRIPT), kind, *arguments], cwd=self.folder, env={**os.environ, **variables},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            # These tests may themselves run in the background, whose children ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
 
     def run(self, kind: str, *arguments: str, entries: list[str] | None = None, expect: int = 0) -> str:
