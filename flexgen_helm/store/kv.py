@@ -1,10 +1,4 @@
-"""The KV cache at rest: keys and values of each slot group on the tier that its share of the policy names.
-
-A group beside the computing, or in host memory, has a tensor of keys and one of values a layer. A group on the disk
-has, for every layer, the prompt of each slot in one piece and then one piece for each step of all slots, so that both
-are written once and read in long runs:
-
-    layer 0: | slot 0: K V of its prompt | slot 1 … | step 0: K V of all slots | step 1 … |   layer 1: …
+"""The KV cache at rest: each slot group on the tier that its share of the policy names (`kv_groups` says how it lies).
 
 Groups elsewhere are brought beside the computing when a batch attends to them, one layer ahead of it; or, in host
 memory, attention is computed there and only queries and outputs cross the link (`delegates`).
@@ -12,26 +6,17 @@ memory, attention is computed there and only queries and outputs cross the link 
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from math import prod
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.core.errors import MemoryLimitError
 from flexgen_helm.core.rows import Row, SlotGroup
 from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.policy.placement import TIERS, Tier
-from flexgen_helm.store.ledger import Allocation
-from flexgen_helm.store.ring import Ring, aligned
+from flexgen_helm.store.kv_groups import DiskCache, GroupCache, HostCache, KeysValues, MemoryCache, NearCache
 from flexgen_helm.store.tiers import Tiers
-from flexgen_helm.store.traffic import Kind, LinkName
-
-KeysValues = tuple[Tensor, Tensor]  # [slots, Hk, S, D] each
+from flexgen_helm.store.traffic import Kind
 
 
 class KVCache:
@@ -46,7 +31,7 @@ class KVCache:
     ) -> None:
         self._spec, self._tiers, self._dtype = spec, tiers, dtype
         self._fractions, self._delegate = fractions, delegate
-        self._groups: dict[SlotGroup, _Group] = {}
+        self._groups: dict[SlotGroup, GroupCache] = {}
         self._held = dict.fromkeys(TIERS, 0)
         self.placed = dict.fromkeys(TIERS, 0)  # bytes ever opened, by tier
 
@@ -107,8 +92,8 @@ class KVCache:
         self._tiers.traffic.moved("cpu_to_gpu", kind, sum(t.numel() * t.element_size() for t in tensors))
         return tuple(link.to_device(tensor) for tensor in tensors)
 
-    def _is_delegated(self, group: "_Group | None") -> bool:
-        return isinstance(group, _Near) and group.tier != self._tiers.home
+    def _is_delegated(self, group: GroupCache | None) -> bool:
+        return isinstance(group, NearCache) and group.tier != self._tiers.home
 
     def move(self, group: SlotGroup, source: int, target: int, length: int, stale: int) -> None:
         """Let slot `target`, which held `stale` tokens, become a copy of the first `length` of slot `source`."""
@@ -127,7 +112,7 @@ class KVCache:
         for group in list(self._groups):
             self.free(group)
 
-    def _open(self, row: Row) -> "_Group":
+    def _open(self, row: Row) -> GroupCache:
         assert row.group is not None
         found = self._groups.get(row.group)
         if found is None:
@@ -137,19 +122,19 @@ class KVCache:
             tier = self._tier_for(num_bytes)
             parts = self._spec, self._tiers, self._dtype, group
             if tier == "disk":
-                found = _OnDisk(*parts)
+                found = DiskCache(*parts)
             else:
                 claim = self._tiers.ledgers[tier].claim("cache", num_bytes)
                 near = tier == self._tiers.home or self._delegate
-                found = _Near(*parts, capacity, tier, claim) if near else _OnHost(*parts, capacity, claim)
+                found = NearCache(*parts, capacity, tier, claim) if near else HostCache(*parts, capacity, claim)
             self._held[tier] += found.claims[0].num_bytes
             self.placed[tier] += found.claims[0].num_bytes
             self._groups[group] = found
         return found
 
-    def _grow(self, found: "_Group", group: SlotGroup, layer: int) -> None:
+    def _grow(self, found: GroupCache, group: SlotGroup, layer: int) -> None:
         """Room for the token that is about to be appended, a page at a time."""
-        if not isinstance(found, _Memory):
+        if not isinstance(found, MemoryCache):
             return
         wanted = group.paged(max(row.computed for row in group.rows) + 1)
         if wanted > found.capacity:
@@ -166,353 +151,3 @@ class KVCache:
         allowed = [tier for tier in TIERS if self._fractions[tier] > 0]
         roomy = [tier for tier in allowed if (free := self._tiers.ledgers[tier].free) is None or free >= num_bytes]
         return max(roomy or allowed, key=lambda tier: round(self._fractions[tier] * total - self._held[tier], 3))
-
-
-class _Group(ABC):
-    """One slot group's cache on one tier."""
-
-    tier: Tier
-    claims: list[Allocation]
-
-    @abstractmethod
-    def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None: ...
-
-    @abstractmethod
-    def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None: ...
-
-    @abstractmethod
-    def read(self, layer: int) -> KeysValues:
-        """All slots' keys and values [slots, Hk, capacity, D], beside the computing or where attention runs."""
-
-    @abstractmethod
-    def move(self, source: int, target: int, length: int, stale: int) -> None: ...
-
-    def prefetch(self, layer: int) -> None:
-        return None
-
-    def drop(self, layer: int) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
-class _Far(_Group):
-    """What groups away from the computing share: layers that were brought, and writes that are under way."""
-
-    def __init__(self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup) -> None:
-        self._spec, self._tiers, self._dtype, self._group = spec, tiers, dtype, group
-        self._coming: dict[int, tuple[Future[KeysValues], Allocation]] = {}
-        self._leaving: dict[int, list[Future[None]]] = {}
-        self._lock = threading.Lock()
-
-    def read(self, layer: int) -> KeysValues:
-        self.prefetch(layer)
-        return self._tiers.wait(self._coming[layer][0], "cache")
-
-    def prefetch(self, layer: int) -> None:
-        if layer in self._coming:
-            return
-        spec, rows = self._spec, len(self._group.rows)
-        # What the rows have computed, and the token that is about to be appended.
-        shape = (rows, spec.num_kv_heads, max(row.computed for row in self._group.rows) + 1, spec.head_dim)
-        size = 2 * prod(shape) * self._dtype.itemsize
-        claim = self._tiers.ledgers[self._tiers.home].claim("staging", size)
-        self._tiers.brought(size)
-
-        def bring() -> KeysValues:
-            with self._tiers.traffic.timed("load_cache"):
-                self._settle(layer)
-                keys, values = (_zeros(shape, self._tiers.device, self._dtype) for _ in range(2))
-                self._bring(layer, keys, values)
-                return keys, values
-
-        self._coming[layer] = self._tiers.background("cache in", bring), claim
-
-    def drop(self, layer: int) -> None:
-        coming = self._coming.pop(layer, None)
-        if coming is not None:
-            coming[0].exception()  # waits; an error was raised where the data were needed
-            self._tiers.ledgers[self._tiers.home].release(coming[1])
-
-    def close(self) -> None:
-        for layer in list(self._coming):
-            self.drop(layer)
-        for future in [future for waiting in self._leaving.values() for future in waiting]:
-            future.exception()  # waits; nobody reads what was written here any more
-        self._leaving.clear()
-
-    @abstractmethod
-    def _bring(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Fill [rows, Hk, S, D] with what the group's rows have computed."""
-
-    def _leave(self, layer: int, num_bytes: int, store: Callable[[], None]) -> None:
-        """Write in the background; a later read of the layer waits for it, and gets its error."""
-
-        def checked() -> None:
-            try:
-                store()
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                # Not to be met by a smaller batch: the pass that could write this again may be long over.
-                raise MemoryLimitError(
-                    "memory ran out while the KV cache was stored; lower --gpu-memory or --cpu-memory so that more is "
-                    "kept free"
-                ) from error
-
-        future = self._tiers.leave("cache", num_bytes, checked)
-        with self._lock:
-            self._leaving.setdefault(layer, []).append(future)
-
-    def _settle(self, layer: int) -> None:
-        """Wait for all writes of a layer; their first error is raised."""
-        with self._lock:
-            waiting = self._leaving.pop(layer, [])
-        errors = [error for future in waiting if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
-
-    def _append_to_brought(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """The copy that attention is about to read, which holds what was computed before, needs the new tokens too."""
-        _put(self.read(layer), positions, k, v)
-
-    def _moved(self, link: LinkName, size: int) -> None:
-        self._tiers.traffic.moved(link, "cache", size)
-
-
-class _Memory:
-    """A tensor of keys and one of values a layer, that grow by copying: a page at a time, a layer at a time."""
-
-    def __init__(
-        self, spec: ModelSpec, group: SlotGroup, capacity: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.capacity = capacity
-        shape = (group.num_slots, spec.num_kv_heads, capacity, spec.head_dim)
-        self._layers = [(_zeros(shape, device, dtype), _zeros(shape, device, dtype)) for _ in range(spec.num_layers)]
-
-    def widen(self, layer: int) -> None:
-        """Bring a layer to the capacity that was claimed."""
-        keys, values = self._layers[layer]
-        if keys.shape[2] < self.capacity:
-            self._layers[layer] = _widened(keys, self.capacity), _widened(values, self.capacity)
-
-
-class _Near(_Memory, _Group):
-    """Beside the computing, or in host memory where the host computes attention."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        tiers: Tiers,
-        dtype: torch.dtype,
-        group: SlotGroup,
-        capacity: int,
-        tier: Tier,
-        claim: Allocation,
-    ) -> None:
-        self.tier, self.claims = tier, [claim]
-        device = tiers.device if tier == tiers.home else torch.device("cpu")
-        super().__init__(spec, group, capacity, device, dtype)
-
-    def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
-        end = start + k.shape[0]
-        for held, new in zip(self._layers[layer], (k, v)):
-            held[slot, :, start:end] = new.transpose(0, 1)
-
-    def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        _put(self._layers[layer], positions, k, v)
-
-    def read(self, layer: int) -> KeysValues:
-        return self._layers[layer]
-
-    def move(self, source: int, target: int, length: int, stale: int) -> None:
-        _copy_slot(self._layers, source, target, length, stale)
-
-
-class _OnHost(_Memory, _Far):
-    """In host memory behind the link; a layer's part that is filled crosses it for each use."""
-
-    def __init__(
-        self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup, capacity: int, claim: Allocation
-    ) -> None:
-        _Far.__init__(self, spec, tiers, dtype, group)
-        _Memory.__init__(self, spec, group, capacity, torch.device("cpu"), dtype)
-        self.tier, self.claims = "cpu", [claim]
-        assert tiers.link is not None
-        self._link = tiers.link
-
-    def widen(self, layer: int) -> None:
-        self._settle(layer)
-        if layer in self._coming:  # its copy is made before the tensors change
-            self._tiers.wait(self._coming[layer][0], "cache")
-        super().widen(layer)
-
-    def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
-        end = start + k.shape[0]
-
-        def store() -> None:
-            for held, new in zip(self._layers[layer], (k, v)):
-                held[slot, :, start:end] = self._link.to_host(new).transpose(0, 1)
-                self._moved("gpu_to_cpu", new.numel() * new.element_size())
-
-        self._leave(layer, 2 * k.numel() * k.element_size(), store)
-
-    def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        self._append_to_brought(layer, positions, k, v)
-
-        def store() -> None:
-            near = self._link.to_host(k), self._link.to_host(v)
-            self._moved("gpu_to_cpu", 2 * k.numel() * k.element_size())
-            _put(self._layers[layer], positions.cpu(), *near)
-
-        self._leave(layer, 2 * k.numel() * k.element_size(), store)
-
-    def move(self, source: int, target: int, length: int, stale: int) -> None:
-        for layer in list(self._leaving):
-            self._settle(layer)
-        _copy_slot(self._layers, source, target, length, stale)
-
-    def _bring(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        length = keys.shape[2] - 1
-        if not length:
-            return
-        for held, near in zip(self._layers[layer], (keys, values)):
-            filled = held[: near.shape[0], :, :length].contiguous()  # one long copy over the link, spread out behind it
-            near[:, :, :length] = self._link.to_device(filled)
-            self._moved("cpu_to_gpu", filled.numel() * filled.element_size())
-
-
-class _OnDisk(_Far):
-    """In a file of the run. Slots do not move: a row that takes another's place is only known by a new number."""
-
-    def __init__(self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup) -> None:
-        super().__init__(spec, tiers, dtype, group)
-        self.tier = "disk"
-        self._stored = list(range(group.num_slots))  # slot of the group -> slot of the file
-        self._prompts = [row.prompt_len for row in group.rows]
-        steps = max(row.cache_tokens - row.prompt_len for row in group.rows)
-        token = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-        self._token_bytes, self._step_bytes = token, aligned(group.num_slots * token)
-        self._offsets: list[int] = []  # of each slot's prompt within a layer
-        end = 0
-        for length in self._prompts:
-            self._offsets.append(end)
-            end += aligned(length * token)
-        self._steps_offset, self._layer_bytes = end, end + steps * self._step_bytes
-        size = max(aligned(1), spec.num_layers * self._layer_bytes)
-        claim = tiers.ledgers["disk"].claim("cache", size)
-        try:
-            self._file = tiers.directory().scratch(f"cache-{claim.serial}", size)
-        except BaseException:
-            tiers.ledgers["disk"].release(claim)
-            raise
-        self.claims = [claim]
-
-    def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
-        stored = self._stored[slot]
-        assert start == 0 and k.shape[0] == self._prompts[stored], "a prompt is written whole"
-        pieces = torch.stack((k.transpose(0, 1), v.transpose(0, 1)))  # [2, Hk, P, D]
-        self._store(layer, self._offsets[stored], pieces)
-
-    def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        self._append_to_brought(layer, positions, k, v)
-        rows = len(self._group.rows)
-        shape = (2, len(self._stored), self._spec.num_kv_heads, self._spec.head_dim)
-        pieces = torch.zeros(shape, dtype=self._dtype, device=k.device)
-        pieces[0, self._stored[:rows]], pieces[1, self._stored[:rows]] = k, v
-        self._store(layer, self._steps_offset + self._step(0) * self._step_bytes, pieces)
-
-    def move(self, source: int, target: int, length: int, stale: int) -> None:
-        self._stored[target], self._stored[source] = self._stored[source], self._stored[target]
-
-    def close(self) -> None:
-        super().close()
-        self._file.close(delete=True)
-
-    def _step(self, slot: int) -> int:
-        """Tokens that the row has computed behind its prompt; the same for all rows of the group."""
-        return self._group.rows[slot].computed - self._prompts[self._stored[slot]]
-
-    def _store(self, layer: int, offset: int, pieces: Tensor) -> None:
-        size = pieces.numel() * pieces.element_size()
-        if not size:
-            return
-
-        def store() -> None:
-            near = pieces
-            if self._tiers.link is not None:
-                near = self._tiers.link.to_host(pieces)
-                self._moved("gpu_to_cpu", size)
-            buffer = Ring(aligned(size)).whole()
-            buffer[:size] = near.contiguous().view(torch.uint8).view(-1)
-            self._file.write(layer * self._layer_bytes + offset, buffer)
-            self._moved("cpu_to_disk", size)
-
-        self._leave(layer, size, store)
-
-    def _bring(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        spec, link, rows = self._spec, self._tiers.link, keys.shape[0]
-        near = (keys, values)
-        if link is not None:  # put together on the host, then over the link in one piece
-            near = (torch.zeros(keys.shape, dtype=self._dtype), torch.zeros(keys.shape, dtype=self._dtype))
-        count = self._step(0)
-        for slot in range(rows):
-            stored = self._stored[slot]
-            length = self._prompts[stored]
-            if length:
-                found = self._read(layer, self._offsets[stored], (2, spec.num_kv_heads, length, spec.head_dim))
-                near[0][slot, :, :length], near[1][slot, :, :length] = found[0], found[1]
-        if count:
-            # Each step fills whole pages; what is beside its tokens is read and left out.
-            width = self._step_bytes // self._dtype.itemsize
-            steps = self._read(layer, self._steps_offset, (count, width))
-            tokens = len(self._stored) * self._token_bytes // self._dtype.itemsize
-            shape = (count, 2, len(self._stored), spec.num_kv_heads, spec.head_dim)
-            steps = steps[:, :tokens].reshape(shape)
-            for slot in range(rows):
-                stored = self._stored[slot]
-                columns = slice(self._prompts[stored], self._prompts[stored] + count)
-                for half in (0, 1):
-                    near[half][slot, :, columns] = steps[:, half, stored].transpose(0, 1)
-        if link is not None:
-            for host, device in zip(near, (keys, values)):
-                link.to_device(host, device)
-                self._moved("cpu_to_gpu", host.numel() * host.element_size())
-
-    def _read(self, layer: int, offset: int, shape: tuple[int, ...]) -> Tensor:
-        size = prod(shape) * self._dtype.itemsize
-        buffer = Ring(aligned(size)).whole()
-        self._file.read(layer * self._layer_bytes + offset, buffer)
-        self._moved("disk_to_cpu", size)
-        return buffer[:size].view(self._dtype).view(shape)
-
-
-def _put(layer: KeysValues, positions: Tensor, k: Tensor, v: Tensor) -> None:
-    """One token [B, Hk, D] into each of the first B slots, at its position."""
-    for held, new in zip(layer, (k, v)):
-        held[torch.arange(new.shape[0], device=held.device), :, positions] = new
-
-
-def _copy_slot(layers: list[KeysValues], source: int, target: int, length: int, stale: int) -> None:
-    # What remains of the old row is cleared: a masked position still takes part in the product with weight 0, and 0
-    # times a value that is not finite would carry one row's fault into its neighbours.
-    for pair in layers:
-        for tensor in pair:
-            tensor[target, :, :length] = tensor[source, :, :length]
-            tensor[target, :, length:stale] = 0
-
-
-def _widened(held: Tensor, capacity: int) -> Tensor:
-    wider = _zeros((*held.shape[:2], capacity, held.shape[3]), held.device, held.dtype)
-    wider[:, :, : held.shape[2]] = held
-    return wider
-
-
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros, because masked positions are multiplied by 0 and must be finite.
-
-    On the CPU they come from numpy, which leaves zeroing to the system: pages cost nothing until they are written,
-    so a row that ends early never costs its whole slot. `torch.zeros` writes them all at once.
-    """
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-    return torch.zeros(shape, device=device, dtype=dtype)
