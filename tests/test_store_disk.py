@@ -21,14 +21,14 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.core.errors import DiskFullError, OffloadError
 from flexgen_helm.store import disk
 from flexgen_helm.store.disk import DirectFile, OffloadDirectory, WeightFiles
-from flexgen_helm.store.ring import ALIGNMENT, Ring, aligned
+from flexgen_helm.store.ring import ALIGNMENT, aligned, pages
 
 FINGERPRINT = "f" * 64
 
 
 def page(*values: int) -> torch.Tensor:
     """Aligned bytes, a page for each value."""
-    held = Ring(len(values) * ALIGNMENT).whole()
+    held = pages(len(values) * ALIGNMENT)
     for i, value in enumerate(values):
         held[i * ALIGNMENT : (i + 1) * ALIGNMENT] = value
     return held
@@ -129,15 +129,15 @@ import sys
 from pathlib import Path
 import torch
 from flexgen_helm.store.disk import OffloadDirectory
-from flexgen_helm.store.ring import Ring
+from flexgen_helm.store.ring import pages
 where = OffloadDirectory(Path(sys.argv[1]))
 file = where.scratch("cache-1", 8192)
-mine = Ring(8192).whole()
+mine = pages(8192)
 mine.fill_(int(sys.argv[2]))
 print(where.run.name, flush=True)
 for line in sys.stdin:
     file.write(0, mine)
-    found = Ring(8192).whole()
+    found = pages(8192)
     file.read(0, found)
     print(torch.equal(found, mine), flush=True)
 file.close(delete=True)
@@ -263,7 +263,7 @@ def ensured(folder: Path, pieces: Asked, fingerprint: str = FINGERPRINT, dtype: 
     files = WeightFiles(folder, fingerprint, dtype)
     size = pieces.tensor.numel() * 2
     file = files.ensure("a.weight", size, pieces)
-    held = Ring(aligned(size)).whole()
+    held = pages(aligned(size))
     file.read(0, held)
     file.close()
     files.verify("a.weight")
@@ -314,7 +314,7 @@ def test_models_do_not_share_files(tmp_path):
     size = 6000
     for seed, fingerprint in ((1, "a" * 64), (2, "b" * 64), (1, "a" * 64)):
         file = where.weights(fingerprint, torch.float16).ensure("a.weight", size, Asked(matrix(seed)))
-        held = Ring(aligned(size)).whole()
+        held = pages(aligned(size))
         file.read(0, held)
         assert torch.equal(held[:size].view(torch.float16), matrix(seed))
         file.close()

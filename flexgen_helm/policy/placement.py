@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Literal
 
@@ -23,6 +23,14 @@ def shares(policy: Policy, kind: Literal["weights", "cache", "activations"], has
     return {"gpu": gpu, "cpu": cpu, "disk": disk} if has_gpu else {"gpu": 0.0, "cpu": gpu + cpu, "disk": disk}
 
 
+def neediest(tiers: Iterable[Tier], fractions: Mapping[Tier, float], held: Mapping[Tier, int], total: int) -> Tier:
+    """The tier that misses most of its fraction of `total` bytes; ties go to the first.
+
+    Rounded, so that the sum of fractions in floating point does not decide between equals.
+    """
+    return max(tiers, key=lambda tier: round(fractions[tier] * total - held[tier], 3))
+
+
 def place(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str, Tier]:
     """Tier of each item, in order, so that after every item each tier is near its fraction of the bytes so far.
 
@@ -34,9 +42,8 @@ def place(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str
     total = 0
     for name, size in sizes.items():
         total += size
-        allowed = [tier for tier in TIERS if fractions[tier] > 0] or ["cpu"]
-        # Rounded, so that the sum of fractions in floating point does not decide between equals.
-        tier: Tier = max(allowed, key=lambda t: round(fractions[t] * total - held[t], 3))
+        allowed: list[Tier] = [tier for tier in TIERS if fractions[tier] > 0] or ["cpu"]
+        tier = neediest(allowed, fractions, held, total)
         placed[name] = tier
         held[tier] += size
     return placed

@@ -18,17 +18,17 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from filelock import BaseFileLock, FileLock, Timeout
 from torch import Tensor
 
 from flexgen_helm.core.errors import DiskFullError, OffloadError
 from flexgen_helm.core.files import replace_text
-from flexgen_helm.store.ring import ALIGNMENT, aligned
+from flexgen_helm.store.ring import ALIGNMENT, aligned, pages
 
 # Bytes of one read or write: long enough for the disk's full rate, short enough to be cancelled soon.
 _CHUNK = 8 << 20
@@ -66,6 +66,20 @@ class DirectFile:
     def write(self, offset: int, data: Tensor) -> None:
         """Write `data` (bytes, aligned in address and length) at `offset` (aligned)."""
         self._transfer(os.pwritev, offset, data)
+
+    def read_tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What `write_tensor` stored at `offset`, in new host memory."""
+        size = prod(shape) * dtype.itemsize
+        buffer = pages(size)
+        self.read(offset, buffer)
+        return buffer[:size].view(dtype).view(shape)
+
+    def write_tensor(self, offset: int, tensor: Tensor) -> None:
+        """Write a tensor of the host at `offset` (aligned), with a padded tail."""
+        size = tensor.numel() * tensor.element_size()
+        buffer = pages(size)
+        buffer[:size] = tensor.contiguous().view(torch.uint8).view(-1)
+        self.write(offset, buffer)
 
     def close(self, delete: bool = False) -> None:
         os.close(self._descriptor)
@@ -198,7 +212,7 @@ class WeightFiles:
             left.unlink(missing_ok=True)  # of writers that were killed: the lock is ours
         file = DirectFile(part, size, create=True)
         try:
-            buffer = _page_aligned(_CHUNK)
+            buffer = pages(_CHUNK)
             filled = offset = 0
             for piece in pieces:
                 data = piece.contiguous().view(torch.uint8).view(-1)
@@ -221,12 +235,6 @@ class WeightFiles:
         file.close()
         os.replace(part, path)
         return digest.hexdigest()
-
-
-def _page_aligned(size: int) -> Tensor:
-    raw = np.empty(size + ALIGNMENT, dtype=np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return torch.from_numpy(raw[start : start + size])
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexgen_helm.policy.placement import TIERS, Tier
 from flexgen_helm.store.disk import DirectFile
 from flexgen_helm.store.ledger import Allocation
-from flexgen_helm.store.ring import Ring, aligned
+from flexgen_helm.store.ring import aligned
 from flexgen_helm.store.tiers import Tiers
 
 
@@ -103,9 +103,7 @@ class HiddenStore:
                 self._tiers.traffic.moved("gpu_to_cpu", "activations", size)
             if tier != "disk":
                 return near
-            buffer = Ring(aligned(size)).whole()
-            buffer[:size] = near.contiguous().view(torch.uint8).view(-1)
-            self._files[batch].write(0, buffer)
+            self._files[batch].write_tensor(0, near)
             self._tiers.traffic.moved("cpu_to_disk", "activations", size)
             return None
 
@@ -131,7 +129,5 @@ class HiddenStore:
     def _read(self, batch: int, rows: int, held: _Waiting) -> Tensor:
         size = rows * held.shape[1] * held.near.element_size()
         self._tiers.brought(size)
-        buffer = Ring(aligned(size)).whole()
-        self._files[batch].read(0, buffer)
         self._tiers.traffic.moved("disk_to_cpu", "activations", size)
-        return buffer[:size].view(held.near.dtype).view(rows, held.shape[1])
+        return self._files[batch].read_tensor(0, (rows, held.shape[1]), held.near.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexgen_helm.core.rows import Row, SlotGroup
 from flexgen_helm.models.spec import ModelSpec
-from flexgen_helm.policy.placement import TIERS, Tier
+from flexgen_helm.policy.placement import TIERS, Tier, neediest
 from flexgen_helm.store.kv_groups import DiskCache, GroupCache, HostCache, KeysValues, MemoryCache, NearCache
 from flexgen_helm.store.tiers import Tiers
 from flexgen_helm.store.traffic import Kind
@@ -150,4 +150,4 @@ class KVCache:
         total = sum(self._held.values()) + num_bytes
         allowed = [tier for tier in TIERS if self._fractions[tier] > 0]
         roomy = [tier for tier in allowed if (free := self._tiers.ledgers[tier].free) is None or free >= num_bytes]
-        return max(roomy or allowed, key=lambda tier: round(self._fractions[tier] * total - self._held[tier], 3))
+        return neediest(roomy or allowed, self._fractions, self._held, total)

@@ -24,7 +24,7 @@ from flexgen_helm.core.rows import SlotGroup
 from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.policy.placement import Tier
 from flexgen_helm.store.ledger import Allocation
-from flexgen_helm.store.ring import Ring, aligned
+from flexgen_helm.store.ring import aligned
 from flexgen_helm.store.tiers import Tiers
 from flexgen_helm.store.traffic import LinkName
 
@@ -305,9 +305,7 @@ class DiskCache(FarCache):
             if self._tiers.link is not None:
                 near = self._tiers.link.to_host(pieces)
                 self._moved("gpu_to_cpu", size)
-            buffer = Ring(aligned(size)).whole()
-            buffer[:size] = near.contiguous().view(torch.uint8).view(-1)
-            self._file.write(layer * self._layer_bytes + offset, buffer)
+            self._file.write_tensor(layer * self._layer_bytes + offset, near)
             self._moved("cpu_to_disk", size)
 
         self._leave(layer, size, store)
@@ -342,11 +340,9 @@ class DiskCache(FarCache):
                 self._moved("cpu_to_gpu", host.numel() * host.element_size())
 
     def _read(self, layer: int, offset: int, shape: tuple[int, ...]) -> Tensor:
-        size = prod(shape) * self._dtype.itemsize
-        buffer = Ring(aligned(size)).whole()
-        self._file.read(layer * self._layer_bytes + offset, buffer)
-        self._moved("disk_to_cpu", size)
-        return buffer[:size].view(self._dtype).view(shape)
+        found = self._file.read_tensor(layer * self._layer_bytes + offset, shape, self._dtype)
+        self._moved("disk_to_cpu", found.numel() * found.element_size())
+        return found
 
 
 def _put(layer: KeysValues, positions: Tensor, k: Tensor, v: Tensor) -> None:

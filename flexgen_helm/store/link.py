@@ -6,15 +6,14 @@ meanwhile. The two directions are independent (full duplex).
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from flexgen_helm.store.ring import pages
 
 
 class Link(ABC):
@@ -35,7 +34,7 @@ class Link(ABC):
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Host memory [num_bytes] that copies are fast from and to."""
-        return torch.from_numpy(_pages(num_bytes))
+        return pages(num_bytes)[:num_bytes]
 
     def device_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -55,7 +54,7 @@ class SimulatedLink(Link):
         return self._copy(source, target, *self._directions[1])
 
     def device_memory(self, num_bytes: int) -> Tensor:
-        return torch.from_numpy(_pages(num_bytes))
+        return pages(num_bytes)[:num_bytes]
 
     def _copy(self, source: Tensor, target: Tensor | None, busy: threading.Lock, gb_s: float | None) -> Tensor:
         with busy:
@@ -101,8 +100,3 @@ class CudaLink(Link):
 
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _pages(num_bytes: int) -> Any:
-    """Zeroed pages of this process as an array, not resident until they are written."""
-    return np.frombuffer(mmap.mmap(-1, max(1, num_bytes)), dtype=np.uint8)[:num_bytes]

@@ -20,6 +20,11 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
+def pages(num_bytes: int) -> Tensor:
+    """Page-aligned host memory [num_bytes rounded up to whole pages], zero, and not resident until it is written."""
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, max(ALIGNMENT, aligned(num_bytes))), dtype=np.uint8))
+
+
 class RingCancelled(Exception):
     """The waiting for room was called off."""
 
@@ -45,9 +50,7 @@ class Ring:
     def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
         """memory: of `capacity` bytes on any device; None for pages of this process, not resident until written."""
         self.capacity = aligned(capacity)
-        if memory is None:
-            self._map = mmap.mmap(-1, self.capacity)
-            memory = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
+        memory = pages(self.capacity) if memory is None else memory
         assert memory.numel() == self.capacity
         self._memory = memory
         self._blocks: deque[Block] = deque()
@@ -80,10 +83,6 @@ class Ring:
     def bytes_of(self, block: Block) -> Tensor:
         """The block's memory [size] as bytes."""
         return self._memory[block.offset : block.offset + block.size]
-
-    def whole(self) -> Tensor:
-        """All of the memory, for a ring that is used once."""
-        return self._memory
 
     @property
     def in_use(self) -> int:

@@ -22,11 +22,11 @@ from torch import Tensor
 from flexgen_helm.checkpoint.source import Checkpoint
 from flexgen_helm.hardware.rates import linear
 from flexgen_helm.models.decoder import StageWeights
-from flexgen_helm.models.spec import EMBED, HEAD, ModelSpec, stage_tensor_shapes, stages
+from flexgen_helm.models.spec import EMBED, HEAD, stage_tensor_shapes, stages
 from flexgen_helm.policy.placement import Tier
 from flexgen_helm.store.disk import DirectFile
 from flexgen_helm.store.ledger import Allocation
-from flexgen_helm.store.ring import Ring, aligned
+from flexgen_helm.store.ring import Ring, aligned, pages
 from flexgen_helm.store.stream import Matrix, Streamer, fits, staged_bytes
 from flexgen_helm.store.tiers import Tiers
 
@@ -335,20 +335,20 @@ class _OnDisk(_Far):
 
     def gather(self, rows: Tensor, threads: ThreadPoolExecutor) -> Tensor:
         wanted, places = rows.cpu().unique(return_inverse=True)
-        pages = wanted.numel() * staged_bytes(1, self._row_bytes)
+        separately = wanted.numel() * staged_bytes(1, self._row_bytes)
         out = torch.empty((wanted.numel(), self.shape[1]), dtype=self._dtype)
-        if pages > self.shape[0] * self._row_bytes:
+        if separately > self.shape[0] * self._row_bytes:
             step = max(1, UNIT_BYTES // 4 // self._row_bytes)
             for first in range(0, self.shape[0], step):
                 count = min(step, self.shape[0] - first)
                 inside = (wanted >= first) & (wanted < first + count)
                 if inside.any():
-                    tile = self._read(first, count, _staging(count, self._row_bytes))
+                    tile = self._read(first, count, pages(staged_bytes(count, self._row_bytes)))
                     out[inside] = tile.view(self._dtype).view(count, -1)[wanted[inside] - first]
         else:
 
             def one(place: int, row: int) -> None:
-                out[place] = self._read(row, 1, _staging(1, self._row_bytes)).view(self._dtype)
+                out[place] = self._read(row, 1, pages(staged_bytes(1, self._row_bytes))).view(self._dtype)
 
             list(threads.map(one, range(wanted.numel()), wanted.tolist()))
         return out[places] if self._tiers.link is None else _to_device(self._tiers, out[places], None)
@@ -380,16 +380,3 @@ def _to_device(tiers: Tiers, source: Tensor, staging: Tensor | None) -> Tensor:
     arrived = tiers.link.to_device(source, target)
     tiers.traffic.moved("cpu_to_gpu", "weights", source.numel() * source.element_size())
     return arrived
-
-
-def _staging(rows: int, row_bytes: int) -> Tensor:
-    return Ring(staged_bytes(rows, row_bytes)).whole()
-
-
-def weight_bytes(spec: ModelSpec, bytes_per_element: int, vector_bytes: int) -> int:
-    """Bytes of all weights: matrices and tables at one size an element, vectors at another."""
-    return sum(
-        prod(shape) * (vector_bytes if len(shape) == 1 else bytes_per_element)
-        for stage in stages(spec)
-        for shape in stage_tensor_shapes(spec, stage).values()
-    )

@@ -28,6 +28,13 @@ class Source:
     transposed: bool = False
 
 
+def fused(
+    owner: str, parts: tuple[str, ...], name: str, by_head: bool = False, transposed: bool = False
+) -> dict[str, Source]:
+    """Canonical name -> Source of each of the `parts` of `owner` that lie in the one tensor `name`."""
+    return {f"{owner}.{part}": Source(name, fused=parts, by_head=by_head, transposed=transposed) for part in parts}
+
+
 @dataclass(frozen=True)
 class Rows:
     """Which rows of a stored tensor are one of ours: `count` from `first` on, `repeats` times, `stride` rows apart.

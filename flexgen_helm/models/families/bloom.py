@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexgen_helm.core.errors import UnsupportedArchitectureError
-from flexgen_helm.models.families.base import Family, Source
+from flexgen_helm.models.families.base import Family, Source, fused
 from flexgen_helm.models.spec import ModelSpec
 
 # ALiBi knows no longest context; the models were trained on this one.
@@ -43,10 +43,6 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def _fused(name: str) -> Source:
-    return Source(name, fused=("q", "k", "v"), by_head=True)
-
-
 _LAYER = "h.{i}."
 FAMILY = Family(
     name="bloom",
@@ -59,9 +55,7 @@ FAMILY = Family(
         "head.norm": Source("ln_f"),
         "head.lm.weight": Source("lm_head.weight"),
         "layers.{i}.attn_norm": Source(_LAYER + "input_layernorm"),
-        "layers.{i}.attn.q": _fused(_LAYER + "self_attention.query_key_value"),
-        "layers.{i}.attn.k": _fused(_LAYER + "self_attention.query_key_value"),
-        "layers.{i}.attn.v": _fused(_LAYER + "self_attention.query_key_value"),
+        **fused("layers.{i}.attn", ("q", "k", "v"), _LAYER + "self_attention.query_key_value", by_head=True),
         "layers.{i}.attn.o": Source(_LAYER + "self_attention.dense"),
         "layers.{i}.mlp_norm": Source(_LAYER + "post_attention_layernorm"),
         "layers.{i}.mlp.up": Source(_LAYER + "mlp.dense_h_to_4h"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexgen_helm.core.errors import UnsupportedArchitectureError
-from flexgen_helm.models.families.base import Family, Source
+from flexgen_helm.models.families.base import Family, Source, fused
 from flexgen_helm.models.families.fields import activation_of
 from flexgen_helm.models.spec import ModelSpec
 
@@ -40,10 +40,6 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def _fused(name: str) -> Source:
-    return Source(name, fused=("q", "k", "v"), transposed=True)
-
-
 _LAYER = "h.{i}."
 FAMILY = Family(
     name="gpt2",
@@ -56,9 +52,7 @@ FAMILY = Family(
         "head.norm": Source("ln_f"),
         "head.lm.weight": Source("lm_head.weight"),
         "layers.{i}.attn_norm": Source(_LAYER + "ln_1"),
-        "layers.{i}.attn.q": _fused(_LAYER + "attn.c_attn"),
-        "layers.{i}.attn.k": _fused(_LAYER + "attn.c_attn"),
-        "layers.{i}.attn.v": _fused(_LAYER + "attn.c_attn"),
+        **fused("layers.{i}.attn", ("q", "k", "v"), _LAYER + "attn.c_attn", transposed=True),
         "layers.{i}.attn.o": Source(_LAYER + "attn.c_proj", transposed=True),
         "layers.{i}.mlp_norm": Source(_LAYER + "ln_2"),
         "layers.{i}.mlp.up": Source(_LAYER + "mlp.c_fc", transposed=True),

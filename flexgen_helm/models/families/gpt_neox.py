@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexgen_helm.models.families.base import Family, Source
+from flexgen_helm.models.families.base import Family, Source, fused
 from flexgen_helm.models.families.fields import activation_of, read_rope
 from flexgen_helm.models.spec import ModelSpec
 
@@ -38,10 +38,6 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-def _fused(name: str) -> Source:
-    return Source(name, fused=("q", "k", "v"), by_head=True)
-
-
 _LAYER = "layers.{i}."
 FAMILY = Family(
     name="gpt_neox",
@@ -53,9 +49,7 @@ FAMILY = Family(
         "head.norm": Source("final_layer_norm"),
         "head.lm.weight": Source("embed_out.weight"),
         "layers.{i}.attn_norm": Source(_LAYER + "input_layernorm"),
-        "layers.{i}.attn.q": _fused(_LAYER + "attention.query_key_value"),
-        "layers.{i}.attn.k": _fused(_LAYER + "attention.query_key_value"),
-        "layers.{i}.attn.v": _fused(_LAYER + "attention.query_key_value"),
+        **fused("layers.{i}.attn", ("q", "k", "v"), _LAYER + "attention.query_key_value", by_head=True),
         "layers.{i}.attn.o": Source(_LAYER + "attention.dense"),
         "layers.{i}.mlp_norm": Source(_LAYER + "post_attention_layernorm"),
         "layers.{i}.mlp.up": Source(_LAYER + "mlp.dense_h_to_4h"),

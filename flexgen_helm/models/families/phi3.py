@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from flexgen_helm.models.families import llama
-from flexgen_helm.models.families.base import Family, Source
+from flexgen_helm.models.families.base import Family, Source, fused
 from flexgen_helm.models.families.fields import longest_context, read_rope, read_windows
 from flexgen_helm.models.families.gguf_fields import gguf_key
 from flexgen_helm.models.spec import ModelSpec
@@ -43,10 +43,8 @@ def read_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
 
 def _fused(qkv: str, gate_up: str) -> dict[str, Source]:
     """The two fused tensors by their names."""
-    three, two = ("q", "k", "v"), ("gate", "up")
-    return {f"layers.{{i}}.attn.{part}": Source(qkv, fused=three) for part in three} | {
-        f"layers.{{i}}.mlp.{part}": Source(gate_up, fused=two) for part in two
-    }
+    projections = fused("layers.{i}.attn", ("q", "k", "v"), qkv)
+    return projections | fused("layers.{i}.mlp", ("gate", "up"), gate_up)
 
 
 FAMILY = Family(
