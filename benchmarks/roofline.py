@@ -134,10 +134,10 @@ def head_matrices(spec: ModelSpec) -> list[tuple[int, int]]:
 def read_rate(folder: Path, num_bytes: int) -> float:
     """Bytes a second of long reads past the page cache, from a file that is written for it and deleted (best of 2)."""
     from flexgen_helm.store.disk import DirectFile
-    from flexgen_helm.store.ring import Ring
+    from flexgen_helm.store.ring import pages
 
     chunk = min(_DISK_CHUNK, num_bytes)
-    buffers = [Ring(chunk).whole() for _ in range(_DISK_THREADS)]
+    buffers = [pages(chunk) for _ in range(_DISK_THREADS)]
     for buffer in buffers:
         buffer.random_()
     path = folder / f"rate-{os.getpid()}"
