@@ -53,15 +53,18 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Workload:
-    """rows: of the block, None for twice B*. group_bytes: of the memory control group. peer_rows: block sizes that
-    are tried there, the first of which is also compared size by size. disk_file: bytes that the disk's rate is
-    measured with."""
+    """rows: of the block, None for twice B* and at least `least_rows`, because every pass converts each weight from 16
+    bits once, whatever the disk. batches: of the block; row_batches: of the same rows where they go row by row.
+    group_bytes: of the memory control group. peer_rows: block sizes that are tried there, the first of which is also
+    compared size by size. disk_file: bytes that the disk's rate is measured with."""
 
     model: str = "opt-350m"
     prompt: int = 64
     output: int = 32
     rows: int | None = None
-    batches: int = 2
+    least_rows: int = 384
+    batches: int = 1
+    row_batches: int = 4
     weights_share: float = 0.25
     repeats: int = 3
     group_bytes: int = 2 << 30
@@ -111,7 +114,7 @@ def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
         measure_rates, {"model": workload.model, "folder": str(scratch), "file_bytes": workload.disk_file}
     )
     least = break_even_rows(rates["product_flops"], REST_BYTES, rates["disk_bytes_s"])
-    rows = workload.rows or 2 * math.ceil(least)
+    rows = workload.rows or max(workload.least_rows, 2 * math.ceil(least))
     batch_rows = math.ceil(rows / workload.batches)
     prefill_rows = min(batch_rows, max(1, MAX_BATCH_TOKENS // workload.prompt))
     shapes = Shapes(batch_rows, workload.batches, prefill_rows, workload.prompt, workload.output)
@@ -120,6 +123,15 @@ def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
         f"products {rates['product_flops'] / 1e9:.0f} Gflop/s, disk {rates['disk_bytes_s'] / 1e9:.2f} GB/s: "
         f"B* = {least:.0f} rows; a block of {shapes.batch_rows} x {shapes.batches}"
     )
+    policies = {
+        IN_MEMORY: replace(setting.policy, wc=1.0, hc=1.0),
+        OFFLOADED: setting.policy,
+        ROW_BY_ROW: replace(
+            setting.policy,
+            gpu_batch_size=math.ceil(shapes.rows / workload.row_batches),
+            num_gpu_batches=workload.row_batches,
+        ),
+    }
     needed, available = in_memory_limit(spec, shapes), psutil.virtual_memory().available
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in (IN_MEMORY, OFFLOADED, ROW_BY_ROW)}
     operations: list[dict[str, float]] = []
@@ -131,7 +143,7 @@ def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
             near = label == IN_MEMORY
             engine = {
                 "device": "cpu",
-                "policy": policy_text(replace(setting.policy, wc=1.0, hc=1.0) if near else setting.policy),
+                "policy": policy_text(policies[label]),
                 "schedule": "row" if label == ROW_BY_ROW else "zigzag",
                 "offload_dir": str(scratch / "ours"),
             }
@@ -232,7 +244,8 @@ def against_accelerate(
             forget_files(scratch)
             try:
                 if side == THEIRS:
-                    record = in_own_process(accelerate_task.generate, {**sizes, "folder": str(folder)}, group)
+                    arguments = {**sizes, "folder": str(folder)}
+                    record = in_own_process(accelerate_task.generate, arguments, group, accelerate_task.ENVIRONMENT)
                 else:
                     setting = offloaded(spec, shapes, workload.weights_share)
                     engine = {"device": "cpu", "policy": policy_text(setting.policy), "schedule": "zigzag"}

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flexgen_helm.benchmarks.memory_group import MemoryGroup
@@ -21,7 +22,10 @@ class ProcessKilled(FlexgenError):
 
 
 def in_own_process(
-    function: Callable[..., dict[str, Any]], arguments: Mapping[str, Any], group: MemoryGroup | None = None
+    function: Callable[..., dict[str, Any]],
+    arguments: Mapping[str, Any],
+    group: MemoryGroup | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """`function(**arguments)`, a function of a module, arguments and result in JSON's types.
 
@@ -37,7 +41,7 @@ def in_own_process(
                 input=task.encode(),
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
             )
         if done.returncode < 0:
             raise ProcessKilled(f"{function.__qualname__} was ended by signal {-done.returncode}")

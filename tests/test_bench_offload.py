@@ -231,7 +231,7 @@ def test_both_benchmarks_take_no_engine_flags_that_would_change_the_workload():
             module.run(Options(engine={"device": "cpu"}))
 
 
-def in_this_process(function, arguments, group=None):
+def in_this_process(function, arguments, group=None, environment=None):
     return function(**json.loads(json.dumps(arguments)))
 
 
@@ -239,7 +239,14 @@ def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
     monkeypatch.setattr(offload, "in_own_process", in_this_process)
     monkeypatch.setattr(accelerate_task, "missing", lambda: "left out by the test")
     workload = offload.Workload(
-        model=str(tiny("opt").path), prompt=6, output=3, rows=5, repeats=2, disk_file=1 << 20, weights_share=1.6
+        model=str(tiny("opt").path),
+        prompt=6,
+        output=3,
+        rows=5,
+        row_batches=2,
+        repeats=2,
+        disk_file=1 << 20,
+        weights_share=1.6,
     )
     told = []
     found = offload.measure(workload, tmp_path, told.append)
@@ -249,7 +256,7 @@ def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
         for label in ("in memory", "offloaded", "row by row")
         for phase in ("", ": prefill", ": decode")
     }
-    assert found["block"]["batch_rows"] == 3 and found["block"]["batches"] == 2
+    assert found["block"]["batch_rows"] == 5 and found["block"]["batches"] == 1
     assert rows["in memory"]["n"] == 2 and rows["in memory"]["read_gb"] == 0
     assert rows["offloaded"]["read_gb"] > 0 and rows["row by row"]["read_gb"] > rows["offloaded"]["read_gb"]
     assert any(line.startswith("SKIPPED, Accelerate: left out") for line in found["notes"])

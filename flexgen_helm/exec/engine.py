@@ -28,6 +28,7 @@ from flexgen_helm.exec.prepare import Prepared, prepare
 from flexgen_helm.exec.run import OnResult, Run
 from flexgen_helm.exec.schedule import SCHEDULES, ScheduleName
 from flexgen_helm.exec.scheduler import BlockLimits
+from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.rates import compute_dtype, matmul_flops
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.policy.memory import plan_memory
@@ -98,6 +99,8 @@ class Engine:
             self._tiers.close()
             raise
         self._decoder = Decoder(self.spec, device, self._dtype)
+        if device.type == "cpu":
+            keep_freed_memory()
         self._load_s = time.perf_counter() - began
         self._origin = checkpoint.origin
         self.fingerprint = self._identity(checkpoint)
@@ -216,6 +219,7 @@ class Engine:
                 self._tiers.close()
                 for ledger in self._tiers.ledgers.values():
                     ledger.check({})
+                return_freed_memory()
 
     def __enter__(self) -> "Engine":
         return self

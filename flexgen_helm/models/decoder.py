@@ -48,8 +48,8 @@ class StageWeights(Protocol):
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "silu": F.silu,
+    "relu": torch.relu_,
+    "silu": lambda x: F.silu(x, inplace=True),
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
@@ -113,16 +113,16 @@ class Decoder:
             return self._mlp(weights, "mlp", x) if experts is None else self._experts(weights, experts, x)
 
         if self.spec.residual == "pre_norm":
-            hidden = hidden + attention(norm("attn_norm", hidden))
-            return hidden + mlp(norm("mlp_norm", hidden))
+            hidden = attention(norm("attn_norm", hidden)).add_(hidden)
+            return mlp(norm("mlp_norm", hidden)).add_(hidden)
         if self.spec.residual == "post_norm":
-            hidden = norm("attn_norm", hidden + attention(hidden))
-            return norm("mlp_norm", hidden + mlp(hidden))
+            hidden = norm("attn_norm", attention(hidden).add_(hidden))
+            return norm("mlp_norm", mlp(hidden).add_(hidden))
         if self.spec.residual == "sandwich":
-            hidden = hidden + norm("attn_post_norm", attention(norm("attn_norm", hidden)))
-            return hidden + norm("mlp_post_norm", mlp(norm("mlp_norm", hidden)))
+            hidden = norm("attn_post_norm", attention(norm("attn_norm", hidden))).add_(hidden)
+            return norm("mlp_post_norm", mlp(norm("mlp_norm", hidden))).add_(hidden)
         assert self.spec.residual == "parallel"
-        return hidden + attention(norm("attn_norm", hidden)) + mlp(norm("mlp_norm", hidden))
+        return attention(norm("attn_norm", hidden)).add_(hidden).add_(mlp(norm("mlp_norm", hidden)))
 
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
         """Hidden states [T, H] of the positions that are asked for -> logits [T, V] in float32."""

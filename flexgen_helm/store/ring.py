@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,8 @@ from torch import Tensor
 
 # Direct I/O wants addresses, offsets and lengths that are multiples of this.
 ALIGNMENT = 4096
+# Memory from here on comes in large pages (2 MiB on most machines).
+_LARGE = 4 << 20
 
 
 def aligned(num_bytes: int) -> int:
@@ -21,8 +24,15 @@ def aligned(num_bytes: int) -> int:
 
 
 def pages(num_bytes: int) -> Tensor:
-    """Page-aligned host memory [num_bytes rounded up to whole pages], zero, and not resident until it is written."""
-    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, max(ALIGNMENT, aligned(num_bytes))), dtype=np.uint8))
+    """Page-aligned host memory [num_bytes rounded up to whole pages], zero, and not resident until it is written.
+
+    In large pages where it is large and the system has them: direct I/O looks every page up.
+    """
+    memory = mmap.mmap(-1, max(ALIGNMENT, aligned(num_bytes)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
 
 class RingCancelled(Exception):
