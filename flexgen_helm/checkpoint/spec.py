@@ -1,0 +1,33 @@
+"""The architecture record of a model by name, without its weights and without torch: what a plan needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flexgen_helm.checkpoint.catalogue import resolve
+from flexgen_helm.checkpoint.folder import read_config
+from flexgen_helm.core.errors import UsageError
+from flexgen_helm.models.spec import ModelSpec
+
+
+def read_spec(name_or_path: str | os.PathLike[str]) -> tuple[ModelSpec, str]:
+    """The record, and the type of the weights at rest ('float16' or 'bfloat16').
+
+    Raises `UsageError` for a model that is neither in the catalogue nor on this machine.
+    """
+    resolved = resolve(name_or_path)
+    if resolved.path is not None and resolved.kind == "folder":
+        folder: Path = resolved.path.parent if resolved.path.is_file() else resolved.path
+        _, spec, config = read_config(folder)
+        return spec, _half(config.get("dtype") or config.get("torch_dtype"))
+    if resolved.entry is not None:
+        return resolved.entry.spec, _half(resolved.entry.default_dtype)
+    raise UsageError(
+        f"a plan for {resolved.name} needs its sizes, which neither the catalogue nor this machine has; name a "
+        "catalogue model or a folder with config.json"
+    )
+
+
+def _half(name: object) -> str:
+    return "bfloat16" if name == "bfloat16" else "float16"

@@ -1,0 +1,1 @@
+"""Profiles of known machines, a JSON file each, with the source of every figure."""
