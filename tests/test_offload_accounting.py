@@ -31,7 +31,7 @@ def streamed(model) -> int:
 @pytest.fixture
 def gathered(monkeypatch):
     """Bytes that table look-ups read from the disk, and bytes that they send over the link, as documented: single
-    rows, or the whole table where most of its pages are wanted."""
+    rows, or the whole table where so many short reads would take longer."""
     count = {"disk": 0, "link": 0}
 
     def counting(cls, on_disk):
@@ -41,7 +41,7 @@ def gathered(monkeypatch):
             row = self.shape[1] * HALF
             unique = rows.unique().numel()
             if on_disk:
-                count["disk"] += self.shape[0] * row if unique * 3 * PAGE > self.shape[0] * row else unique * row
+                count["disk"] += self.shape[0] * row if unique * (256 << 10) > self.shape[0] * row else unique * row
             count["link"] += rows.numel() * row
             return honest(self, rows, threads)
 

@@ -32,6 +32,8 @@ from flexgen_helm.store.tiers import Tiers
 
 # Elements of a weight that are upcast at once: 4 MiB in float32, so that a tile stays in a core's cache.
 TILE_ELEMENTS = 1 << 20
+# Bytes that a disk delivers in the time of one short read: many rows of a table are better read with all between them.
+_ROW_READ_BYTES = 256 << 10
 # Bytes that are loaded at once: long enough for the full rate of disk and link.
 UNIT_BYTES = 32 << 20
 # And no shorter than this, if a stage shall fit into the ring.
@@ -335,7 +337,7 @@ class _OnDisk(_Far):
 
     def gather(self, rows: Tensor, threads: ThreadPoolExecutor) -> Tensor:
         wanted, places = rows.cpu().unique(return_inverse=True)
-        separately = wanted.numel() * staged_bytes(1, self._row_bytes)
+        separately = wanted.numel() * max(_ROW_READ_BYTES, staged_bytes(1, self._row_bytes))
         out = torch.empty((wanted.numel(), self.shape[1]), dtype=self._dtype)
         if separately > self.shape[0] * self._row_bytes:
             step = max(1, UNIT_BYTES // 4 // self._row_bytes)
