@@ -13,6 +13,8 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Plans are made for a known machine: measuring this one would take half a minute for every home folder.
+os.environ.setdefault("FLEXGEN_HELM_HARDWARE", "laptop")
 
 VOCABULARY = 320
 
@@ -316,3 +318,9 @@ def shared_data() -> Path:
     if not found.is_dir():
         pytest.skip("no data sets here: set FLEXGEN_HELM_DATA")
     return found
+
+
+@pytest.fixture
+def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring's least size is more than all weights of a tiny model."""
+    monkeypatch.setattr("flexgen_helm.policy.memory.MIN_STAGING_BYTES", 1 << 17)

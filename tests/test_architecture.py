@@ -24,9 +24,17 @@ TORCH_FREE = [
     "flexgen_helm.exec.journal",
     "flexgen_helm.exec.schedule",
     "flexgen_helm.exec.scheduler",
+    "flexgen_helm.checkpoint.spec",
+    "flexgen_helm.exec.planning",
+    "flexgen_helm.exec.profiling",
+    "flexgen_helm.hardware.host_memory",
+    "flexgen_helm.hardware.profile",
     "flexgen_helm.hardware.rates",
     "flexgen_helm.models.families",
+    "flexgen_helm.policy.frontier",
+    "flexgen_helm.policy.plan",
     "flexgen_helm.policy.policy",
+    "flexgen_helm.policy.published",
     "flexgen_helm.report.throughput",
 ]
 

@@ -87,12 +87,6 @@ def test_the_offloaded_setting_keeps_its_limit(rows):
     assert 0.75 * weights < setting.streamed_bytes <= weights
 
 
-@pytest.fixture
-def small_ring(monkeypatch):
-    """The ring's least size is more than all weights of a tiny model."""
-    monkeypatch.setattr("flexgen_helm.policy.memory.MIN_STAGING_BYTES", 1 << 17)
-
-
 def test_the_whole_block_is_under_way_at_once(tiny, tmp_path, small_ring):
     """The limit leaves room for every row's cache: one pass of prompts, and one for each further token."""
     model = tiny("opt")

@@ -16,6 +16,8 @@ from flexgen_helm.cli.engine_options import with_engine_flags
 from flexgen_helm.cli.fetch import fetch
 from flexgen_helm.cli.generate import generate
 from flexgen_helm.cli.perplexity import perplexity
+from flexgen_helm.cli.plan import plan
+from flexgen_helm.cli.profile import profile
 from flexgen_helm.cli.run import run
 from flexgen_helm.core.errors import Interrupted
 
@@ -59,6 +61,8 @@ _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 _add("run", with_engine_flags(run), context_settings=_PASS_ON)
 _add("generate", with_engine_flags(generate))
 _add("perplexity", with_engine_flags(perplexity))
+_add("profile", profile)
+_add("plan", with_engine_flags(plan))
 _add("fetch", fetch)
 _add("convert", convert)
 _add("doctor", doctor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,8 @@ def bench(
             help="clients: helm-run with us against HELM's own Hugging Face client. "
             "accuracy: LAMBADA and WikiText-2 beside lm-evaluation-harness. "
             "offload: weights streamed from the disk against memory, and against Accelerate. "
-            "ablation: each technique left out, on a simulated gpu."
+            "ablation: each technique left out, on a simulated gpu. "
+            "policy: predicted against measured time, and the chosen policy against a grid."
         ),
     ],
     engine: EngineOptions,
@@ -74,7 +76,8 @@ def _print_tables(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    # A table in a file is read with a wider page than 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else 200)
     columns = list(dict.fromkeys(key for row in result["rows"] for key, value in row.items() if _is_plain(value)))
     table = Table(title=result["name"])
     for column in columns:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexgen_helm.exec.schedule import ScheduleName
 from flexgen_helm.exec.scheduler import GROUP_ROWS, BlockLimits
 from flexgen_helm.policy.memory import MemoryPlan
 from flexgen_helm.policy.placement import TIERS, Tier
-from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.policy import Policy, Schedule
 
 # Real tokens of one batch: large enough for the full product rate, small enough to stay near the cache.
 BATCH_TOKENS = 1024
@@ -43,7 +42,7 @@ class Workload:
 
 
 def hidden_fractions(
-    plan: MemoryPlan, schedule: ScheduleName, workload: Workload, free: Mapping[Tier, int], home: Tier, token_bytes: int
+    plan: MemoryPlan, schedule: Schedule, workload: Workload, free: Mapping[Tier, int], home: Tier, token_bytes: int
 ) -> Mapping[Tier, float]:
     """Where hidden states wait: as planned; for `prefill-only`, whose whole data set is under way at once, beside the
     computing as far as its share goes, then in host memory, then on the disk."""
@@ -60,7 +59,7 @@ def hidden_fractions(
 def block_limits(
     plan: MemoryPlan,
     policy: Policy | None,
-    schedule: ScheduleName,
+    schedule: Schedule,
     workload: Workload,
     free: Mapping[Tier, int],
     home: Tier,

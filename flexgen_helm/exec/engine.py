@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, cast
@@ -24,16 +24,18 @@ from flexgen_helm.core.errors import FlexgenError, UsageError
 from flexgen_helm.core.records import GenerationRequest, GenerationResult, MemoryLimits, Progress
 from flexgen_helm.exec.block import Workload, block_limits, hidden_fractions
 from flexgen_helm.exec.executor import Executor
+from flexgen_helm.exec.planning import Planner
 from flexgen_helm.exec.prepare import Prepared, prepare
 from flexgen_helm.exec.run import OnResult, Run
-from flexgen_helm.exec.schedule import SCHEDULES, ScheduleName
 from flexgen_helm.exec.scheduler import BlockLimits
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.rates import compute_dtype, matmul_flops
 from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.policy import workload as planner_workload
 from flexgen_helm.policy.memory import plan_memory
-from flexgen_helm.policy.placement import TIERS, Tier, achieved, matrices
-from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.placement import TIERS, Tier, achieved, matrices, shares
+from flexgen_helm.policy.plan import less_margin
+from flexgen_helm.policy.policy import SCHEDULES, Policy, Schedule
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.store.hidden import HiddenStore
 from flexgen_helm.store.kv import KVCache
@@ -45,8 +47,6 @@ from flexgen_helm.text.tokenizer import Tokenizer
 
 # Part of every fingerprint: raised when a change of the code can change a result.
 RESULTS_VERSION = 1
-# What a machine keeps for everything that is not ours: a share of its memory, and never less than this.
-MARGIN_SHARE, MARGIN_BYTES = 0.1, 1 << 30
 
 
 class Engine:
@@ -62,10 +62,11 @@ class Engine:
         link: Link | None,
         limits: MemoryLimits,
         policy: Policy | None,
-        schedule: ScheduleName | None,
+        schedule: Schedule | None,
         folder: Path,
         overlap: bool,
         cpu_attention: bool,
+        max_latency: float | None = None,
     ) -> None:
         self.name = name
         self.spec = checkpoint.spec
@@ -84,7 +85,24 @@ class Engine:
         began = time.perf_counter()
         sizes = checkpoint.rest_dtype.itemsize, self._dtype.itemsize
         self._plan = plan_memory(self.spec, capacities, home, *sizes, policy)
-        self._schedule: ScheduleName = schedule or ("zigzag" if self._plan.streams else "row")
+        self._planner = Planner(
+            self.spec,
+            capacities,
+            folder,
+            device="cpu" if link is None else "sim" if self._simulated else "cuda",
+            rest_dtype=str(checkpoint.rest_dtype).removeprefix("torch."),
+            link_gb_s=link.gb_s if isinstance(link, SimulatedLink) else None,
+            overlap=overlap,
+            cpu_attention=cpu_attention,
+            schedule=schedule,
+            max_latency=max_latency,
+        )
+        # Weights that do not all rest beside the computing are placed by the search, as far as it finds a way.
+        self._searched = policy is None and (self._plan.streams or max_latency is not None)
+        if self._searched and (found := self._planner.weights()) is not None:
+            self._plan = plan_memory(self.spec, capacities, home, *sizes, found)
+        self._schedule: Schedule = schedule or ("zigzag" if self._plan.streams else "row")
+        self._wanted_schedule = schedule
         try:
             self._weights = PlacedWeights(
                 checkpoint,
@@ -130,8 +148,9 @@ class Engine:
         """Load a model by catalogue name, hub name, folder or .gguf file.
 
         precision: None takes the suffix of the name ('fp16' without one). limits: bytes a tier, None = what the
-        machine has, less a margin. policy: fractions and block shape, or 'auto' (see `policy.memory`). schedule:
-        'row', 'zigzag', 'diagonal', 'prefill-only', or 'auto': zigzag where weights are streamed, else row.
+        machine has, less a margin. policy: fractions and block shape, or 'auto' (see docs/planning.md). schedule:
+        'row', 'zigzag', 'diagonal', 'prefill-only', or 'auto': zigzag or prefill-only where weights are streamed, else
+        row. max_latency: seconds that a block may take, for the search.
         offload_dir: of the disk tier. device: 'auto', 'cpu', 'cuda[:i]', or 'sim', a gpu in host memory whose size
         `limits.gpu` gives, behind a link of `link_gb_s` (in, out) GB/s. overlap: transfers go on while computing does.
         cpu_attention: decoding attends to a cache in host memory there. weights: 'dummy' draws random ones from
@@ -144,8 +163,10 @@ class Engine:
         wanted = precision or resolved.precision
         if wanted != "fp16":
             raise UsageError(f"precision {wanted!r} is not available in this version; take fp16 (no suffix)")
-        if max_latency is not None:
-            raise UsageError("max_latency is not available in this version; leave it out")
+        if max_latency is not None and not max_latency > 0:
+            raise UsageError(f"max_latency is {max_latency:g} s; it must be more than 0")
+        if max_latency is not None and policy != "auto":
+            raise UsageError("max_latency is for the search; leave it or the policy out")
         if kv_dtype is not None:
             raise UsageError(f"kv_dtype {kv_dtype!r} is not available in this version; leave it out")
         if schedule != "auto" and schedule not in SCHEDULES:
@@ -162,10 +183,11 @@ class Engine:
             link=link,
             limits=limits,
             policy=parsed,
-            schedule=None if schedule == "auto" else cast(ScheduleName, schedule),
+            schedule=None if schedule == "auto" else cast(Schedule, schedule),
             folder=Path(offload_dir) if offload_dir is not None else home_folder() / "offload",
             overlap=overlap,
             cpu_attention=cpu_attention,
+            max_latency=max_latency,
         )
 
     def run(
@@ -187,8 +209,10 @@ class Engine:
             began = time.perf_counter()
             self._tiers.reset()
             delegate = self._cpu_attention and self._tiers.home == "gpu"
-            cache = KVCache(self.spec, self._tiers, self._dtype, self._plan.cache, delegate)
             prepared = prepare(requests, self.spec, self.tokenizer, self._schedule)
+            asked = _asked(prepared)
+            self._plan_block(asked)
+            cache = KVCache(self.spec, self._tiers, self._dtype, self._plan.cache, delegate)
             limits, waiting = self._block(cache, prepared)
             hidden = HiddenStore(self._tiers, waiting)
             executor = Executor(self._decoder, self._weights, cache, hidden, self._device)
@@ -208,6 +232,8 @@ class Engine:
             self.last_run = self._record(
                 results, len(prepared.running), seconds, executor, limits, placed, run.halvings
             )
+            if asked is not None:
+                self._compare(asked, limits)
             return results
 
     def close(self) -> None:
@@ -226,6 +252,41 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _plan_block(self, asked: planner_workload.Workload | None) -> None:
+        """For `auto`: block, cache and hidden states for what is asked for, with the weights as they lie."""
+        if not self._searched or asked is None:
+            return
+        lie = achieved(matrices(self.spec, 1), self._plan.weights)
+        found = self._planner.block(asked, Policy(1, 1, wg=lie["gpu"], wc=lie["cpu"]))
+        if found is None:  # the rule of thumb for what is left
+            self._policy, self._schedule = None, self._wanted_schedule or "zigzag"
+            return
+        has_gpu = self._tiers.home == "gpu"
+        cache, hidden = (shares(found.policy, kind, has_gpu) for kind in ("cache", "activations"))
+        self._plan = replace(self._plan, cache=cache, activations=hidden)
+        self._policy, self._schedule = found.policy, found.schedule
+
+    def _compare(self, asked: planner_workload.Workload, limits: BlockLimits) -> None:
+        """Put what was predicted beside what was measured, and learn from the difference."""
+        policy = self._policy
+        if policy is None:
+            rows = min(limits.batch_rows, limits.max_rows, asked.num_sequences)
+            near = {"gpu": (1.0, 0.0), "cpu": (0.0, 1.0)}
+            lie = achieved(matrices(self.spec, 1), self._plan.weights)
+            wg, wc = min(1.0, lie["gpu"]), min(1.0 - min(1.0, lie["gpu"]), lie["cpu"])
+            cg, cc = near["cpu"] if self._plan.cache["cpu"] else near["gpu"]
+            hg, hc = near[self._tiers.home]
+            policy = Policy(rows, max(1, min(limits.max_rows, asked.num_sequences) // rows), wg, wc, cg, cc, hg, hc)
+        prediction = self._planner.predict(asked, policy, self._schedule)
+        self.last_run["predicted_latency_s"] = prediction.latency_s
+        self.last_run["predicted"] = {
+            "prefill_s": prediction.prefill_s,
+            "decode_s": prediction.decode_s,
+            "latency_s": prediction.latency_s,
+            "seconds": {phase: dict(spent) for phase, spent in prediction.seconds.items()},
+        }
+        self._planner.learn(prediction, self.last_run)
 
     def _identity(self, checkpoint: Checkpoint) -> str:
         parts = (
@@ -313,6 +374,16 @@ class Engine:
         }
 
 
+def _asked(prepared: Prepared) -> planner_workload.Workload | None:
+    """The lengths of all distinct requests; None where there is none."""
+    lengths = [
+        (max(1, len(running.tokens)), max(1, running.request.max_tokens))
+        for running in prepared.running
+        for _ in range(max(1, running.num_branches))
+    ]
+    return planner_workload.Workload.of(lengths) if lengths else None
+
+
 def _never() -> bool:
     return False
 
@@ -345,17 +416,13 @@ def _computing(
 def _capacities(limits: MemoryLimits, device: torch.device, folder: Path, simulated: bool) -> dict[Tier, int]:
     """Bytes of each tier: what is asked for, else what the machine has, less a margin."""
     memory = psutil.virtual_memory()
-    host = _less_margin(memory.available, memory.total)
-    near = _less_margin(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else 0
+    host = less_margin(memory.available, memory.total)
+    near = less_margin(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else 0
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk = shutil.disk_usage(existing)
-    found: dict[Tier, int] = {"gpu": near, "cpu": host, "disk": _less_margin(disk.free, 0)}
+    found: dict[Tier, int] = {"gpu": near, "cpu": host, "disk": less_margin(disk.free, 0)}
     given: dict[Tier, int | None] = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
     return {tier: found[tier] if (limit := given[tier]) is None else limit for tier in TIERS}
-
-
-def _less_margin(free: int, total: int) -> int:
-    return max(0, free - max(MARGIN_BYTES, int(MARGIN_SHARE * total)))
 
 
 def _shares(placed: Mapping[Tier, int], planned: Mapping[Tier, float]) -> Mapping[Tier, float]:

@@ -15,9 +15,9 @@ from flexgen_helm.core.rows import Batch, Row
 from flexgen_helm.exec.layout import Layout, layout
 from flexgen_helm.exec.sampling import Draw, choose
 from flexgen_helm.exec.schedule import WorkItem
-from flexgen_helm.exec.workspace import Workspace
 from flexgen_helm.models.decoder import Decoder, Rotary, StageWeights
 from flexgen_helm.models.spec import RopeSpec, stages
+from flexgen_helm.policy.workspace import Workspace
 from flexgen_helm.store.hidden import HiddenStore
 from flexgen_helm.store.kv import KVCache
 from flexgen_helm.store.weights import WeightStore

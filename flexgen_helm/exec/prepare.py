@@ -9,8 +9,8 @@ from flexgen_helm.core.errors import RequestError
 from flexgen_helm.core.records import GenerationRequest
 from flexgen_helm.core.rows import Family, Row
 from flexgen_helm.exec.running import RunningRequest
-from flexgen_helm.exec.schedule import ScheduleName
 from flexgen_helm.models.spec import ModelSpec
+from flexgen_helm.policy.policy import Schedule
 from flexgen_helm.text.tokenizer import Tokenizer
 
 
@@ -23,7 +23,7 @@ class Prepared:
 
 
 def prepare(
-    requests: Sequence[GenerationRequest], spec: ModelSpec, tokenizer: Tokenizer | None, schedule: ScheduleName
+    requests: Sequence[GenerationRequest], spec: ModelSpec, tokenizer: Tokenizer | None, schedule: Schedule
 ) -> Prepared:
     """Encode, check against model and schedule, and join equal requests. A bad request is refused alone."""
     refused: dict[int, Exception] = {}
@@ -115,7 +115,7 @@ def _with_context(ids: list[int], request: GenerationRequest, tokenizer: Tokeniz
     return [context], 1
 
 
-def _check(running: RunningRequest, spec: ModelSpec, schedule: ScheduleName) -> None:
+def _check(running: RunningRequest, spec: ModelSpec, schedule: Schedule) -> None:
     tokens, asked = running.tokens, running.request.max_tokens
     if schedule == "prefill-only" and asked > 1:
         raise RequestError(

@@ -14,9 +14,10 @@ from flexgen_helm.exec.executor import BatchOutcome, Executor, RowOutcome
 from flexgen_helm.exec.prepare import Prepared, families
 from flexgen_helm.exec.running import RunningRequest
 from flexgen_helm.exec.sampling import Draw
-from flexgen_helm.exec.schedule import ScheduleName, work_items
+from flexgen_helm.exec.schedule import work_items
 from flexgen_helm.exec.scheduler import BlockLimits, Scheduler
 from flexgen_helm.models.spec import ModelSpec
+from flexgen_helm.policy.policy import Schedule
 from flexgen_helm.store.kv import KVCache
 
 OnResult = Callable[[int, GenerationResult], None]
@@ -31,7 +32,7 @@ class Run:
         executor: Executor,
         cache: KVCache,
         limits: BlockLimits,
-        schedule: ScheduleName,
+        schedule: Schedule,
         eos_ids: Collection[int],
     ) -> None:
         self._spec = spec

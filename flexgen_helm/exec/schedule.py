@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-ScheduleName = Literal["row", "zigzag", "diagonal", "prefill-only"]
-SCHEDULES: tuple[ScheduleName, ...] = ("row", "zigzag", "diagonal", "prefill-only")
+from flexgen_helm.policy.policy import Schedule
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class WorkItem:
     batch: int
 
 
-def work_items(name: ScheduleName, num_stages: int, num_batches: int) -> Iterator[WorkItem]:
+def work_items(name: Schedule, num_stages: int, num_batches: int) -> Iterator[WorkItem]:
     """The items of one pass.
 
     row: batch by batch, each through the whole model; one batch's hidden states are alive, every weight is read once

@@ -70,7 +70,7 @@ def plan_memory(
         copies = total // rest_bytes * compute_bytes + vectors <= COPIES_SHARE * limits[home]
         near: Fractions = {tier: float(tier == home) for tier in TIERS}
         return MemoryPlan(place(sizes, near), near, near, 0, copies)
-    staging = _staging(spec, rest_bytes, limits[home])
+    staging = staging_bytes(spec, rest_bytes, limits[home])
     if policy is not None:
         wanted = shares(policy, "weights", has_gpu)
         placed = place(sizes, wanted)
@@ -107,7 +107,8 @@ def _needed(plan: MemoryPlan, sizes: Mapping[str, int], vectors: int, home: Tier
     return needed
 
 
-def _staging(spec: ModelSpec, rest_bytes: int, limit: int) -> int:
+def staging_bytes(spec: ModelSpec, rest_bytes: int, limit: int) -> int:
+    """Of the ring through which weights of other tiers come, in the tier beside the computing of `limit` bytes."""
     largest = max(rest_bytes * sum(prod(s) for s in _shapes(spec, stage) if len(s) > 1) for stage in stages(spec)[1:])
     staging = max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
     # A layer that does not fit is loaded anew for every batch: for one that could, a larger share is well spent.

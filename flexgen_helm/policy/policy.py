@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from flexgen_helm.core.errors import UsageError
+
+Schedule = Literal["row", "zigzag", "diagonal", "prefill-only"]
+SCHEDULES: tuple[Schedule, ...] = ("row", "zigzag", "diagonal", "prefill-only")
 
 
 @dataclass(frozen=True)

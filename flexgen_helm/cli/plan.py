@@ -1,0 +1,239 @@
+"""`flexgen-helm plan`: the policy for a model on a machine, what it costs, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexgen_helm.cli.console import print_json, say
+from flexgen_helm.cli.engine_options import EngineOptions
+from flexgen_helm.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from flexgen_helm.policy.cost import Situation
+    from flexgen_helm.policy.plan import Plan
+
+# Points of a frontier, between the quickest block and the best one.
+_POINTS = 12
+
+
+def plan(
+    engine: EngineOptions,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="M", help="Catalogue name, org--repo of the hub or a folder.")
+    ] = None,
+    prompt_len: Annotated[int | None, typer.Option(metavar="S", help="Tokens of a prompt.")] = None,
+    gen_len: Annotated[int | None, typer.Option(metavar="N", help="Tokens to generate for each.")] = None,
+    num_seqs: Annotated[
+        int | None, typer.Option(metavar="Q", help="Sequences in all; default: as many as keep blocks full.")
+    ] = None,
+    hardware: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="A shipped machine, measured, or a file of `profile`.")
+    ] = "measured",
+    compress: Annotated[bool, typer.Option("--compress", help="Weights and cache in 4 bits.")] = False,
+    stages: Annotated[int, typer.Option(min=1, help="Machines of a pipeline, each one like this.")] = 1,
+    frontier: Annotated[bool, typer.Option("--frontier", help="Throughput under limits of latency.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="With --frontier: also as a picture.")
+    ] = None,
+    from_csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Evaluate each row of a table of throughputs instead.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Search the best policy, or evaluate the one given with --policy."""
+    from flexgen_helm.exec.profiling import profile_named
+
+    if from_csv is not None:
+        from flexgen_helm.policy.published import evaluate_csv
+
+        found = evaluate_csv(from_csv, profile_named(hardware, say))
+        print_json(found) if as_json else _print_table(found)
+        return
+    if model is None or prompt_len is None or gen_len is None:
+        raise UsageError("plan needs --model, --prompt-len and --gen-len, or --from-csv FILE")
+    situation, precision = _situation(engine, model, prompt_len, gen_len, num_seqs, hardware, compress, stages)
+    if frontier:
+        _frontier(situation, precision, picture, as_json)
+        return
+    made = _make(engine, situation, precision)
+    if as_json:
+        print_json({"model": model, "hardware": situation.hardware.name, **made.to_json()})
+    else:
+        _print_plan(made, model)
+
+
+def _situation(
+    engine: EngineOptions,
+    model: str,
+    prompt_len: int,
+    gen_len: int,
+    num_seqs: int | None,
+    hardware: str,
+    compress: bool,
+    stages: int,
+) -> tuple[Situation, str]:
+    from dataclasses import replace
+
+    from flexgen_helm.checkpoint.catalogue import resolve
+    from flexgen_helm.checkpoint.spec import read_spec
+    from flexgen_helm.exec.profiling import profile_named
+    from flexgen_helm.policy.plan import simulated, situate
+    from flexgen_helm.policy.workload import Workload
+
+    for name, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} {value} is no length; it must be 1 or more")
+    arguments = engine.engine_arguments()
+    resolved = resolve(model)
+    precision = arguments.get("precision") or resolved.precision
+    if compress and precision == "fp16":
+        precision = "4bit"
+    spec, rest_dtype = read_spec(model)
+    if prompt_len + gen_len > spec.max_positions:
+        raise UsageError(f"{prompt_len} + {gen_len} tokens are beyond the {spec.max_positions} positions of {model}")
+    limits = engine.limits()
+    profile = profile_named(hardware, say)
+    device = arguments.get("device", "auto")
+    if device == "sim":
+        if limits.gpu is None:
+            raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
+        profile = simulated(profile, limits.gpu, arguments.get("link_gb_s"))
+    elif device == "cpu":
+        profile = replace(profile, gpu=None, link=None)
+    situation = situate(
+        spec,
+        profile,
+        Workload.uniform(prompt_len, gen_len, num_seqs or 1),
+        precision=precision,
+        rest_dtype=rest_dtype,
+        limits=limits,
+        overlap=arguments.get("overlap", True),
+        cpu_attention=arguments.get("cpu_attention", True),
+        endless=num_seqs is None,
+    )
+    return replace(situation, stages=stages), precision
+
+
+def _make(engine: EngineOptions, situation: Situation, precision: str) -> Plan:
+    from flexgen_helm.policy.plan import make_plan
+    from flexgen_helm.policy.policy import SCHEDULES, Policy
+
+    schedule = engine.schedule or "auto"
+    if schedule != "auto" and schedule not in SCHEDULES:
+        raise UsageError(f"schedule {schedule!r} is not known; take auto, {', '.join(SCHEDULES)}")
+    given = engine.policy
+    policy = None if given in (None, "auto") else Policy.parse(given)
+    return make_plan(situation, precision, policy=policy, schedule=schedule, max_latency=engine.max_latency)  # type: ignore[arg-type]
+
+
+def _print_plan(made: Plan, model: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from flexgen_helm.policy.cost import CACHE, HIDDEN, WEIGHTS
+    from flexgen_helm.policy.placement import TIERS
+    from flexgen_helm.policy.predict import placed_fractions
+
+    console = Console(highlight=False)
+    found, situation, policy = made.prediction, made.situation, made.policy
+    batches = f"{policy.gpu_batch_size} x {policy.num_gpu_batches}"
+    workload = situation.workload
+    many = "" if situation.endless else f"{workload.num_sequences:,} x "
+    console.print(
+        f"{model} ({made.precision}) on {situation.hardware.name}: {many}{workload.prompt:,.0f} prompt + "
+        f"{workload.output:,.0f} output tokens"
+    )
+    console.print(f"block {batches} sequences, schedule {made.schedule}")
+    fractions = placed_fractions(situation, policy)
+    table = Table("", *TIERS)
+    for name, columns in (("weights", WEIGHTS), ("KV cache", CACHE), ("hidden states", HIDDEN)):
+        table.add_row(name, *(f"{100 * fractions[columns[tier]]:.0f} %" for tier in TIERS))
+    peaks = [found.memory[tier] for tier in TIERS]
+    table.add_row("at most", *(_bytes(peak.peak) for peak in peaks))
+    table.add_row("allowed", *(_bytes(peak.limit) for peak in peaks))
+    table.add_row("working memory", *(_bytes(peak.workspace) if peak.workspace else "" for peak in peaks))
+    console.print(table)
+    if not found.feasible:
+        console.print(made.why)
+        return
+    times = Table("seconds of a block", "prefill", "decode")
+    labels = {
+        "products": "products",
+        "convert": "converting weights",
+        "attention": "attention",
+        "host_attention": "attention on the host",
+        "to_gpu": "link in",
+        "to_cpu": "link out",
+        "disk_read": "disk read",
+        "disk_write": "disk write",
+    }
+    for name, label in labels.items():
+        spent = [found.seconds[phase].get(name, 0.0) for phase in ("prefill", "decode")]
+        if max(spent) > 0:
+            times.add_row(label, *(f"{seconds:,.1f}" for seconds in spent))
+    times.add_row("together", f"{found.prefill_s:,.1f}", f"{found.decode_s:,.1f}")
+    console.print(times)
+    all_of_it = "a block" if situation.endless else "all sequences"
+    console.print(f"{found.tokens_per_s:,.3g} token/s; {all_of_it} in {found.latency_s:,.1f} s")
+    console.print(made.why, soft_wrap=True)
+
+
+def _print_table(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table("system", "model", "block", "wg/wc cg/cc hg/hc", "token/s", "predicted", "error", "")
+    for row in found["rows"]:
+        table.add_row(
+            row.get("system", ""),
+            row["model"],
+            f"{row['gpu_batch_size']}x{row['num_gpu_batches']}",
+            f"{row['wg']}/{row['wc']} {row['cg']}/{row['cc']} {row['hg']}/{row['hc']}",
+            row.get("tokens_per_s", ""),
+            f"{row['predicted_tokens_per_s']:.3g}" if row["feasible"] else "OOM",
+            "" if row["error"] is None else f"{row['error']:+.0%}",
+            row["bottleneck"],
+        )
+    console.print(table)
+    summary = found["summary"]
+    for name, part in (("all", summary), *summary["by_system"].items()):
+        if part["n"]:
+            console.print(
+                f"{name}: median error {part['median_error']:.1%}, largest {part['max_error']:.0%}, {part['n']} rows"
+            )
+
+
+def _frontier(situation: Situation, precision: str, picture: Path | None, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from flexgen_helm.policy.frontier import points, write_picture
+
+    found = points(situation, _POINTS)
+    if picture is not None:
+        write_picture(found, situation, picture)
+        say(f"the picture is in {picture}")
+    if as_json:
+        print_json({"hardware": situation.hardware.name, "precision": precision, "points": found})
+        return
+    console = Console(highlight=False)
+    table = Table("latency of a block", "token/s", "block", "schedule", "wg/wc", "cg/cc", "hg/hc")
+    for point in found:
+        policy = point["policy"]
+        shares = [f"{100 * policy[a]:.0f}/{100 * policy[b]:.0f}" for a, b in (("wg", "wc"), ("cg", "cc"), ("hg", "hc"))]
+        block = f"{policy['gpu_batch_size']}x{policy['num_gpu_batches']}"
+        table.add_row(
+            f"{point['latency_s']:,.1f} s", f"{point['tokens_per_s']:.3g}", block, policy["schedule"], *shares
+        )
+    console.print(table)
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:,.0f} B"

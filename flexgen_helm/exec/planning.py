@@ -1,0 +1,170 @@
+"""`policy='auto'`: where an engine's weights go, the block for each run, and what is learnt from the last one.
+
+Weights are placed once, before requests are known, for a workload as evaluation suites have them. The block, the
+cache and the hidden states are planned anew for the lengths of every run, with rates that were corrected by the runs
+before: the machine may be busier, or better, than when it was measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flexgen_helm.core.errors import MemoryLimitError
+from flexgen_helm.core.records import MemoryLimits
+from flexgen_helm.exec.profiling import measured_profile, profile_named
+from flexgen_helm.hardware.profile import Curve, HardwareProfile, Processor
+from flexgen_helm.models.spec import ModelSpec
+from flexgen_helm.policy.cost import Schedule, Situation
+from flexgen_helm.policy.placement import Tier
+from flexgen_helm.policy.plan import simulated, situate
+from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.predict import Prediction, predict
+from flexgen_helm.policy.search import AUTOMATIC, Found, search
+from flexgen_helm.policy.workload import Workload
+
+# Names another profile than this machine's measured one: a shipped machine, or a file that `profile -o` wrote.
+HARDWARE_VARIABLE = "FLEXGEN_HELM_HARDWARE"
+# Before requests are known: few-shot prompts, short answers, and enough of them to fill every block.
+TYPICAL = Workload.uniform(512, 32, 1)
+# How far one run moves a rate towards what it measured, and how far any may go in all.
+_STEP, _LEAST, _MOST = 0.5, 0.25, 4.0
+# Rates are learnt where the predicted share of the time is at least this.
+_NOTABLE = 0.3
+
+
+class Planner:
+    """Plans for one engine. limits: bytes of its tiers; device: 'cpu', 'cuda' or 'sim' (with its link, in GB/s)."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        limits: Mapping[Tier, int],
+        folder: Path,
+        *,
+        device: str,
+        rest_dtype: str,
+        link_gb_s: tuple[float, float] | None,
+        overlap: bool,
+        cpu_attention: bool,
+        schedule: Schedule | None,
+        max_latency: float | None,
+    ) -> None:
+        self._spec, self._limits, self._folder = spec, limits, folder
+        self._device, self._rest_dtype, self._link = device, rest_dtype, link_gb_s
+        self._overlap, self._cpu_attention = overlap, cpu_attention
+        self._schedule, self._max_latency = schedule, max_latency
+        self._profile: HardwareProfile | None = None
+
+    @property
+    def profile(self) -> HardwareProfile:
+        """This machine's, as corrected so far; measured at the first use."""
+        if self._profile is None:
+            named = os.environ.get(HARDWARE_VARIABLE)
+            found = profile_named(named, print) if named else measured_profile(folder=self._folder)
+            if self._device == "sim":
+                found = simulated(replace(found, gpu=None, link=None), self._limits["gpu"], self._link)
+            elif self._device == "cpu":
+                found = replace(found, gpu=None, link=None)
+            # Limits were set from what is free now; a profile from before may have seen less.
+            cpu = replace(found.cpu, memory_bytes=max(found.cpu.memory_bytes, self._limits["cpu"]))
+            disk = replace(found.disk, bytes=max(found.disk.bytes, self._limits["disk"]))
+            gpu = found.gpu
+            if gpu is not None:
+                gpu = replace(gpu, memory_bytes=max(gpu.memory_bytes, self._limits["gpu"]))
+            self._profile = replace(found, cpu=cpu, disk=disk, gpu=gpu)
+        return self._profile
+
+    def situation(self, workload: Workload, endless: bool = False) -> Situation:
+        return situate(
+            self._spec,
+            self.profile,
+            workload,
+            rest_dtype=self._rest_dtype,
+            limits=MemoryLimits(self._limits["gpu"], self._limits["cpu"], self._limits["disk"]),
+            overlap=self._overlap,
+            cpu_attention=self._cpu_attention,
+            endless=endless,
+        )
+
+    def weights(self) -> Policy | None:
+        """A policy for weights that do not fit beside the computing; None where the search finds none that fits."""
+        found = self._search(self.situation(TYPICAL, endless=True), None)
+        return None if found is None else found.policy
+
+    def block(self, workload: Workload, weights: Policy) -> Found | None:
+        """The block for a run whose weights lie as `weights` says."""
+        return self._search(self.situation(workload), weights)
+
+    def predict(self, workload: Workload, policy: Policy, schedule: Schedule) -> Prediction:
+        return predict(self.situation(workload), policy, schedule)
+
+    def learn(self, prediction: Prediction, measured: Mapping[str, Any]) -> None:
+        """Correct the rates of what the run was bound by. measured: the run's record."""
+        self._profile = corrected(self.profile, corrections(prediction, measured))
+
+    def _search(self, situation: Situation, weights: Policy | None) -> Found | None:
+        schedules = AUTOMATIC if self._schedule is None else (self._schedule,)
+        try:
+            return search(situation, schedules, max_latency=self._max_latency, fixed=weights)
+        except MemoryLimitError:
+            if self._max_latency is not None:
+                raise
+            return None
+
+
+def corrected(profile: HardwareProfile, factors: Mapping[str, float]) -> HardwareProfile:
+    """The profile with the rates of some resources multiplied."""
+    if "compute" in factors:
+        home = _scaled(profile.home, factors["compute"])
+        profile = replace(profile, cpu=home) if profile.gpu is None else replace(profile, gpu=home)
+    if "disk_read" in factors:
+        rate = profile.disk.read_bytes_s * factors["disk_read"]
+        profile = replace(profile, disk=replace(profile.disk, read_bytes_s=rate))
+    if "to_gpu" in factors and profile.link is not None:
+        rate = profile.link.to_gpu_bytes_s * factors["to_gpu"]
+        profile = replace(profile, link=replace(profile.link, to_gpu_bytes_s=rate))
+    return profile
+
+
+def corrections(prediction: Prediction, measured: Mapping[str, Any]) -> dict[str, float]:
+    """Resource -> factor for its rate: half of the way from what was predicted to what was measured, in logarithms.
+
+    Computing is judged by the time that batches took without waiting; a link or the disk by the whole time, where
+    the run waited for it.
+    """
+    blocks = prediction.latency_s / (prediction.prefill_s + prediction.decode_s)
+    spent = {
+        name: blocks * sum(phase.get(name, 0.0) for phase in prediction.seconds.values())
+        for name in ("compute", "disk_read", "to_gpu")
+    }
+    total = float(measured["latency_s"])
+    waited = float(measured["time_s"]["wait"])
+    found: dict[str, float] = {}
+    actual = {"compute": float(measured["time_s"]["compute"])}
+    if waited > _NOTABLE * total:
+        slowest = max(("disk_read", "to_gpu"), key=lambda name: spent[name])
+        actual[slowest] = total
+    for name, seconds in actual.items():
+        if spent[name] > _NOTABLE * prediction.latency_s and seconds > 0:
+            found[name] = min(_MOST, max(_LEAST, spent[name] / seconds)) ** _STEP
+    return found
+
+
+def _scaled(processor: Processor, factor: float) -> Processor:
+    """All rates times `factor`."""
+    curves = {
+        dtype: Curve(tuple((size, rate * factor) for size, rate in curve.points))
+        for dtype, curve in processor.matmul_flops.items()
+    }
+    return replace(
+        processor,
+        matmul_flops=curves,
+        attention_flops=processor.attention_flops * factor,
+        attention_bytes_s=processor.attention_bytes_s * factor,
+        upcast_elements_s=processor.upcast_elements_s * factor,
+        step_s=processor.step_s / factor,
+    )

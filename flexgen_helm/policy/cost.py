@@ -1,0 +1,470 @@
+"""The cost model: seconds and bytes of a block, from a policy, a machine and a workload (the paper's appendix).
+
+Everything is linear in the nine placement fractions once the block's shape and the schedule are fixed. So a cost is a
+vector of ten coefficients (the fractions and a constant), and one set of equations serves both the evaluation of a
+policy and the linear program of the search. docs/cost_model.md has the equations in words. No torch.
+
+    pass = e max(resources) + (1 - e) sum(resources)          block = prefill pass + (n - 1) decode passes
+
+with the resources computing, link in, link out, disk read and disk write, and e the share of overlap (0 without).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexgen_helm.core.errors import UsageError
+from flexgen_helm.hardware.profile import HardwareProfile
+from flexgen_helm.models.spec import HEAD, ModelSpec, layer_stage, stage_tensor_shapes
+from flexgen_helm.policy.memory import COPIES_SHARE, staging_bytes
+from flexgen_helm.policy.placement import TIERS, Tier, matrices
+from flexgen_helm.policy.policy import Policy, Schedule
+from flexgen_helm.policy.workload import Workload
+from flexgen_helm.policy.workspace import Workspace
+
+Affine = NDArray[np.float64]
+# Coefficients of an affine form: weights, cache and hidden states on gpu, cpu and disk, and the constant.
+WG, WC, WD, CG, CC, CD, HG, HC, HD, ONE = range(10)
+WEIGHTS: Mapping[Tier, int] = {"gpu": WG, "cpu": WC, "disk": WD}
+CACHE: Mapping[Tier, int] = {"gpu": CG, "cpu": CC, "disk": CD}
+HIDDEN: Mapping[Tier, int] = {"gpu": HG, "cpu": HC, "disk": HD}
+RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
+GROUP_BITS = 32  # scale and offset of a group of quantized values, 16 bits each
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of one element: of weights and cache at rest and on links, and of what products take.
+
+    Compressed is what takes fewer than 16 bits.
+    """
+
+    weight_bytes: float
+    cache_bytes: float
+    compute_bytes: int
+
+    @classmethod
+    def named(cls, name: str, compute_bytes: int, group: int = 64) -> Precision:
+        """fp16: weights in 16 bits, cache in the compute type; 4-bit formats: both in 4 bits and their scales."""
+        if name == "fp16":
+            return cls(2, compute_bytes, compute_bytes)
+        packed = (4 + GROUP_BITS / group) / 8
+        return cls(packed, packed, compute_bytes)
+
+    @property
+    def weights_compressed(self) -> bool:
+        return self.weight_bytes < 2
+
+    @property
+    def cache_compressed(self) -> bool:
+        return self.cache_bytes < 2
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Habits of an engine that its costs follow from.
+
+    weights_locked, cache_locked: host memory of weights and cache is page-locked. disk_cache_on_host: attention on
+    the host covers a cache on the disk too. converts_per_batch: weights are brought to the compute type for every
+    batch of a pass, not once. max_batch_tokens: prompt tokens of one batch, however many sequences it has.
+    group_rows: rows of one call of decoding's attention, 0 for all of a batch. page_cache: files are read through the
+    operating system's page cache. staging: 'ring' as `policy.memory` plans it,
+    or 'layers', FlexGen's: two halves of a layer on the gpu, a layer on the host.
+    """
+
+    weights_locked: bool = True
+    cache_locked: bool = True
+    disk_cache_on_host: bool = False
+    converts_per_batch: bool = True
+    max_batch_tokens: int = 4096
+    group_rows: int = 32
+    page_cache: bool = False
+    staging: Literal["ring", "layers"] = "ring"
+
+
+OURS = Runtime()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A block: sequences of a batch, batches, and the order of the work."""
+
+    gpu_batch_size: int
+    num_gpu_batches: int
+    schedule: Schedule
+
+    @property
+    def rows(self) -> int:
+        return self.gpu_batch_size * self.num_gpu_batches
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Seconds of one pass on every resource, as affine forms; parts: what `compute` is made of; together: bounds
+    from two directions that share a channel."""
+
+    resources: Mapping[str, Affine]
+    parts: Mapping[str, Affine]
+    together: tuple[Affine, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockModel:
+    """A block of `rows` sequences. decode_passes: of the block; memory: tier -> forms none of which may exceed its
+    limit; working: tier -> bytes that computing holds beside them, which count against the machine's memory."""
+
+    rows: float
+    prefill: Terms
+    decode: Terms
+    decode_passes: float
+    memory: Mapping[Tier, tuple[Affine, ...]]
+    working: Mapping[Tier, float]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Everything but the policy. limits: bytes a tier; stages: machines of a pipeline, each with these limits and an
+    equal share of the layers. endless: the workload's lengths go on for ever, so that one block tells the rate."""
+
+    spec: ModelSpec
+    hardware: HardwareProfile
+    workload: Workload
+    precision: Precision
+    limits: Mapping[Tier, float]
+    runtime: Runtime = OURS
+    overlap: bool = True
+    cpu_attention: bool = True
+    stages: int = 1
+    endless: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.stages <= self.spec.num_layers:
+            raise UsageError(f"{self.spec.num_layers} layers cannot be spread over {self.stages} pipeline stages")
+
+    @property
+    def home(self) -> Tier:
+        return "cpu" if self.hardware.gpu is None else "gpu"
+
+    @property
+    def overlap_share(self) -> float:
+        return self.hardware.overlap if self.overlap else 0.0
+
+    @cached_property
+    def copies_fit(self) -> bool:
+        """Whether weights that all rest beside the computing rest in its type (see `policy.memory`)."""
+        copies = self.resting_elements * self.precision.compute_bytes
+        return not self.precision.weights_compressed and copies <= COPIES_SHARE * self.limits[self.home]
+
+    @cached_property
+    def dtype(self) -> str:
+        """The type of products, by its size."""
+        sixteen = [name for name in self.hardware.home.matmul_flops if name != "float32"]
+        return sixteen[0] if self.precision.compute_bytes == 2 and sixteen else "float32"
+
+    # Elements of the weights: all that rest, of which the tables' rows are gathered and the others pass every time.
+    @cached_property
+    def resting_elements(self) -> int:
+        return sum(matrices(self.spec, 1).values())
+
+    @cached_property
+    def streamed_elements(self) -> int:
+        spec = self.spec
+        layers = sum(
+            math.prod(shape)
+            for layer in range(spec.num_layers)
+            for shape in stage_tensor_shapes(spec, layer_stage(layer)).values()
+            if len(shape) > 1
+        )
+        return layers + self.head_elements
+
+    @cached_property
+    def head_elements(self) -> int:
+        own = sum(math.prod(shape) for shape in stage_tensor_shapes(self.spec, HEAD).values() if len(shape) > 1)
+        return own + (self.spec.vocab_size * self.spec.embed_size if self.spec.tied_head else 0)
+
+    @cached_property
+    def layer_elements(self) -> float:
+        return (self.streamed_elements - self.head_elements) / self.spec.num_layers
+
+    def exceeds_ring(self, elements: float) -> bool:
+        """Whether a stage of so many elements is larger than the ring through which weights come."""
+        ring = staging_bytes(self.spec, 2, int(self.limits[self.home])) / 2
+        return elements > ring
+
+    @property
+    def kv_elements(self) -> int:
+        """Of one position in all layers."""
+        return 2 * self.spec.num_layers * self.spec.kv_size
+
+    @cached_property
+    def workspace(self) -> Workspace:
+        spec = self.spec
+        direct = self.precision.compute_bytes != 4 or self.hardware.gpu is not None or spec.attn_softcap is not None
+        return Workspace(spec, self.precision.compute_bytes, direct)
+
+    def seen(self, context: float) -> float:
+        """Positions that a token sees of `context`, as a mean over the layers: some have a window."""
+        windows = self.spec.windows
+        if not windows:
+            return context
+        return sum(context if window is None else min(context, window) for window in windows) / len(windows)
+
+
+def affine(constant: float = 0.0, terms: Mapping[int, float] | None = None) -> Affine:
+    form = np.zeros(10)
+    form[ONE] = constant
+    for index, coefficient in (terms or {}).items():
+        form[index] += coefficient
+    return form
+
+
+def fractions_of(policy: Policy, has_gpu: bool) -> Affine:
+    """The policy as the vector that affine forms are multiplied with; without a gpu its shares are the cpu's."""
+    p = policy
+    if has_gpu:
+        return np.array([p.wg, p.wc, p.wd, p.cg, p.cc, p.cd, p.hg, p.hc, p.hd, 1.0])
+    return np.array([0.0, p.wg + p.wc, p.wd, 0.0, p.cg + p.cc, p.cd, 0.0, p.hg + p.hc, p.hd, 1.0])
+
+
+def block_model(situation: Situation, shape: Shape, resident: bool = False) -> BlockModel:
+    """The equations of one block. resident: all weights rest beside the computing, so nothing is staged for them."""
+    workload, schedule = situation.workload, shape.schedule
+    rows = float(shape.rows)
+    passes = workload.output - 1
+    converts = not (resident and situation.copies_fit)
+    if schedule == "row":
+        # Batch after batch, each alone: the same terms with one batch, as many times.
+        one = replace(shape, num_gpu_batches=1, schedule="zigzag")
+        model = block_model(situation, one, resident)
+        times = shape.num_gpu_batches
+        return replace(
+            model,
+            rows=rows,
+            prefill=_times(model.prefill, times),
+            decode=_times(model.decode, times),
+        )
+    if schedule == "diagonal" and passes > 0:
+        # Rows of all ages: each pass takes some rows in and the others one token on. As many passes as it takes for
+        # all, and the ramp; told as decode passes that carry a share of the prompts.
+        entering = rows / workload.output
+        terms = _sum(
+            _pass(situation, shape, entering, True, converts, weights=0.0),
+            _pass(situation, shape, rows, False, converts),
+        )
+        sequences = rows if situation.endless else float(max(shape.rows, workload.num_sequences))
+        ramp = 0.0 if situation.endless else workload.output - 1
+        nothing = Terms({name: affine() for name in RESOURCES}, {})
+        memory = _memory(situation, shape, rows, resident)
+        return BlockModel(sequences, nothing, terms, sequences / rows * workload.output + ramp, *memory)
+    if schedule == "prefill-only":
+        passes = 0.0
+        if not situation.endless:
+            rows = float(max(shape.rows, workload.num_sequences))
+    return BlockModel(
+        rows,
+        _pass(situation, shape, rows, True, converts),
+        _pass(situation, shape, rows, False, converts),
+        passes,
+        *_memory(situation, shape, rows, resident),
+    )
+
+
+def pass_seconds(terms: Terms, fractions: Affine, overlap: float) -> float:
+    """Seconds of one pass: the longest resource, and what does not hide behind it."""
+    spent = [float(form @ fractions) for form in terms.resources.values()]
+    longest = max([*spent, *(float(form @ fractions) for form in terms.together)])
+    return overlap * longest + (1 - overlap) * sum(spent)
+
+
+def _pass(
+    situation: Situation, shape: Shape, rows: float, prefill: bool, converts: bool, weights: float = 1.0
+) -> Terms:
+    """All layers and the head over `rows` sequences. converts: weights rest in another type than products take.
+    weights: times that they are brought in (0 where another part of the same pass brings them)."""
+    hardware, workload, precision = situation.hardware, situation.workload, situation.precision
+    runtime, spec = situation.runtime, situation.spec
+    has_gpu = hardware.gpu is not None
+    prompt, output = workload.prompt, workload.output
+    new = workload.computed if prefill else 1.0  # tokens of a row that this pass computes
+    context = situation.seen(prompt + output / 2)
+    tokens = rows * new
+    batch_tokens = min(shape.gpu_batch_size * new, runtime.max_batch_tokens) if prefill else shape.gpu_batch_size
+    batches = max(1.0, tokens / max(1.0, min(batch_tokens, tokens)))
+    home = hardware.home
+    link, disk = hardware.link, hardware.disk
+    rate = home.matmul_flops[situation.dtype]
+    work = precision.compute_bytes
+
+    # Computing: products (bound by operations or by reading the weights), conversions, attention.
+    layer_flops = spec.linear_flops_per_token * tokens / rate.at(tokens / batches)
+    head_flops = spec.head_flops_per_token * rows / rate.at(min(rows, shape.gpu_batch_size))
+    reading = batches * situation.streamed_elements * work / home.memory_bytes_s
+    steps = batches if prefill or not runtime.group_rows else batches + math.ceil(rows / runtime.group_rows)
+    products = max(layer_flops + head_flops, reading * weights) + steps * spec.num_layers * home.step_s
+    converted = weights * situation.streamed_elements * (batches if runtime.converts_per_batch else 1.0)
+    convert = affine()
+    if precision.weights_compressed:
+        convert[ONE] = converted / home.dequantize_elements_s
+    elif work > 2 and converts:
+        convert[ONE] = converted / home.upcast_elements_s
+    kv_new = situation.kv_elements * tokens  # elements
+    kv_read = situation.kv_elements * rows * context
+    host_tiers: set[Tier] = set()  # whose cache the host attends to
+    if has_gpu and not prefill and situation.cpu_attention and not precision.cache_compressed:
+        host_tiers = {"cpu", "disk"} if runtime.disk_cache_on_host else {"cpu"}
+    at_home, at_host = affine(), affine()
+    if prefill:
+        at_home[ONE] = spec.attention_flops(1, 1) * rows * _pairs(situation) / home.attention_flops
+    else:
+        for tier in TIERS:
+            target, processor = (at_host, hardware.cpu) if tier in host_tiers else (at_home, home)
+            target[CACHE[tier]] += kv_read * work / processor.attention_bytes_s
+    if precision.cache_compressed:
+        if prefill:
+            at_home[ONE] += kv_new / home.quantize_elements_s
+        else:
+            at_home[ONE] += kv_read / home.dequantize_elements_s
+    products_ = affine(products)
+    parts = {"products": products_, "convert": convert, "attention": at_home, "host_attention": at_host}
+
+    # Bytes on the links. Hidden states go out and in between stages where they rest elsewhere.
+    w_bytes = weights * precision.weight_bytes * situation.streamed_elements
+    if runtime.staging == "ring" and weights:
+        # A stage larger than the ring comes anew for every batch.
+        again = (batches - 1) * weights * precision.weight_bytes
+        w_bytes += again * (situation.head_elements if situation.exceeds_ring(situation.head_elements) else 0)
+        if situation.exceeds_ring(situation.layer_elements):
+            w_bytes += again * situation.layer_elements * spec.num_layers
+    c_new, c_read = kv_new * precision.cache_bytes, kv_read * precision.cache_bytes
+    h_bytes = spec.num_layers * tokens * spec.hidden_size * work
+    w_tensors = weights * _layer_matrices(spec) * spec.num_layers
+    c_tensors = 2 * spec.num_layers * batches
+    to_gpu, to_cpu, read, write = affine(), affine(), affine(), affine()
+    if link is not None:
+        w_in = link.to_gpu_bytes_s if runtime.weights_locked else link.pageable_to_gpu_bytes_s
+        c_in = link.to_gpu_bytes_s if runtime.cache_locked else link.pageable_to_gpu_bytes_s
+        c_out = link.to_cpu_bytes_s if runtime.cache_locked else link.pageable_to_cpu_bytes_s
+        far: tuple[Tier, Tier] = ("cpu", "disk")
+        for tier in far:
+            to_gpu[WEIGHTS[tier]] += w_bytes / w_in + w_tensors * link.transfer_s
+            to_gpu[HIDDEN[tier]] += h_bytes / c_in
+            to_cpu[HIDDEN[tier]] += h_bytes / c_out
+            to_cpu[CACHE[tier]] += c_new / c_out + c_tensors * link.transfer_s
+            if tier in host_tiers:  # queries there, outputs back
+                asked = spec.num_layers * rows * spec.q_size * work
+                to_cpu[CACHE[tier]] += asked / c_out
+                to_gpu[CACHE[tier]] += asked / c_in
+            elif not prefill:
+                to_gpu[CACHE[tier]] += c_read / c_in + c_tensors * link.transfer_s
+    fast = disk.page_cache if runtime.page_cache else 1.0
+    read_s, write_s = 1 / (disk.read_bytes_s * fast), 1 / (disk.write_bytes_s * fast)
+    read[WD] += w_bytes * read_s + w_tensors * disk.access_s
+    read[HD] += h_bytes * read_s
+    write[HD] += h_bytes * write_s
+    write[CD] += c_new * write_s + c_tensors * disk.access_s
+    if not prefill:
+        read[CD] += c_read * read_s + c_tensors * disk.access_s
+    computing = products_ + convert + at_home + at_host
+    resources = {"compute": computing, "to_gpu": to_gpu, "to_cpu": to_cpu, "disk_read": read, "disk_write": write}
+    # Both directions of a channel at once take at least (in + out) / (2 duplex).
+    together = [(read + write) / (2 * disk.duplex)]
+    if link is not None:
+        together.append((to_gpu + to_cpu) / (2 * link.duplex))
+    return Terms(resources, parts, tuple(together))
+
+
+def _memory(
+    situation: Situation, shape: Shape, rows: float, resident: bool
+) -> tuple[dict[Tier, tuple[Affine, ...]], dict[Tier, float]]:
+    """What rests on each tier, staging included, in prefill (the larger), and what computing holds beside it."""
+    spec, workload, precision = situation.spec, situation.workload, situation.precision
+    runtime, home, stages = situation.runtime, situation.home, situation.stages
+    work = precision.compute_bytes
+    weights = situation.resting_elements * precision.weight_bytes / stages
+    # Positions set aside for a row: all, or with rows of all ages and a cache that grows by pages the average.
+    positions = workload.longest
+    if shape.schedule == "diagonal":
+        positions = math.ceil(workload.longest_prompt + workload.output / 2 + 8)
+    if shape.schedule == "prefill-only":
+        positions = 0
+    cache = rows * positions * situation.kv_elements * precision.cache_bytes / stages
+    waiting = rows * workload.computed * spec.hidden_size * work
+    if shape.num_gpu_batches == 1 and shape.schedule != "prefill-only":
+        waiting = rows * spec.hidden_size * work
+    tokens = min(shape.gpu_batch_size * workload.computed, max(runtime.max_batch_tokens, workload.longest_prompt))
+    forms: dict[Tier, list[Affine]] = {}
+    for tier in TIERS:
+        grown = work / 2 if resident and situation.copies_fit and tier == home else 1.0
+        forms[tier] = [affine(0.0, {WEIGHTS[tier]: grown * weights, CACHE[tier]: cache, HIDDEN[tier]: waiting})]
+    working: dict[Tier, float] = dict.fromkeys(TIERS, 0.0)
+    if runtime.staging == "ring":
+        if not resident:
+            forms[home][0][ONE] += staging_bytes(spec, 2, int(situation.limits[home])) * precision.weight_bytes / 2
+        # Layers of groups elsewhere that are brought beside the computing: the one in use and the next.
+        group = 2 * min(32, shape.gpu_batch_size) * workload.longest * situation.kv_elements / spec.num_layers * work
+        far_cache = (CC, CD) if home == "gpu" else (CD,)
+        for index in far_cache:
+            if not (index == CC and situation.cpu_attention):
+                forms[home][0][index] += group
+        decoding = int(min(rows, shape.gpu_batch_size) * workload.longest)
+        working[home] = max(
+            situation.workspace.layer(int(tokens), int(workload.longest_prompt), 0),
+            situation.workspace.layer(int(min(rows, shape.gpu_batch_size)), 1, decoding),
+        ) + 4 * 64 * (1 << 20)
+    else:
+        layer = situation.layer_elements * precision.weight_bytes
+        states = workload.prompt * spec.hidden_size * shape.gpu_batch_size * work
+        ffn = max(shape_[0] for shape_ in _layer_shapes(spec))
+        inner = states / spec.hidden_size * max(4 * spec.hidden_size, spec.hidden_size + ffn)
+        scores = states / spec.hidden_size * (2 * spec.hidden_size + spec.num_heads * workload.prompt)
+        # FlexGen's unit is the attention or the feed-forward half of a layer: the one in use, and the next.
+        brought = {WC: layer, WD: layer, HC: states, HD: states}
+        plain = forms["gpu"][0]
+        forms["gpu"] = [plain + affine(inner, brought), plain + affine(0.0, {**brought, CG: scores})]
+        if precision.weights_compressed:
+            extra = situation.layer_elements / _layer_matrices(spec) * work
+            forms["gpu"] = [form + affine(extra) for form in forms["gpu"]]
+        forms["cpu"][0] += affine(0.0, {WD: layer, HD: states})
+        forms["cpu"].append(
+            forms["cpu"][0] + affine(0.0, {CD: cache * stages / spec.num_layers / max(1, shape.num_gpu_batches)})
+        )
+    return {tier: tuple(found) for tier, found in forms.items()}, working
+
+
+def _pairs(situation: Situation) -> float:
+    """Mean of computed tokens x positions that they see (the full square, as kernels compute it), per layer."""
+    workload = situation.workload
+    if not situation.spec.windows:
+        return workload.pairs
+    return workload.computed * situation.seen(workload.pairs / workload.computed)
+
+
+def _layer_shapes(spec: ModelSpec) -> list[tuple[int, ...]]:
+    return [shape for shape in stage_tensor_shapes(spec, layer_stage(0)).values() if len(shape) > 1]
+
+
+def _layer_matrices(spec: ModelSpec) -> int:
+    return len(_layer_shapes(spec))
+
+
+def _times(terms: Terms, factor: float) -> Terms:
+    return Terms(
+        {name: factor * form for name, form in terms.resources.items()},
+        {name: factor * form for name, form in terms.parts.items()},
+        tuple(factor * form for form in terms.together),
+    )
+
+
+def _sum(one: Terms, other: Terms) -> Terms:
+    return Terms(
+        {name: form + other.resources[name] for name, form in one.resources.items()},
+        {name: form + other.parts[name] for name, form in one.parts.items()},
+        tuple(a + b for a, b in zip(one.together, other.together)),
+    )

@@ -1,0 +1,89 @@
+"""Throughput under limits of latency: the paper's trade-off curve, as data and as a picture. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flexgen_helm.core.errors import MemoryLimitError
+from flexgen_helm.policy.cost import Situation
+from flexgen_helm.policy.search import Found, search
+
+
+def points(situation: Situation, count: int) -> list[dict[str, Any]]:
+    """Policies between the quickest block of one sequence and the best throughput, none worse than another in both.
+
+    Each is {latency_s, tokens_per_s, policy}; latency_s is of one block. Raises `MemoryLimitError` where nothing fits.
+    """
+    best = search(situation)
+    found = [best]
+    latency = _block_seconds(best)
+    least = _least_latency(situation, latency)
+    # Equal steps in the logarithm: what is gained falls off as fast.
+    for number in range(count - 1):
+        limit = least * (latency / least) ** (number / (count - 1))
+        try:
+            found.append(search(situation, max_latency=limit * (1 + 1e-9)))
+        except MemoryLimitError:
+            continue
+    kept: list[Found] = []
+    for each in sorted(found, key=lambda each: (_block_seconds(each), -each.prediction.tokens_per_s)):
+        if not kept or each.prediction.tokens_per_s > kept[-1].prediction.tokens_per_s * (1 + 1e-6):
+            kept.append(each)
+    return [_point(each) for each in kept]
+
+
+def write_picture(found: list[dict[str, Any]], situation: Situation, path: Path) -> None:
+    """One self-contained HTML file."""
+    import plotly.graph_objects as go
+
+    blocks = [f"{p['policy']['gpu_batch_size']}x{p['policy']['num_gpu_batches']}" for p in found]
+    figure = go.Figure(
+        go.Scatter(
+            x=[point["latency_s"] for point in found],
+            y=[point["tokens_per_s"] for point in found],
+            mode="lines+markers+text",
+            text=blocks,
+            textposition="top left",
+            hovertemplate="%{x:.1f} s, %{y:.3g} token/s, block %{text}<extra></extra>",
+        )
+    )
+    workload = situation.workload
+    figure.update_layout(
+        title=f"{situation.hardware.name}: {workload.prompt:.0f} prompt + {workload.output:.0f} output tokens",
+        template="plotly_white",
+        width=860,
+        height=520,
+    )
+    figure.update_xaxes(title="latency of a block, seconds", type="log")
+    figure.update_yaxes(title="generated tokens a second", type="log")
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def _least_latency(situation: Situation, most: float) -> float:
+    """About the least seconds that a block can take: the limit is halved until no block is quick enough."""
+    least = most
+    while True:
+        try:
+            least = min(least / 2, _block_seconds(search(situation, max_latency=least / 2)))
+        except MemoryLimitError:
+            return least
+
+
+def _block_seconds(found: Found) -> float:
+    return found.prediction.prefill_s + found.prediction.decode_s
+
+
+def _point(found: Found) -> dict[str, Any]:
+    policy = found.policy
+    names = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
+    return {
+        "latency_s": _block_seconds(found),
+        "tokens_per_s": found.prediction.tokens_per_s,
+        "policy": {
+            "gpu_batch_size": policy.gpu_batch_size,
+            "num_gpu_batches": policy.num_gpu_batches,
+            "schedule": found.schedule,
+            **{name: getattr(policy, name) for name in names},
+        },
+    }

@@ -1,0 +1,90 @@
+"""`flexgen-helm plan` as a process: JSON, tables, refusals, and no torch."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def plan(*arguments, **environment):
+    code = (
+        "import sys; from flexgen_helm.cli import main\n"
+        "try:\n    code = main(['plan', *sys.argv[1:]])\n"
+        "except SystemExit as end:\n    code = end.code\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\nsys.exit(code)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "120", **environment},
+    )  # fmt: skip
+
+
+LENGTHS = ("--prompt-len", "512", "--gen-len", "32")
+
+
+def test_the_papers_model_on_the_papers_machine():
+    done = plan("--model", "opt-175b", *LENGTHS, "--hardware", "t4", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["feasible"] and found["bottleneck"] == "disk_read" and found["why"]
+    policy = found["policy"]
+    for kind in "wch":
+        assert sum(policy[kind + tier] for tier in "gcd") == pytest.approx(1)
+    assert set(found["predicted"]) >= {"prefill_s", "decode_s", "latency_s", "tokens_per_s"}
+    for tier in ("gpu", "cpu", "disk"):
+        assert found["memory"][tier]["peak"] <= found["memory"][tier]["limit"]
+
+
+def test_a_given_policy_is_evaluated():
+    policy = "48x3,20,80,0,100,0,100"
+    done = plan("--model", "opt-30b", *LENGTHS, "--hardware", "t4", "--policy", policy, "--json")
+    assert json.loads(done.stdout)["policy"]["gpu_batch_size"] == 48
+    done = plan("--model", "opt-175b", *LENGTHS, "--hardware", "t4", "--policy", policy, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and not found["feasible"] and found["missing_bytes"]["gpu"] > 1e9
+
+
+def test_the_table_says_what_lives_where_and_why():
+    done = plan("--model", "opt-30b", *LENGTHS, "--hardware", "a100", "--num-seqs", "500")
+    assert done.returncode == 0, done.stderr
+    for words in ("KV cache", "token/s", "bound by", "products", "schedule", "500 x 512"):
+        assert words in done.stdout
+    done = plan("--model", "opt-30b", *LENGTHS, "--hardware", "t4", "--frontier")
+    assert "latency of a block" in done.stdout and len(done.stdout.splitlines()) > 6
+
+
+def test_more_memory_and_compression_help():
+    def rate(*more):
+        done = plan("--model", "opt-30b", *LENGTHS, "--hardware", "t4", "--json", *more)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["predicted"]["tokens_per_s"]
+
+    assert rate("--cpu-memory", "60GiB") < rate("--cpu-memory", "180GiB")
+    assert rate("--cpu-memory", "60GiB") < rate("--cpu-memory", "60GiB", "--compress")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--model", "opt-30b"), "plan needs --model, --prompt-len and --gen-len"),
+        (("--model", "opt-30b", "--prompt-len", "512", "--gen-len", "0"), "--gen-len 0"),
+        (("--model", "opt-30b", "--prompt-len", "-4", "--gen-len", "3"), "--prompt-len -4"),
+        (("--model", "opt-30b", "--prompt-len", "4000", "--gen-len", "3"), "2048 positions"),
+        (("--model", "opt-31b", *LENGTHS), "opt-30b"),
+        (("--model", "opt-30b", *LENGTHS, "--hardware", "t5"), "t4"),
+        (("--model", "opt-30b", *LENGTHS, "--cpu-memory", "-5"), "is no size"),
+        (("--model", "opt-30b", *LENGTHS, "--gpu-memory", "1MB"), "bytes more on the gpu tier"),
+        (("--model", "opt-30b", *LENGTHS, "--policy", "48x3"), "is not of the form"),
+        (("--model", "opt-30b", *LENGTHS, "--schedule", "sideways"), "zigzag"),
+        (("--model", "opt-30b", *LENGTHS, "--device", "sim"), "--gpu-memory"),
+        (("--from-csv", "absent.csv"), "cannot be read"),
+    ],
+)
+def test_bad_input_gets_a_sentence_and_exit_code_2(arguments, words):
+    hardware = () if "--hardware" in arguments else ("--hardware", "t4")
+    done = plan(*arguments, *hardware)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert not done.stdout

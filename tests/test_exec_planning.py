@@ -1,0 +1,114 @@
+"""What an engine does with plans: weights, blocks, predictions beside measurements, and learning."""
+
+from dataclasses import replace
+
+import pytest
+
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm.core.errors import MemoryLimitError, UsageError
+from flexgen_helm.exec import profiling
+from flexgen_helm.exec.planning import corrected, corrections
+from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.predict import predict
+from tests.test_policy_search import small
+
+
+def requests(count, prompt=12, new=4):
+    return [
+        GenerationRequest(prompt_token_ids=[2 + (5 * i + j) % 300 for j in range(prompt)], max_tokens=new)
+        for i in range(count)
+    ]
+
+
+def streamed_limit(path):
+    """A limit that the weights exceed."""
+    from flexgen_helm.checkpoint.spec import read_spec
+    from flexgen_helm.policy.placement import matrices
+
+    return int(0.9 * sum(matrices(read_spec(path)[0], 2).values()))
+
+
+@pytest.mark.parametrize("new", [1, 4])
+def test_auto_plans_weights_and_block_and_answers_the_same(tiny, tmp_path, monkeypatch, new):
+    monkeypatch.setattr("flexgen_helm.policy.memory.MIN_STAGING_BYTES", 1 << 15)
+    path = tiny("llama").path
+    asked = requests(9, new=new)
+    with Engine.from_pretrained(path, device="cpu") as near:
+        expected = [result.completions[0].token_ids for result in near.run(asked)]
+        assert near.last_run["predicted_latency_s"] > 0 and near.last_run["schedule"] == "row"
+    limits = MemoryLimits(cpu=streamed_limit(path))
+    with Engine.from_pretrained(path, device="cpu", limits=limits, offload_dir=tmp_path) as engine:
+        assert [result.completions[0].token_ids for result in engine.run(asked)] == expected
+        record = engine.last_run
+    assert record["schedule"] == ("prefill-only" if new == 1 else record["schedule"])
+    assert record["achieved_placement"]["weights"]["disk"] > 0
+    assert record["policy"]["gpu_batch_size"] >= 1 and record["predicted"]["latency_s"] > 0
+    planned = record["policy"]["wc"]
+    assert record["achieved_placement"]["weights"]["cpu"] == pytest.approx(planned, abs=0.02)
+
+
+def test_a_latency_that_nothing_meets_is_refused(tiny, tmp_path):
+    path = tiny("llama").path
+    with pytest.raises(MemoryLimitError, match="within 1e-09 s"):
+        Engine.from_pretrained(path, device="cpu", offload_dir=tmp_path, max_latency=1e-9)
+    with pytest.raises(UsageError, match="more than 0"):
+        Engine.from_pretrained(path, device="cpu", max_latency=0.0)
+    with pytest.raises(UsageError, match="for the search"):
+        Engine.from_pretrained(path, device="cpu", max_latency=1.0, policy="1x1,0,100,0,100,0,100")
+
+
+def test_rates_move_towards_what_was_measured():
+    situation = small(200, 400)
+    policy = Policy(24, 1, 0.5, 0.5, 0, 1, 0, 1)
+    truth = replace(
+        situation, hardware=corrected(situation.hardware, {"compute": 0.4})
+    )  # this machine computes at 0.4 of the rate that was measured
+    measured = predict(truth, policy, "zigzag")
+    record = {"latency_s": measured.latency_s, "time_s": {"wait": 0.0}}
+    record["time_s"]["compute"] = sum(phase["compute"] for phase in measured.seconds.values())
+    errors = []
+    learner = situation
+    for _ in range(6):
+        told = predict(learner, policy, "zigzag")
+        errors.append(abs(told.latency_s / measured.latency_s - 1))
+        learner = replace(learner, hardware=corrected(learner.hardware, corrections(told, record)))
+    assert errors[0] > 0.3 and errors[-1] < 0.1 and errors == sorted(errors, reverse=True)
+
+
+def test_a_wait_corrects_the_channel_and_not_the_computing():
+    situation = small(60, 100)
+    policy = Policy(1, 1, 0.0, 0.2, 0, 1, 0, 1)
+    told = predict(situation, policy, "zigzag")
+    slow = 3 * told.latency_s
+    blocks = told.latency_s / (told.prefill_s + told.decode_s)
+    spent = blocks * sum(phase["compute"] for phase in told.seconds.values())
+    factors = corrections(told, {"latency_s": slow, "time_s": {"wait": 0.9 * slow, "compute": spent}})
+    slowest = max(("disk_read", "to_gpu"), key=lambda name: sum(phase[name] for phase in told.seconds.values()))
+    assert factors.get(slowest, 1.0) < 0.9 and factors.get("compute", 1.0) == pytest.approx(1.0, abs=0.01)
+
+
+def test_this_machine_is_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+    monkeypatch.setattr(profiling, "_READ_BYTES", 64 << 20)
+    monkeypatch.setattr(profiling, "_ROWS", (1, 64, 256))
+    monkeypatch.setattr(profiling, "_WIDTH", 256)
+    told = []
+    found = profiling.measured_profile(tell=told.append)
+    assert len(told) == 1 and not list((tmp_path / "offload").iterdir())
+    assert found.cpu.matmul_flops["float32"].best > 1e8 and found.disk.read_bytes_s > 1e6
+    assert 0.5 <= found.disk.duplex <= 1 and 0 <= found.overlap <= 1
+    assert profiling.measured_profile(tell=told.append) == found and len(told) == 1
+    kept = tmp_path / "profile.json"
+    kept.write_text(kept.read_text().replace('"cores"', '"horses"'))  # another machine
+    profiling.measured_profile(tell=told.append)
+    assert len(told) == 2
+    kept.write_text("{")
+    profiling.measured_profile(tell=told.append)
+    assert len(told) == 3
+
+
+def test_a_named_machine_takes_the_place_of_this_one(monkeypatch):
+    assert profiling.profile_named("t4", print) == load_profile("t4")
+    with pytest.raises(UsageError, match="t5"):
+        profiling.profile_named("t5", print)
