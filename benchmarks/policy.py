@@ -1,0 +1,241 @@
+"""`bench policy`: predicted against measured time, and the chosen policy against a grid of others.
+
+Ten policies spread over schedules, placements and devices (the simulated gpu included) are predicted with this
+machine's profile and then run. The profile of each device has learnt from runs of one other policy, as an engine's
+does from its own: a simulated gpu shares the host's cores with its transfers, which no measurement alone shows.
+Then the search's policy runs in alternation with a grid of at least twenty for the same limits. Every run is the
+second of its engine, because the first one also pays for memory that is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from flexgen_helm.benchmarks import Options, summary
+from flexgen_helm.benchmarks.engine_task import prompts
+from flexgen_helm.benchmarks.offload import BUSY_LOAD, policy_text
+from flexgen_helm.checkpoint.spec import read_spec
+from flexgen_helm.core.errors import UsageError
+from flexgen_helm.core.records import MemoryLimits
+from flexgen_helm.hardware.profile import HardwareProfile
+from flexgen_helm.policy.cost import Schedule, Situation
+from flexgen_helm.policy.plan import simulated, situate
+from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.predict import predict
+from flexgen_helm.policy.search import search
+from flexgen_helm.policy.workload import Workload as Lengths
+from flexgen_helm.report.throughput import versions
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Workload:
+    """cpu_mib: limit of the CPU's runs; gpu_mib, link_gb_s: of the simulated gpu, whose host has cpu_mib too."""
+
+    model: str = "opt-125m"
+    prompt: int = 64
+    output: int = 16
+    sequences: int = 96
+    cpu_mib: int = 900
+    gpu_mib: int = 160
+    link_gb_s: tuple[float, float] = (2.0, 2.0)
+    repeats: int = 5
+
+
+QUICK = Workload(prompt=6, output=3, sequences=4, repeats=1)
+
+
+@dataclass(frozen=True)
+class Case:
+    device: str
+    policy: Policy
+    schedule: Schedule
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Rows are seconds; `of_prediction` is measured over predicted, `ratios` what the project promises."""
+    from flexgen_helm.exec.profiling import measured_profile
+
+    refused = sorted(set(options.engine) - {"offload_dir"})
+    if refused:
+        raise UsageError(f"bench policy has a fixed workload and takes --offload-dir alone: leave out {refused}")
+    workload = QUICK if options.quick else Workload()
+    workload = replace(workload, repeats=options.repeats or workload.repeats)
+    busy = psutil.getloadavg()[0]
+    folder = options.engine.get("offload_dir")
+    profile = measured_profile(
+        folder=None if folder is None else Path(folder), fresh=not options.quick, tell=options.tell
+    )
+    result = measure(workload, profile, options)
+    if busy > BUSY_LOAD:
+        result["notes"].append(f"other programs were computing when this began (load {busy:.1f}): figures are noise")
+    return result
+
+
+def measure(workload: Workload, profile: HardwareProfile, options: Options) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    errors = []
+    learnt = {case.device: calibrated(workload, profile, case, options) for case in LESSONS}
+    for case in spread():
+        situation = situation_of(workload, learnt[case.device], case.device)
+        predicted = predict(situation, case.policy, case.schedule)
+        if not predicted.feasible:
+            options.tell(f"left out, does not fit: {label(case)}")
+            continue
+        seconds = run_case(workload, case, workload.repeats, options)
+        rows.append(
+            {
+                "label": label(case),
+                **summary(seconds),
+                "predicted_s": predicted.latency_s,
+                "of_prediction": median(seconds) / predicted.latency_s,
+                "bottleneck": predicted.bottleneck,
+                "seconds": seconds,
+            }
+        )
+        errors.append(abs(predicted.latency_s / median(seconds) - 1))
+        options.tell(f"{label(case)}: {median(seconds):.2f} s, predicted {predicted.latency_s:.2f} s")
+    situation = situation_of(workload, learnt["sim"], "sim")
+    found = search(situation)
+    chosen = Case("sim", found.policy, found.schedule)
+    grid = [case for case in grid_of(situation) if predict(situation, case.policy, case.schedule).feasible]
+    measured: dict[str, list[float]] = {}
+    for repeat in range(workload.repeats):
+        for case in (chosen, *grid):
+            seconds = run_case(workload, case, 1, options)
+            measured.setdefault(label(case), []).extend(seconds)
+        options.tell(f"the grid: {repeat + 1} of {workload.repeats}")
+    for name, seconds in measured.items():
+        mark = "chosen: " if name == label(chosen) else "grid: "
+        rows.append({"label": mark + name, **summary(seconds), "seconds": seconds})
+    best = min(median(seconds) for name, seconds in measured.items() if name != label(chosen))
+    noise = [max(seconds) / min(seconds) - 1 for seconds in measured.values()]
+    hardware = {"cores": psutil.cpu_count(logical=False), "memory_bytes": psutil.virtual_memory().total}
+    return {
+        "name": "policy",
+        "workload": asdict(workload),
+        "hardware": {**hardware, "profile": profile.to_json()},
+        "versions": versions(),
+        "rows": rows,
+        "ratios": {
+            "chosen_to_best_of_grid": median(measured[label(chosen)]) / best,
+            "largest_error": 1 + max(errors),
+            "median_error": 1 + median(errors),
+        },
+        "notes": [
+            f"{len(errors)} policies predicted and measured; a grid of {len(grid)}; "
+            f"noise: the slowest run of a policy takes {median(noise):.0%} longer than its quickest (median)",
+        ],
+    }
+
+
+# What each device's profile learns from; not among those that are judged.
+LESSONS = (
+    Case("cpu", Policy(48, 2, 0, 0.2, 0, 1, 0, 1), "zigzag"),
+    Case("sim", Policy(24, 4, 0.1, 0.9, 0, 1, 0, 1), "zigzag"),
+)
+
+
+def calibrated(workload: Workload, profile: HardwareProfile, case: Case, options: Options) -> HardwareProfile:
+    """The profile after three lessons, each of which goes half of the way."""
+    from flexgen_helm.exec.planning import corrected, corrections
+
+    records: list[dict[str, Any]] = []
+    run_case(workload, case, 1, options, records)
+    machine = situation_of(workload, replace(profile, gpu=None, link=None), case.device).hardware
+    for _ in range(3):
+        found = predict(situation_of(workload, machine, case.device), case.policy, case.schedule)
+        machine = corrected(machine, corrections(found, records[-1]))
+    return machine
+
+
+def spread() -> list[Case]:
+    """Ten over schedules, placements and devices."""
+    return [
+        Case("cpu", Policy(96, 1, 0, 1, 0, 1, 0, 1), "zigzag"),
+        Case("cpu", Policy(96, 1, 0, 0, 0, 1, 0, 1), "zigzag"),
+        Case("cpu", Policy(32, 3, 0, 0.5, 0, 1, 0, 1), "zigzag"),
+        Case("cpu", Policy(16, 1, 0, 0, 0, 1, 0, 1), "zigzag"),
+        Case("cpu", Policy(24, 4, 0, 0, 0, 1, 0, 1), "row"),
+        Case("sim", Policy(48, 2, 0, 1, 0, 1, 0, 1), "zigzag"),
+        Case("sim", Policy(32, 3, 0.2, 0.8, 0, 1, 0, 1), "zigzag"),
+        Case("sim", Policy(24, 4, 0, 0.5, 0, 1, 0, 1), "zigzag"),
+        Case("sim", Policy(16, 2, 0.2, 0.8, 0, 1, 0, 1), "row"),
+        Case("sim", Policy(8, 1, 0, 1, 1, 0, 1, 0), "zigzag"),
+    ]
+
+
+def grid_of(situation: Situation) -> list[Case]:
+    """Block shapes x placements, of which those that fit are run."""
+    blocks: Sequence[tuple[int, int]] = ((96, 1), (48, 2), (32, 3), (16, 6), (32, 1), (8, 2))
+    places: Sequence[Mapping[str, float]] = (
+        {"wg": 0.0, "wc": 1.0},
+        {"wg": 0.2, "wc": 0.8},
+        {"wg": 0.0, "wc": 0.5},
+        {"wg": 0.2, "wc": 0.8, "hg": 1.0, "hc": 0.0},
+    )
+    return [
+        Case("sim", Policy(batch, batches, cg=0.0, cc=1.0, **{"hg": 0.0, "hc": 1.0, **place}), schedule)
+        for batch, batches in blocks
+        for place in places
+        for schedule in ("zigzag",)
+    ] + [Case("sim", Policy(16, 6, 0.2, 0.8, 0, 1, 0, 1), "row"), Case("sim", Policy(8, 1, 0, 1, 1, 0, 1, 0), "zigzag")]
+
+
+def situation_of(workload: Workload, profile: HardwareProfile, device: str) -> Situation:
+    spec, rest = read_spec(workload.model)
+    machine = profile
+    limits = MemoryLimits(cpu=workload.cpu_mib * MIB)
+    if device == "sim":
+        limits = replace(limits, gpu=workload.gpu_mib * MIB)
+        if machine.gpu is None:
+            # Its memory is the host's, so what computing holds beside the limit is there.
+            machine = simulated(machine, machine.cpu.memory_bytes, workload.link_gb_s)
+    lengths = Lengths.uniform(workload.prompt, workload.output, workload.sequences)
+    return situate(spec, machine, lengths, rest_dtype=rest, limits=limits)
+
+
+def run_case(
+    workload: Workload, case: Case, repeats: int, options: Options, records: list[dict[str, Any]] | None = None
+) -> list[float]:
+    """Seconds of each of `repeats` runs, after one that warms up; their records are appended to `records`."""
+    from flexgen_helm import Engine, GenerationRequest
+
+    extra: dict[str, Any] = {}
+    limits = MemoryLimits(cpu=workload.cpu_mib * MIB)
+    if case.device == "sim":
+        limits, extra = replace(limits, gpu=workload.gpu_mib * MIB), {"link_gb_s": workload.link_gb_s}
+    with Engine.from_pretrained(
+        workload.model,
+        weights="dummy",
+        device=case.device,
+        limits=limits,
+        policy=case.policy,
+        schedule=case.schedule,
+        offload_dir=options.engine.get("offload_dir"),
+        **extra,
+    ) as engine:
+        requests = [
+            GenerationRequest(prompt_token_ids=ids, max_tokens=workload.output, ignore_eos=True)
+            for ids in prompts(workload.sequences, workload.prompt, engine.spec.vocab_size)
+        ]
+        seconds = []
+        for _ in range(repeats + 1):
+            for result in engine.run(requests):
+                if result.error is not None:
+                    raise result.error
+            seconds.append(float(engine.last_run["latency_s"]))
+            if records is not None:
+                records.append(engine.last_run)
+    return seconds[1:]
+
+
+def label(case: Case) -> str:
+    return f"{case.device} {case.schedule} {policy_text(case.policy)}"
