@@ -108,6 +108,27 @@ def test_this_machine_is_measured_once(tmp_path, monkeypatch):
     assert len(told) == 3
 
 
+def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeypatch, caplog):
+    monkeypatch.delenv("FLEXGEN_HELM_HARDWARE")
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profiling, "measure", full)
+    with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
+        assert all(result.error is None for result in engine.run(requests(3)))
+        assert engine.last_run["predicted_latency_s"] is None
+        engine.run(requests(3))
+    assert sum("cannot be measured" in record.message for record in caplog.records) == 1
+
+
+def test_a_named_machine_that_is_unknown_is_refused_before_anything_runs(tiny, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "t5")
+    with pytest.raises(UsageError, match="t5"):
+        Engine.from_pretrained(tiny("llama").path, device="cpu")
+
+
 def test_a_named_machine_takes_the_place_of_this_one(monkeypatch):
     assert profiling.profile_named("t4", print) == load_profile("t4")
     with pytest.raises(UsageError, match="t5"):

@@ -279,6 +279,8 @@ class Engine:
             hg, hc = near[self._tiers.home]
             policy = Policy(rows, max(1, min(limits.max_rows, asked.num_sequences) // rows), wg, wc, cg, cc, hg, hc)
         prediction = self._planner.predict(asked, policy, self._schedule)
+        if prediction is None:
+            return
         self.last_run["predicted_latency_s"] = prediction.latency_s
         self.last_run["predicted"] = {
             "prefill_s": prediction.prefill_s,

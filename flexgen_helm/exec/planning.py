@@ -7,13 +7,14 @@ before: the machine may be busier, or better, than when it was measured.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.core.errors import MemoryLimitError
+from flexgen_helm.core.errors import FlexgenError, MemoryLimitError
 from flexgen_helm.core.records import MemoryLimits
 from flexgen_helm.exec.profiling import measured_profile, profile_named
 from flexgen_helm.hardware.profile import Curve, HardwareProfile, Processor
@@ -58,13 +59,20 @@ class Planner:
         self._overlap, self._cpu_attention = overlap, cpu_attention
         self._schedule, self._max_latency = schedule, max_latency
         self._profile: HardwareProfile | None = None
+        self._refused: bool | None = None
+        if os.environ.get(HARDWARE_VARIABLE, "measured") != "measured":
+            _ = self.profile  # one that cannot be used is refused now
 
     @property
     def profile(self) -> HardwareProfile:
         """This machine's, as corrected so far; measured at the first use."""
         if self._profile is None:
-            named = os.environ.get(HARDWARE_VARIABLE)
-            found = profile_named(named, print) if named else measured_profile(folder=self._folder)
+            named = os.environ.get(HARDWARE_VARIABLE) or "measured"
+            tell = logging.getLogger(__name__).warning
+            if named == "measured":
+                found = measured_profile(folder=self._folder, tell=tell)
+            else:
+                found = profile_named(named, tell)
             if self._device == "sim":
                 found = simulated(replace(found, gpu=None, link=None), self._limits["gpu"], self._link)
             elif self._device == "cpu":
@@ -91,16 +99,29 @@ class Planner:
         )
 
     def weights(self) -> Policy | None:
-        """A policy for weights that do not fit beside the computing; None where the search finds none that fits."""
-        found = self._search(self.situation(TYPICAL, endless=True), None)
+        """A policy for weights that do not fit beside the computing; None where there is no profile, or the search
+        finds none that fits."""
+        found = self._search(self.situation(TYPICAL, endless=True), None) if self._measurable() else None
         return None if found is None else found.policy
 
     def block(self, workload: Workload, weights: Policy) -> Found | None:
-        """The block for a run whose weights lie as `weights` says."""
-        return self._search(self.situation(workload), weights)
+        """The block for a run whose weights lie as `weights` says; None as `weights`."""
+        return self._search(self.situation(workload), weights) if self._measurable() else None
 
-    def predict(self, workload: Workload, policy: Policy, schedule: Schedule) -> Prediction:
-        return predict(self.situation(workload), policy, schedule)
+    def predict(self, workload: Workload, policy: Policy, schedule: Schedule) -> Prediction | None:
+        """What a run should take; None where there is no profile."""
+        return predict(self.situation(workload), policy, schedule) if self._measurable() else None
+
+    def _measurable(self) -> bool:
+        """Whether there is a profile: a machine that cannot be measured (a full disk) is no reason to lose a run."""
+        if self._refused is None:
+            try:
+                _ = self.profile
+                self._refused = False
+            except (FlexgenError, OSError) as error:
+                self._refused = True
+                logging.getLogger(__name__).warning("this machine cannot be measured, so nothing is planned: %s", error)
+        return not self._refused
 
     def learn(self, prediction: Prediction, measured: Mapping[str, Any]) -> None:
         """Correct the rates of what the run was bound by. measured: the run's record."""
