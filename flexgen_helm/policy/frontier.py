@@ -7,7 +7,10 @@ from typing import Any
 
 from flexgen_helm.core.errors import MemoryLimitError
 from flexgen_helm.policy.cost import Situation
-from flexgen_helm.policy.search import Found, search
+from flexgen_helm.policy.search import Found, quickest_seconds, search
+
+# What whole matrices may cost a block that is exactly as quick as the linear program allows.
+_SLACK = 0.03
 
 
 def points(situation: Situation, count: int) -> list[dict[str, Any]]:
@@ -18,12 +21,12 @@ def points(situation: Situation, count: int) -> list[dict[str, Any]]:
     best = search(situation)
     found = [best]
     latency = _block_seconds(best)
-    least = _least_latency(situation, latency)
+    least = min(latency, quickest_seconds(situation) or latency)
     # Equal steps in the logarithm: what is gained falls off as fast.
     for number in range(count - 1):
         limit = least * (latency / least) ** (number / (count - 1))
         try:
-            found.append(search(situation, max_latency=limit * (1 + 1e-9)))
+            found.append(search(situation, max_latency=limit * (1 + _SLACK)))
         except MemoryLimitError:
             continue
     kept: list[Found] = []
@@ -58,16 +61,6 @@ def write_picture(found: list[dict[str, Any]], situation: Situation, path: Path)
     figure.update_xaxes(title="latency of a block, seconds", type="log")
     figure.update_yaxes(title="generated tokens a second", type="log")
     figure.write_html(path, include_plotlyjs=True)
-
-
-def _least_latency(situation: Situation, most: float) -> float:
-    """About the least seconds that a block can take: the limit is halved until no block is quick enough."""
-    least = most
-    while True:
-        try:
-            least = min(least / 2, _block_seconds(search(situation, max_latency=least / 2)))
-        except MemoryLimitError:
-            return least
 
 
 def _block_seconds(found: Found) -> float:

@@ -116,18 +116,12 @@ def _candidates(
 
 def explain(situation: Situation, schedules: Sequence[Schedule], max_latency: float | None) -> str:
     """Why nothing fits, in a sentence with the bytes or the seconds that are missing."""
-    one = Shape(1, 1, "prefill-only" if schedules == ("prefill-only",) else "zigzag")
-    quickest = None
-    for resident in (False, True):
-        found = _solve(situation, one, block_model(situation, one, resident), resident, None, None)
-        if found is not None:
-            done = evaluate(situation, one, found.fractions)
-            quickest = min(quickest or np.inf, done.prefill_s + done.decode_s)
+    quickest = quickest_seconds(situation, schedules)
     if quickest is not None and max_latency is not None:
         return (
             f"no block is done within {max_latency:g} s: a single sequence takes {quickest:.1f} s; raise --max-latency"
         )
-    model = block_model(situation, one)
+    model = block_model(situation, _one(schedules))
     fractions, short = _least_missing(situation, model)
     tier = max(TIERS, key=lambda tier: short[tier])
     needed = max(float(form @ fractions) for form in model.memory[tier]) + model.working[tier] * (short[tier] > 0)
@@ -136,6 +130,21 @@ def explain(situation: Situation, schedules: Sequence[Schedule], max_latency: fl
         f"even a block of one sequence needs {short[tier]:,} bytes more on the {tier} tier ({needed:,.0f} where "
         f"{situation.limits[tier]:,.0f} are allowed): raise {flag}, or take a smaller model"
     )
+
+
+def quickest_seconds(situation: Situation, schedules: Sequence[Schedule] = AUTOMATIC) -> float | None:
+    """The least seconds of any block, which is one of a single sequence; None where not even that fits."""
+    one, quickest = _one(schedules), None
+    for resident in (False, True):
+        found = _solve(situation, one, block_model(situation, one, resident), resident, None, None)
+        if found is not None:
+            done = evaluate(situation, one, found.fractions)
+            quickest = min(quickest or np.inf, done.prefill_s + done.decode_s)
+    return quickest
+
+
+def _one(schedules: Sequence[Schedule]) -> Shape:
+    return Shape(1, 1, "prefill-only" if tuple(schedules) == ("prefill-only",) else "zigzag")
 
 
 def _shapes(situation: Situation, schedules: Sequence[Schedule]) -> Iterator[tuple[Shape, bool]]:
