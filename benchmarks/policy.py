@@ -24,11 +24,11 @@ from flexgen_helm.checkpoint.spec import read_spec
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.core.records import MemoryLimits
 from flexgen_helm.hardware.profile import HardwareProfile
-from flexgen_helm.policy.cost import Schedule, Situation
 from flexgen_helm.policy.plan import simulated, situate
-from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.predict import predict
 from flexgen_helm.policy.search import search
+from flexgen_helm.policy.situation import Situation
 from flexgen_helm.policy.workload import Workload as Lengths
 from flexgen_helm.report.throughput import versions
 

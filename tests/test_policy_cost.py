@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from flexgen_helm.checkpoint.catalogue import resolve
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.policy.cost import Precision, Shape, Situation, block_model, fractions_of, pass_seconds
+from flexgen_helm.policy.cost import block_model, fractions_of, pass_seconds
 from flexgen_helm.policy.policy import Policy
 from flexgen_helm.policy.predict import predict
 from flexgen_helm.policy.published import RUNTIMES, evaluate_csv
+from flexgen_helm.policy.situation import Precision, Shape, Situation
 from flexgen_helm.policy.workload import SequenceGroup, Workload
 
 T4 = load_profile("t4")

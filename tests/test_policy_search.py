@@ -13,13 +13,13 @@ from flexgen_helm.core.errors import MemoryLimitError
 from flexgen_helm.core.records import MemoryLimits
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.policy import search as search_module
-from flexgen_helm.policy.cost import Precision, Situation
 from flexgen_helm.policy.frontier import points, write_picture
 from flexgen_helm.policy.plan import make_plan, simulated, situate
 from flexgen_helm.policy.policy import Policy
 from flexgen_helm.policy.predict import predict
 from flexgen_helm.policy.published import RUNTIMES
 from flexgen_helm.policy.search import search
+from flexgen_helm.policy.situation import Precision, Situation
 from flexgen_helm.policy.workload import Workload
 
 T4, LAPTOP = load_profile("t4"), load_profile("laptop")

@@ -16,6 +16,7 @@ from flexgen_helm.checkpoint.folder import read_config, tokenizer_folder
 from flexgen_helm.checkpoint.manifest import is_conversion, read_manifest
 from flexgen_helm.checkpoint.safetensors_source import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.source import Checkpoint
+from flexgen_helm.checkpoint.spec import rest_dtype
 from flexgen_helm.core.errors import UsageError
 
 
@@ -90,4 +91,5 @@ def _dummy(resolved: Resolved, seed: int) -> DummyCheckpoint:
 
 
 def _half(name: object) -> torch.dtype:
-    return torch.bfloat16 if name == "bfloat16" else torch.float16
+    found: torch.dtype = getattr(torch, rest_dtype(name))
+    return found

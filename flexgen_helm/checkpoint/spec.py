@@ -20,14 +20,15 @@ def read_spec(name_or_path: str | os.PathLike[str]) -> tuple[ModelSpec, str]:
     if resolved.path is not None and resolved.kind == "folder":
         folder: Path = resolved.path.parent if resolved.path.is_file() else resolved.path
         _, spec, config = read_config(folder)
-        return spec, _half(config.get("dtype") or config.get("torch_dtype"))
+        return spec, rest_dtype(config.get("dtype") or config.get("torch_dtype"))
     if resolved.entry is not None:
-        return resolved.entry.spec, _half(resolved.entry.default_dtype)
+        return resolved.entry.spec, rest_dtype(resolved.entry.default_dtype)
     raise UsageError(
         f"a plan for {resolved.name} needs its sizes, which neither the catalogue nor this machine has; name a "
         "catalogue model or a folder with config.json"
     )
 
 
-def _half(name: object) -> str:
+def rest_dtype(name: object) -> str:
+    """The 16-bit type in which weights of a configuration's type rest."""
     return "bfloat16" if name == "bfloat16" else "float16"

@@ -12,8 +12,8 @@ from flexgen_helm.cli.engine_options import EngineOptions
 from flexgen_helm.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from flexgen_helm.policy.cost import Situation
     from flexgen_helm.policy.plan import Plan
+    from flexgen_helm.policy.situation import Situation
 
 # Points of a frontier, between the quickest block and the best one.
 _POINTS = 12

@@ -19,12 +19,12 @@ from flexgen_helm.core.records import MemoryLimits
 from flexgen_helm.exec.profiling import measured_profile, profile_named
 from flexgen_helm.hardware.profile import Curve, HardwareProfile, Processor
 from flexgen_helm.models.spec import ModelSpec
-from flexgen_helm.policy.cost import Schedule, Situation
 from flexgen_helm.policy.placement import Tier
 from flexgen_helm.policy.plan import simulated, situate
-from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.predict import Prediction, predict
 from flexgen_helm.policy.search import AUTOMATIC, Found, search
+from flexgen_helm.policy.situation import Situation
 from flexgen_helm.policy.workload import Workload
 
 # Names another profile than this machine's measured one: a shipped machine, or a file that `profile -o` wrote.

@@ -14,20 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexgen_helm.core.errors import UsageError
-from flexgen_helm.hardware.profile import HardwareProfile
-from flexgen_helm.models.spec import HEAD, ModelSpec, layer_stage, stage_tensor_shapes
-from flexgen_helm.policy.memory import COPIES_SHARE, staging_bytes
-from flexgen_helm.policy.placement import TIERS, Tier, matrices
-from flexgen_helm.policy.policy import Policy, Schedule
-from flexgen_helm.policy.workload import Workload
-from flexgen_helm.policy.workspace import Workspace
+from flexgen_helm.policy.memory import staging_bytes
+from flexgen_helm.policy.placement import TIERS, Tier
+from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.situation import Shape, Situation, layer_matrices, layer_shapes
 
 Affine = NDArray[np.float64]
 # Coefficients of an affine form: weights, cache and hidden states on gpu, cpu and disk, and the constant.
@@ -36,73 +30,6 @@ WEIGHTS: Mapping[Tier, int] = {"gpu": WG, "cpu": WC, "disk": WD}
 CACHE: Mapping[Tier, int] = {"gpu": CG, "cpu": CC, "disk": CD}
 HIDDEN: Mapping[Tier, int] = {"gpu": HG, "cpu": HC, "disk": HD}
 RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
-GROUP_BITS = 32  # scale and offset of a group of quantized values, 16 bits each
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Bytes of one element: of weights and cache at rest and on links, and of what products take.
-
-    Compressed is what takes fewer than 16 bits.
-    """
-
-    weight_bytes: float
-    cache_bytes: float
-    compute_bytes: int
-
-    @classmethod
-    def named(cls, name: str, compute_bytes: int, group: int = 64) -> Precision:
-        """fp16: weights in 16 bits, cache in the compute type; 4-bit formats: both in 4 bits and their scales."""
-        if name == "fp16":
-            return cls(2, compute_bytes, compute_bytes)
-        packed = (4 + GROUP_BITS / group) / 8
-        return cls(packed, packed, compute_bytes)
-
-    @property
-    def weights_compressed(self) -> bool:
-        return self.weight_bytes < 2
-
-    @property
-    def cache_compressed(self) -> bool:
-        return self.cache_bytes < 2
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """Habits of an engine that its costs follow from.
-
-    weights_locked, cache_locked: host memory of weights and cache is page-locked. disk_cache_on_host: attention on
-    the host covers a cache on the disk too. converts_per_batch: weights are brought to the compute type for every
-    batch of a pass, not once. max_batch_tokens: prompt tokens of one batch, however many sequences it has.
-    group_rows: rows of one call of decoding's attention, 0 for all of a batch. page_cache: files are read through the
-    operating system's page cache. staging: 'ring' as `policy.memory` plans it,
-    or 'layers', FlexGen's: two halves of a layer on the gpu, a layer on the host.
-    """
-
-    weights_locked: bool = True
-    cache_locked: bool = True
-    disk_cache_on_host: bool = False
-    converts_per_batch: bool = True
-    max_batch_tokens: int = 4096
-    group_rows: int = 32
-    page_cache: bool = False
-    staging: Literal["ring", "layers"] = "ring"
-
-
-OURS = Runtime()
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A block: sequences of a batch, batches, and the order of the work."""
-
-    gpu_batch_size: int
-    num_gpu_batches: int
-    schedule: Schedule
-
-    @property
-    def rows(self) -> int:
-        return self.gpu_batch_size * self.num_gpu_batches
 
 
 @dataclass(frozen=True)
@@ -126,95 +53,6 @@ class BlockModel:
     decode_passes: float
     memory: Mapping[Tier, tuple[Affine, ...]]
     working: Mapping[Tier, float]
-
-
-@dataclass(frozen=True)
-class Situation:
-    """Everything but the policy. limits: bytes a tier; stages: machines of a pipeline, each with these limits and an
-    equal share of the layers. endless: the workload's lengths go on for ever, so that one block tells the rate."""
-
-    spec: ModelSpec
-    hardware: HardwareProfile
-    workload: Workload
-    precision: Precision
-    limits: Mapping[Tier, float]
-    runtime: Runtime = OURS
-    overlap: bool = True
-    cpu_attention: bool = True
-    stages: int = 1
-    endless: bool = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.stages <= self.spec.num_layers:
-            raise UsageError(f"{self.spec.num_layers} layers cannot be spread over {self.stages} pipeline stages")
-
-    @property
-    def home(self) -> Tier:
-        return "cpu" if self.hardware.gpu is None else "gpu"
-
-    @property
-    def overlap_share(self) -> float:
-        return self.hardware.overlap if self.overlap else 0.0
-
-    @cached_property
-    def copies_fit(self) -> bool:
-        """Whether weights that all rest beside the computing rest in its type (see `policy.memory`)."""
-        copies = self.resting_elements * self.precision.compute_bytes
-        return not self.precision.weights_compressed and copies <= COPIES_SHARE * self.limits[self.home]
-
-    @cached_property
-    def dtype(self) -> str:
-        """The type of products, by its size."""
-        sixteen = [name for name in self.hardware.home.matmul_flops if name != "float32"]
-        return sixteen[0] if self.precision.compute_bytes == 2 and sixteen else "float32"
-
-    # Elements of the weights: all that rest, of which the tables' rows are gathered and the others pass every time.
-    @cached_property
-    def resting_elements(self) -> int:
-        return sum(matrices(self.spec, 1).values())
-
-    @cached_property
-    def streamed_elements(self) -> int:
-        spec = self.spec
-        layers = sum(
-            math.prod(shape)
-            for layer in range(spec.num_layers)
-            for shape in stage_tensor_shapes(spec, layer_stage(layer)).values()
-            if len(shape) > 1
-        )
-        return layers + self.head_elements
-
-    @cached_property
-    def head_elements(self) -> int:
-        own = sum(math.prod(shape) for shape in stage_tensor_shapes(self.spec, HEAD).values() if len(shape) > 1)
-        return own + (self.spec.vocab_size * self.spec.embed_size if self.spec.tied_head else 0)
-
-    @cached_property
-    def layer_elements(self) -> float:
-        return (self.streamed_elements - self.head_elements) / self.spec.num_layers
-
-    def exceeds_ring(self, elements: float) -> bool:
-        """Whether a stage of so many elements is larger than the ring through which weights come."""
-        ring = staging_bytes(self.spec, 2, int(self.limits[self.home])) / 2
-        return elements > ring
-
-    @property
-    def kv_elements(self) -> int:
-        """Of one position in all layers."""
-        return 2 * self.spec.num_layers * self.spec.kv_size
-
-    @cached_property
-    def workspace(self) -> Workspace:
-        spec = self.spec
-        direct = self.precision.compute_bytes != 4 or self.hardware.gpu is not None or spec.attn_softcap is not None
-        return Workspace(spec, self.precision.compute_bytes, direct)
-
-    def seen(self, context: float) -> float:
-        """Positions that a token sees of `context`, as a mean over the layers: some have a window."""
-        windows = self.spec.windows
-        if not windows:
-            return context
-        return sum(context if window is None else min(context, window) for window in windows) / len(windows)
 
 
 def affine(constant: float = 0.0, terms: Mapping[int, float] | None = None) -> Affine:
@@ -344,7 +182,7 @@ def _pass(
             w_bytes += again * situation.layer_elements * spec.num_layers
     c_new, c_read = kv_new * precision.cache_bytes, kv_read * precision.cache_bytes
     h_bytes = spec.num_layers * tokens * spec.hidden_size * work
-    w_tensors = weights * _layer_matrices(spec) * spec.num_layers
+    w_tensors = weights * layer_matrices(spec) * spec.num_layers
     c_tensors = 2 * spec.num_layers * batches
     to_gpu, to_cpu, read, write = affine(), affine(), affine(), affine()
     if link is not None:
@@ -421,7 +259,7 @@ def _memory(
     else:
         layer = situation.layer_elements * precision.weight_bytes
         states = workload.prompt * spec.hidden_size * shape.gpu_batch_size * work
-        ffn = max(shape_[0] for shape_ in _layer_shapes(spec))
+        ffn = max(shape_[0] for shape_ in layer_shapes(spec))
         inner = states / spec.hidden_size * max(4 * spec.hidden_size, spec.hidden_size + ffn)
         scores = states / spec.hidden_size * (2 * spec.hidden_size + spec.num_heads * workload.prompt)
         # FlexGen's unit is the attention or the feed-forward half of a layer: the one in use, and the next.
@@ -429,7 +267,7 @@ def _memory(
         plain = forms["gpu"][0]
         forms["gpu"] = [plain + affine(inner, brought), plain + affine(0.0, {**brought, CG: scores})]
         if precision.weights_compressed:
-            extra = situation.layer_elements / _layer_matrices(spec) * work
+            extra = situation.layer_elements / layer_matrices(spec) * work
             forms["gpu"] = [form + affine(extra) for form in forms["gpu"]]
         forms["cpu"][0] += affine(0.0, {WD: layer, HD: states})
         forms["cpu"].append(
@@ -444,14 +282,6 @@ def _pairs(situation: Situation) -> float:
     if not situation.spec.windows:
         return workload.pairs
     return workload.computed * situation.seen(workload.pairs / workload.computed)
-
-
-def _layer_shapes(spec: ModelSpec) -> list[tuple[int, ...]]:
-    return [shape for shape in stage_tensor_shapes(spec, layer_stage(0)).values() if len(shape) > 1]
-
-
-def _layer_matrices(spec: ModelSpec) -> int:
-    return len(_layer_shapes(spec))
 
 
 def _times(terms: Terms, factor: float) -> Terms:

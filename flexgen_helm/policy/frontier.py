@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm.core.errors import MemoryLimitError
-from flexgen_helm.policy.cost import Situation
 from flexgen_helm.policy.search import Found, quickest_seconds, search
+from flexgen_helm.policy.situation import Situation
 
 # What whole matrices may cost a block that is exactly as quick as the linear program allows.
 _SLACK = 0.03

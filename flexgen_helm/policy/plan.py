@@ -10,11 +10,12 @@ from flexgen_helm.core.errors import MemoryLimitError, UsageError
 from flexgen_helm.core.records import MemoryLimits
 from flexgen_helm.hardware.profile import HardwareProfile, Link
 from flexgen_helm.models.spec import ModelSpec
-from flexgen_helm.policy.cost import CACHE, HIDDEN, WEIGHTS, Precision, Schedule, Situation
+from flexgen_helm.policy.cost import CACHE, HIDDEN, WEIGHTS
 from flexgen_helm.policy.placement import TIERS, Tier
-from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.predict import Prediction, capacity, placed_fractions, predict
 from flexgen_helm.policy.search import Found, search
+from flexgen_helm.policy.situation import Precision, Situation
 from flexgen_helm.policy.workload import Workload
 
 # What a machine keeps for everything that is not ours: a share of its memory, and never less than this.

@@ -13,15 +13,13 @@ from flexgen_helm.policy.cost import (
     WEIGHTS,
     Affine,
     BlockModel,
-    Schedule,
-    Shape,
-    Situation,
     block_model,
     fractions_of,
     pass_seconds,
 )
 from flexgen_helm.policy.placement import TIERS, Tier, achieved, matrices, place, shares
-from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.policy import Policy, Schedule
+from flexgen_helm.policy.situation import Shape, Situation
 
 GROUP_ROWS = 32  # rows of the cache that rest on one tier together
 

@@ -16,13 +16,13 @@ from typing import Any, cast
 from flexgen_helm.checkpoint.catalogue import resolve
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
-from flexgen_helm.policy.cost import OURS, Precision, Runtime, Schedule, Situation
-from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.predict import capacity, predict
+from flexgen_helm.policy.situation import OURS, Precision, Runtime, Situation
 from flexgen_helm.policy.workload import Workload
 
-# How the measured systems handle host memory and files, as their sources show: FlexGen keeps its cache pageable
-# ("disable pin_memory due to high memory overhead"), attends on the host to a cache on the disk too, and maps files;
+# How the measured systems handle host memory and files, as their sources show: FlexGen does not page-lock its
+# cache, attends on the host to a cache on the disk too, and maps files;
 # Accelerate's weights are pageable as well; DeepSpeed page-locks them.
 _FLEXGEN = Runtime(
     weights_locked=True,

@@ -17,21 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexgen_helm.core.errors import MemoryLimitError
-from flexgen_helm.policy.cost import (
-    CACHE,
-    HIDDEN,
-    ONE,
-    WEIGHTS,
-    Affine,
-    BlockModel,
-    Schedule,
-    Shape,
-    Situation,
-    block_model,
-)
+from flexgen_helm.policy.cost import CACHE, HIDDEN, ONE, WEIGHTS, Affine, BlockModel, block_model
 from flexgen_helm.policy.placement import TIERS, Tier
-from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.predict import Prediction, capacity, evaluate, predict
+from flexgen_helm.policy.situation import Shape, Situation
 
 # What 'auto' chooses from. Row by row is never better, and what the diagonal schedule's growing caches cost is not in
 # the model, so it is searched where it is asked for.
