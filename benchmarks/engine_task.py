@@ -16,9 +16,20 @@ def prompts(rows: int, length: int, vocab_size: int) -> list[list[int]]:
 
 
 def run_engine(
-    *, model: str, engine: dict[str, Any], limits: dict[str, int], rows: int, prompt: int, output: int
+    *,
+    model: str,
+    engine: dict[str, Any],
+    limits: dict[str, int],
+    rows: int,
+    prompt: int,
+    output: int,
+    warm: bool = False,
 ) -> dict[str, Any]:
-    """The record of one run after a short one; engine: arguments of `Engine.from_pretrained`."""
+    """The record of a run behind a short one; engine: arguments of `Engine.from_pretrained`.
+
+    warm: the short one is another run of the same block, so that its memory has been touched: on a virtual machine
+    that takes longer than computing with it, and only a process's first block pays for it.
+    """
     from flexgen_helm import Engine, GenerationRequest
     from flexgen_helm.core.records import MemoryLimits
 
@@ -33,7 +44,9 @@ def run_engine(
                 for ids in prompts(count, length, vocabulary)
             ]
 
-        loaded.run(requests(1, min(prompt, _WARM_UP_PROMPT), _WARM_UP_OUTPUT))
+        loaded.run(
+            requests(rows, prompt, output) if warm else requests(1, min(prompt, _WARM_UP_PROMPT), _WARM_UP_OUTPUT)
+        )
         for result in loaded.run(requests(rows, prompt, output)):
             if result.error is not None:
                 raise result.error

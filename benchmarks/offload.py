@@ -149,6 +149,7 @@ def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
             }
             limits = {"cpu": in_memory_limit(spec, shapes) if near else setting.limit}
             arguments = {"model": workload.model, "engine": engine, "limits": limits, "rows": shapes.rows, **sizes}
+            arguments["warm"] = True
             record = in_own_process(run_engine, arguments)
             found[label].append(record)
             tell(
