@@ -38,7 +38,7 @@ from flexgen_helm.core.errors import UsageError
 from flexgen_helm.exec.block import MAX_BATCH_TOKENS
 from flexgen_helm.models.spec import ModelSpec, tensor_shapes
 from flexgen_helm.policy.memory import plan_memory
-from flexgen_helm.policy.placement import matrices
+from flexgen_helm.policy.placement import AtRest
 from flexgen_helm.policy.policy import Policy
 from flexgen_helm.report.throughput import versions
 
@@ -180,9 +180,10 @@ def offloaded(spec: ModelSpec, shapes: Shapes, share: float) -> Setting:
     cache = shapes.rows * (shapes.prompt + shapes.output - 1) * spec.kv_bytes_per_token(COMPUTE_BYTES)
     limit = int(share * weights) + cache
     policy = Policy(shapes.batch_rows, shapes.batches, wc=0.0, hc=0.0)
-    sizes = matrices(spec, REST_BYTES)
+    rest = AtRest(spec)
+    sizes = rest.matrices
     limits = {"gpu": 0, "cpu": limit, "disk": NO_LIMIT}
-    staging = plan_memory(spec, limits, "cpu", REST_BYTES, COMPUTE_BYTES, policy).staging_bytes  # type: ignore[arg-type]
+    staging = plan_memory(rest, limits, "cpu", COMPUTE_BYTES, policy).staging_bytes  # type: ignore[arg-type]
     vectors = COMPUTE_BYTES * sum(prod(shape) for shape in tensor_shapes(spec).values() if len(shape) == 1)
     room = limit - cache - staging - vectors
     hidden = shapes.rows * shapes.prompt * spec.hidden_size * COMPUTE_BYTES
@@ -190,7 +191,7 @@ def offloaded(spec: ModelSpec, shapes: Shapes, share: float) -> Setting:
         policy, room = replace(policy, hc=1.0), room - hidden
     # Whole matrices are placed, so the tier may get one more than its share.
     policy = replace(policy, wc=max(0.0, math.floor(1e4 * (room - max(sizes.values())) / sum(sizes.values())) / 1e4))
-    plan = plan_memory(spec, limits, "cpu", REST_BYTES, COMPUTE_BYTES, policy)  # type: ignore[arg-type]
+    plan = plan_memory(rest, limits, "cpu", COMPUTE_BYTES, policy)  # type: ignore[arg-type]
     streamed = {name for name, tier in plan.weights.items() if tier == "disk" and name != "embed.positions.weight"}
     if not spec.tied_head:
         streamed.discard("embed.tokens.weight")  # rows are gathered; a tied one is the head too

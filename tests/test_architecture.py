@@ -13,7 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "flexgen_helm"
 # From the bottom up; a package imports only those before it.
-ORDER = ["core", "hardware", "models", "checkpoint", "text", "policy", "report", "store", "exec", "plugin", "cli"]
+# fmt: off
+ORDER = ["core", "hardware", "quant", "models", "checkpoint", "text", "policy", "report", "store", "exec", "plugin",
+         "cli"]
+# fmt: on
 # Modules that must be usable without torch, so that planning and registration are quick.
 TORCH_FREE = [
     "flexgen_helm",

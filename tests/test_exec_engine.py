@@ -228,7 +228,7 @@ def test_a_request_beyond_the_cache_limit_is_refused_alone(tiny):
 def test_what_this_version_cannot_do_is_refused(tiny):
     path = tiny("llama").path
     for arguments in (
-        {"precision": "4bit"},
+        {"precision": "3bit"},
         {"schedule": "spiral"},
         {"device": "tpu"},
         {"device": "sim"},

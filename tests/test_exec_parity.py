@@ -172,10 +172,10 @@ def test_weights_at_rest_in_16_bits_give_the_same_numbers(tiny):
 
 
 def test_tiles_join_to_the_whole_product(monkeypatch):
-    from flexgen_helm.store import weights
+    from flexgen_helm.store import products
 
-    monkeypatch.setattr(weights, "TILE_ELEMENTS", 100)
+    monkeypatch.setattr(products, "TILE_ELEMENTS", 100)
     x, w, b = torch.randn(70, 24), torch.randn(31, 24).half(), torch.randn(31)
     expected = x.double() @ w.double().t() + b.double()
-    assert (weights.upcast_product(x, w, b).double() - expected).abs().max() < 1e-4
-    assert (weights.upcast_product(x[:3], w, b).double() - expected[:3]).abs().max() < 1e-4
+    assert (products.product(x, w, b).double() - expected).abs().max() < 1e-4
+    assert (products.product(x[:3], w, b).double() - expected[:3]).abs().max() < 1e-4

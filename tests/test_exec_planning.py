@@ -24,9 +24,9 @@ def requests(count, prompt=12, new=4):
 def streamed_limit(path):
     """A limit that the weights exceed."""
     from flexgen_helm.checkpoint.spec import read_spec
-    from flexgen_helm.policy.placement import matrices
+    from flexgen_helm.policy.placement import AtRest
 
-    return int(0.9 * sum(matrices(read_spec(path)[0], 2).values()))
+    return int(0.9 * sum(AtRest(read_spec(path)[0]).matrices.values()))
 
 
 @pytest.mark.parametrize("new", [1, 4])

@@ -90,7 +90,7 @@ def replaced(patch, owner, name: str, at: int, error, after: bool = False) -> On
 PLACES = {
     "an item": (Executor, "_step", 60),
     "the end of an item": (Executor, "_step", 60),
-    "a product": (weights, "upcast_product", 300),
+    "a product": (weights, "product", 300),
     "the logits": (Executor, "_predict", 8),
     "a loader": (weights._OnDisk, "fetch", 150),
 }

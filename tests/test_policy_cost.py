@@ -14,9 +14,10 @@ from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.policy.cost import block_model, fractions_of, pass_seconds
 from flexgen_helm.policy.policy import Policy
 from flexgen_helm.policy.predict import predict
-from flexgen_helm.policy.published import RUNTIMES, evaluate_csv
-from flexgen_helm.policy.situation import Precision, Shape, Situation
+from flexgen_helm.policy.published import COMPRESSED, RUNTIMES, evaluate_csv
+from flexgen_helm.policy.situation import Shape, Situation
 from flexgen_helm.policy.workload import SequenceGroup, Workload
+from flexgen_helm.quant.precisions import FP16
 
 T4 = load_profile("t4")
 PAPER = Path(__file__).resolve().parents[2] / "shared" / "paper"
@@ -30,7 +31,7 @@ def opt(size):
 def situation(size="30b", prompt=512, output=32, count=1, runtime="flexgen", **settings_):
     settings_ = {"hardware": T4, "limits": ROOMY, "endless": True, **settings_}
     return Situation(
-        opt(size), workload=Workload.uniform(prompt, output, count), precision=Precision.named("fp16", 2),
+        opt(size), workload=Workload.uniform(prompt, output, count), precision=FP16, compute_bytes=2,
         runtime=replace(RUNTIMES[runtime], page_cache=False), **settings_,
     )  # fmt: skip
 
@@ -147,7 +148,7 @@ faster = st.sampled_from(["gpu.memory_bytes_s", "gpu.attention_flops", "cpu.atte
 @settings(deadline=None)
 def test_a_faster_part_never_slows_a_policy_down(shares, part, schedule, precision):
     policy = Policy(16, 4, *shares)
-    before = replace(situation(), precision=Precision.named(precision, 2))
+    before = replace(situation(), precision=FP16 if precision == "fp16" else COMPRESSED)
     owner, _, name = part.partition(".")
     device = getattr(T4, owner)
     quicker = replace(T4, **{owner: replace(device, **{name: 3 * getattr(device, name)})})
@@ -170,7 +171,7 @@ def test_compression_moves_and_keeps_a_little_over_a_quarter():
     policy = Policy(48, 3, 0, 1, 0, 1, 0, 1)
     plain = predict(situation(cpu_attention=False), policy, "zigzag", rounded=False)
     packed = predict(
-        replace(situation(cpu_attention=False), precision=Precision.named("paper-4bit", 2)),
+        replace(situation(cpu_attention=False), precision=COMPRESSED),
         policy,
         "zigzag",
         rounded=False,

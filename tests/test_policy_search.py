@@ -17,10 +17,11 @@ from flexgen_helm.policy.frontier import points, write_picture
 from flexgen_helm.policy.plan import make_plan, simulated, situate
 from flexgen_helm.policy.policy import Policy
 from flexgen_helm.policy.predict import predict
-from flexgen_helm.policy.published import RUNTIMES
+from flexgen_helm.policy.published import COMPRESSED, RUNTIMES
 from flexgen_helm.policy.search import search
-from flexgen_helm.policy.situation import Precision, Situation
+from flexgen_helm.policy.situation import Situation
 from flexgen_helm.policy.workload import Workload
+from flexgen_helm.quant.precisions import FP16
 
 T4, LAPTOP = load_profile("t4"), load_profile("laptop")
 MIB = 1 << 20
@@ -183,7 +184,7 @@ SETTINGS = [
 def papers(model, precision):
     runtime = replace(RUNTIMES["flexgen"], page_cache=True)
     return Situation(
-        spec(model), T4, Workload.uniform(512, 32, 1), Precision.named(precision, 2),
+        spec(model), T4, Workload.uniform(512, 32, 1), COMPRESSED if precision == "paper-4bit" else FP16, 2,
         {"gpu": 16e9, "cpu": 208e9, "disk": 1.5e12}, runtime, endless=True,
     )  # fmt: skip
 

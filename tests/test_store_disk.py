@@ -231,9 +231,9 @@ def test_a_refusal_of_the_system_is_one_sentence(tmp_path, monkeypatch, call):
 
     monkeypatch.setattr(os, call, refuse)
     with pytest.raises(OffloadError, match=r"cannot be (used|created)( \(|: )Permission denied"):
-        OffloadDirectory(tmp_path / "x").weights(FINGERPRINT, torch.float16)
+        OffloadDirectory(tmp_path / "x").weights(FINGERPRINT, "float16")
     monkeypatch.undo()
-    files = WeightFiles(tmp_path / "w", FINGERPRINT, torch.float16)
+    files = WeightFiles(tmp_path / "w", FINGERPRINT, "float16")
     monkeypatch.setattr(os, call, refuse)
     if call == "open":
         with pytest.raises(OffloadError, match=r"a cannot be used: Permission denied"):
@@ -258,9 +258,9 @@ class Asked:
         yield from self.tensor.split(self.cut)
 
 
-def ensured(folder: Path, pieces: Asked, fingerprint: str = FINGERPRINT, dtype: torch.dtype = torch.float16):
+def ensured(folder: Path, pieces: Asked, fingerprint: str = FINGERPRINT, form: str = "float16"):
     """The tensor that the file holds, through `WeightFiles` alone."""
-    files = WeightFiles(folder, fingerprint, dtype)
+    files = WeightFiles(folder, fingerprint, form)
     size = pieces.tensor.numel() * 2
     file = files.ensure("a.weight", size, pieces)
     held = pages(aligned(size))
@@ -290,7 +290,7 @@ DAMAGES = {
     "unknown to the manifest": lambda folder: change(folder, files={}),
     "of another size": lambda folder: change(folder, files={"a.weight": {"size": 5998, "sha256": ""}}),
     "a manifest of another model": lambda folder: change(folder, fingerprint="e" * 64),
-    "a manifest of another type": lambda folder: change(folder, dtype="bfloat16"),
+    "a manifest of another type": lambda folder: change(folder, form="bfloat16"),
     "a manifest cut short": lambda folder: os.truncate(folder / "manifest.json", 40),
     "a manifest that is a list": lambda folder: (folder / "manifest.json").write_text("[]"),
     "a manifest of strings": lambda folder: change(folder, files={"a.weight": "6000"}),
@@ -306,25 +306,25 @@ def test_what_the_manifest_does_not_know_is_written_again(tmp_path, damage):
     again = Asked(matrix(2))  # another content shows whose bytes are read
     assert torch.equal(ensured(tmp_path, again), again.tensor) and again.was
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert (manifest["fingerprint"], manifest["dtype"]) == (FINGERPRINT, "float16")
+    assert (manifest["fingerprint"], manifest["form"]) == (FINGERPRINT, "float16")
 
 
 def test_models_do_not_share_files(tmp_path):
     where = OffloadDirectory(tmp_path)
     size = 6000
     for seed, fingerprint in ((1, "a" * 64), (2, "b" * 64), (1, "a" * 64)):
-        file = where.weights(fingerprint, torch.float16).ensure("a.weight", size, Asked(matrix(seed)))
+        file = where.weights(fingerprint, "float16").ensure("a.weight", size, Asked(matrix(seed)))
         held = pages(aligned(size))
         file.read(0, held)
         assert torch.equal(held[:size].view(torch.float16), matrix(seed))
         file.close()
     where.close()
-    assert names(tmp_path) == {f"weights-{'a' * 32}", f"weights-{'b' * 32}"}
+    assert names(tmp_path) == {f"weights-{'a' * 32}-float16", f"weights-{'b' * 32}-float16"}
 
 
 def test_a_changed_byte_is_found_by_the_hash(tmp_path):
     ensured(tmp_path, Asked(matrix(1)))
-    files = WeightFiles(tmp_path, FINGERPRINT, torch.float16)
+    files = WeightFiles(tmp_path, FINGERPRINT, "float16")
     files.verify("a.weight")
     data = bytearray((tmp_path / "a.weight").read_bytes())
     data[100] ^= 1
@@ -339,7 +339,7 @@ def test_a_writer_that_fails_leaves_nothing_and_what_a_killed_one_left_goes(tmp_
             yield matrix(1)[:1000]
             raise RuntimeError("the checkpoint is gone")
 
-    files = WeightFiles(tmp_path, FINGERPRINT, torch.float16)
+    files = WeightFiles(tmp_path, FINGERPRINT, "float16")
     with pytest.raises(RuntimeError):
         files.ensure("a.weight", 6000, Failing())
     assert {path.name for path in tmp_path.iterdir()} == {"manifest.lock"}
@@ -356,7 +356,7 @@ import torch
 from flexgen_helm.store.disk import WeightFiles
 generator = torch.Generator().manual_seed(1)
 tensor = torch.randn(200_000, generator=generator).half()
-files = WeightFiles(Path(sys.argv[1]), "f" * 64, torch.float16)
+files = WeightFiles(Path(sys.argv[1]), "f" * 64, "float16")
 print("ready", flush=True)
 sys.stdin.readline()
 for i in range(6):

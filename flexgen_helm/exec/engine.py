@@ -33,9 +33,10 @@ from flexgen_helm.hardware.rates import compute_dtype, matmul_flops
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.policy import workload as planner_workload
 from flexgen_helm.policy.memory import plan_memory
-from flexgen_helm.policy.placement import TIERS, Tier, achieved, matrices, shares
+from flexgen_helm.policy.placement import TIERS, AtRest, Tier, achieved, shares
 from flexgen_helm.policy.plan import less_margin
 from flexgen_helm.policy.policy import SCHEDULES, Policy, Schedule
+from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.store.hidden import HiddenStore
 from flexgen_helm.store.kv import KVCache
@@ -67,11 +68,12 @@ class Engine:
         overlap: bool,
         cpu_attention: bool,
         max_latency: float | None = None,
+        precision: Precision = FP16,
     ) -> None:
         self.name = name
         self.spec = checkpoint.spec
         self.tokenizer = tokenizer
-        self.precision = "fp16"
+        self.precision = precision.name
         self.last_run: dict[str, Any] = {}
         self._policy = policy
         self._cpu_attention = cpu_attention
@@ -83,8 +85,9 @@ class Engine:
         self._tiers = Tiers(device, home, ledgers, link, folder, overlap)
         self.ledger = ledgers[home]
         began = time.perf_counter()
-        sizes = checkpoint.rest_dtype.itemsize, self._dtype.itemsize
-        self._plan = plan_memory(self.spec, capacities, home, *sizes, policy)
+        rest = AtRest(self.spec, precision)
+        self._matrices = rest.matrices
+        self._plan = plan_memory(rest, capacities, home, self._dtype.itemsize, policy)
         self._planner = Planner(
             self.spec,
             capacities,
@@ -96,11 +99,12 @@ class Engine:
             cpu_attention=cpu_attention,
             schedule=schedule,
             max_latency=max_latency,
+            precision=precision.name,
         )
         # Weights that do not all rest beside the computing are placed by the search, as far as it finds a way.
         self._searched = policy is None and (self._plan.streams or max_latency is not None)
         if self._searched and (found := self._planner.weights()) is not None:
-            self._plan = plan_memory(self.spec, capacities, home, *sizes, found)
+            self._plan = plan_memory(rest, capacities, home, self._dtype.itemsize, found)
         self._schedule: Schedule = schedule or ("zigzag" if self._plan.streams else "row")
         self._wanted_schedule = schedule
         try:
@@ -112,6 +116,7 @@ class Engine:
                 compute_copies=self._plan.compute_copies,
                 staging_bytes=self._plan.staging_bytes,
                 overlap=overlap,
+                precision=precision,
             )
         except BaseException:
             self._tiers.close()
@@ -121,7 +126,7 @@ class Engine:
             keep_freed_memory()
         self._load_s = time.perf_counter() - began
         self._origin = checkpoint.origin
-        self.fingerprint = self._identity(checkpoint)
+        self.fingerprint = self._identity(checkpoint, precision)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -161,8 +166,9 @@ class Engine:
         """
         resolved = resolve(name_or_path, revision)
         wanted = precision or resolved.precision
-        if wanted != "fp16":
-            raise UsageError(f"precision {wanted!r} is not available in this version; take fp16 (no suffix)")
+        if wanted not in PRECISIONS:
+            known = ", ".join(PRECISIONS)
+            raise UsageError(f"precision {wanted!r} is not available in this version; take one of {known}")
         if max_latency is not None and not max_latency > 0:
             raise UsageError(f"max_latency is {max_latency:g} s; it must be more than 0")
         if max_latency is not None and policy != "auto":
@@ -188,6 +194,7 @@ class Engine:
             overlap=overlap,
             cpu_attention=cpu_attention,
             max_latency=max_latency,
+            precision=PRECISIONS[wanted],
         )
 
     def run(
@@ -225,7 +232,7 @@ class Engine:
                 cache.close()
             seconds = time.perf_counter() - began
             placed = {
-                "weights": achieved(matrices(self.spec, 1), self._plan.weights),
+                "weights": achieved(self._matrices, self._plan.weights),
                 "cache": _shares(cache.placed, self._plan.cache),
                 "activations": _shares(hidden.placed, waiting),
             }
@@ -257,7 +264,7 @@ class Engine:
         """For `auto`: block, cache and hidden states for what is asked for, with the weights as they lie."""
         if not self._searched or asked is None:
             return
-        lie = achieved(matrices(self.spec, 1), self._plan.weights)
+        lie = achieved(self._matrices, self._plan.weights)
         found = self._planner.block(asked, Policy(1, 1, wg=lie["gpu"], wc=lie["cpu"]))
         if found is None:  # the rule of thumb for what is left
             self._policy, self._schedule = None, self._wanted_schedule or "zigzag"
@@ -273,7 +280,7 @@ class Engine:
         if policy is None:
             rows = min(limits.batch_rows, limits.max_rows, asked.num_sequences)
             near = {"gpu": (1.0, 0.0), "cpu": (0.0, 1.0)}
-            lie = achieved(matrices(self.spec, 1), self._plan.weights)
+            lie = achieved(self._matrices, self._plan.weights)
             wg, wc = min(1.0, lie["gpu"]), min(1.0 - min(1.0, lie["gpu"]), lie["cpu"])
             cg, cc = near["cpu"] if self._plan.cache["cpu"] else near["gpu"]
             hg, hc = near[self._tiers.home]
@@ -290,12 +297,12 @@ class Engine:
         }
         self._planner.learn(prediction, self.last_run)
 
-    def _identity(self, checkpoint: Checkpoint) -> str:
+    def _identity(self, checkpoint: Checkpoint, precision: Precision) -> str:
         parts = (
             RESULTS_VERSION,
             checkpoint.fingerprint,
             self.tokenizer.fingerprint if self.tokenizer else None,
-            self.precision,
+            precision.label,
             self._device.type,
             self._dtype,
         )

@@ -53,11 +53,12 @@ class Planner:
         cpu_attention: bool,
         schedule: Schedule | None,
         max_latency: float | None,
+        precision: str,
     ) -> None:
         self._spec, self._limits, self._folder = spec, limits, folder
         self._device, self._rest_dtype, self._link = device, rest_dtype, link_gb_s
         self._overlap, self._cpu_attention = overlap, cpu_attention
-        self._schedule, self._max_latency = schedule, max_latency
+        self._schedule, self._max_latency, self._precision = schedule, max_latency, precision
         self._profile: HardwareProfile | None = None
         self._refused: bool | None = None
         if os.environ.get(HARDWARE_VARIABLE, "measured") != "measured":
@@ -91,6 +92,7 @@ class Planner:
             self._spec,
             self.profile,
             workload,
+            precision=self._precision,
             rest_dtype=self._rest_dtype,
             limits=MemoryLimits(self._limits["gpu"], self._limits["cpu"], self._limits["disk"]),
             overlap=self._overlap,

@@ -162,6 +162,8 @@ class ModelSpec:
 
 # The stages through which a token passes: embed, layers.0 … layers.L-1, head.
 EMBED, HEAD = "embed", "head"
+# The table of tokens, which is the head's matrix too where the two are tied.
+TABLE = "embed.tokens.weight"
 
 
 def layer_stage(index: int) -> str:
@@ -188,7 +190,7 @@ def _linear(name: str, out_size: int, in_size: int, bias: bool) -> Iterator[tupl
 def _stage_tensors(spec: ModelSpec, stage: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, projected = spec.hidden_size, spec.embed_size != spec.hidden_size
     if stage == EMBED:
-        yield "embed.tokens.weight", (spec.vocab_size, spec.embed_size)
+        yield TABLE, (spec.vocab_size, spec.embed_size)
         if spec.learned_positions:
             yield "embed.positions.weight", (spec.max_positions + spec.position_offset, hidden)
         if spec.embed_norm:

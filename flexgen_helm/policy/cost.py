@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from flexgen_helm.policy.memory import staging_bytes
 from flexgen_helm.policy.placement import TIERS, Tier
 from flexgen_helm.policy.policy import Policy
 from flexgen_helm.policy.situation import Shape, Situation, layer_matrices, layer_shapes
@@ -138,24 +137,27 @@ def _pass(
     home = hardware.home
     link, disk = hardware.link, hardware.disk
     rate = home.matmul_flops[situation.dtype]
-    work = precision.compute_bytes
+    work = situation.compute_bytes
+    layers = situation.layer_elements * spec.num_layers
 
     # Computing: products (bound by operations or by reading the weights), conversions, attention.
     layer_flops = spec.linear_flops_per_token * tokens / rate.at(tokens / batches)
     head_flops = spec.head_flops_per_token * rows / rate.at(min(rows, shape.gpu_batch_size))
-    reading = batches * situation.streamed_elements * work / home.memory_bytes_s
+    reading = batches * (layers + situation.head_elements) * work / home.memory_bytes_s
     steps = batches if prefill or not runtime.group_rows else batches + math.ceil(rows / runtime.group_rows)
     products = max(layer_flops + head_flops, reading * weights) + steps * spec.num_layers * home.step_s
-    converted = weights * situation.streamed_elements * (batches if runtime.converts_per_batch else 1.0)
+    # Weights that rest packed, or in another type than products take, become it beside them.
+    converted = weights * (batches if runtime.converts_per_batch else 1.0) if converts else 0.0
     convert = affine()
-    if precision.weights_compressed:
-        convert[ONE] = converted / home.dequantize_elements_s
-    elif work > 2 and converts:
-        convert[ONE] = converted / home.upcast_elements_s
+    for elements, form in ((layers, precision.weights), (situation.head_elements, precision.tables)):
+        if form is not None:
+            convert[ONE] += converted * elements / home.dequantize_elements_s
+        elif work > 2:
+            convert[ONE] += converted * elements / home.upcast_elements_s
     kv_new = situation.kv_elements * tokens  # elements
     kv_read = situation.kv_elements * rows * context
     host_tiers: set[Tier] = set()  # whose cache the host attends to
-    if has_gpu and not prefill and situation.cpu_attention and not precision.cache_compressed:
+    if has_gpu and not prefill and situation.cpu_attention and precision.cache is None:
         host_tiers = {"cpu", "disk"} if runtime.disk_cache_on_host else {"cpu"}
     at_home, at_host = affine(), affine()
     if prefill:
@@ -164,7 +166,7 @@ def _pass(
         for tier in TIERS:
             target, processor = (at_host, hardware.cpu) if tier in host_tiers else (at_home, home)
             target[CACHE[tier]] += kv_read * work / processor.attention_bytes_s
-    if precision.cache_compressed:
+    if precision.cache is not None:
         if prefill:
             at_home[ONE] += kv_new / home.quantize_elements_s
         else:
@@ -173,14 +175,14 @@ def _pass(
     parts = {"products": products_, "convert": convert, "attention": at_home, "host_attention": at_host}
 
     # Bytes on the links. Hidden states go out and in between stages where they rest elsewhere.
-    w_bytes = weights * precision.weight_bytes * situation.streamed_elements
+    w_bytes = weights * (situation.layer_bytes * spec.num_layers + situation.head_bytes)
     if runtime.staging == "ring" and weights:
         # A stage larger than the ring comes anew for every batch.
-        again = (batches - 1) * weights * precision.weight_bytes
-        w_bytes += again * (situation.head_elements if situation.exceeds_ring(situation.head_elements) else 0)
-        if situation.exceeds_ring(situation.layer_elements):
-            w_bytes += again * situation.layer_elements * spec.num_layers
-    c_new, c_read = kv_new * precision.cache_bytes, kv_read * precision.cache_bytes
+        again = (batches - 1) * weights
+        w_bytes += again * (situation.head_bytes if situation.head_bytes > situation.ring_bytes else 0)
+        if situation.layer_bytes > situation.ring_bytes:
+            w_bytes += again * situation.layer_bytes * spec.num_layers
+    c_new, c_read = kv_new * situation.cache_bytes, kv_read * situation.cache_bytes
     h_bytes = spec.num_layers * tokens * spec.hidden_size * work
     w_tensors = weights * layer_matrices(spec) * spec.num_layers
     c_tensors = 2 * spec.num_layers * batches
@@ -224,27 +226,28 @@ def _memory(
     """What rests on each tier, staging included, in prefill (the larger), and what computing holds beside it."""
     spec, workload, precision = situation.spec, situation.workload, situation.precision
     runtime, home, stages = situation.runtime, situation.home, situation.stages
-    work = precision.compute_bytes
-    weights = situation.resting_elements * precision.weight_bytes / stages
+    work = situation.compute_bytes
+    weights = situation.resting_bytes / stages
     # Positions set aside for a row: all, or with rows of all ages and a cache that grows by pages the average.
     positions = workload.longest
     if shape.schedule == "diagonal":
         positions = math.ceil(workload.longest_prompt + workload.output / 2 + 8)
     if shape.schedule == "prefill-only":
         positions = 0
-    cache = rows * positions * situation.kv_elements * precision.cache_bytes / stages
+    cache = rows * positions * situation.kv_elements * situation.cache_bytes / stages
     waiting = rows * workload.computed * spec.hidden_size * work
     if shape.num_gpu_batches == 1 and shape.schedule != "prefill-only":
         waiting = rows * spec.hidden_size * work
     tokens = min(shape.gpu_batch_size * workload.computed, max(runtime.max_batch_tokens, workload.longest_prompt))
     forms: dict[Tier, list[Affine]] = {}
     for tier in TIERS:
-        grown = work / 2 if resident and situation.copies_fit and tier == home else 1.0
-        forms[tier] = [affine(0.0, {WEIGHTS[tier]: grown * weights, CACHE[tier]: cache, HIDDEN[tier]: waiting})]
+        copies = resident and situation.copies_fit and tier == home
+        rests = situation.copies_bytes / stages if copies else weights
+        forms[tier] = [affine(0.0, {WEIGHTS[tier]: rests, CACHE[tier]: cache, HIDDEN[tier]: waiting})]
     working: dict[Tier, float] = dict.fromkeys(TIERS, 0.0)
     if runtime.staging == "ring":
         if not resident:
-            forms[home][0][ONE] += staging_bytes(spec, 2, int(situation.limits[home])) * precision.weight_bytes / 2
+            forms[home][0][ONE] += situation.ring_bytes
         # Layers of groups elsewhere that are brought beside the computing: the one in use and the next.
         group = 2 * min(32, shape.gpu_batch_size) * workload.longest * situation.kv_elements / spec.num_layers * work
         far_cache = (CC, CD) if home == "gpu" else (CD,)
@@ -257,7 +260,7 @@ def _memory(
             situation.workspace.layer(int(min(rows, shape.gpu_batch_size)), 1, decoding),
         ) + 4 * 64 * (1 << 20)
     else:
-        layer = situation.layer_elements * precision.weight_bytes
+        layer = situation.layer_bytes
         states = workload.prompt * spec.hidden_size * shape.gpu_batch_size * work
         ffn = max(shape_[0] for shape_ in layer_shapes(spec))
         inner = states / spec.hidden_size * max(4 * spec.hidden_size, spec.hidden_size + ffn)
@@ -266,7 +269,7 @@ def _memory(
         brought = {WC: layer, WD: layer, HC: states, HD: states}
         plain = forms["gpu"][0]
         forms["gpu"] = [plain + affine(inner, brought), plain + affine(0.0, {**brought, CG: scores})]
-        if precision.weights_compressed:
+        if precision.weights is not None:
             extra = situation.layer_elements / layer_matrices(spec) * work
             forms["gpu"] = [form + affine(extra) for form in forms["gpu"]]
         forms["cpu"][0] += affine(0.0, {WD: layer, HD: states})

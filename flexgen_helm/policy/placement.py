@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal
 
-from flexgen_helm.models.spec import ModelSpec, tensor_shapes
+from flexgen_helm.models.spec import ModelSpec, stage_tensor_shapes, tensor_shapes
 from flexgen_helm.policy.policy import Policy
+from flexgen_helm.quant.precisions import FP16, Precision
 
 Tier = Literal["gpu", "cpu", "disk"]
 TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """Sizes of a model's tensors at rest. element_bytes: of a value that is not packed."""
+
+    spec: ModelSpec
+    precision: Precision = FP16
+    element_bytes: int = 2
+
+    def num_bytes(self, name: str, shape: tuple[int, ...]) -> int:
+        form = self.precision.form(name) if len(shape) == 2 else None
+        return prod(shape) * self.element_bytes if form is None else form.packed_bytes(shape[0], shape[1])
+
+    @cached_property
+    def matrices(self) -> Mapping[str, int]:
+        """Name -> bytes of the tensors that a policy places; vectors are few and always rest beside the computing."""
+        return {n: self.num_bytes(n, shape) for n, shape in tensor_shapes(self.spec).items() if len(shape) > 1}
+
+    @cached_property
+    def num_values(self) -> int:
+        """Of all matrices."""
+        return sum(prod(shape) for shape in tensor_shapes(self.spec).values() if len(shape) > 1)
+
+    def stage_bytes(self, stage: str) -> int:
+        """Of the matrices that one stage owns."""
+        shapes = stage_tensor_shapes(self.spec, stage)
+        return sum(self.num_bytes(name, shape) for name, shape in shapes.items() if len(shape) > 1)
 
 
 def shares(policy: Policy, kind: Literal["weights", "cache", "activations"], has_gpu: bool) -> dict[Tier, float]:
@@ -47,11 +78,6 @@ def place(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str
         placed[name] = tier
         held[tier] += size
     return placed
-
-
-def matrices(spec: ModelSpec, bytes_per_element: int) -> dict[str, int]:
-    """Name -> bytes of the tensors that a policy places; vectors are few and always rest beside the computing."""
-    return {name: prod(shape) * bytes_per_element for name, shape in tensor_shapes(spec).items() if len(shape) > 1}
 
 
 def achieved(sizes: Mapping[str, int], placed: Mapping[str, Tier]) -> dict[Tier, float]:

@@ -15,8 +15,9 @@ from flexgen_helm.policy.placement import TIERS, Tier
 from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.predict import Prediction, capacity, placed_fractions, predict
 from flexgen_helm.policy.search import Found, search
-from flexgen_helm.policy.situation import Precision, Situation
+from flexgen_helm.policy.situation import Situation
 from flexgen_helm.policy.workload import Workload
+from flexgen_helm.quant.precisions import PRECISIONS
 
 # What a machine keeps for everything that is not ours: a share of its memory, and never less than this.
 MARGIN_SHARE, MARGIN_BYTES = 0.1, 1 << 30
@@ -66,7 +67,8 @@ def situate(
         spec,
         hardware,
         workload,
-        Precision.named(precision, compute),
+        PRECISIONS[precision],
+        compute,
         {},
         overlap=overlap,
         cpu_attention=cpu_attention,

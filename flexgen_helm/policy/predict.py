@@ -17,7 +17,7 @@ from flexgen_helm.policy.cost import (
     fractions_of,
     pass_seconds,
 )
-from flexgen_helm.policy.placement import TIERS, Tier, achieved, matrices, place, shares
+from flexgen_helm.policy.placement import TIERS, Tier, achieved, place, shares
 from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.situation import Shape, Situation
 
@@ -108,7 +108,7 @@ def placed_fractions(situation: Situation, policy: Policy) -> Affine:
     """Fractions as the engine achieves them: whole matrices, and whole groups of up to 32 rows of the cache."""
     has_gpu = situation.home == "gpu"
     found = fractions_of(policy, has_gpu).copy()
-    sizes = matrices(situation.spec, 1)
+    sizes = situation.rest.matrices
     weights = achieved(sizes, place(sizes, shares(policy, "weights", has_gpu)))
     groups = _groups(policy.gpu_batch_size, policy.num_gpu_batches)
     cache = achieved(groups, place(groups, shares(policy, "cache", has_gpu)))

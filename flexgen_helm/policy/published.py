@@ -18,9 +18,13 @@ from flexgen_helm.core.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.predict import capacity, predict
-from flexgen_helm.policy.situation import OURS, Precision, Runtime, Situation
+from flexgen_helm.policy.situation import OURS, Runtime, Situation
 from flexgen_helm.policy.workload import Workload
+from flexgen_helm.quant.precisions import FP16, PAPER_GROUPS, CacheFormat, Precision
 
+# FlexGen packs every matrix, tables included, and the cache along the elements of a head.
+_ALONG_HEAD = replace(PAPER_GROUPS, axis="in")
+COMPRESSED = Precision("paper-4bit", PAPER_GROUPS, PAPER_GROUPS, CacheFormat(_ALONG_HEAD, _ALONG_HEAD, 1))
 # How the measured systems handle host memory and files, as their sources show: FlexGen does not page-lock its
 # cache, attends on the host to a cache on the disk too, and maps files;
 # Accelerate's weights are pageable as well; DeepSpeed page-locks them.
@@ -123,7 +127,8 @@ def read_row(line: Mapping[str, str], hardware: HardwareProfile) -> Row:
         entry.spec,
         hardware,
         Workload.uniform(int(line["prompt_len"]), int(line["gen_len"]), 1),
-        Precision.named("paper-4bit" if compressed else "fp16", 2),
+        COMPRESSED if compressed else FP16,
+        2,
         {},
         runtime,
         overlap=_switch(line, "overlap", True),

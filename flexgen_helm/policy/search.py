@@ -142,8 +142,8 @@ def _shapes(situation: Situation, schedules: Sequence[Schedule]) -> Iterator[tup
     workload, spec = situation.workload, situation.spec
     most = None if situation.endless else workload.num_sequences
     room = sum(min(situation.limits[tier], capacity(situation, tier)) for tier in TIERS)
-    row_bytes = situation.kv_elements * situation.precision.cache_bytes * (workload.prompt + workload.output) / 2
-    weights = situation.resting_elements * situation.precision.weight_bytes
+    row_bytes = situation.kv_elements * situation.cache_bytes * (workload.prompt + workload.output) / 2
+    weights = situation.resting_bytes
     fits = weights <= min(situation.limits[situation.home], capacity(situation, situation.home))
     for schedule in schedules:
         if (schedule == "prefill-only") != (workload.output == 1):
@@ -242,7 +242,7 @@ def _solve(
 def _finish(situation: Situation, candidate: _Candidate, max_latency: float | None) -> Found | None:
     """Round to what can be placed; where whole matrices do not fit a tier, some of its share goes to the next."""
     fractions = candidate.fractions.copy()
-    total = situation.resting_elements * situation.precision.weight_bytes
+    total = situation.resting_bytes
     for _ in range(_TRIES):
         policy = _policy(candidate.shape, fractions)
         done = predict(situation, policy, candidate.shape.schedule)
@@ -275,7 +275,7 @@ def _least_missing(situation: Situation, model: BlockModel) -> tuple[Affine, dic
     from scipy.optimize import linprog
 
     upper, bounds = [], []
-    unit = float(situation.resting_elements)
+    unit = float(situation.rest.num_values)
     for place, tier in enumerate(TIERS):
         room = min(situation.limits[tier], capacity(situation, tier) - model.working[tier])
         for form in model.memory[tier]:

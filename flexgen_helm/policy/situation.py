@@ -10,42 +10,13 @@ from typing import Literal
 
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
-from flexgen_helm.models.spec import HEAD, ModelSpec, layer_stage, stage_tensor_shapes
+from flexgen_helm.models.spec import HEAD, TABLE, ModelSpec, layer_stage, stage_tensor_shapes
 from flexgen_helm.policy.memory import COPIES_SHARE, staging_bytes
-from flexgen_helm.policy.placement import Tier, matrices
+from flexgen_helm.policy.placement import AtRest, Tier
 from flexgen_helm.policy.policy import Schedule
 from flexgen_helm.policy.workload import Workload
 from flexgen_helm.policy.workspace import Workspace
-
-GROUP_BITS = 32  # scale and offset of a group of quantized values, 16 bits each
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Bytes of one element: of weights and cache at rest and on links, and of what products take.
-
-    Compressed is what takes fewer than 16 bits.
-    """
-
-    weight_bytes: float
-    cache_bytes: float
-    compute_bytes: int
-
-    @classmethod
-    def named(cls, name: str, compute_bytes: int, group: int = 64) -> Precision:
-        """fp16: weights in 16 bits, cache in the compute type; 4-bit formats: both in 4 bits and their scales."""
-        if name == "fp16":
-            return cls(2, compute_bytes, compute_bytes)
-        packed = (4 + GROUP_BITS / group) / 8
-        return cls(packed, packed, compute_bytes)
-
-    @property
-    def weights_compressed(self) -> bool:
-        return self.weight_bytes < 2
-
-    @property
-    def cache_compressed(self) -> bool:
-        return self.cache_bytes < 2
+from flexgen_helm.quant.precisions import Precision
 
 
 @dataclass(frozen=True)
@@ -88,13 +59,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything but the policy. limits: bytes a tier; stages: machines of a pipeline, each with these limits and an
-    equal share of the layers. endless: the workload's lengths go on for ever, so that one block tells the rate."""
+    """Everything but the policy. compute_bytes: of an element of what products take. limits: bytes a tier; stages:
+    machines of a pipeline, each with these limits and an equal share of the layers. endless: the workload's lengths
+    go on for ever, so that one block tells the rate."""
 
     spec: ModelSpec
     hardware: HardwareProfile
     workload: Workload
     precision: Precision
+    compute_bytes: int
     limits: Mapping[Tier, float]
     runtime: Runtime = OURS
     overlap: bool = True
@@ -117,44 +90,59 @@ class Situation:
     @cached_property
     def copies_fit(self) -> bool:
         """Whether weights that all rest beside the computing rest in its type (see `policy.memory`)."""
-        copies = self.resting_elements * self.precision.compute_bytes
-        return not self.precision.weights_compressed and copies <= COPIES_SHARE * self.limits[self.home]
+        return self.runtime.staging == "ring" and self.copies_bytes <= COPIES_SHARE * self.limits[self.home]
 
     @cached_property
     def dtype(self) -> str:
         """The type of products, by its size."""
         sixteen = [name for name in self.hardware.home.matmul_flops if name != "float32"]
-        return sixteen[0] if self.precision.compute_bytes == 2 and sixteen else "float32"
-
-    # Elements of the weights: all that rest, of which the tables' rows are gathered and the others pass every time.
-    @cached_property
-    def resting_elements(self) -> int:
-        return sum(matrices(self.spec, 1).values())
+        return sixteen[0] if self.compute_bytes == 2 and sixteen else "float32"
 
     @cached_property
-    def streamed_elements(self) -> int:
-        spec = self.spec
-        layers = sum(
-            math.prod(shape)
-            for layer in range(spec.num_layers)
-            for shape in stage_tensor_shapes(spec, layer_stage(layer)).values()
-            if len(shape) > 1
-        )
-        return layers + self.head_elements
+    def rest(self) -> AtRest:
+        return AtRest(self.spec, self.precision)
 
+    # Weights: all that rest; and of those what passes every time (layers and head), for a table's rows are gathered.
     @cached_property
-    def head_elements(self) -> int:
-        own = sum(math.prod(shape) for shape in stage_tensor_shapes(self.spec, HEAD).values() if len(shape) > 1)
-        return own + (self.spec.vocab_size * self.spec.embed_size if self.spec.tied_head else 0)
+    def resting_bytes(self) -> int:
+        return sum(self.rest.matrices.values())
+
+    @property
+    def copies_bytes(self) -> int:
+        """Of all weights in the compute type."""
+        return self.rest.num_values * self.compute_bytes
 
     @cached_property
     def layer_elements(self) -> float:
-        return (self.streamed_elements - self.head_elements) / self.spec.num_layers
+        """Of one layer, as a mean."""
+        return sum(self._stage_elements(layer_stage(i)) for i in range(self.spec.num_layers)) / self.spec.num_layers
 
-    def exceeds_ring(self, elements: float) -> bool:
-        """Whether a stage of so many elements is larger than the ring through which weights come."""
-        ring = staging_bytes(self.spec, 2, int(self.limits[self.home])) / 2
-        return elements > ring
+    @cached_property
+    def layer_bytes(self) -> float:
+        return sum(self.rest.stage_bytes(layer_stage(i)) for i in range(self.spec.num_layers)) / self.spec.num_layers
+
+    @cached_property
+    def head_elements(self) -> int:
+        own = self._stage_elements(HEAD)
+        return own + (self.spec.vocab_size * self.spec.embed_size if self.spec.tied_head else 0)
+
+    @cached_property
+    def head_bytes(self) -> int:
+        return self.rest.stage_bytes(HEAD) + (self.rest.matrices[TABLE] if self.spec.tied_head else 0)
+
+    def _stage_elements(self, stage: str) -> int:
+        return sum(math.prod(shape) for shape in stage_tensor_shapes(self.spec, stage).values() if len(shape) > 1)
+
+    @cached_property
+    def ring_bytes(self) -> int:
+        """Of the ring through which weights of other tiers come."""
+        return staging_bytes(self.rest, int(self.limits[self.home]))
+
+    @property
+    def cache_bytes(self) -> float:
+        """Of one key's or value's element at rest."""
+        cache = self.precision.cache
+        return self.compute_bytes if cache is None else cache.bytes_per_value
 
     @property
     def kv_elements(self) -> int:
@@ -164,8 +152,8 @@ class Situation:
     @cached_property
     def workspace(self) -> Workspace:
         spec = self.spec
-        direct = self.precision.compute_bytes != 4 or self.hardware.gpu is not None or spec.attn_softcap is not None
-        return Workspace(spec, self.precision.compute_bytes, direct)
+        direct = self.compute_bytes != 4 or self.hardware.gpu is not None or spec.attn_softcap is not None
+        return Workspace(spec, self.compute_bytes, direct)
 
     def seen(self, context: float) -> float:
         """Positions that a token sees of `context`, as a mean over the layers: some have a window."""

@@ -125,8 +125,9 @@ class OffloadDirectory:
         """A file of this run alone."""
         return DirectFile(self.run / name, size, create=True)
 
-    def weights(self, fingerprint: str, dtype: torch.dtype) -> "WeightFiles":
-        return WeightFiles(self.folder / f"weights-{fingerprint[:32]}", fingerprint, dtype)
+    def weights(self, fingerprint: str, form: str) -> "WeightFiles":
+        """form: how the matrices are stored, a 16-bit type or a precision's label."""
+        return WeightFiles(self.folder / f"weights-{fingerprint[:32]}-{form}", fingerprint, form)
 
     def close(self) -> None:
         shutil.rmtree(self.run, ignore_errors=True)
@@ -158,15 +159,14 @@ class OffloadDirectory:
 
 
 class WeightFiles:
-    """Matrices of one model in one 16-bit type, a file each; written by whoever needs one first, then only read.
+    """Matrices of one model in one form, a file each; written by whoever needs one first, then only read.
 
     A file counts once its hash stands in the manifest, which is written after it; so one that was cut short is
     written again, and one of another model cannot be taken: the folder is named by the weights' fingerprint.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, dtype: torch.dtype) -> None:
-        self._folder, self._fingerprint = folder, fingerprint
-        self._dtype = str(dtype).removeprefix("torch.")
+    def __init__(self, folder: Path, fingerprint: str, form: str) -> None:
+        self._folder, self._fingerprint, self._form = folder, fingerprint, form
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -174,7 +174,7 @@ class WeightFiles:
         self._lock = FileLock(folder / "manifest.lock")
 
     def ensure(self, name: str, size: int, pieces: Iterable[Tensor]) -> DirectFile:
-        """The file of tensor `name`, `size` bytes; written from `pieces` (flat, 16 bits) if it is not there yet."""
+        """The file of tensor `name`, `size` bytes; written from `pieces` if it is not there yet."""
         path = self._folder / name
         try:
             with self._lock:
@@ -183,7 +183,7 @@ class WeightFiles:
                 if not known or not path.is_file() or path.stat().st_size != aligned(size):
                     digest = self._write(path, size, pieces)
                     files[name] = {"size": size, "sha256": digest}
-                    manifest = {"fingerprint": self._fingerprint, "dtype": self._dtype, "files": files}
+                    manifest = {"fingerprint": self._fingerprint, "form": self._form, "files": files}
                     replace_text(self._folder / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True))
         except OSError as error:
             raise _explained(error, path, size) from error
@@ -198,10 +198,10 @@ class WeightFiles:
             raise OffloadError(f"{self._folder / name} was changed or damaged; delete it, and it is written again")
 
     def _manifest(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {"fingerprint": self._fingerprint, "dtype": self._dtype, "files": {}}
+        fresh: dict[str, Any] = {"fingerprint": self._fingerprint, "form": self._form, "files": {}}
         try:
             found = json.loads((self._folder / "manifest.json").read_text(encoding="utf-8"))
-            known = found["fingerprint"] == self._fingerprint and found["dtype"] == self._dtype
+            known = found["fingerprint"] == self._fingerprint and found["form"] == self._form
             return found if known and isinstance(found["files"], dict) else fresh
         except (OSError, ValueError, KeyError, TypeError):
             return fresh  # everything is written again, nothing wrong is used

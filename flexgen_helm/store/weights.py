@@ -1,16 +1,16 @@
 """Weights at rest on their tiers, and the operators that the decoder sees.
 
-At rest a matrix keeps its 16-bit type; a product upcasts it by row tile into the compute type. Beside the computing
-device it may rest in the compute type instead, where there is room. Matrices of other tiers are streamed in
-(`stream`); rows of tables are gathered where they lie. Vectors are few and always rest beside the computing, in the
-compute type.
+At rest a matrix keeps its 16-bit type, or is packed as the precision says: once, into a file that every tier is
+filled from. A product brings it to the compute type by row tile (`products`). Beside the computing device it may rest
+in the compute type instead, where there is room. Matrices of other tiers are streamed in (`stream`); rows of tables
+are gathered where they lie. Vectors are few and always rest beside the computing, in the compute type.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
@@ -20,18 +20,19 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.checkpoint.source import Checkpoint
-from flexgen_helm.hardware.rates import linear
 from flexgen_helm.models.decoder import StageWeights
-from flexgen_helm.models.spec import EMBED, HEAD, stage_tensor_shapes, stages
+from flexgen_helm.models.spec import EMBED, HEAD, TABLE, stage_tensor_shapes, stages
 from flexgen_helm.policy.placement import Tier
+from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.packed import pack
+from flexgen_helm.quant.precisions import FP16, Precision
 from flexgen_helm.store.disk import DirectFile
 from flexgen_helm.store.ledger import Allocation
+from flexgen_helm.store.products import TILE_ELEMENTS, product, unpacked
 from flexgen_helm.store.ring import Ring, aligned, pages
 from flexgen_helm.store.stream import Matrix, Streamer, fits, staged_bytes
 from flexgen_helm.store.tiers import Tiers
 
-# Elements of a weight that are upcast at once: 4 MiB in float32, so that a tile stays in a core's cache.
-TILE_ELEMENTS = 1 << 20
 # Bytes that a disk delivers in the time of one short read: many rows of a table are better read with all between them.
 _ROW_READ_BYTES = 256 << 10
 # Bytes that are loaded at once: long enough for the full rate of disk and link.
@@ -41,9 +42,7 @@ LEAST_UNIT_BYTES = 1 << 20
 # Rows of a table that lies on the disk are read side by side; a table of which most pages are wanted is read through.
 _GATHER_THREADS = 8
 
-HEAD_MATRIX, TABLE = "head.lm.weight", "embed.tokens.weight"
-
-_scratch = threading.local()
+HEAD_MATRIX = "head.lm.weight"
 
 
 class WeightStore(Protocol):
@@ -65,32 +64,6 @@ class WeightStore(Protocol):
         ...
 
 
-def upcast_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear` with a weight in any type, brought to x's type by row tile (never as a whole)."""
-    if weight.dtype == x.dtype:
-        return linear(x, weight, bias)
-    out_size, in_size = weight.shape
-    step = max(1, TILE_ELEMENTS // in_size)
-    if step >= out_size:
-        return linear(x, _upcast(weight, x.dtype), bias)
-    y = x.new_empty((x.shape[0], out_size))
-    for first in range(0, out_size, step):
-        rows = slice(first, first + step)
-        y[:, rows] = linear(x, _upcast(weight[rows], x.dtype), None if bias is None else bias[rows])
-    return y
-
-
-def _upcast(tile: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tile` in `dtype`, until this thread's next call. On the host in memory that is kept: the pages of a fresh
-    tensor cost more than the conversion."""
-    if tile.device.type != "cpu":
-        return tile.to(dtype)
-    held: Tensor | None = getattr(_scratch, "tile", None)
-    if held is None or held.dtype != dtype or held.numel() < tile.numel():
-        held = _scratch.tile = torch.empty(max(TILE_ELEMENTS, tile.numel()), dtype=dtype)
-    return held[: tile.numel()].view(tile.shape).copy_(tile)
-
-
 class PlacedWeights:
     """All weights of a model, each matrix on the tier that `placement` names.
 
@@ -110,9 +83,12 @@ class PlacedWeights:
         compute_copies: bool = False,
         staging_bytes: int = 0,
         overlap: bool = True,
+        precision: Precision = FP16,
     ) -> None:
         self._spec, self._tiers, self._dtype = checkpoint.spec, tiers, dtype
-        self._rest = checkpoint.rest_dtype
+        self.shapes = dict(checkpoint.shapes)
+        self._rest, self._precision = checkpoint.rest_dtype, precision
+        self._forms: dict[str, GroupFormat] = {}  # of the matrices that are packed where they lie
         self._claims: list[tuple[Tier, Allocation]] = []
         self._home: dict[str, Tensor] = {}
         self._far: dict[str, _Far] = {}
@@ -123,6 +99,7 @@ class PlacedWeights:
             for name, shape in checkpoint.shapes.items():
                 self._load(checkpoint, name, shape, placement.get(name, tiers.home), compute_copies)
             if self._spec.tied_head:
+                self.shapes[HEAD_MATRIX] = self.shapes[TABLE]
                 self._alias(TABLE, HEAD_MATRIX)
             if self._far:
                 self._claim(tiers.home, "staging", staging_bytes)
@@ -179,30 +156,65 @@ class PlacedWeights:
         self._claims.append((tier, self._tiers.ledgers[tier].claim(kind, num_bytes)))
 
     def _load(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], tier: Tier, copies: bool) -> None:
-        if len(shape) == 1 or tier == self._tiers.home:
+        home, form = self._tiers.home, self._form(name, shape)
+        if form is None and (len(shape) == 1 or tier == home):
             wanted = self._dtype if copies or len(shape) == 1 else self._rest
-            self._claim(self._tiers.home, "weights", prod(shape) * wanted.itemsize)
+            self._claim(home, "weights", prod(shape) * wanted.itemsize)
             self._home[name] = checkpoint.tensor(name).to(device=self._tiers.device, dtype=wanted)
             return
-        size = prod(shape) * self._rest.itemsize
-        self._claim(tier, "weights", size)
+        rests, dtype = shape, self._rest
+        if form is not None:
+            rests, dtype = (form.num_stripes(shape[0]), form.stripe_bytes(shape[1])), torch.uint8
+        size = prod(rests) * dtype.itemsize
+        self._claim(tier, "weights", prod(shape) * self._dtype.itemsize if copies and tier == home else size)
         if tier == "disk":
-            files = self._tiers.directory().weights(checkpoint.fingerprint, self._rest)
-            self._far[name] = _OnDisk(self._tiers, files.ensure(name, size, checkpoint.pieces(name)), shape, self._rest)
+            self._far[name] = _OnDisk(self._tiers, self._file(checkpoint, name, shape, size), rests, dtype)
+        elif tier == home:
+            assert form is not None
+            packed = self._read(checkpoint, name, shape, size).view(rests).to(self._tiers.device)
+            if copies:
+                self._home[name] = unpacked(packed, form, shape[0], shape[1], self._dtype)
+            else:
+                self._home[name], self._forms[name] = packed, form
         else:
             assert self._tiers.link is not None
-            held = self._tiers.link.host_memory(size).view(self._rest).view(shape)
+            held = self._tiers.link.host_memory(size).view(dtype)
+            pieces = checkpoint.pieces(name) if form is None else [self._read(checkpoint, name, shape, size)]
             done = 0
-            for piece in checkpoint.pieces(name):
-                held.view(-1)[done : done + piece.numel()] = piece
+            for piece in pieces:
+                held[done : done + piece.numel()] = piece
                 done += piece.numel()
-            self._far[name] = _OnHost(self._tiers, held)
+            self._far[name] = _OnHost(self._tiers, held.view(rests))
+        if form is not None and tier != home:
+            self._forms[name] = form
+
+    def _form(self, name: str, shape: tuple[int, ...]) -> GroupFormat | None:
+        return self._precision.form(name) if len(shape) == 2 else None
+
+    def _file(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], size: int) -> DirectFile:
+        """The matrix as it rests, `size` bytes, in a file that is kept: it is converted once."""
+        form = self._form(name, shape)
+        if form is None:
+            label, pieces = str(self._rest).removeprefix("torch."), checkpoint.pieces(name)
+        else:
+            label, pieces = self._precision.label, _packed_pieces(checkpoint.pieces(name), form, shape[1])
+        return self._tiers.directory().weights(checkpoint.fingerprint, label).ensure(name, size, pieces)
+
+    def _read(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], size: int) -> Tensor:
+        """The bytes of the matrix's file [size], in new host memory."""
+        file = self._file(checkpoint, name, shape, size)
+        try:
+            return file.read_tensor(0, (size,), torch.uint8)
+        finally:
+            file.close()
 
     def _alias(self, source: str, name: str) -> None:
         if source in self._home:
             self._home[name] = self._home[source]
         else:
             self._far[name] = self._far[source]
+        if source in self._forms:
+            self._forms[name] = self._forms[source]
 
     def _used(self) -> None:
         if self._tiers.link is not None:
@@ -232,8 +244,7 @@ class PlacedWeights:
         found = []
         for name in names:
             if (far := self._far.get(name)) is not None:
-                rows, width = far.shape
-                row_bytes = width * self._rest.itemsize
+                rows, row_bytes = far.shape[0], far.row_bytes  # a packed matrix has stripes for rows
                 owner = name.removeprefix(f"{stage}.").removesuffix(".weight")
                 found.append(Matrix(owner, rows, row_bytes, max(1, min(rows, unit // row_bytes)), far.fetch))
         return found
@@ -258,14 +269,15 @@ class _Stage:
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         full, bias = f"{self._stage}.{name}.weight", self.vector(f"{name}.bias")
+        form, out_size = self._weights._forms.get(full), self._weights.shapes[full][0]
         if (weight := self._weights._home.get(full)) is not None:
-            return upcast_product(x, weight, bias)
+            return product(x, weight, bias, form, out_size)
         assert self._rows is not None
-        out_size = self._weights._far[full].shape[0]
+        stripe = 1 if form is None else form.stripe_rows
         y = x.new_empty((x.shape[0], 0))
-        for first, weight in self._rows(name):
-            count = weight.shape[0]
-            part = upcast_product(x, weight, None if bias is None else bias[first : first + count])
+        for begin, weight in self._rows(name):
+            first, count = begin * stripe, min(weight.shape[0] * stripe, out_size - begin * stripe)
+            part = product(x, weight, None if bias is None else bias[first : first + count], form, count)
             if count == out_size:
                 y = part
                 continue
@@ -282,9 +294,10 @@ class _Stage:
 
 
 class _Far(ABC):
-    """A matrix on another tier than the computing."""
+    """A matrix on another tier than the computing, as it rests there: packed, it has stripes of bytes for rows."""
 
     shape: tuple[int, int]
+    row_bytes: int
 
     @abstractmethod
     def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
@@ -302,7 +315,7 @@ class _OnHost(_Far):
     """In host memory, behind the link."""
 
     def __init__(self, tiers: Tiers, held: Tensor) -> None:
-        self.shape: tuple[int, int] = (held.shape[0], held.shape[1])
+        self.shape, self.row_bytes = (held.shape[0], held.shape[1]), held.shape[1] * held.element_size()
         self._tiers, self._held = tiers, held
 
     def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
@@ -321,13 +334,12 @@ class _OnDisk(_Far):
     """In a file of the disk tier; behind the link too where a device computes."""
 
     def __init__(self, tiers: Tiers, file: DirectFile, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape: tuple[int, int] = (shape[0], shape[1])
+        self.shape, self.row_bytes = (shape[0], shape[1]), shape[1] * dtype.itemsize
         self._tiers, self._file, self._dtype = tiers, file, dtype
-        self._row_bytes = shape[1] * dtype.itemsize
         self._local = threading.local()
 
     def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
-        size = count * self._row_bytes
+        size = count * self.row_bytes
         if self._tiers.link is None:
             data = self._read(first, count, staging)
         else:
@@ -337,20 +349,20 @@ class _OnDisk(_Far):
 
     def gather(self, rows: Tensor, threads: ThreadPoolExecutor) -> Tensor:
         wanted, places = rows.cpu().unique(return_inverse=True)
-        separately = wanted.numel() * max(_ROW_READ_BYTES, staged_bytes(1, self._row_bytes))
+        separately = wanted.numel() * max(_ROW_READ_BYTES, staged_bytes(1, self.row_bytes))
         out = torch.empty((wanted.numel(), self.shape[1]), dtype=self._dtype)
-        if separately > self.shape[0] * self._row_bytes:
-            step = max(1, UNIT_BYTES // 4 // self._row_bytes)
+        if separately > self.shape[0] * self.row_bytes:
+            step = max(1, UNIT_BYTES // 4 // self.row_bytes)
             for first in range(0, self.shape[0], step):
                 count = min(step, self.shape[0] - first)
                 inside = (wanted >= first) & (wanted < first + count)
                 if inside.any():
-                    tile = self._read(first, count, pages(staged_bytes(count, self._row_bytes)))
+                    tile = self._read(first, count, pages(staged_bytes(count, self.row_bytes)))
                     out[inside] = tile.view(self._dtype).view(count, -1)[wanted[inside] - first]
         else:
 
             def one(place: int, row: int) -> None:
-                out[place] = self._read(row, 1, pages(staged_bytes(1, self._row_bytes))).view(self._dtype)
+                out[place] = self._read(row, 1, pages(staged_bytes(1, self.row_bytes))).view(self._dtype)
 
             list(threads.map(one, range(wanted.numel()), wanted.tolist()))
         return out[places] if self._tiers.link is None else _to_device(self._tiers, out[places], None)
@@ -360,7 +372,7 @@ class _OnDisk(_Far):
 
     def _read(self, first: int, count: int, staging: Tensor) -> Tensor:
         """Bytes of rows, read into the beginning of `staging`."""
-        begin, size = first * self._row_bytes, count * self._row_bytes
+        begin, size = first * self.row_bytes, count * self.row_bytes
         beside = begin % aligned(1)
         span = staging[: aligned(beside + size)]
         self._file.read(begin - beside, span)
@@ -374,6 +386,23 @@ class _OnDisk(_Far):
             assert self._tiers.link is not None
             held = self._local.memory = self._tiers.link.host_memory(size)
         return held
+
+
+def _packed_pieces(pieces: Iterable[Tensor], form: GroupFormat, width: int) -> Iterator[Tensor]:
+    """Bytes of a matrix's stripes, from its flat pieces in order; about a tile of it is in memory at a time."""
+    whole = form.stripe_rows * width
+    waiting: list[Tensor] = []
+    held = 0
+    for piece in pieces:
+        waiting.append(piece)
+        held += piece.numel()
+        if held >= max(whole, TILE_ELEMENTS):
+            joined = torch.cat(waiting)
+            ready = held // whole * whole
+            yield pack(joined[:ready].view(-1, width), form)
+            waiting, held = [joined[ready:]], held - ready
+    if held:
+        yield pack(torch.cat(waiting).view(-1, width), form)
 
 
 def _to_device(tiers: Tiers, source: Tensor, staging: Tensor | None) -> Tensor:

@@ -1,0 +1,1 @@
+"""Group-wise quantization: formats, their arithmetic, and the packed bytes."""

@@ -1,0 +1,94 @@
+"""Loops over packed bytes that numba compiles (see `kernels`; `packed` says how the bytes lie)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+_compiled = numba.njit(nogil=True, cache=True)
+
+
+@_compiled
+def _number(codes: Any, at: int) -> Any:
+    """The 16 bits at byte `at`, which need not be even."""
+    return np.int32(codes[at]) | np.int32(codes[at + 1]) << np.int32(8)
+
+
+@_compiled
+def _row(codes: Any, line: Any, source: int, target: int, group: int, step: Any, offset: Any) -> None:
+    """One group of a row, or as much of it as the row has."""
+    half = group // 2
+    if target + group <= line.shape[0]:
+        for j in range(half):
+            line[target + j] = np.float32(codes[source + j] & 15) * step + offset
+        for j in range(half):
+            line[target + half + j] = np.float32(codes[source + j] >> 4) * step + offset
+    else:
+        for j in range(line.shape[0] - target):
+            code = codes[source + j] & 15 if j < half else codes[source + j - half] >> 4
+            line[target + j] = np.float32(code) * step + offset
+
+
+@_compiled
+def rows_word(packed: Any, out: Any, group: int, steps: Any, zeros: Any) -> None:
+    half, groups = group // 2, (out.shape[1] + group - 1) // group
+    for row in range(out.shape[0]):
+        codes = packed[row]
+        for number in range(groups):
+            word = _number(codes, groups * half + 2 * number)
+            step = steps[word >> 7]
+            _row(codes, out[row], number * half, number * group, group, step, -(zeros[word & 127] * step))
+
+
+@_compiled
+def rows_pair(packed: Any, out: Any, group: int, halves: Any, _: Any) -> None:
+    half, groups = group // 2, (out.shape[1] + group - 1) // group
+    for row in range(out.shape[0]):
+        codes = packed[row]
+        for number in range(groups):
+            at = groups * half + 4 * number
+            step, offset = halves[_number(codes, at)], halves[_number(codes, at + 2)]
+            _row(codes, out[row], number * half, number * group, group, step, offset)
+
+
+@_compiled
+def _stripe(codes: Any, out: Any, half: int, step: Any, offset: Any) -> None:
+    """The rows of a stripe, or as many as there are; step and offset by column."""
+    width = out.shape[1]
+    for j in range(min(half, out.shape[0])):
+        line, source = out[j], codes[j * width : (j + 1) * width]
+        for column in range(width):
+            line[column] = np.float32(source[column] & 15) * step[column] + offset[column]
+    for j in range(min(half, out.shape[0] - half)):
+        line, source = out[half + j], codes[j * width : (j + 1) * width]
+        for column in range(width):
+            line[column] = np.float32(source[column] >> 4) * step[column] + offset[column]
+
+
+@_compiled
+def columns_pair(packed: Any, out: Any, group: int, halves: Any, _: Any) -> None:
+    rows, width = out.shape
+    half = group // 2
+    step, offset = np.empty(width, np.float32), np.empty(width, np.float32)
+    for stripe in range((rows + group - 1) // group):
+        codes = packed[stripe]
+        for column in range(width):
+            at = half * width + 2 * column
+            step[column], offset[column] = halves[_number(codes, at)], halves[_number(codes, at + 2 * width)]
+        _stripe(codes, out[stripe * group :], half, step, offset)
+
+
+@_compiled
+def columns_word(packed: Any, out: Any, group: int, steps: Any, zeros: Any) -> None:
+    rows, width = out.shape
+    half = group // 2
+    step, offset = np.empty(width, np.float32), np.empty(width, np.float32)
+    for stripe in range((rows + group - 1) // group):
+        codes = packed[stripe]
+        for column in range(width):
+            word = _number(codes, half * width + 2 * column)
+            step[column] = steps[word >> 7]
+            offset[column] = -(zeros[word & 127] * step[column])
+        _stripe(codes, out[stripe * group :], half, step, offset)

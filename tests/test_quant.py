@@ -1,0 +1,208 @@
+"""Group-wise quantization against slow direct formulas, one value at a time."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm.core.errors import UsageError
+from flexgen_helm.quant import kernels
+from flexgen_helm.quant.arithmetic import NotFinite, decode, encode, scales_of, word_steps
+from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.kernels import unpack_into
+from flexgen_helm.quant.packed import pack, pack_codes, unpack, unpack_codes
+
+PAPER = GroupFormat(4, 64, "out", "pair", "range")
+OURS = GroupFormat(4, 32, "out", "word", "error")
+
+
+def matrix(rows, width, scale=1.0, seed=0):
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+formats = st.builds(
+    lambda bits, group, axis, kind: GroupFormat(bits, group, axis, *kind),
+    st.integers(2, 8),
+    st.sampled_from([8, 32, 64, 128]),
+    st.sampled_from(["in", "out"]),
+    st.sampled_from([("pair", "range"), ("word", "range"), ("word", "error")]),
+)
+sizes = st.tuples(st.integers(1, 140), st.integers(1, 140))
+
+
+@given(st.integers(2, 8), st.integers(1, 9), st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_codes_come_back(bits, groups, random):
+    codes = torch.tensor([[random.randrange(1 << bits) for _ in range(16)] for _ in range(groups)], dtype=torch.uint8)
+    packed = pack_codes(codes, bits)
+    assert packed.shape == (groups, 2 * bits) and packed.dtype == torch.uint8
+    assert torch.equal(unpack_codes(packed, bits), codes)
+
+
+@given(formats, sizes, st.floats(1e-6, 50.0), st.integers(0, 9))
+@settings(deadline=None, max_examples=60)
+def test_sizes_are_the_formula_and_errors_half_a_step(form, size, scale, seed):
+    rows, width = size
+    values = matrix(rows, width, scale, seed)
+    packed = pack(values, form)
+    # Written out: groups times code bits and scale bits, whole groups in the grouped direction.
+    along, across = (width, rows) if form.axis == "in" else (rows, width)
+    groups = math.ceil(along / form.group) * across
+    bits = groups * (form.group * form.bits + (32 if form.scales == "pair" else 16))
+    assert packed.numel() * 8 == bits == form.packed_bytes(rows, width) * 8
+    assert form.bits_per_value(rows, width) == pytest.approx(bits / (rows * width))
+    back = unpack(packed, form, rows, width)
+    assert back.shape == values.shape and back.dtype == torch.float32
+    if form.fit == "range":
+        error, step = (back - values).abs(), steps_of(values, form)
+        # A word's zero point lies between codes by up to 1/254 of their range, and its step is up to 4.5 % above.
+        slack = 0.5001 if form.scales == "pair" else 0.5001 * 1.045 + ((1 << form.bits) - 1) / 254
+        assert (error <= slack * step + 1e-7 * scale + 1.3e-7).all()
+
+
+def steps_of(values, form):
+    """(max - min) / (2^bits - 1) of every value's group, in double precision, with FP16's roundings allowed for."""
+    work = values.double().numpy() if form.axis == "in" else values.double().numpy().T
+    found = np.empty_like(work)
+    for row in range(work.shape[0]):
+        for first in range(0, work.shape[1], form.group):
+            part = work[row, first : first + form.group]
+            least, greatest = part.min(), part.max()
+            if form.scales == "word":
+                least, greatest = min(least, 0.0), max(greatest, 0.0)
+            step = (greatest - least) / ((1 << form.bits) - 1)
+            if form.scales == "pair":  # offset down, step up, each by at most one FP16 place; and the floor
+                step = step * (1 + 2**-9) + abs(least) * 2**-9 + 2**-14
+            found[row, first : first + form.group] = step
+    return torch.from_numpy(found if form.axis == "in" else found.T.copy())
+
+
+def test_the_papers_formula():
+    """x_q = round((x - min) / (max - min) (2^b - 1)), 64 output channels share min and max."""
+    values = matrix(128, 5, 0.1).half().float()
+    packed = pack(values, PAPER)
+    back = unpack(packed, PAPER, 128, 5)
+    other_codes = 0
+    for first in (0, 64):
+        for column in range(5):
+            group = values[first : first + 64, column].tolist()
+            low, high = min(group), max(group)
+            for row, x in enumerate(group):
+                exact = (x - low) / (high - low) * 15
+                direct = low + round(exact) * (high - low) / 15
+                near = abs(float(back[first + row, column]) - direct) <= (high - low) * 2e-3
+                # FP16's step is a little more than the exact one: what lies halfway may fall to the other side.
+                assert near or abs(exact % 1 - 0.5) < 0.02
+                other_codes += not near
+    assert other_codes < 0.01 * values.numel() + 1
+
+
+@pytest.mark.parametrize("axis", ["in", "out"])
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.37109375, 65504.0, -65504.0, 6e-8, 2.0**-14])
+def test_constants_survive_exactly(axis, value):
+    values = torch.full((70, 70), value)
+    form = GroupFormat(4, 64, axis)
+    # FP16 holds 6e-8 as its least subnormal number.
+    assert torch.equal(unpack(pack(values, form), form, 70, 70), values.half().float())
+
+
+def test_values_far_from_each_other_and_subnormal_steps():
+    tiny = torch.tensor([[0.0, 1e-7] * 32])
+    form = GroupFormat(4, 64)
+    assert (unpack(pack(tiny, form), form, 1, 64) - tiny).abs().max() <= 2**-15
+    wide = torch.tensor([[-65504.0, 65504.0] * 32])
+    assert (unpack(pack(wide, form), form, 1, 64) - wide).abs().max() <= 64
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("form", [PAPER, OURS], ids=["paper", "ours"])
+def test_what_is_not_finite_is_refused(bad, form):
+    values = matrix(64, 64)
+    values[3, 5] = bad
+    with pytest.raises(NotFinite, match="not finite"):
+        pack(values, form)
+    big = torch.full((64, 64), 1e38)
+    big[::2] *= -1
+    with pytest.raises(NotFinite, match="65504"):
+        pack(big, PAPER)
+
+
+def test_the_grid_of_words():
+    steps = word_steps(torch.device("cpu"))
+    assert steps.shape == (512,) and float(steps[0]) == 2.0**-24 and 2.0**7.9 < float(steps[-1]) < 2.0**8
+    ratios = steps[1:] / steps[:-1]
+    assert torch.allclose(ratios, torch.tensor(2.0 ** (1 / 16)), rtol=1e-5)
+    step, offset = scales_of(torch.tensor([384 << 7 | 127, 384 << 7]), 4)
+    assert step.tolist() == [1.0, 1.0] and offset.tolist() == [-15.0, 0.0]
+
+
+@given(st.integers(0, 30), st.sampled_from([1e-4, 0.05, 3.0]))
+@settings(deadline=None, max_examples=20)
+def test_the_fit_is_never_worse_than_the_range_and_near_the_best_word(seed, scale):
+    values = matrix(3, 32, scale, seed)
+
+    def cost(fit):
+        form = GroupFormat(4, 32, "in", "word", fit)
+        back = decode(*encode(values, form), form)
+        return (back - values).square().sum(-1)
+
+    assert (cost("error") <= cost("range") * 1.000001).all()
+    # All words whose step could do, tried one by one.
+    every = torch.arange(512 << 7, dtype=torch.int32)
+    step, offset = scales_of(every, 4)
+    for row in range(3):
+        near = (step * 15 > 0.4 * values[row].abs().max()) & (step * 15 < 3 * values[row].abs().max())
+        s, o = step[near, None], offset[near, None]
+        codes = ((values[row] - o) / s).round().clamp(0, 15)
+        best = (codes * s + o - values[row]).square().sum(-1).min()
+        assert cost("error")[row] <= 1.6 * best
+
+
+def test_the_best_fit_is_a_good_deal_better_than_the_range():
+    values = matrix(192, 320, 0.02)
+
+    def error(form):
+        return float((unpack(pack(values, form), form, 192, 320) - values).square().mean())
+
+    # At the same 4.5 bits.
+    assert OURS.bits_per_value(192, 320) == PAPER.bits_per_value(192, 320) == 4.5
+    assert error(OURS) < 0.7 * error(GroupFormat(4, 64, "in"))
+
+
+KERNELS = [PAPER, OURS, GroupFormat(4, 64, "in"), GroupFormat(4, 128, "in", "word"), GroupFormat(3, 64, "out")]
+
+
+@pytest.mark.parametrize("form", KERNELS, ids=str)
+@given(sizes, st.integers(1, 3))
+@settings(deadline=None, max_examples=15)
+def test_the_loops_give_the_numbers_of_plain_operations(form, size, threads):
+    rows, width = size
+    packed = pack(matrix(rows, width, 0.3), form)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out = torch.full((rows, width), math.nan)
+        assert unpack_into(packed, form, out) is out
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(out, unpack(packed, form, rows, width))
+
+
+def test_the_loops_are_there(monkeypatch):
+    """numba is among our requirements: without it these tests would compare plain operations with themselves."""
+    forms = [(form.bits, form.axis, form.scales) for form in KERNELS[:4]]
+    assert all(form in kernels._loops() for form in forms)
+    packed = pack(matrix(64, 64), OURS)
+    monkeypatch.setattr(kernels, "_loops", dict)
+    assert torch.equal(unpack_into(packed, OURS, torch.empty(64, 64)), unpack(packed, OURS, 64, 64))
+
+
+@pytest.mark.parametrize(
+    "bits, group, fit", [(1, 64, "range"), (9, 64, "range"), (4, 4, "range"), (4, 20, "range"), (4, 64, "error")]
+)
+def test_formats_that_cannot_be(bits, group, fit):
+    with pytest.raises(UsageError):
+        GroupFormat(bits, group, "in", "pair", fit)
