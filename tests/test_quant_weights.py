@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,13 @@ from tests.test_exec_parity import assert_equals_reference, prompts
 from tests.test_offload_parity import MIB, assert_same, offloaded, policies, workload
 
 PACKED = [name for name, precision in PRECISIONS.items() if precision.weights is not None]
+
+
+@pytest.fixture(autouse=True)
+def whole_cache(monkeypatch):
+    """Only the weights are packed: `tests/test_quant_cache.py` is about the cache."""
+    for name in PACKED:
+        monkeypatch.setitem(PRECISIONS, name, replace(PRECISIONS[name], cache=None))
 
 
 def with_packed_layers(model: TinyModel, precision: str, spoil: bool = False) -> TinyModel:

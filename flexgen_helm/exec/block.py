@@ -66,18 +66,25 @@ def block_limits(
     cache_bytes: int,
     layer_cache_bytes: int,
     hidden_bytes: int,
+    row_bytes: int = 0,
 ) -> BlockLimits:
     """free: bytes left on each tier. cache_bytes, layer_cache_bytes: of one position in all layers and in one.
-    hidden_bytes: of one token's states."""
+    hidden_bytes: of one token's states. row_bytes: of a row's newest tokens, beside the computing."""
     most = workload.prompt_tokens * hidden_bytes  # no pass has more tokens than all prompts together
     waiting = {tier: min(HIDDEN_SHARE * free[tier], most) if schedule != "row" else 0.0 for tier in TIERS}
     # Layers of groups elsewhere that are brought beside the computing: the one in use and the next.
     far = any(share > 0 and tier != home for tier, share in plan.cache.items())
     group = GROUP_ROWS if policy is None else min(GROUP_ROWS, policy.gpu_batch_size)
     staged = 2 * group * (workload.longest + 1) * layer_cache_bytes if far else 0
+    # Newest tokens of a packed cache lie beside the computing, wherever the rest of it is: where that is elsewhere too,
+    # half of the room is theirs.
+    row_tokens, most_rows, divided = -(-row_bytes // cache_bytes), UNLIMITED, row_bytes and plan.cache[home] < 1
     room = []
     for tier, share in plan.cache.items():
         left = free[tier] - (waiting[tier] if plan.activations[tier] > 0 else 0) - (staged if tier == home else 0)
+        if divided and tier == home:
+            left /= 2
+            most_rows = max(1, int(left // row_bytes))
         if share > 0:
             room.append(max(0.0, left) / share)
     tokens = int(min(room) / cache_bytes)
@@ -89,6 +96,8 @@ def block_limits(
         pass_tokens = max(1, int(min(shares) / hidden_bytes))
     page = PAGE_TOKENS if schedule == "diagonal" else 0
     if policy is not None:
-        return BlockLimits(MAX_BATCH_TOKENS, policy.gpu_batch_size, policy.block_size, tokens, pass_tokens, page)
+        rows = min(policy.block_size, most_rows)
+        return BlockLimits(MAX_BATCH_TOKENS, policy.gpu_batch_size, rows, tokens, pass_tokens, page, row_tokens)
     batch = STREAMED_BATCH_TOKENS if plan.streams else BATCH_TOKENS
-    return BlockLimits(batch, batch, UNLIMITED if plan.streams else MAX_ROWS[home], tokens, pass_tokens, page)
+    rows = min(most_rows, UNLIMITED if plan.streams else MAX_ROWS[home])
+    return BlockLimits(batch, batch, rows, tokens, pass_tokens, page, row_tokens)

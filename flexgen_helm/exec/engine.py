@@ -73,7 +73,7 @@ class Engine:
         self.name = name
         self.spec = checkpoint.spec
         self.tokenizer = tokenizer
-        self.precision = precision.name
+        self.precision, self._cache_form = precision.name, precision.cache
         self.last_run: dict[str, Any] = {}
         self._policy = policy
         self._cpu_attention = cpu_attention
@@ -219,7 +219,7 @@ class Engine:
             prepared = prepare(requests, self.spec, self.tokenizer, self._schedule)
             asked = _asked(prepared)
             self._plan_block(asked)
-            cache = KVCache(self.spec, self._tiers, self._dtype, self._plan.cache, delegate)
+            cache = KVCache(self.spec, self._tiers, self._dtype, self._plan.cache, delegate, self._cache_form)
             limits, waiting = self._block(cache, prepared)
             hidden = HiddenStore(self._tiers, waiting)
             executor = Executor(self._decoder, self._weights, cache, hidden, self._device)
@@ -326,6 +326,7 @@ class Engine:
             cache.bytes_per_token,
             cache.bytes_per_token // self.spec.num_layers,
             hidden_bytes,
+            cache.bytes_per_row,
         )
         return limits, hidden_fractions(self._plan, self._schedule, workload, free, home, hidden_bytes)
 

@@ -151,7 +151,7 @@ class Executor:
                 state.layout.prefetch(following.stage - 1, self._cache)
 
     def _embed(self, batch: Batch) -> _Live:
-        flat = layout(batch, self._decoder.spec.windows, self._device)
+        flat = layout(batch, self._decoder.spec.windows, self._device, self._cache.codec)
         with self._weights.stage(self._stages[0]) as weights:
             hidden = self._decoder.embed(weights, flat.token_ids, flat.positions)
         bad = torch.full((hidden.shape[0],), -1, device=self._device)

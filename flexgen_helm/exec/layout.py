@@ -5,14 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.core.rows import Batch, Row, SlotGroup
 from flexgen_helm.models import attention
-from flexgen_helm.models.attention import Part, Scoring
+from flexgen_helm.models.attention import Part, Scoring, Sight
+from flexgen_helm.quant.precisions import CacheFormat
+from flexgen_helm.quant.tokens import TokenCodec
 from flexgen_helm.store.kv import KVCache
+
+# Queries of a prompt whose view of a packed cache is computed together: masks and keys of a few hundred tokens.
+_SIGHT_TOKENS = 256
+# Elements of keys and values that are unpacked at once: 16 MiB in float32.
+_UNPACKED_ELEMENTS = 4 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +45,39 @@ class _Decode:
         part = attention.cached(q, keys, values, scoring, positions, mask)
         cache.done(self.group, layer)
         return _back(cache, part) if delegated else part
+
+
+@dataclass(frozen=True, eq=False)
+class _PackedDecode:
+    """The rows of one slot group whose cache is packed: what each sees of it, and of the newest tokens' ring.
+
+    slices: rows whose part of the packed cache is unpacked at once, with their masks by window; tail_positions [B, W]:
+    of the tokens in the ring; tail_packed [B, W]: those that are seen packed, None where none can be.
+    """
+
+    tokens: slice
+    group: SlotGroup
+    positions: Tensor
+    length: int
+    slices: tuple[tuple[slice, dict[int | None, Tensor]], ...]
+    tail_positions: Tensor
+    tail_packed: Tensor | None
+    tail_masks: dict[int | None, Tensor]
+
+    def attend(
+        self, layer: int, window: int | None, scoring: Scoring, cache: KVCache, q: Tensor, k: Tensor, v: Tensor
+    ) -> Part:
+        cache.append(self.group, layer, self.positions, k, v)
+        packed = cache.packed(self.group)
+        keys, values = packed.tail_part(layer, self.tail_packed)
+        masks = self.tail_masks[window]
+        out, lse = attention.cached(q, keys, values, scoring, self.positions, masks, self.tail_positions)
+        for rows, by_window in self.slices:
+            keys, values = packed.packed_part(layer, rows)
+            part = attention.cached(q[rows], keys, values, scoring, self.positions[rows], by_window[window])
+            out[rows], lse[rows] = attention.merge((out[rows], lse[rows]), part)
+        cache.done(self.group, layer)
+        return out, lse
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +112,7 @@ class Layout:
     token_ids: Tensor
     positions: Tensor
     prompts: tuple[tuple[Row, slice], ...]
-    decodes: tuple[_Decode, ...]
+    decodes: tuple[_Decode | _PackedDecode, ...]
     shared: tuple[_Shared, ...]
 
     def attend(
@@ -81,7 +122,11 @@ class Layout:
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for row, tokens in self.prompts:
-            out[tokens], lse[tokens] = attention.causal(q[tokens], k[tokens], v[tokens], scoring, window)
+            mine = q[tokens], k[tokens], v[tokens]
+            if cache.codec is None:
+                out[tokens], lse[tokens] = attention.causal(*mine, scoring, window)
+            else:
+                out[tokens], lse[tokens] = _packed_prompt(*mine, scoring, window, cache.codec)
             if row.keeps_cache:
                 cache.write(row, layer, 0, k[tokens], v[tokens])
         for part in self.decodes:
@@ -117,10 +162,12 @@ class Layout:
             yield common.parent.group
 
 
-def layout(batch: Batch, windows: Iterable[int | None], device: torch.device) -> Layout:
+def layout(
+    batch: Batch, windows: Iterable[int | None], device: torch.device, codec: TokenCodec | None = None
+) -> Layout:
     """Lay a batch out. Rows of a slot group are adjacent and in slot order (the scheduler's promise).
 
-    windows: those that occur among the layers; each has its own masks.
+    windows: those that occur among the layers; each has its own masks. codec: of a packed cache.
     """
     kinds = set(windows) or {None}
     token_ids: list[int] = []
@@ -140,8 +187,11 @@ def layout(batch: Batch, windows: Iterable[int | None], device: torch.device) ->
         for parent in row.parents:
             shared.setdefault(parent, []).extend(range(first, first + chunk.count))
 
-    decodes = []
+    decodes: list[_Decode | _PackedDecode] = []
     for group, first in groups.items():
+        if codec is not None:
+            decodes.append(_packed_decode(group, first, kinds, device, codec))
+            continue
         lengths = torch.tensor([row.computed for row in group.rows])
         longest = int(lengths.max()) + 1
         rows = slice(first, first + len(group.rows))
@@ -162,6 +212,78 @@ def layout(batch: Batch, windows: Iterable[int | None], device: torch.device) ->
         prompts=tuple(prompts),
         decodes=tuple(decodes),
         shared=tuple(commons),
+    )
+
+
+def _packed_prompt(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, window: int | None, codec: TokenCodec) -> Part:
+    """A prompt in which every token sees the older ones packed, as it would in a cache."""
+    whole = codec.form.boundary(q.shape[0] - 1)
+    if not whole:
+        return attention.causal(q, k, v, scoring, window)
+    sights = _sights(q.shape[0], window, codec.form, q.device)
+    return attention.seen(q, codec.seen(k[:whole], v[:whole]), (k, v), scoring, sights)
+
+
+@lru_cache(maxsize=64)
+def _sights(tokens: int, window: int | None, form: CacheFormat, device: torch.device) -> tuple[Sight, ...]:
+    """What the tokens of a prompt see packed and as it is, some neighbours at a time."""
+    found = []
+    for first in range(0, tokens, _SIGHT_TOKENS):
+        at = torch.arange(first, min(first + _SIGHT_TOKENS, tokens))
+        borders = torch.tensor([form.boundary(position) for position in at.tolist()])
+        oldest = 0 if window is None else max(0, first - window + 1)
+        low, high = int(borders[0]), int(borders[-1])
+        packed, plain = slice(min(oldest, high), high), slice(max(oldest, low), int(at[-1]) + 1)
+        old, new = torch.arange(packed.start, packed.stop), torch.arange(plain.start, plain.stop)
+        keys = torch.cat((old, new))
+        hidden = torch.cat((old >= borders[:, None], (new < borders[:, None]) | (new > at[:, None])), 1)
+        if window is not None:
+            hidden |= at[:, None] - keys >= window
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf).to(device)
+        found.append(Sight(slice(first, int(at[-1]) + 1), packed, plain, keys.to(device), mask))
+    return tuple(found)
+
+
+def _packed_decode(
+    group: SlotGroup, first: int, windows: Iterable[int | None], device: torch.device, codec: TokenCodec
+) -> _PackedDecode:
+    form, width = codec.form, codec.tail_tokens
+    at = torch.tensor([row.computed for row in group.rows])
+    stored = torch.tensor([codec.stored_before(row.computed) for row in group.rows])
+    borders = torch.tensor([form.boundary(row.computed) for row in group.rows])
+    places = torch.arange(width)
+    #  place 0 1 2 3 4     of a row at token 7 in a ring of 5: tokens 5 6 7 3 4
+    ring = at[:, None] - (at[:, None] - places) % width
+    old, longest = torch.arange(int(stored.max())), int(at.max()) + 1
+
+    def mask(hidden: Tensor) -> Tensor:
+        return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None, :].to(device)
+
+    tail_masks, old_masks = {}, {}
+    for window in windows:
+        beyond = (ring < stored[:, None]) | (ring < 0)
+        hidden = old >= stored[:, None]
+        if window is not None:
+            beyond = beyond | (at[:, None] - ring >= window)
+            hidden = hidden | (at[:, None] - old >= window)
+        tail_masks[window], old_masks[window] = mask(beyond), mask(hidden)
+    slices = []
+    rows = len(group.rows)
+    if len(old):
+        elements = 2 * len(old) * codec.token_elements
+        step = max(1, _UNPACKED_ELEMENTS // elements)
+        for begin in range(0, rows, step):
+            some = slice(begin, min(begin + step, rows))
+            slices.append((some, {window: found[some] for window, found in old_masks.items()}))
+    return _PackedDecode(
+        slice(first, first + rows),
+        group,
+        at.to(device),
+        longest,
+        tuple(slices),
+        ring.to(device),
+        (ring < borders[:, None]).to(device) if form.token_group == 1 else None,
+        tail_masks,
     )
 
 

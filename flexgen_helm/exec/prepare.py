@@ -61,22 +61,30 @@ def prepare(
     return Prepared(list(distinct.values()), refused)
 
 
-def families(running: RunningRequest, cache_tokens: int, max_rows: int) -> list[Family]:
+def families(
+    running: RunningRequest, cache_tokens: int, max_rows: int, row_tokens: int = 0, shares: bool = True
+) -> list[Family]:
     """The rows of one request: its prompt, and room for continuations that share the prompt's cache.
 
     Continuations that do not fit beside each other are split over several families, each with the prompt anew.
-    Raises `RequestError` where not even one fits.
+    shares: whether a row can attend to another's cache; if not, each continuation computes the prompt. cache_tokens,
+    row_tokens: as in `BlockLimits`. Raises `RequestError` where not even one fits.
     """
     request, tokens = running.request, running.tokens
-    if running.num_branches == 1 or request.max_tokens <= 1:
-        draws = running.num_branches if request.max_tokens else 0
-        row = Row(list(tokens), len(tokens), running, max_new=request.max_tokens, draws=draws)
-        row.score = request.echo_logprobs
-        row.keeps_cache = request.max_tokens > 1
-        if row.keeps_cache and row.cache_tokens > cache_tokens:
-            raise _too_large(row.cache_tokens, cache_tokens)
-        running.rows_left += 1
-        return [Family(row)]
+    if running.num_branches == 1 or request.max_tokens <= 1 or not shares:
+        count, draws = 1, running.num_branches if request.max_tokens else 0
+        if request.max_tokens > 1:
+            count, draws = running.num_branches, 1
+        rows = []
+        for branch in range(count):
+            row = Row(list(tokens), len(tokens), running, max_new=request.max_tokens, draws=draws, branch=branch)
+            row.score = request.echo_logprobs and not branch
+            row.keeps_cache = request.max_tokens > 1
+            if row.keeps_cache and row.cache_tokens + row_tokens > cache_tokens:
+                raise _too_large(row.cache_tokens + row_tokens, cache_tokens)
+            rows.append(row)
+        running.rows_left += count
+        return [Family(row) for row in rows]
     each = request.max_tokens - 1
     at_once = min(running.num_branches, (cache_tokens - len(tokens)) // each, max(1, max_rows - 1))
     if at_once < 1:

@@ -108,7 +108,10 @@ class Run:
                 self._finish(request)  # nothing to compute
                 continue
             try:
-                waiting += families(request, self._limits.cache_tokens, self._limits.max_rows)
+                limits = self._limits
+                # Groups of tokens that are packed together would reach from a shared prompt into its continuations.
+                shares = self._cache.codec is None
+                waiting += families(request, limits.cache_tokens, limits.max_rows, limits.row_tokens, shares)
             except RequestError as error:
                 request.error = error
                 self._finish(request)

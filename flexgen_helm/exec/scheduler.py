@@ -25,7 +25,8 @@ class BlockLimits:
     alone); max_rows: rows with a cache; cache_tokens: positions of KV cache over all rows; pass_tokens: prompt tokens
     that one pass lets in, so that running rows are not kept waiting (one longer prompt still comes alone).
     page_tokens: 0 sets a row's whole cache aside when it is let in; else caches grow by pages, and rows are let in a
-    few each pass, so that young and old ones fill the memory together (the diagonal schedule)."""
+    few each pass, so that young and old ones fill the memory together (the diagonal schedule). row_tokens: what every
+    row takes beside its positions, in positions (the newest tokens of a packed cache)."""
 
     batch_tokens: int
     batch_rows: int
@@ -33,6 +34,7 @@ class BlockLimits:
     cache_tokens: int
     pass_tokens: int
     page_tokens: int = 0
+    row_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Scheduler:
     @property
     def cache_tokens(self) -> int:
         """Positions of KV cache that are allocated or set aside now."""
-        held = sum(group.paged(_age(group)) * group.num_slots for group in self._groups)
+        held = sum(group.positions(_age(group)) for group in self._groups)
         return held + sum(self._reserved.values())
 
     def next_pass(self) -> list[Batch]:
@@ -179,7 +181,7 @@ class Scheduler:
 
     def _fits(self, growth: list[int], rows: list[Row], set_aside: int) -> bool:
         """Whether a group of these rows never makes the cache exceed its limit, now or later."""
-        group = SlotGroup(max(row.cache_tokens for row in rows), len(rows), rows, self._limits.page_tokens)
+        group = self._group(rows)
         own = _future(group, max(row.prompt_len + 1 for row in rows))
         steps = range(max(len(growth), len(own)))
         peak = max((growth[i] if i < len(growth) else 0) + (own[i] if i < len(own) else 0) for i in steps)
@@ -187,10 +189,14 @@ class Scheduler:
 
     def _open(self, rows: list[Row]) -> None:
         """Seat rows in a new group, as wide as its widest row."""
-        group = SlotGroup(max(row.cache_tokens for row in rows), len(rows), rows, self._limits.page_tokens)
+        group = self._group(rows)
         for slot, row in enumerate(rows):
             row.group, row.slot = group, slot
         self._groups.append(group)
+
+    def _group(self, rows: list[Row]) -> SlotGroup:
+        widest, limits = max(row.cache_tokens for row in rows), self._limits
+        return SlotGroup(widest, len(rows), rows, limits.page_tokens, limits.row_tokens)
 
     def _decode_batches(self) -> Iterator[Batch]:
         """Running rows with a token to feed; the rows of a group stay together in slot order."""
@@ -232,9 +238,7 @@ def _age(group: SlotGroup) -> int:
 
 def _future(group: SlotGroup, age: int) -> list[int]:
     """Positions that the group takes after 0, 1, 2 … more passes, until its last row must end."""
-    return [
-        group.num_slots * group.paged(min(age + i, group.capacity)) for i in range(max(1, group.capacity - age + 2))
-    ]
+    return [group.positions(min(age + i, group.capacity)) for i in range(max(1, group.capacity - age + 2))]
 
 
 def _pace(waiting: Iterable[Family], limits: BlockLimits) -> float | None:
@@ -247,7 +251,7 @@ def _pace(waiting: Iterable[Family], limits: BlockLimits) -> float | None:
     rows = [family.prompt for family in waiting if family.prompt.keeps_cache and not family.num_branches]
     if not rows:
         return None
-    prompt = sum(row.prompt_len for row in rows) / len(rows)
+    prompt = sum(row.prompt_len for row in rows) / len(rows) + limits.row_tokens
     steps = sum(row.cache_tokens - row.prompt_len for row in rows) / len(rows)
     together = max(1.0, limits.cache_tokens // (prompt + steps))
     mixed = min(limits.cache_tokens / (prompt + (steps + limits.page_tokens) / 2), float(limits.max_rows))

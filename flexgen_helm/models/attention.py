@@ -12,6 +12,7 @@ Shapes: T tokens, B rows, Hq query heads, Hk key heads (Hq = G Hk), S keys, D el
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -67,26 +68,83 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, window: int | None
     return out.permute(2, 1, 0, 3).reshape(tokens, heads, dim), lse.permute(2, 1, 0).reshape(tokens, heads)
 
 
-def cached(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, positions: Tensor, mask: Tensor | None) -> Part:
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """What some neighbouring queries of a prompt see of two versions of its keys: `first` [n, Hk, D] and `second`.
+
+    mask [t, S], additive, over the keys of both slices side by side; keys [S]: their positions; queries: a slice too.
+    """
+
+    queries: slice
+    first: slice
+    second: slice
+    keys: Tensor
+    mask: Tensor
+
+
+def seen(q: Tensor, first: Part, second: Part, scoring: Scoring, sights: Sequence[Sight]) -> Part:
+    """A prompt whose tokens see other versions of the older keys and values than of the newer ones.
+
+    q [T, Hq, D]; first, second: keys and values [n, Hk, D], each in position order; sights: of all queries, in order
+    -> output [T, Hq, D], log-sum-exp [T, Hq].
+    """
+    heads, dim = q.shape[1:]
+    key_heads = first[0].shape[1]
+    group = heads // key_heads
+    by_head = _by_key_head(scoring, key_heads)
+    outs, lses = [], []
+    for sight in sights:
+        queries = q[sight.queries].view(-1, key_heads, group, dim).permute(2, 1, 0, 3)
+        keys, values = (
+            torch.cat((old[sight.first], new[sight.second])).transpose(0, 1).expand(group, key_heads, -1, dim)
+            for old, new in zip(first, second)
+        )
+        mask = sight.mask[None, None]
+        if by_head is not None:
+            mask = mask + by_head.t()[:, :, None, None] * sight.keys
+        out, lse = _attend(queries, keys, values, scoring, mask=mask)
+        if by_head is not None:
+            at = torch.arange(sight.queries.start, sight.queries.stop, device=q.device)
+            lse = lse - by_head.t()[:, :, None] * at
+        outs.append(out.permute(2, 1, 0, 3).reshape(-1, heads, dim))
+        lses.append(lse.permute(2, 1, 0).reshape(-1, heads))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scoring: Scoring,
+    positions: Tensor,
+    mask: Tensor | None,
+    key_positions: Tensor | None = None,
+) -> Part:
     """One query a row, each over its own row of a cache.
 
     q [B, Hq, D], k and v [B, Hk, S, D], positions [B]: the key that is the query's own, mask None or additive
-    [B, 1, 1, S] -> output [B, Hq, D], log-sum-exp [B, Hq].
+    [B, 1, 1, S], key_positions [B, S] where the keys are not in order -> output [B, Hq, D], log-sum-exp [B, Hq]; a
+    row that the mask leaves no key has the output 0 and the log-sum-exp minus infinity.
     """
     rows, heads, dim = q.shape
     key_heads = k.shape[1]
     group = heads // key_heads
     # The G query heads of a key head stand where a prompt's tokens would, so each key is read once.
     queries = q.view(rows, key_heads, group, dim)
-    by_head = _by_key_head(scoring, key_heads)
+    by_head, hidden = _by_key_head(scoring, key_heads), mask
     if by_head is not None:
-        distance = torch.arange(k.shape[2], device=q.device) - positions[:, None]
+        at = torch.arange(k.shape[2], device=q.device) if key_positions is None else key_positions
+        distance = at - positions[:, None]
         falloff = by_head[None, :, :, None] * distance[:, None, None, :]  # [B, Hk, G, S]
         mask = falloff if mask is None else falloff + mask
     elif mask is not None:
         mask = mask.expand(rows, 1, group, mask.shape[-1])
     out, lse = _attend(queries, k, v, scoring, mask=mask)
-    return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
+    out, lse = out.reshape(rows, heads, dim), lse.reshape(rows, heads)
+    if hidden is not None:
+        empty = torch.isneginf(hidden).all(-1).view(rows, 1)
+        out, lse = out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -math.inf)
+    return out, lse
 
 
 def shared(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, positions: Tensor, mask: Tensor | None = None) -> Part:

@@ -244,6 +244,8 @@ def _memory(
         copies = resident and situation.copies_fit and tier == home
         rests = situation.copies_bytes / stages if copies else weights
         forms[tier] = [affine(0.0, {WEIGHTS[tier]: rests, CACHE[tier]: cache, HIDDEN[tier]: waiting})]
+    if precision.cache is not None and runtime.staging == "ring" and positions:
+        forms[home][0][ONE] += rows * situation.row_bytes / stages
     working: dict[Tier, float] = dict.fromkeys(TIERS, 0.0)
     if runtime.staging == "ring":
         if not resident:

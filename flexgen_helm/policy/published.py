@@ -20,11 +20,10 @@ from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.predict import capacity, predict
 from flexgen_helm.policy.situation import OURS, Runtime, Situation
 from flexgen_helm.policy.workload import Workload
-from flexgen_helm.quant.precisions import FP16, PAPER_GROUPS, CacheFormat, Precision
+from flexgen_helm.quant.precisions import FP16, PAPER_GROUPS, PRECISIONS
 
 # FlexGen packs every matrix, tables included, and the cache along the elements of a head.
-_ALONG_HEAD = replace(PAPER_GROUPS, axis="in")
-COMPRESSED = Precision("paper-4bit", PAPER_GROUPS, PAPER_GROUPS, CacheFormat(_ALONG_HEAD, _ALONG_HEAD, 1))
+COMPRESSED = replace(PRECISIONS["paper-4bit"], tables=PAPER_GROUPS)
 # How the measured systems handle host memory and files, as their sources show: FlexGen does not page-lock its
 # cache, attends on the host to a cache on the disk too, and maps files;
 # Accelerate's weights are pageable as well; DeepSpeed page-locks them.

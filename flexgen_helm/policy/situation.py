@@ -145,6 +145,12 @@ class Situation:
         return self.compute_bytes if cache is None else cache.bytes_per_value
 
     @property
+    def row_bytes(self) -> int:
+        """Of a sequence's newest tokens, which a packed cache keeps as they are beside the computing."""
+        cache = self.precision.cache
+        return 0 if cache is None else cache.tail_copies * cache.tail_tokens * self.kv_elements * self.compute_bytes
+
+    @property
     def kv_elements(self) -> int:
         """Of one position in all layers."""
         return 2 * self.spec.num_layers * self.spec.kv_size

@@ -11,12 +11,40 @@ from flexgen_helm.quant.formats import GroupFormat
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How keys and values rest. Axis 'in' groups the elements of one token's head, 'out' one element of neighbouring
-    tokens (per channel). residual: newest tokens, its own included, that a query sees in full precision."""
+    """How keys and values rest, and with it what every query sees, wherever the cache lies and even without one.
+
+    Axis 'in' groups the elements of one token's head, 'out' one element of neighbouring tokens (per channel), whose
+    groups begin at absolute positions. A query sees packed what is older than its `residual` newest tokens (its own
+    included), as far as that fills whole groups of tokens, and the rest as it was computed.
+    """
 
     keys: GroupFormat
     values: GroupFormat
     residual: int
+
+    @property
+    def token_group(self) -> int:
+        """Neighbouring tokens that are packed together, 1 where each stands for itself."""
+        return max(form.group if form.axis == "out" else 1 for form in (self.keys, self.values))
+
+    def boundary(self, position: int) -> int:
+        """The query at `position` sees the tokens before this one packed."""
+        return max(0, position + 1 - self.residual) // self.token_group * self.token_group
+
+    @property
+    def stored_tokens(self) -> int:
+        """Of a group that is stored: where each token is packed for itself, a run that is worth a transfer."""
+        return self.token_group if self.token_group > 1 else 32
+
+    @property
+    def tail_tokens(self) -> int:
+        """Newest tokens of a row whose group may not be stored, or not be seen packed yet."""
+        return self.residual + self.stored_tokens - 1
+
+    @property
+    def tail_copies(self) -> int:
+        """2 where newest tokens are kept as they are and as they are seen."""
+        return 2 if self.token_group == 1 else 1
 
     @property
     def bytes_per_value(self) -> float:
@@ -51,12 +79,17 @@ class Precision:
 
 
 PAPER_GROUPS = GroupFormat(4, 64, "out", "pair", "range")
+_ALONG_HEAD = GroupFormat(4, 64, "in", "pair", "range")
 FP16 = Precision("fp16")
 PRECISIONS: Mapping[str, Precision] = {
     found.name: found
     for found in (
         FP16,
-        Precision("4bit", GroupFormat(4, 32, "out", "word", "error")),
-        Precision("paper-4bit", PAPER_GROUPS),
+        Precision(
+            "4bit",
+            GroupFormat(4, 32, "out", "word", "error"),
+            cache=CacheFormat(GroupFormat(4, 64, "out"), GroupFormat(4, 32, "in", "word"), residual=64),
+        ),
+        Precision("paper-4bit", PAPER_GROUPS, cache=CacheFormat(_ALONG_HEAD, _ALONG_HEAD, residual=1)),
     )
 }

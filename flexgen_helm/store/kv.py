@@ -14,7 +14,10 @@ from torch import Tensor
 from flexgen_helm.core.rows import Row, SlotGroup
 from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.policy.placement import TIERS, Tier, neediest
+from flexgen_helm.quant.precisions import CacheFormat
+from flexgen_helm.quant.tokens import TokenCodec
 from flexgen_helm.store.kv_groups import DiskCache, GroupCache, HostCache, KeysValues, MemoryCache, NearCache
+from flexgen_helm.store.kv_packed import DiskGroups, HostGroups, NearGroups, PackedCache, PackedGroups, slot_bytes
 from flexgen_helm.store.tiers import Tiers
 from flexgen_helm.store.traffic import Kind
 
@@ -23,25 +26,47 @@ class KVCache:
     """Caches of all open slot groups.
 
     fractions: of the cache's bytes on each tier; a new group goes where most is missing. delegate: attention over
-    groups in host memory is computed by the host although a device computes the rest.
+    groups in host memory is computed by the host although a device computes the rest. form: what is packed of it, None
+    for nothing.
     """
 
     def __init__(
-        self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, fractions: Mapping[Tier, float], delegate: bool = False
+        self,
+        spec: ModelSpec,
+        tiers: Tiers,
+        dtype: torch.dtype,
+        fractions: Mapping[Tier, float],
+        delegate: bool = False,
+        form: CacheFormat | None = None,
     ) -> None:
         self._spec, self._tiers, self._dtype = spec, tiers, dtype
         self._fractions, self._delegate = fractions, delegate
-        self._groups: dict[SlotGroup, GroupCache] = {}
+        self._groups: dict[SlotGroup, GroupCache | PackedCache] = {}
         self._held = dict.fromkeys(TIERS, 0)
         self.placed = dict.fromkeys(TIERS, 0)  # bytes ever opened, by tier
+        self.codec = None if form is None else TokenCodec(form, spec.num_kv_heads, spec.head_dim)
 
     @property
     def bytes_per_token(self) -> int:
-        return self._spec.kv_bytes_per_token(self._dtype.itemsize)
+        if self.codec is None:
+            return self._spec.kv_bytes_per_token(self._dtype.itemsize)
+        return -(-self._spec.num_layers * self.codec.group_bytes // self.codec.group_tokens)
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Beside the tokens': of the newest ones, which a packed cache keeps as they are."""
+        if self.codec is None:
+            return 0
+        form = self.codec.form
+        return form.tail_copies * form.tail_tokens * self._spec.kv_bytes_per_token(self._dtype.itemsize)
 
     def write(self, row: Row, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Store the keys and values [S, Hk, D] of `row`'s own tokens start … start + S - 1."""
         group = self._open(row)
+        if isinstance(group, PackedCache):
+            assert start == 0, "a prompt is written whole"
+            group.write(row.slot, layer, k, v)
+            return
         if self._is_delegated(group):
             k, v = self.to_host("cache", k, v)
         group.write(row.slot, layer, start, k, v)
@@ -50,18 +75,27 @@ class KVCache:
         """Store one token [B, Hk, D] for each of the group's rows, at `positions` [B] of their own tokens."""
         found = self._open(group.rows[0])
         self._grow(found, group, layer)
-        found.append(layer, positions, k, v)
+        if isinstance(found, PackedCache):
+            found.append(layer, k, v)
+        else:
+            found.append(layer, positions, k, v)
+
+    def packed(self, group: SlotGroup) -> PackedCache:
+        """The cache of a group that is packed and has been written."""
+        found = self._groups[group]
+        assert isinstance(found, PackedCache)
+        return found
 
     def active(self, group: SlotGroup, layer: int, length: int) -> KeysValues:
         """Keys and values of the group's rows, their first `length` positions: [B, Hk, length, D] each."""
-        keys, values = self._groups[group].read(layer)
+        keys, values = self._plain(group).read(layer)
         rows = len(group.rows)
         return keys[:rows, :, :length], values[:rows, :, :length]
 
     def segment(self, row: Row, layer: int) -> KeysValues:
         """Keys and values of everything `row` has computed: [Hk, computed, D] each."""
         assert row.group is not None
-        keys, values = self._groups[row.group].read(layer)
+        keys, values = self._plain(row.group).read(layer)
         return keys[row.slot, :, : row.computed], values[row.slot, :, : row.computed]
 
     def prefetch(self, group: SlotGroup, layer: int) -> None:
@@ -73,7 +107,9 @@ class KVCache:
     def done(self, group: SlotGroup, layer: int) -> None:
         """A batch has attended to this layer: what was brought is given back."""
         found = self._groups.get(group)
-        if found is not None:
+        if isinstance(found, PackedCache):
+            found.packed.drop(layer)
+        elif found is not None:
             found.drop(layer)
 
     def delegates(self, group: SlotGroup) -> bool:
@@ -92,29 +128,48 @@ class KVCache:
         self._tiers.traffic.moved("cpu_to_gpu", kind, sum(t.numel() * t.element_size() for t in tensors))
         return tuple(link.to_device(tensor) for tensor in tensors)
 
-    def _is_delegated(self, group: GroupCache | None) -> bool:
+    def _plain(self, group: SlotGroup) -> GroupCache:
+        found = self._groups[group]
+        assert isinstance(found, GroupCache)
+        return found
+
+    def _is_delegated(self, group: GroupCache | PackedCache | None) -> bool:
         return isinstance(group, NearCache) and group.tier != self._tiers.home
 
     def move(self, group: SlotGroup, source: int, target: int, length: int, stale: int) -> None:
         """Let slot `target`, which held `stale` tokens, become a copy of the first `length` of slot `source`."""
-        self._groups[group].move(source, target, length, stale)
+        found = self._groups[group]
+        if isinstance(found, PackedCache):
+            found.move(source, target)
+        else:
+            found.move(source, target, length, stale)
 
     def free(self, group: SlotGroup) -> None:
         """Give a group's memory back; harmless for one that never wrote."""
         found = self._groups.pop(group, None)
-        if found is not None:
+        if found is None:
+            return
+        if isinstance(found, PackedCache):
+            found.packed.close()
+            claims = found.packed.claims
+            for claim in found.tail_claims:
+                self._tiers.ledgers[self._tiers.home].release(claim)
+        else:
             found.close()
-            for claim in found.claims:
-                self._tiers.ledgers[found.tier].release(claim)
-                self._held[found.tier] -= claim.num_bytes
+            claims = found.claims
+        for claim in claims:
+            self._tiers.ledgers[found.tier].release(claim)
+            self._held[found.tier] -= claim.num_bytes
 
     def close(self) -> None:
         for group in list(self._groups):
             self.free(group)
 
-    def _open(self, row: Row) -> GroupCache:
+    def _open(self, row: Row) -> GroupCache | PackedCache:
         assert row.group is not None
         found = self._groups.get(row.group)
+        if found is None and self.codec is not None:
+            found = self._groups[row.group] = self._open_packed(row.group, self.codec)
         if found is None:
             group = row.group
             capacity = group.paged(max(row.prompt_len for row in group.rows) + 1)
@@ -132,8 +187,45 @@ class KVCache:
             self._groups[group] = found
         return found
 
-    def _grow(self, found: GroupCache, group: SlotGroup, layer: int) -> None:
+    def _open_packed(self, group: SlotGroup, codec: TokenCodec) -> PackedCache:
+        ledgers, home, layers = self._tiers.ledgers, self._tiers.home, self._spec.num_layers
+        groups = group.paged(max(row.prompt_len for row in group.rows) + 1) // codec.group_tokens
+        num_bytes = layers * group.num_slots * groups * codec.group_bytes
+        tier = self._tier_for(num_bytes)
+        if tier == "disk":
+            num_bytes = layers * group.num_slots * slot_bytes(group, codec)
+        tail = ledgers[home].claim("cache", group.num_slots * self.bytes_per_row)
+        try:
+            claim = ledgers[tier].claim("cache", num_bytes)
+            packed: PackedGroups
+            if tier == "disk":
+                packed = DiskGroups(self._spec, self._tiers, group, codec, claim)
+            else:
+                near = tier == home
+                parts = self._spec, self._tiers, group, codec
+                packed = NearGroups(*parts, tier) if near else HostGroups(*parts)
+                packed.claims.append(claim)
+                packed.capacity = groups
+        except BaseException:
+            ledgers[home].release(tail)
+            raise
+        self._held[tier] += num_bytes
+        self.placed[tier] += num_bytes
+        return PackedCache(self._spec, self._tiers, self._dtype, group, codec, packed, [tail])
+
+    def _grow(self, found: GroupCache | PackedCache, group: SlotGroup, layer: int) -> None:
         """Room for the token that is about to be appended, a page at a time."""
+        if isinstance(found, PackedCache):
+            assert self.codec is not None
+            groups = group.paged(max(row.computed for row in group.rows) + 1) // self.codec.group_tokens
+            if isinstance(found.packed, NearGroups) and groups > found.packed.capacity:
+                more = groups - found.packed.capacity
+                num_bytes = self._spec.num_layers * group.num_slots * more * self.codec.group_bytes
+                found.packed.claims.append(self._tiers.ledgers[found.tier].claim("cache", num_bytes))
+                self._held[found.tier] += num_bytes
+                self.placed[found.tier] += num_bytes
+                found.packed.capacity = groups
+            return
         if not isinstance(found, MemoryCache):
             return
         wanted = group.paged(max(row.computed for row in group.rows) + 1)

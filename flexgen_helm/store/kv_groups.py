@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from math import prod
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from flexgen_helm.store.tiers import Tiers
 from flexgen_helm.store.traffic import LinkName
 
 KeysValues = tuple[Tensor, Tensor]  # [slots, Hk, S, D] each
+Brought = TypeVar("Brought")
 
 
 class GroupCache(ABC):
@@ -60,37 +62,35 @@ class GroupCache(ABC):
         return None
 
 
-class FarCache(GroupCache):
+class Transfers(Generic[Brought]):
     """What groups away from the computing share: layers that were brought, and writes that are under way."""
 
-    def __init__(self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup) -> None:
-        self._spec, self._tiers, self._dtype, self._group = spec, tiers, dtype, group
-        self._coming: dict[int, tuple[Future[KeysValues], Allocation]] = {}
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._coming: dict[int, tuple[Future[Brought], Allocation]] = {}
         self._leaving: dict[int, list[Future[None]]] = {}
         self._lock = threading.Lock()
 
-    def read(self, layer: int) -> KeysValues:
-        self.prefetch(layer)
+    def get(self, layer: int) -> Brought:
+        """What was fetched, when it is there."""
         return self._tiers.wait(self._coming[layer][0], "cache")
 
-    def prefetch(self, layer: int) -> None:
+    def fetch(self, layer: int, size: int, bring: Callable[[], Brought]) -> None:
+        """Bring a layer, of `size` bytes beside the computing, after all its writes."""
         if layer in self._coming:
             return
-        spec, rows = self._spec, len(self._group.rows)
-        # What the rows have computed, and the token that is about to be appended.
-        shape = (rows, spec.num_kv_heads, max(row.computed for row in self._group.rows) + 1, spec.head_dim)
-        size = 2 * prod(shape) * self._dtype.itemsize
         claim = self._tiers.ledgers[self._tiers.home].claim("staging", size)
         self._tiers.brought(size)
 
-        def bring() -> KeysValues:
+        def settled() -> Brought:
             with self._tiers.traffic.timed("load_cache"):
-                self._settle(layer)
-                keys, values = (_zeros(shape, self._tiers.device, self._dtype) for _ in range(2))
-                self._bring(layer, keys, values)
-                return keys, values
+                self.settle(layer)
+                return bring()
 
-        self._coming[layer] = self._tiers.background("cache in", bring), claim
+        self._coming[layer] = self._tiers.background("cache in", settled), claim
+
+    def is_coming(self, layer: int) -> bool:
+        return layer in self._coming
 
     def drop(self, layer: int) -> None:
         coming = self._coming.pop(layer, None)
@@ -105,11 +105,7 @@ class FarCache(GroupCache):
             future.exception()  # waits; nobody reads what was written here any more
         self._leaving.clear()
 
-    @abstractmethod
-    def _bring(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Fill [rows, Hk, S, D] with what the group's rows have computed."""
-
-    def _leave(self, layer: int, num_bytes: int, store: Callable[[], None]) -> None:
+    def leave(self, layer: int, num_bytes: int, store: Callable[[], None]) -> None:
         """Write in the background; a later read of the layer waits for it, and gets its error."""
 
         def checked() -> None:
@@ -126,7 +122,11 @@ class FarCache(GroupCache):
         with self._lock:
             self._leaving.setdefault(layer, []).append(future)
 
-    def _settle(self, layer: int) -> None:
+    def settle_all(self) -> None:
+        for layer in list(self._leaving):
+            self.settle(layer)
+
+    def settle(self, layer: int) -> None:
         """Wait for all writes of a layer; their first error is raised."""
         with self._lock:
             waiting = self._leaving.pop(layer, [])
@@ -134,12 +134,48 @@ class FarCache(GroupCache):
         if errors:
             raise errors[0]
 
+    def moved(self, link: LinkName, size: int) -> None:
+        self._tiers.traffic.moved(link, "cache", size)
+
+
+class FarCache(GroupCache):
+    """A group away from the computing: a layer of it is brought for each use."""
+
+    def __init__(self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup) -> None:
+        self._spec, self._tiers, self._dtype, self._group = spec, tiers, dtype, group
+        self._transfers: Transfers[KeysValues] = Transfers(tiers)
+
+    def read(self, layer: int) -> KeysValues:
+        self.prefetch(layer)
+        return self._transfers.get(layer)
+
+    def prefetch(self, layer: int) -> None:
+        if self._transfers.is_coming(layer):
+            return
+        spec, rows = self._spec, len(self._group.rows)
+        # What the rows have computed, and the token that is about to be appended.
+        shape = (rows, spec.num_kv_heads, max(row.computed for row in self._group.rows) + 1, spec.head_dim)
+
+        def bring() -> KeysValues:
+            keys, values = (zeros(shape, self._tiers.device, self._dtype) for _ in range(2))
+            self._bring(layer, keys, values)
+            return keys, values
+
+        self._transfers.fetch(layer, 2 * prod(shape) * self._dtype.itemsize, bring)
+
+    def drop(self, layer: int) -> None:
+        self._transfers.drop(layer)
+
+    def close(self) -> None:
+        self._transfers.close()
+
+    @abstractmethod
+    def _bring(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Fill [rows, Hk, S, D] with what the group's rows have computed."""
+
     def _append_to_brought(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """The copy that attention is about to read, which holds what was computed before, needs the new tokens too."""
         _put(self.read(layer), positions, k, v)
-
-    def _moved(self, link: LinkName, size: int) -> None:
-        self._tiers.traffic.moved(link, "cache", size)
 
 
 class MemoryCache:
@@ -150,7 +186,7 @@ class MemoryCache:
     ) -> None:
         self.capacity = capacity
         shape = (group.num_slots, spec.num_kv_heads, capacity, spec.head_dim)
-        self._layers = [(_zeros(shape, device, dtype), _zeros(shape, device, dtype)) for _ in range(spec.num_layers)]
+        self._layers = [(zeros(shape, device, dtype), zeros(shape, device, dtype)) for _ in range(spec.num_layers)]
 
     def widen(self, layer: int) -> None:
         """Bring a layer to the capacity that was claimed."""
@@ -204,9 +240,9 @@ class HostCache(MemoryCache, FarCache):
         self._link = tiers.link
 
     def widen(self, layer: int) -> None:
-        self._settle(layer)
-        if layer in self._coming:  # its copy is made before the tensors change
-            self._tiers.wait(self._coming[layer][0], "cache")
+        self._transfers.settle(layer)
+        if self._transfers.is_coming(layer):  # its copy is made before the tensors change
+            self._transfers.get(layer)
         super().widen(layer)
 
     def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -215,23 +251,22 @@ class HostCache(MemoryCache, FarCache):
         def store() -> None:
             for held, new in zip(self._layers[layer], (k, v)):
                 held[slot, :, start:end] = self._link.to_host(new).transpose(0, 1)
-                self._moved("gpu_to_cpu", new.numel() * new.element_size())
+                self._transfers.moved("gpu_to_cpu", new.numel() * new.element_size())
 
-        self._leave(layer, 2 * k.numel() * k.element_size(), store)
+        self._transfers.leave(layer, 2 * k.numel() * k.element_size(), store)
 
     def append(self, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
         self._append_to_brought(layer, positions, k, v)
 
         def store() -> None:
             near = self._link.to_host(k), self._link.to_host(v)
-            self._moved("gpu_to_cpu", 2 * k.numel() * k.element_size())
+            self._transfers.moved("gpu_to_cpu", 2 * k.numel() * k.element_size())
             _put(self._layers[layer], positions.cpu(), *near)
 
-        self._leave(layer, 2 * k.numel() * k.element_size(), store)
+        self._transfers.leave(layer, 2 * k.numel() * k.element_size(), store)
 
     def move(self, source: int, target: int, length: int, stale: int) -> None:
-        for layer in list(self._leaving):
-            self._settle(layer)
+        self._transfers.settle_all()
         _copy_slot(self._layers, source, target, length, stale)
 
     def _bring(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -241,7 +276,7 @@ class HostCache(MemoryCache, FarCache):
         for held, near in zip(self._layers[layer], (keys, values)):
             filled = held[: near.shape[0], :, :length].contiguous()  # one long copy over the link, spread out behind it
             near[:, :, :length] = self._link.to_device(filled)
-            self._moved("cpu_to_gpu", filled.numel() * filled.element_size())
+            self._transfers.moved("cpu_to_gpu", filled.numel() * filled.element_size())
 
 
 class DiskCache(FarCache):
@@ -304,11 +339,11 @@ class DiskCache(FarCache):
             near = pieces
             if self._tiers.link is not None:
                 near = self._tiers.link.to_host(pieces)
-                self._moved("gpu_to_cpu", size)
+                self._transfers.moved("gpu_to_cpu", size)
             self._file.write_tensor(layer * self._layer_bytes + offset, near)
-            self._moved("cpu_to_disk", size)
+            self._transfers.moved("cpu_to_disk", size)
 
-        self._leave(layer, size, store)
+        self._transfers.leave(layer, size, store)
 
     def _bring(self, layer: int, keys: Tensor, values: Tensor) -> None:
         spec, link, rows = self._spec, self._tiers.link, keys.shape[0]
@@ -337,11 +372,11 @@ class DiskCache(FarCache):
         if link is not None:
             for host, device in zip(near, (keys, values)):
                 link.to_device(host, device)
-                self._moved("cpu_to_gpu", host.numel() * host.element_size())
+                self._transfers.moved("cpu_to_gpu", host.numel() * host.element_size())
 
     def _read(self, layer: int, offset: int, shape: tuple[int, ...]) -> Tensor:
         found = self._file.read_tensor(layer * self._layer_bytes + offset, shape, self._dtype)
-        self._moved("disk_to_cpu", found.numel() * found.element_size())
+        self._transfers.moved("disk_to_cpu", found.numel() * found.element_size())
         return found
 
 
@@ -361,12 +396,12 @@ def _copy_slot(layers: list[KeysValues], source: int, target: int, length: int, 
 
 
 def _widened(held: Tensor, capacity: int) -> Tensor:
-    wider = _zeros((*held.shape[:2], capacity, held.shape[3]), held.device, held.dtype)
+    wider = zeros((*held.shape[:2], capacity, held.shape[3]), held.device, held.dtype)
     wider[:, :, : held.shape[2]] = held
     return wider
 
 
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Zeros, because masked positions are multiplied by 0 and must be finite.
 
     On the CPU they come from numpy, which leaves zeroing to the system: pages cost nothing until they are written,

@@ -1,0 +1,297 @@
+"""The packed cache of one slot group: whole groups of tokens as bytes on one tier, the newest tokens as they are.
+
+What a query sees packed is brought beside the computing as bytes and unpacked there; its newest tokens, whose group
+is not whole yet or which it sees as they are, lie beside the computing in a ring, token p in place p mod W:
+
+    tokens  0 … 31 | 32 … 63 | 64 …           W = residual + group - 1
+            packed   packed    the ring        a group is packed and stored when its last token comes
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexgen_helm.core.rows import SlotGroup
+from flexgen_helm.models.spec import ModelSpec
+from flexgen_helm.policy.placement import Tier
+from flexgen_helm.quant.tokens import TokenCodec
+from flexgen_helm.store.kv_groups import Transfers, zeros
+from flexgen_helm.store.ledger import Allocation
+from flexgen_helm.store.ring import aligned
+from flexgen_helm.store.tiers import Tiers
+
+_HOST = torch.device("cpu")
+
+
+class PackedCache:
+    """One slot group's cache, packed. tail_claims: of its rings, on the home tier; `packed.claims` of the bytes."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tiers: Tiers,
+        dtype: torch.dtype,
+        group: SlotGroup,
+        codec: TokenCodec,
+        packed: "PackedGroups",
+        tail_claims: list[Allocation],
+    ) -> None:
+        self._group, self._codec, self.packed, self.tail_claims = group, codec, packed, tail_claims
+        self._device = tiers.device
+        shape = (2, group.num_slots, codec.tail_tokens, spec.num_kv_heads, spec.head_dim)
+        self._tails = [zeros(shape, tiers.device, dtype) for _ in range(spec.num_layers)]
+        # Where every token is packed for itself, those of a group that is not whole yet are seen packed too.
+        self._seen = [zeros(shape, tiers.device, dtype) for _ in range(spec.num_layers)] if self._alone else None
+
+    @property
+    def tier(self) -> Tier:
+        return self.packed.tier
+
+    @property
+    def _alone(self) -> bool:
+        return self._codec.form.token_group == 1
+
+    def write(self, slot: int, layer: int, k: Tensor, v: Tensor) -> None:
+        """A row's prompt [S, Hk, D], from its first token on."""
+        codec, length = self._codec, k.shape[0]
+        first = max(0, length - codec.tail_tokens)
+        places = torch.arange(first, length, device=self._device) % codec.tail_tokens
+        for half, new in enumerate((k, v)):
+            self._tails[layer][half, slot, places] = new[first:]
+        if self._seen is not None:
+            for half, new in enumerate(codec.seen(k[first:], v[first:])):
+                self._seen[layer][half, slot, places] = new
+        whole = length // codec.group_tokens * codec.group_tokens
+        if whole:
+            self.packed.put(layer, [slot], 0, codec.pack(k[:whole], v[:whole])[None])
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """One token [B, Hk, D] for each row, behind what it has computed."""
+        codec, tail, rows = self._codec, self._tails[layer], self._group.rows
+        index = torch.arange(len(rows), device=self._device)
+        places = torch.tensor([row.computed % codec.tail_tokens for row in rows], device=self._device)
+        tail[0, index, places], tail[1, index, places] = k, v
+        if self._seen is not None:
+            seen = self._seen[layer]
+            seen[0, index, places], seen[1, index, places] = codec.seen(k, v)
+        # Rows that began together come to the end of a group together.
+        ends: dict[int, list[int]] = {}
+        for slot, row in enumerate(rows):
+            if (row.computed + 1) % codec.group_tokens == 0:
+                ends.setdefault(row.computed, []).append(slot)
+        for last, slots in ends.items():
+            tokens = torch.arange(last - codec.group_tokens + 1, last + 1, device=self._device) % codec.tail_tokens
+            k, v = (half[slots][:, tokens].flatten(0, 1) for half in tail)
+            self.packed.put(layer, slots, last // codec.group_tokens, codec.pack(k, v)[:, None])
+
+    def packed_part(self, layer: int, rows: slice) -> tuple[Tensor, Tensor]:
+        """What some rows see of whole groups: keys and values [B, Hk, S, D], S that of the oldest row."""
+        codec, groups = self._codec, self._groups()
+        bytes_ = self.packed.take(layer, groups)[rows]
+        k, v = codec.unpack(bytes_.reshape(-1, codec.group_bytes), self._tails[layer].dtype)
+        shape = (bytes_.shape[0], groups * codec.group_tokens, *k.shape[1:])
+        return k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
+
+    def tail_part(self, layer: int, packed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The rows' rings: keys and values [B, Hk, W, D]. packed: places [B, W] that are seen packed, if any may be."""
+        count = len(self._group.rows)
+        found = self._tails[layer][:, :count]
+        if self._seen is not None and packed is not None:
+            found = torch.where(packed[None, :, :, None, None], self._seen[layer][:, :count], found)
+        return found[0].transpose(1, 2), found[1].transpose(1, 2)
+
+    def prefetch(self, layer: int) -> None:
+        groups = self._groups()
+        if groups:
+            self.packed.prefetch(layer, groups)
+
+    def _groups(self) -> int:
+        """Stored groups that the oldest row sees."""
+        return max(self._codec.stored_before(row.computed) for row in self._group.rows) // self._codec.group_tokens
+
+    def move(self, source: int, target: int) -> None:
+        for tensors in (self._tails, self._seen or ()):
+            for tensor in tensors:
+                tensor[:, target] = tensor[:, source]
+        self.packed.move(source, target)
+
+
+class PackedGroups(ABC):
+    """Bytes [slots, groups, group_bytes] a layer, on one tier."""
+
+    tier: Tier
+    claims: list[Allocation]
+
+    @abstractmethod
+    def put(self, layer: int, slots: Sequence[int], first: int, packed: Tensor) -> None:
+        """Store groups [len(slots), n, group_bytes], from number `first` on."""
+
+    @abstractmethod
+    def take(self, layer: int, groups: int) -> Tensor:
+        """The first groups of all rows [rows, groups, group_bytes], beside the computing."""
+
+    @abstractmethod
+    def move(self, source: int, target: int) -> None: ...
+
+    def prefetch(self, layer: int, groups: int) -> None:
+        return None
+
+    def drop(self, layer: int) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class NearGroups(PackedGroups):
+    """In memory: beside the computing, or (`HostGroups`) behind the link. Room for `capacity` groups a slot."""
+
+    def __init__(self, spec: ModelSpec, tiers: Tiers, group: SlotGroup, codec: TokenCodec, tier: Tier) -> None:
+        self.tier, self.claims, self.capacity = tier, [], 0
+        self._tiers, self._group, self._codec = tiers, group, codec
+        self._where = tiers.device if tier == tiers.home else _HOST
+        self._layers = [self._room(0) for _ in range(spec.num_layers)]
+
+    def widen(self, layer: int) -> None:
+        """Bring a layer to the capacity that was claimed."""
+        held = self._layers[layer]
+        if held.shape[1] < self.capacity:
+            wider = self._room(self.capacity)
+            wider[:, : held.shape[1]] = held
+            self._layers[layer] = wider
+
+    def put(self, layer: int, slots: Sequence[int], first: int, packed: Tensor) -> None:
+        self.widen(layer)
+        self._layers[layer][slots, first : first + packed.shape[1]] = packed
+
+    def take(self, layer: int, groups: int) -> Tensor:
+        return self._layers[layer][: len(self._group.rows), :groups]
+
+    def move(self, source: int, target: int) -> None:
+        for held in self._layers:
+            held[target] = held[source]
+
+    def _room(self, groups: int) -> Tensor:
+        return zeros((self._group.num_slots, groups, self._codec.group_bytes), self._where, torch.uint8)
+
+
+class HostGroups(NearGroups):
+    """In host memory behind the link."""
+
+    def __init__(self, spec: ModelSpec, tiers: Tiers, group: SlotGroup, codec: TokenCodec) -> None:
+        super().__init__(spec, tiers, group, codec, "cpu")
+        self._transfers: Transfers[Tensor] = Transfers(tiers)
+        assert tiers.link is not None
+        self._link = tiers.link
+
+    def put(self, layer: int, slots: Sequence[int], first: int, packed: Tensor) -> None:
+        def store() -> None:
+            self.widen(layer)
+            self._layers[layer][slots, first : first + packed.shape[1]] = self._link.to_host(packed)
+            self._transfers.moved("gpu_to_cpu", packed.numel())
+
+        self._transfers.leave(layer, packed.numel(), store)
+
+    def prefetch(self, layer: int, groups: int) -> None:
+        rows = len(self._group.rows)
+
+        def bring() -> Tensor:
+            filled = self._layers[layer][:rows, :groups].contiguous()
+            self._transfers.moved("cpu_to_gpu", filled.numel())
+            return self._link.to_device(filled)
+
+        self._transfers.fetch(layer, rows * groups * self._codec.group_bytes, bring)
+
+    def take(self, layer: int, groups: int) -> Tensor:
+        self.prefetch(layer, groups)
+        return self._transfers.get(layer)[:, :groups]
+
+    def drop(self, layer: int) -> None:
+        self._transfers.drop(layer)
+
+    def move(self, source: int, target: int) -> None:
+        self._transfers.settle_all()
+        super().move(source, target)
+
+    def close(self) -> None:
+        self._transfers.close()
+
+
+class DiskGroups(PackedGroups):
+    """In a file of the run, each slot's groups one behind the other. Slots do not move, their numbers do."""
+
+    def __init__(self, spec: ModelSpec, tiers: Tiers, group: SlotGroup, codec: TokenCodec, claim: Allocation) -> None:
+        self.tier, self.claims = "disk", [claim]
+        self._tiers, self._group, self._codec = tiers, group, codec
+        self._transfers: Transfers[Tensor] = Transfers(tiers)
+        self._stored = list(range(group.num_slots))  # slot of the group -> slot of the file
+        self._slot_bytes = slot_bytes(group, codec)
+        self._layer_bytes = group.num_slots * self._slot_bytes
+        try:
+            self._file = tiers.directory().scratch(f"cache-{claim.serial}", max(aligned(1), claim.num_bytes))
+        except BaseException:
+            tiers.ledgers["disk"].release(claim)
+            raise
+
+    def put(self, layer: int, slots: Sequence[int], first: int, packed: Tensor) -> None:
+        offsets = [self._offset(layer, slot) + first * aligned(self._codec.group_bytes) for slot in slots]
+
+        def store() -> None:
+            near = packed
+            if self._tiers.link is not None:
+                near = self._tiers.link.to_host(packed)
+                self._transfers.moved("gpu_to_cpu", packed.numel())
+            whole = zeros((*near.shape[:2], aligned(self._codec.group_bytes)), _HOST, torch.uint8)
+            whole[:, :, : near.shape[2]] = near
+            for offset, groups in zip(offsets, whole):
+                self._file.write_tensor(offset, groups)
+            self._transfers.moved("cpu_to_disk", packed.numel())
+
+        self._transfers.leave(layer, packed.numel(), store)
+
+    def prefetch(self, layer: int, groups: int) -> None:
+        size, each = self._codec.group_bytes, aligned(self._codec.group_bytes)
+        wanted = [
+            (self._offset(layer, slot), self._codec.stored_before(row.computed) // self._codec.group_tokens)
+            for slot, row in enumerate(self._group.rows)
+        ]
+
+        def bring() -> Tensor:
+            near = zeros((len(wanted), groups, size), _HOST, torch.uint8)
+            for slot, (offset, count) in enumerate(wanted):
+                if count:
+                    found = self._file.read_tensor(offset, (count, each), torch.uint8)
+                    near[slot, :count] = found[:, :size]
+                    self._transfers.moved("disk_to_cpu", count * size)
+            if self._tiers.link is None:
+                return near
+            self._transfers.moved("cpu_to_gpu", near.numel())
+            return self._tiers.link.to_device(near)
+
+        self._transfers.fetch(layer, len(wanted) * groups * size, bring)
+
+    def take(self, layer: int, groups: int) -> Tensor:
+        self.prefetch(layer, groups)
+        return self._transfers.get(layer)
+
+    def drop(self, layer: int) -> None:
+        self._transfers.drop(layer)
+
+    def move(self, source: int, target: int) -> None:
+        self._stored[target], self._stored[source] = self._stored[source], self._stored[target]
+
+    def close(self) -> None:
+        self._transfers.close()
+        self._file.close(delete=True)
+
+    def _offset(self, layer: int, slot: int) -> int:
+        return layer * self._layer_bytes + self._stored[slot] * self._slot_bytes
+
+
+def slot_bytes(group: SlotGroup, codec: TokenCodec) -> int:
+    """Of one layer of a slot on the disk: every group begins a page."""
+    return group.capacity // codec.group_tokens * aligned(codec.group_bytes)
