@@ -2,8 +2,8 @@
 
 Layout of an offload directory:
 
-    weights-<fingerprint>/<tensor>       one file a matrix, written once, shared by all runs of the same weights
-    weights-<fingerprint>/manifest.json  type, and size and SHA-256 of each file
+    weights-<fingerprint>-<form>/<tensor>       one file a matrix, written once, shared by all runs of these weights
+    weights-<fingerprint>-<form>/manifest.json  form, and size and SHA-256 of each file
     run-<pid>-<n>/                       cache and activations of one engine, deleted when it closes
     run-<pid>-<n>.lock                   held by that process; one that nobody holds marks a dead run, swept away
     .lock                                held while runs are swept away or begun, so that none is taken for dead
