@@ -7,6 +7,7 @@ INSTANCES ?= 50
 # LAMBADA and WikiText-2: the folder that FLEXGEN_HELM_DATA names, else shared/data beside the project.
 DATA := $(abspath $(or $(FLEXGEN_HELM_DATA),$(wildcard ../shared/data)))
 PAGES ?= 3
+PRECISIONS ?= fp16,4bit
 
 .PHONY: install model eval test lint model-table bench gpu-check
 
@@ -25,12 +26,15 @@ model: install
 eval: model
 ifeq ($(DATA),)
 	@echo "make eval: LAMBADA and WikiText-2 are skipped, because FLEXGEN_HELM_DATA names no folder with their data"
-	$(BIN)/flexgen-helm run --conf-paths runs/quickstart.conf --suite quickstart -m $(INSTANCES)
+	$(BIN)/flexgen-helm run --precision $(PRECISIONS) -c runs/quickstart.conf --suite quickstart -m $(INSTANCES)
 else
-	FLEXGEN_HELM_DATA='$(DATA)' $(BIN)/flexgen-helm run --conf-paths runs/quickstart.conf --suite quickstart \
-		-m $(INSTANCES) -r lambada:mode=accuracy,model=flexgen/$(MODEL) lambada:mode=perplexity,model=flexgen/$(MODEL)
-	FLEXGEN_HELM_DATA='$(DATA)' $(BIN)/flexgen-helm run -r wikitext:model=flexgen/$(MODEL) --suite quickstart -m $(PAGES)
+	FLEXGEN_HELM_DATA='$(DATA)' $(BIN)/flexgen-helm run --precision $(PRECISIONS) -c runs/quickstart.conf \
+		-r lambada:mode=accuracy,model=flexgen/$(MODEL) lambada:mode=perplexity,model=flexgen/$(MODEL) \
+		--suite quickstart -m $(INSTANCES)
+	FLEXGEN_HELM_DATA='$(DATA)' $(BIN)/flexgen-helm run --precision $(PRECISIONS) -r wikitext:model=flexgen/$(MODEL) \
+		--suite quickstart -m $(PAGES)
 endif
+	$(BIN)/flexgen-helm compare --suite quickstart
 
 # Without the model's package the tests that need it skip and say so; everything else still runs.
 test: install

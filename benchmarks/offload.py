@@ -5,7 +5,7 @@ B*, the rows at which computing with a weight takes as long as reading it from t
 limited to a quarter of the weights' bytes plus the block's cache; staging and waiting hidden states are inside.
 
 Accelerate's disk offload and ours then run in memory control groups of the same size, because only there the page
-cache counts as the memory that it is.
+cache counts as the memory that it is. Last, 4 bits beside FP16 (`benchmarks.packed`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from flexgen_helm.benchmarks import Options, accelerate_task, summary
+from flexgen_helm.benchmarks import Options, accelerate_task, packed, summary
 from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.memory_group import GroupUnavailable, MemoryGroup, forget_files
 from flexgen_helm.benchmarks.process import ProcessKilled, in_own_process
@@ -56,7 +56,7 @@ class Workload:
     """rows: of the block, None for twice B* and at least `least_rows`, because every pass converts each weight from 16
     bits once, whatever the disk. batches: of the block; row_batches: of the same rows where they go row by row.
     group_bytes: of the memory control group. peer_rows: block sizes that are tried there, the first of which is also
-    compared size by size. disk_file: bytes that the disk's rate is measured with."""
+    compared size by size. disk_file: bytes that the disk's rate is measured with. packed: comparisons with 4 bits."""
 
     model: str = "opt-350m"
     prompt: int = 64
@@ -70,10 +70,19 @@ class Workload:
     group_bytes: int = 2 << 30
     peer_rows: Sequence[int] = (4, 16, 48)
     disk_file: int = 1 << 30
+    packed: Sequence[packed.Case] = packed.CASES
 
 
 QUICK = Workload(
-    model="opt-125m", prompt=8, output=3, rows=4, repeats=1, group_bytes=1 << 30, peer_rows=(2,), disk_file=32 << 20
+    model="opt-125m",
+    prompt=8,
+    output=3,
+    rows=4,
+    repeats=1,
+    group_bytes=1 << 30,
+    peer_rows=(2,),
+    disk_file=32 << 20,
+    packed=tuple(replace(case, rows=2, prompt=8, output=min(case.output, 2)) for case in packed.CASES),
 )
 
 
@@ -168,7 +177,11 @@ def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
     peers, notes = against_accelerate(workload, spec, scratch, tell)
     if needed > available:
         notes.append(f"the block in memory may take {needed:,} bytes and the machine had {available:,} free")
-    return assemble(workload, shapes, setting, rates, best, least, found, bounds, peers, notes)
+    result = assemble(workload, shapes, setting, rates, best, least, found, bounds, peers, notes)
+    rows_, ratios = packed.measure(workload.model, spec, scratch, workload.repeats, workload.packed, tell)
+    result["rows"] += rows_
+    result["ratios"] |= ratios
+    return result
 
 
 def offloaded(spec: ModelSpec, shapes: Shapes, share: float) -> Setting:

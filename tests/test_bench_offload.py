@@ -10,13 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from flexgen_helm.benchmarks import Options, ablation, accelerate_task, memory_group, offload, process, roofline
+from flexgen_helm.benchmarks import (
+    Options,
+    ablation,
+    accelerate_task,
+    kernels,
+    memory_group,
+    offload,
+    packed,
+    process,
+    roofline,
+)
 from flexgen_helm.benchmarks.engine_task import prompts, run_engine
 from flexgen_helm.benchmarks.roofline import Shapes
 from flexgen_helm.checkpoint.catalogue import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.core.errors import FlexgenError, UsageError
 from flexgen_helm.models.spec import tensor_shapes
+from flexgen_helm.policy.policy import Policy
 
 SHAPES = Shapes(batch_rows=3, batches=2, prefill_rows=2, prompt=5, output=4)
 
@@ -225,6 +236,17 @@ def test_both_benchmarks_take_no_engine_flags_that_would_change_the_workload():
             module.run(Options(engine={"device": "cpu"}))
 
 
+def test_kernels_measures_every_implementation():
+    result = kernels.run(Options(quick=True, repeats=1))
+    json.dumps(result, allow_nan=False)
+    labels = [row["label"] for row in result["rows"]]
+    assert sum("plain torch" in label for label in labels) == 2 == sum("compiled loop" in label for label in labels)
+    assert sum(label.startswith("product 8 tokens") for label in labels) == 3
+    assert all(row["median"] > 0 for row in result["rows"]) and "packed_overhead_8_tokens" in result["ratios"]
+    with pytest.raises(UsageError, match="device"):
+        kernels.run(Options(engine={"device": "cpu"}))
+
+
 def in_this_process(function, arguments, group=None, environment=None):
     return function(**json.loads(json.dumps(arguments)))
 
@@ -241,6 +263,7 @@ def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
         repeats=2,
         disk_file=1 << 20,
         weights_share=1.6,
+        packed=(),
     )
     told = []
     found = offload.measure(workload, tmp_path, told.append)
@@ -256,6 +279,34 @@ def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
     assert any(line.startswith("SKIPPED, Accelerate: left out") for line in found["notes"])
     assert any(line.startswith("offloaded: ") for line in told)
     json.dumps(found, allow_nan=False)
+
+
+def test_both_precisions_get_the_same_limits_and_fill_them():
+    spec = resolve("opt-350m").entry.spec
+    for case in packed.CASES:
+        (plain, limits), (in_4_bits, same) = (packed.setting(spec, side, case) for side in packed.SIDES)
+        assert limits == same
+        shares = [Policy.parse(text) for text in (plain, in_4_bits)]
+        near = [policy.wg if case.link_gb_s else policy.wc for policy in shares]
+        assert 0 <= near[0] < 0.25 and near[1] > 2 * near[0]
+
+
+def test_four_bits_are_measured_beside_fp16(tmp_path, monkeypatch):
+    seconds = {"fp16": iter((6.0, 9.0, 3.0)), "4bit": iter((2.0, 3.0, 4.0))}
+
+    def answer(function, arguments):
+        assert arguments["warm"] and arguments["limits"]
+        latency = next(seconds[arguments["engine"]["precision"]])
+        return {"latency_s": latency, "output_tokens": 12, "time_s": {"wait": 0.0}, "bytes": {}}
+
+    monkeypatch.setattr(packed, "in_own_process", answer)
+    spec = resolve("opt-350m").entry.spec
+    rows, ratios = packed.measure("opt-350m", spec, tmp_path, 3, packed.CASES[:1], lambda line: None)
+    assert [(row["label"], row["median"]) for row in rows] == [
+        ("fp16, behind 0.25 GB/s", 6.0),
+        ("4bit, behind 0.25 GB/s", 3.0),
+    ]
+    assert ratios == {"packed_link": 2.0}
 
 
 def test_the_scaled_machine_keeps_the_papers_proportions():

@@ -100,7 +100,10 @@ def test_every_catalogue_name_resolves_to_itself(name: str) -> None:
     assert found.kind == ("unpublished" if name == "opt-175b" else "hub")
 
 
-@given(st.sampled_from(["opt-125m", "org--repo", "a-4bit-model"]), st.sampled_from(["4bit", "4bit-s", "paper-4bit"]))
+@given(
+    st.sampled_from(["opt-125m", "org--repo", "a-4bit-model"]),
+    st.sampled_from(["4bit", "4bit-s", "fp16-s", "paper-4bit"]),
+)
 def test_longest_precision_suffix_wins(base: str, precision: str) -> None:
     assert split_precision(f"{base}-{precision}") == (base, precision)
     assert split_precision(base) == (base, "fp16")

@@ -269,9 +269,11 @@ def test_a_repetition_counts_its_tokens_and_costs_nothing() -> None:
 
 def test_the_suite_writes_names_as_helm_needs_them() -> None:
     text = "mmlu:subject=a,model=flexgen/facebook/opt-125m,data_augmentation=x"
-    assert suite._Suite(None).rename(text) == text.replace("facebook/opt", "facebook--opt")
-    assert suite._Suite("4bit").rename("x:model=flexgen/opt-125m,a=b") == "x:model=flexgen/opt-125m-4bit,a=b"
-    assert suite._Suite("4bit").rename("x:model=openai/gpt2") == "x:model=openai/gpt2"
+    assert suite._Suite([]).rename(text) == [text.replace("facebook/opt", "facebook--opt")]
+    assert suite._Suite(["4bit"]).rename("x:model=flexgen/opt-125m,a=b") == ["x:model=flexgen/opt-125m-4bit,a=b"]
+    both = suite._Suite(["fp16", "4bit", "fp16"])
+    assert both.rename("x:model=flexgen/opt-125m,a=b") == [f"x:model=flexgen/opt-125m{s},a=b" for s in ("", "-4bit")]
+    assert both.rename("x:model=openai/gpt2") == ["x:model=openai/gpt2"]
 
 
 def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

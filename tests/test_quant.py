@@ -1,6 +1,9 @@
 """Group-wise quantization against slow direct formulas, one value at a time."""
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -198,6 +201,32 @@ def test_the_loops_are_there(monkeypatch):
     packed = pack(matrix(64, 64), OURS)
     monkeypatch.setattr(kernels, "_loops", dict)
     assert torch.equal(unpack_into(packed, OURS, torch.empty(64, 64)), unpack(packed, OURS, 64, 64))
+
+
+TRITON = """
+import torch
+from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.packed import pack, unpack
+from flexgen_helm.quant.triton_loops import unpack_into
+draw, tried = torch.Generator().manual_seed(0), 0
+for axis in ("in", "out"):
+    for group, (scales, fit) in ((8, ("word", "range")), (32, ("word", "error")), (64, ("pair", "range"))):
+        for rows, width in ((1, 1), (5, 70), (67, 600), (130, 33)):
+            for dtype in (torch.float32, torch.float16):
+                form = GroupFormat(4, group, axis, scales, fit)
+                packed = pack(torch.randn(rows, width, generator=draw) * 0.3, form)
+                out = torch.full((rows, width), float("nan"), dtype=dtype)
+                unpack_into(packed, form, out)
+                assert torch.equal(out, unpack(packed, form, rows, width).to(dtype)), (form, rows, width)
+                tried += 1
+assert tried == 48
+"""
+
+
+def test_the_triton_loop_gives_the_numbers_of_plain_operations():
+    """By Triton's interpreter, which needs no GPU; on one it is among the tests that are marked gpu."""
+    pytest.importorskip("triton")
+    subprocess.run([sys.executable, "-c", TRITON], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True, timeout=200)
 
 
 @pytest.mark.parametrize(

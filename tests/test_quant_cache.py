@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,8 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.core.errors import UsageError
 from flexgen_helm.exec.layout import _packed_prompt
 from flexgen_helm.models.attention import Scoring
+from flexgen_helm.quant import precisions
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packed import pack, unpack
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
@@ -24,6 +29,8 @@ FORMATS = {
     "paper": CacheFormat(GroupFormat(4, 64, "in"), GroupFormat(4, 64, "in"), 1),
     "channels": CacheFormat(GroupFormat(4, 16, "out"), GroupFormat(4, 8, "in", "word"), 5),
     "both": CacheFormat(GroupFormat(3, 8, "out"), GroupFormat(5, 16, "out"), 20),
+    "sparse": CacheFormat(None, None, 4, value_share=0.2),
+    "sparse channels": CacheFormat(GroupFormat(4, 16, "out"), GroupFormat(4, 8, "in", "word"), 5, value_share=0.3),
 }
 # A value that lies between two codes may fall to either side on paths whose sums are taken in another order; then one
 # key or value moves by a step, and a few log-probabilities with it. So the mean is held to a tenth of what packing
@@ -34,12 +41,15 @@ MEAN, LARGEST = 2e-4, 0.05
 @pytest.fixture(autouse=True)
 def formats(monkeypatch):
     """Precisions whose cache alone is packed, in groups so small that tiny prompts fill some."""
+    monkeypatch.setattr(precisions, "_PLAIN_GROUP", 16)
     for name, form in FORMATS.items():
         monkeypatch.setitem(PRECISIONS, name, Precision(name, cache=form))
 
 
 def packed_tokens(x, form):
     """What packing leaves of x [S, Hk, D], by the definition."""
+    if form is None:
+        return x
     tokens, heads, dim = x.shape
     if form.axis == "in":
         return unpack(pack(x.reshape(-1, dim), form), form, tokens * heads, dim).view(x.shape)
@@ -63,6 +73,12 @@ def direct(q, k, v, form, scale, window, slopes):
         scores = torch.einsum("hd,shd->hs", q[p].double(), keys) * scale
         if slopes is not None:
             scores = scores + slopes[:, None].double() * (torch.arange(first, p + 1) - p)
+        older = max(0, border - first)
+        for head in range(k.shape[1]):
+            mine = slice(head * group, (head + 1) * group)
+            order = torch.softmax(scores[mine, :older], -1).sum(0).argsort(descending=True)
+            dropped = order[math.ceil(Fraction(str(form.value_share)) * older) :]
+            scores[mine, dropped] = -math.inf
         out[p] = torch.einsum("hs,shd->hd", torch.softmax(scores, -1), values).float()
     return out
 
@@ -74,7 +90,7 @@ def test_a_prompt_sees_what_the_definition_says(name, tokens, window, alibi, see
     form, draw = FORMATS[name], torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(tokens, heads, 16, generator=draw) for heads in (4, 2, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
-    codec = TokenCodec(form, 2, 16)
+    codec = TokenCodec(form, 2, 16, torch.float32)
     found, _ = _packed_prompt(q, k, v, Scoring(0.25, slopes=slopes), window, codec)
     expected = direct(q, k, v, form, 0.25, window, slopes)
     assert (found - expected).abs().max() < 1e-5
@@ -87,17 +103,23 @@ def test_a_prompt_sees_what_the_definition_says(name, tokens, window, alibi, see
 @settings(deadline=None, max_examples=20)
 def test_token_groups_come_back(name, groups, seed):
     form = FORMATS[name]
-    codec = TokenCodec(form, 3, 16)
+    codec = TokenCodec(form, 3, 16, torch.float32)
     draw = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(groups * codec.group_tokens, 3, 16, generator=draw) for _ in range(2))
     packed = codec.pack(k, v)
     assert packed.shape == (groups, codec.group_bytes) and packed.dtype == torch.uint8
-    sides = zip(codec.unpack(packed, torch.float32), codec.seen(k, v), (k, v), (form.keys, form.values))
+    unpacked = codec.unpack_keys(packed[None])[0], codec.unpack_values(packed[None])[0]
+    sides = zip(unpacked, codec.seen(k, v), (k, v), (form.keys, form.values))
     for found, seen, x, part in sides:
         assert torch.equal(found, packed_tokens(x, part)) and torch.equal(seen, found)
-    whole = 16 % form.values.group == 0 and 16 % form.keys.group == 0 or form.token_group > 1
-    if whole and name != "paper":
-        assert codec.group_bytes == pytest.approx(2 * codec.group_tokens * 48 * form.bytes_per_value)
+    if name != "paper":
+        assert codec.group_bytes == pytest.approx(2 * codec.group_tokens * 48 * form.bytes_per_value(4))
+        assert codec.taken_bytes == codec.group_bytes if form.value_share == 1 else codec.key_bytes
+    if form.value_share < 1:
+        tokens = torch.randint(0, groups * codec.group_tokens, (2, 3, 7), generator=draw)
+        picked = codec.unpack_picked(codec.pick_values(torch.stack((packed, packed)), tokens))
+        for row, head in itertools.product(range(2), range(3)):
+            assert torch.equal(picked[row, head], unpacked[1][tokens[row, head], head])
 
 
 def asked(seed=0, count=7, most=30):
@@ -127,7 +149,7 @@ def assert_same(requests, results, scored):
     assert mean < MEAN and largest < LARGEST, (mean, largest)
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "4bit", "paper-4bit"])
+@pytest.mark.parametrize("name", [*FORMATS, "4bit", "4bit-s", "paper-4bit"])
 @pytest.mark.parametrize("variant", ["llama", "gemma2", "bloom"])
 def test_decoding_sees_what_scoring_sees(tiny, tmp_path, variant, name):
     """Log-probabilities of drawn tokens, from the cache, are those of the same tokens in a prompt, without one."""
@@ -166,6 +188,38 @@ def test_any_placement_sees_the_same(tiny, tmp_path, policy, schedule, device, v
     assert_same(requests, results, scored)
 
 
+def test_sparse_attention_brings_only_the_values_it_takes(tiny, tmp_path, monkeypatch):
+    """Over the link to host memory: all keys, and of the values the share."""
+    brought = {}
+    prompt = [3 + i % 50 for i in range(200)]
+    for share in (0.1, 1.0):
+        form = replace(FORMATS["sparse channels"], value_share=share)
+        monkeypatch.setitem(PRECISIONS, "share", Precision("share", cache=form))
+        limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB)
+        with offloaded(
+            tiny, "opt", tmp_path, Policy(1, 1, 1, 0, 0, 1, 1, 0), device="sim", limits=limits, precision="share"
+        ) as engine:
+            engine.run([GenerationRequest(prompt_token_ids=prompt, max_tokens=9, ignore_eos=True)])
+            brought[share] = engine.last_run["bytes"]["cpu_to_gpu"]["cache"]
+            codec = TokenCodec(form, engine.spec.num_kv_heads, engine.spec.head_dim, torch.float32)
+            layers, token_value = engine.spec.num_layers, engine.spec.kv_size * (4 + 16 / 8) / 8
+    keys = values = 0
+    for position in range(200, 208):
+        older = codec.stored_before(position)
+        keys += older // codec.group_tokens * codec.key_bytes
+        values += math.ceil(Fraction("0.1") * older) * token_value
+    assert brought[0.1] == layers * (keys + values)
+    assert brought[1.0] > 1.5 * brought[0.1]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, -0.1])
+def test_a_share_of_values_is_a_share(share):
+    with pytest.raises(UsageError, match="share"):
+        CacheFormat(None, None, 4, value_share=share)
+    with pytest.raises(UsageError, match="groups of tokens"):
+        replace(FORMATS["paper"], value_share=0.1)
+
+
 def test_several_completions_of_a_prompt(tiny, tmp_path):
     """They cannot share its groups of tokens, and are what each would be alone."""
     prompt = prompts(1, 60, 4)[0]
@@ -197,7 +251,7 @@ def test_what_a_packed_cache_takes(tiny, tmp_path, monkeypatch):
         model.path, precision="channels", offload_dir=tmp_path, policy=Policy(1, 1, 0, 1, 0, 1, 0, 1)
     ) as engine:
         engine.run(requests)
-        spec, codec = engine.spec, TokenCodec(form, engine.spec.num_kv_heads, engine.spec.head_dim)
+        spec, codec = engine.spec, TokenCodec(form, engine.spec.num_kv_heads, engine.spec.head_dim, torch.float32)
         assert codec.group_tokens == 16 and codec.tail_tokens == 20
         groups = (40 + 9 - 1) // 16
         ring = 2 * 20 * spec.kv_size * 4

@@ -17,11 +17,16 @@ from flexgen_helm.core.errors import UnknownModelError, UsageError
 
 __all__ = ["CATALOGUE", "CatalogueEntry", "Precision", "Resolved", "resolve", "split_precision"]
 
-Precision = Literal["fp16", "4bit", "4bit-s", "paper-4bit"]
+Precision = Literal["fp16", "fp16-s", "4bit", "4bit-s", "paper-4bit"]
 Kind = Literal["wheel", "hub", "folder", "gguf", "unpublished"]
 
 # Longest first: "-4bit" is also the end of "-paper-4bit".
-_SUFFIXES: tuple[tuple[str, Precision], ...] = (("-paper-4bit", "paper-4bit"), ("-4bit-s", "4bit-s"), ("-4bit", "4bit"))
+_SUFFIXES: tuple[tuple[str, Precision], ...] = (
+    ("-paper-4bit", "paper-4bit"),
+    ("-fp16-s", "fp16-s"),
+    ("-4bit-s", "4bit-s"),
+    ("-4bit", "4bit"),
+)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/|--)[A-Za-z0-9][\w.-]*")
 _WAYS = (
     "a model is named by the catalogue, by a hub repository (org/repo or org--repo), by a folder with config.json and "

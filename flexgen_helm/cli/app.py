@@ -10,6 +10,7 @@ import typer
 
 from flexgen_helm import __version__
 from flexgen_helm.cli.bench import bench
+from flexgen_helm.cli.compare import compare
 from flexgen_helm.cli.convert import convert
 from flexgen_helm.cli.doctor import doctor
 from flexgen_helm.cli.engine_options import with_engine_flags
@@ -63,6 +64,7 @@ _add("generate", with_engine_flags(generate))
 _add("perplexity", with_engine_flags(perplexity))
 _add("profile", profile)
 _add("plan", with_engine_flags(plan))
+_add("compare", compare)
 _add("fetch", fetch)
 _add("convert", convert)
 _add("doctor", doctor)

@@ -23,7 +23,8 @@ def bench(
             "accuracy: LAMBADA and WikiText-2 beside lm-evaluation-harness. "
             "offload: weights streamed from the disk against memory, and against Accelerate. "
             "ablation: each technique left out, on a simulated gpu. "
-            "policy: predicted against measured time, and the chosen policy against a grid."
+            "policy: predicted against measured time, and the chosen policy against a grid. "
+            "kernels: unpacking 4 bits, by implementation, and products with packed weights."
         ),
     ],
     engine: EngineOptions,

@@ -36,7 +36,8 @@ class EngineOptions:
     """The engine flags as typed; every field's default means that the flag was not given."""
 
     precision: Annotated[
-        str | None, _flag("--precision", "fp16|4bit|4bit-s|paper-4bit", "Weights; default: the model name's suffix.")
+        str | None,
+        _flag("--precision", "fp16|fp16-s|4bit|4bit-s|paper-4bit", "Weights; default: the model name's suffix."),
     ] = None
     kv_dtype: Annotated[str | None, _flag("--kv-dtype", "TYPE", "Type of the KV cache, for example fp16.")] = None
     policy: Annotated[

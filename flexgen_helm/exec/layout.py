@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.core.rows import Batch, Row, SlotGroup
-from flexgen_helm.models import attention
+from flexgen_helm.models import attention, sparse
 from flexgen_helm.models.attention import Part, Scoring, Sight
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.quant.tokens import TokenCodec
@@ -52,7 +52,8 @@ class _PackedDecode:
     """The rows of one slot group whose cache is packed: what each sees of it, and of the newest tokens' ring.
 
     slices: rows whose part of the packed cache is unpacked at once, with their masks by window; tail_positions [B, W]:
-    of the tokens in the ring; tail_packed [B, W]: those that are seen packed, None where none can be.
+    of the tokens in the ring; tail_packed [B, W]: those that are seen packed, None where none can be. value_share: of
+    the packed tokens, the share whose values are taken.
     """
 
     tokens: slice
@@ -63,6 +64,7 @@ class _PackedDecode:
     tail_positions: Tensor
     tail_packed: Tensor | None
     tail_masks: dict[int | None, Tensor]
+    value_share: float
 
     def attend(
         self, layer: int, window: int | None, scoring: Scoring, cache: KVCache, q: Tensor, k: Tensor, v: Tensor
@@ -73,8 +75,13 @@ class _PackedDecode:
         masks = self.tail_masks[window]
         out, lse = attention.cached(q, keys, values, scoring, self.positions, masks, self.tail_positions)
         for rows, by_window in self.slices:
-            keys, values = packed.packed_part(layer, rows)
-            part = attention.cached(q[rows], keys, values, scoring, self.positions[rows], by_window[window])
+            older = packed.older_keys(layer, rows)
+            asked = q[rows], older, scoring, self.positions[rows], by_window[window]
+            if self.value_share < 1:
+                choice = sparse.choose(*asked, self.value_share)
+                part = choice.attend(packed.chosen_values(layer, rows, choice.tokens))
+            else:
+                part = attention.cached(q[rows], older, packed.older_values(layer, rows), *asked[2:])
             out[rows], lse[rows] = attention.merge((out[rows], lse[rows]), part)
         cache.done(self.group, layer)
         return out, lse
@@ -221,7 +228,10 @@ def _packed_prompt(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, window: in
     if not whole:
         return attention.causal(q, k, v, scoring, window)
     sights = _sights(q.shape[0], window, codec.form, q.device)
-    return attention.seen(q, codec.seen(k[:whole], v[:whole]), (k, v), scoring, sights)
+    older = codec.seen(k[:whole], v[:whole])
+    if codec.form.is_sparse:
+        return sparse.seen(q, older, (k, v), scoring, sights, codec.form.value_share)
+    return attention.seen(q, older, (k, v), scoring, sights)
 
 
 @lru_cache(maxsize=64)
@@ -284,6 +294,7 @@ def _packed_decode(
         ring.to(device),
         (ring < borders[:, None]).to(device) if form.token_group == 1 else None,
         tail_masks,
+        form.value_share,
     )
 
 

@@ -38,7 +38,7 @@ _LINK_BYTES = 256 << 20
 # Small operations of one batch in one layer, or of one group's attention: norms, views, copies of the cache, and the
 # interpreter between them, which takes as long again.
 _SMALL_OPERATIONS = 200
-_VERSION = 2
+_VERSION = 3
 
 
 def profile_named(name: str, tell: Callable[[str], None]) -> HardwareProfile:
@@ -157,6 +157,7 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
         for _ in range(_SMALL_OPERATIONS):
             small.add(1.0)
 
+    unpacking, packing = _packing_rates(best, device, kind)
     return Processor(
         memory_bytes=memory_bytes,
         memory_bytes_s=copying,
@@ -164,6 +165,8 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
         attention_flops=attention,
         attention_bytes_s=reading,
         upcast_elements_s=_upcast_rate(best) if device.type == "cpu" else math.inf,
+        dequantize_elements_s=unpacking,
+        quantize_elements_s=packing,
         step_s=best([many], 10),
     )
 
@@ -176,6 +179,29 @@ def _upcast_rate(best: Callable[[Sequence[Callable[[], Any]]], float]) -> float:
     count = _COLD // 2 // tile.numel()
     weights = torch.zeros(count, tile.numel(), dtype=torch.float16)
     return count * tile.numel() / best([lambda: [tile.copy_(part) for part in weights]])
+
+
+def _packing_rates(
+    best: Callable[[Sequence[Callable[[], Any]]], float], device: torch.device, kind: torch.dtype
+) -> tuple[float, float]:
+    """Elements a second from 4 bits to the compute type, by a tile of weights; and to 4 bits, by tokens of a cache."""
+    import torch
+
+    from flexgen_helm.quant.kernels import unpack_into
+    from flexgen_helm.quant.packed import pack
+    from flexgen_helm.quant.precisions import PRECISIONS
+    from flexgen_helm.quant.tokens import TokenCodec
+
+    form, cache = PRECISIONS["4bit"].weights, PRECISIONS["4bit"].cache
+    assert form is not None and cache is not None
+    tile = torch.randn(512, _WIDTH, device=device)
+    copies = [pack(tile, form) for _ in range(4)]
+    out = tile.to(kind)
+    unpacking = tile.numel() / best([_bind(unpack_into, packed, form, out) for packed in copies])
+    heads, dim = 8, 64
+    codec = TokenCodec(cache, heads, dim, kind)
+    k, v = (torch.randn(4 * codec.group_tokens, heads, dim, device=device, dtype=kind) for _ in range(2))
+    return unpacking, 2 * k.numel() / best([_bind(codec.pack, k, v)])
 
 
 def _link(device: torch.device) -> Link:

@@ -30,10 +30,11 @@ from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 
-from flexgen_helm.core.errors import FlexgenError, Interrupted
+from flexgen_helm.core.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.plugin import deployment_files, hooks, interrupt, models, registration
 from flexgen_helm.plugin.run_record import RunRecord, merged, observe_runs, write_json
 from flexgen_helm.plugin.service import Block, get_service
+from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.scores import read_scores, table
 from flexgen_helm.report.throughput import versions
 
@@ -48,7 +49,8 @@ def main(
     options: Mapping[str, Any] | None = None,
 ) -> int:
     """Run `argv`, the arguments of `helm-run`. `progress` is handed to the engine; `options` are engine flags
-    (client arguments such as `policy` or `device`) for every model of the suite.
+    (client arguments such as `policy` or `device`) for every model of the suite. `precision` may name several, with
+    commas between: every run of ours is then run in each of them.
 
     Returns 0 done, 1 failed, 2 wrong usage or refused, 130 interrupted.
     """
@@ -61,11 +63,15 @@ def main(
         # HELM logs every step to stdout, where our scores go; its warnings and errors stay.
         logging.getLogger("helm").setLevel(logging.WARNING)
     options = {key: value for key, value in (options or {}).items() if value is not None}
-    suite = _Suite(options.get("precision"))
+    precisions = [name.strip() for name in str(options.pop("precision", "")).split(",") if name.strip()]
+    suite = _Suite(precisions)
     interrupt.install()
     service = get_service()
     try:
-        models.override(options)
+        for name in precisions:
+            if name not in PRECISIONS:
+                raise UsageError(f"precision {name!r} is not known; take one or more of {', '.join(PRECISIONS)}")
+        models.override({**options, **({"precision": precisions[0]} if len(precisions) == 1 else {})})
         service.progress = progress
         service.resume()
         suite.run(args)
@@ -99,8 +105,8 @@ class _Parked(Exception):
 class _Suite:
     """One call of `main`: what was announced, what was run, what failed."""
 
-    def __init__(self, precision: str | None) -> None:
-        self.precision = precision
+    def __init__(self, precisions: Sequence[str]) -> None:
+        self.precisions = list(dict.fromkeys(precisions))
         self.records: list[RunRecord] = []
         self.failures: dict[str, Exception] = {}
         self.begun = False
@@ -111,12 +117,17 @@ class _Suite:
     def run(self, args: Any) -> None:
         """HELM's `helm_run` with our second pass in its runner."""
         started = time.monotonic()
-        args.models_to_run = [self.rename(name) for name in args.models_to_run] if args.models_to_run else None
+        wanted = args.models_to_run
+        args.models_to_run = [renamed for name in wanted for renamed in self.rename(name)] if wanted else None
         make_specs = helm_run_module.run_entries_to_run_specs
         run_all = Runner.run_all
 
         def renamed_specs(run_entries: list[RunEntry], **filters: Any) -> list[RunSpec]:
-            entries = [replace(entry, description=self.rename(entry.description)) for entry in run_entries]
+            entries = [
+                replace(entry, description=description)
+                for entry in run_entries
+                for description in self.rename(entry.description)
+            ]
             return make_specs(run_entries=entries, **filters)
 
         def run_together(runner: Runner, run_specs: list[RunSpec]) -> None:
@@ -139,11 +150,14 @@ class _Suite:
                 if self.records:
                     write_json(self.folders[0].parent / SUITE_FILE, self.as_json(time.monotonic() - started))
 
-    def rename(self, text: str) -> str:
-        """Names as HELM needs them: `flexgen/org/repo` without its second slash, and the precision of the flags."""
+    def rename(self, text: str) -> list[str]:
+        """Names as HELM needs them: `flexgen/org/repo` without its second slash, in each precision of the flags."""
         text = _SLASH_NAME.sub(r"flexgen/\1--\2", text)
-        precision = self.precision
-        return _NAME.sub(lambda match: models.with_precision(match[0], precision), text) if precision else text
+
+        def named(precision: str) -> str:
+            return _NAME.sub(lambda match: models.with_precision(match[0], precision), text)
+
+        return list(dict.fromkeys(named(precision) for precision in self.precisions)) or [text]
 
     def collect(self, runner: Runner, run_specs: list[RunSpec]) -> None:
         """The first pass: announce the requests of all runs and wait until they are answered."""

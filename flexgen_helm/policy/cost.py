@@ -166,11 +166,11 @@ def _pass(
         for tier in TIERS:
             target, processor = (at_host, hardware.cpu) if tier in host_tiers else (at_home, home)
             target[CACHE[tier]] += kv_read * work / processor.attention_bytes_s
-    if precision.cache is not None:
+    if precision.cache is not None and precision.cache.is_packed:
         if prefill:
             at_home[ONE] += kv_new / home.quantize_elements_s
         else:
-            at_home[ONE] += kv_read / home.dequantize_elements_s
+            at_home[ONE] += kv_read * precision.cache.taken_share / home.dequantize_elements_s
     products_ = affine(products)
     parts = {"products": products_, "convert": convert, "attention": at_home, "host_attention": at_host}
 
@@ -183,6 +183,7 @@ def _pass(
         if situation.layer_bytes > situation.ring_bytes:
             w_bytes += again * situation.layer_bytes * spec.num_layers
     c_new, c_read = kv_new * situation.cache_bytes, kv_read * situation.cache_bytes
+    c_taken = kv_read * situation.taken_cache_bytes
     h_bytes = spec.num_layers * tokens * spec.hidden_size * work
     w_tensors = weights * layer_matrices(spec) * spec.num_layers
     c_tensors = 2 * spec.num_layers * batches
@@ -202,7 +203,7 @@ def _pass(
                 to_cpu[CACHE[tier]] += asked / c_out
                 to_gpu[CACHE[tier]] += asked / c_in
             elif not prefill:
-                to_gpu[CACHE[tier]] += c_read / c_in + c_tensors * link.transfer_s
+                to_gpu[CACHE[tier]] += c_taken / c_in + c_tensors * link.transfer_s
     fast = disk.page_cache if runtime.page_cache else 1.0
     read_s, write_s = 1 / (disk.read_bytes_s * fast), 1 / (disk.write_bytes_s * fast)
     read[WD] += w_bytes * read_s + w_tensors * disk.access_s

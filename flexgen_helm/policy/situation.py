@@ -142,7 +142,13 @@ class Situation:
     def cache_bytes(self) -> float:
         """Of one key's or value's element at rest."""
         cache = self.precision.cache
-        return self.compute_bytes if cache is None else cache.bytes_per_value
+        return self.compute_bytes if cache is None else cache.bytes_per_value(self.compute_bytes)
+
+    @property
+    def taken_cache_bytes(self) -> float:
+        """The same of what decoding brings over a link: sparse attention leaves most values where they are."""
+        cache = self.precision.cache
+        return self.compute_bytes if cache is None else cache.taken_bytes_per_value(self.compute_bytes)
 
     @property
     def row_bytes(self) -> int:

@@ -1,8 +1,8 @@
-"""Unpacking on processors: compiled loops beside the product, and plain torch where they do not apply.
+"""Unpacking beside the product: compiled loops where they apply, and plain torch where they do not.
 
-Plain operations of torch pass over the values several times, each through memory; the loop passes once and leaves a
-tile in the processor's cache. Both give the same numbers, bit for bit. numba compiles at the first call and keeps
-the result beside this file (or in its own cache where that cannot be written).
+Plain operations of torch pass over the values several times, each through memory; a loop passes once, and on a
+processor leaves the tile in its cache. All give the same numbers, bit for bit. numba (processors) and Triton (CUDA)
+compile at the first call and keep the result on the disk.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ _HOST = torch.device("cpu")
 
 def unpack_into(packed: Tensor, form: GroupFormat, out: Tensor) -> Tensor:
     """Bytes [stripes, stripe_bytes] -> `out` [rows, width] in the compute type; returns it."""
+    if out.is_cuda and (triton := _triton()) is not None and form.bits == 4 and _is_plain(packed, out):
+        return triton(packed, form, out)
     loop = _loops().get((form.bits, form.axis, form.scales)) if _has_loop(packed, out) else None
     if loop is None:
-        return out.copy_(unpack(packed, form, *out.shape))
+        return plain_into(packed, form, out)
     tables = _tables(form.bits) if form.scales == "word" else (_halves(), _halves())
     source, target = packed.numpy(), out.numpy()
     stripes, threads = source.shape[0], torch.get_num_threads()
@@ -43,8 +45,26 @@ def unpack_into(packed: Tensor, form: GroupFormat, out: Tensor) -> Tensor:
     return out
 
 
+def plain_into(packed: Tensor, form: GroupFormat, out: Tensor) -> Tensor:
+    """The same by plain operations of torch, for every device and format."""
+    return out.copy_(unpack(packed, form, *out.shape))
+
+
 def _has_loop(packed: Tensor, out: Tensor) -> bool:
     return packed.device.type == "cpu" and out.dtype == torch.float32 and out.is_contiguous()
+
+
+def _is_plain(packed: Tensor, out: Tensor) -> bool:
+    return packed.stride(1) == 1 and out.is_contiguous()
+
+
+@lru_cache(maxsize=1)
+def _triton() -> Callable[[Tensor, GroupFormat, Tensor], Tensor] | None:
+    try:
+        from flexgen_helm.quant.triton_loops import unpack_into as found
+    except ImportError:  # torch for this machine came without it
+        return None
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -4,28 +4,55 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from flexgen_helm.core.errors import UsageError
 from flexgen_helm.quant.formats import GroupFormat
+
+# Tokens of a plain cache that become old together where attention to the older ones is sparse: as of a packed one.
+_PLAIN_GROUP = 64
 
 
 @dataclass(frozen=True)
 class CacheFormat:
     """How keys and values rest, and with it what every query sees, wherever the cache lies and even without one.
 
-    Axis 'in' groups the elements of one token's head, 'out' one element of neighbouring tokens (per channel), whose
-    groups begin at absolute positions. A query sees packed what is older than its `residual` newest tokens (its own
-    included), as far as that fills whole groups of tokens, and the rest as it was computed.
+    keys, values: None where they rest as they were computed. Axis 'in' groups the elements of one token's head, 'out'
+    one element of neighbouring tokens (per channel), whose groups begin at absolute positions. A query sees packed
+    what is older than its `residual` newest tokens (its own included), as far as that fills whole groups of tokens,
+    and the rest as it was computed. value_share: of those older tokens, the share whose values it takes, the ones
+    with the largest weights (the paper's sparse attention, section 5); 1 takes all.
     """
 
-    keys: GroupFormat
-    values: GroupFormat
+    keys: GroupFormat | None
+    values: GroupFormat | None
     residual: int
+    value_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value_share <= 1:
+            raise UsageError(f"a share of {self.value_share:g} of the values is not in (0, 1]")
+        if self.is_sparse and (self.token_group == 1 or (self.values is not None and self.values.axis == "out")):
+            raise UsageError("sparse attention needs groups of tokens, whose values are packed one by one")
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.value_share < 1
+
+    @property
+    def is_packed(self) -> bool:
+        return bool(self._packed)
+
+    @property
+    def _packed(self) -> list[GroupFormat]:
+        return [form for form in (self.keys, self.values) if form is not None]
 
     @property
     def token_group(self) -> int:
-        """Neighbouring tokens that are packed together, 1 where each stands for itself."""
-        return max(form.group if form.axis == "out" else 1 for form in (self.keys, self.values))
+        """Neighbouring tokens that become old together: those that are packed together, 1 where each is by itself."""
+        if not self._packed:
+            return _PLAIN_GROUP
+        return max(form.group if form.axis == "out" else 1 for form in self._packed)
 
     def boundary(self, position: int) -> int:
         """The query at `position` sees the tokens before this one packed."""
@@ -43,13 +70,25 @@ class CacheFormat:
 
     @property
     def tail_copies(self) -> int:
-        """2 where newest tokens are kept as they are and as they are seen."""
+        """2 where newest tokens are kept as they are and as they are seen packed."""
         return 2 if self.token_group == 1 else 1
 
+    def bytes_per_value(self, plain: int) -> float:
+        """Mean over keys and values, scales included; plain: of one that is not packed."""
+        return sum(_value_bytes(form, plain) for form in (self.keys, self.values)) / 2
+
+    def taken_bytes_per_value(self, plain: int) -> float:
+        """The same of what a query brings of the older tokens: all keys, and its share of the values."""
+        return (_value_bytes(self.keys, plain) + self.value_share * _value_bytes(self.values, plain)) / 2
+
     @property
-    def bytes_per_value(self) -> float:
-        """Mean over keys and values, scales included."""
-        return sum(1 / form.group * (form.code_bytes + form.scale_bytes) for form in (self.keys, self.values)) / 2
+    def taken_share(self) -> float:
+        """Elements that a query brings of the older tokens', as a share of keys and values."""
+        return (1 + self.value_share) / 2
+
+
+def _value_bytes(form: GroupFormat | None, plain: int) -> float:
+    return plain if form is None else (form.code_bytes + form.scale_bytes) / form.group
 
 
 @dataclass(frozen=True)
@@ -68,8 +107,13 @@ class Precision:
 
     @property
     def label(self) -> str:
-        """Name of the formats for files and fingerprints: another one for other formats."""
-        return f"{self.name}-{hashlib.sha256(repr(self).encode()).hexdigest()[:8]}"
+        """Name of the formats for fingerprints: another one for other formats."""
+        return f"{self.name}-{_digest(self)}"
+
+    @property
+    def weights_label(self) -> str:
+        """The same of packed weights alone, for their files, whatever the cache is."""
+        return f"packed-{_digest((self.weights, self.tables))}"
 
     def form(self, tensor: str) -> GroupFormat | None:
         """How the matrix `tensor` (its canonical name) is packed; None if it is not."""
@@ -78,18 +122,23 @@ class Precision:
         return self.tables
 
 
+def _digest(formats: object) -> str:
+    return hashlib.sha256(repr(formats).encode()).hexdigest()[:8]
+
+
 PAPER_GROUPS = GroupFormat(4, 64, "out", "pair", "range")
 _ALONG_HEAD = GroupFormat(4, 64, "in", "pair", "range")
+_OUR_WEIGHTS = GroupFormat(4, 32, "out", "word", "error")
+_OUR_CACHE = CacheFormat(GroupFormat(4, 64, "out"), GroupFormat(4, 32, "in", "word"), residual=64)
+_SPARSE_SHARE = 0.1  # the paper's
 FP16 = Precision("fp16")
 PRECISIONS: Mapping[str, Precision] = {
     found.name: found
     for found in (
         FP16,
-        Precision(
-            "4bit",
-            GroupFormat(4, 32, "out", "word", "error"),
-            cache=CacheFormat(GroupFormat(4, 64, "out"), GroupFormat(4, 32, "in", "word"), residual=64),
-        ),
+        Precision("fp16-s", cache=CacheFormat(None, None, residual=64, value_share=_SPARSE_SHARE)),
+        Precision("4bit", _OUR_WEIGHTS, cache=_OUR_CACHE),
+        Precision("4bit-s", _OUR_WEIGHTS, cache=replace(_OUR_CACHE, value_share=_SPARSE_SHARE)),
         Precision("paper-4bit", PAPER_GROUPS, cache=CacheFormat(_ALONG_HEAD, _ALONG_HEAD, residual=1)),
     )
 }

@@ -12,18 +12,23 @@ from flexgen_helm.quant.precisions import CacheFormat
 
 
 class TokenCodec:
-    """One layer's keys and values [tokens, Hk, D] as bytes [groups, group_bytes].
+    """One layer's keys and values [tokens, Hk, D] as bytes [groups, group_bytes], first the keys of a group.
 
-    group_tokens, tail_tokens, token_elements: `stored_tokens` and `tail_tokens` of the format, elements of a token's
-    keys.
+    dtype: of keys and values, as they are computed. group_tokens, tail_tokens, token_elements: `stored_tokens` and
+    `tail_tokens` of the format, elements of a token's keys. key_bytes: of a group.
     """
 
-    def __init__(self, form: CacheFormat, heads: int, dim: int) -> None:
-        self.form, self._heads, self._dim = form, heads, dim
+    def __init__(self, form: CacheFormat, heads: int, dim: int, dtype: torch.dtype) -> None:
+        self.form, self._heads, self._dim, self._dtype = form, heads, dim, dtype
         self.token_elements = heads * dim
         self.group_tokens, self.tail_tokens = form.stored_tokens, form.tail_tokens
-        self._parts = [self._part_bytes(part) for part in (form.keys, form.values)]
-        self.group_bytes = sum(self._parts)
+        self.key_bytes = self._part_bytes(form.keys)
+        self.group_bytes = self.key_bytes + self._part_bytes(form.values)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of a group that every query takes: with sparse attention the keys, whose scores name the values."""
+        return self.key_bytes if self.form.is_sparse else self.group_bytes
 
     def stored_before(self, position: int) -> int:
         """Tokens whose stored bytes the query at `position` sees; those behind them are in the tail."""
@@ -35,35 +40,64 @@ class TokenCodec:
         found = [self._pack(x, form).view(groups, -1) for x, form in ((k, self.form.keys), (v, self.form.values))]
         return torch.cat(found, 1)
 
-    def unpack(self, packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Bytes [n, group_bytes] -> keys and values [n group_tokens, Hk, D]."""
-        first, groups = self._parts[0], packed.shape[0]
-        parts = (packed[:, :first], self.form.keys), (packed[:, first:], self.form.values)
-        k, v = (self._unpack(data, form, groups * self.group_tokens, dtype) for data, form in parts)
-        return k, v
+    def unpack_keys(self, packed: Tensor) -> Tensor:
+        """Bytes of groups [B, n, at least key_bytes] -> keys [B, n group_tokens, Hk, D]."""
+        return self._unpack_groups(packed[:, :, : self.key_bytes], self.form.keys)
+
+    def unpack_values(self, packed: Tensor) -> Tensor:
+        """Bytes of groups [B, n, group_bytes] -> values [B, n group_tokens, Hk, D]."""
+        return self._unpack_groups(packed[:, :, self.key_bytes :], self.form.values)
+
+    def pick_values(self, packed: Tensor, tokens: Tensor) -> Tensor:
+        """Of bytes [B, n, group_bytes] those of the values of single tokens [B, Hk, k] -> [B, Hk, k, value_bytes].
+
+        For formats that pack the values of every token and head by themselves.
+        """
+        rows, groups = packed.shape[:2]
+        each = packed[:, :, self.key_bytes :].unflatten(-1, (self.group_tokens, self._heads, -1))
+        row = torch.arange(rows, device=packed.device)[:, None, None]
+        head = torch.arange(self._heads, device=packed.device)[None, :, None]
+        return each[row, tokens // self.group_tokens, tokens % self.group_tokens, head]
+
+    def unpack_picked(self, picked: Tensor) -> Tensor:
+        """Bytes [B, Hk, k, value_bytes] -> values [B, Hk, k, D]."""
+        count = picked.shape[:-1].numel()
+        return self._unpacked(picked, self.form.values, count, self._dim).view(*picked.shape[:-1], self._dim)
 
     def seen(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What packing leaves of whole groups of tokens [n token_group, Hk, D]."""
         k, v = (
-            self._unpack(self._pack(x, form), form, x.shape[0], x.dtype)
+            x if form is None else self._unpack(self._pack(x, form), form, x.shape[0])
             for x, form in ((k, self.form.keys), (v, self.form.values))
         )
         return k, v
 
-    def _shape(self, form: GroupFormat, tokens: int) -> tuple[int, int]:
+    def _shape(self, form: GroupFormat | None, tokens: int) -> tuple[int, int]:
         """Rows and width of the matrix that is packed: a head's token is a row, or a token with all its heads."""
-        if form.axis == "in":
+        if form is None or form.axis == "in":
             return tokens * self._heads, self._dim
         return tokens, self._heads * self._dim
 
-    def _part_bytes(self, form: GroupFormat) -> int:
-        return form.packed_bytes(*self._shape(form, self.group_tokens))
+    def _part_bytes(self, form: GroupFormat | None) -> int:
+        rows, width = self._shape(form, self.group_tokens)
+        return rows * width * self._dtype.itemsize if form is None else form.packed_bytes(rows, width)
 
-    def _pack(self, x: Tensor, form: GroupFormat) -> Tensor:
+    def _pack(self, x: Tensor, form: GroupFormat | None) -> Tensor:
+        if form is None:
+            return x.contiguous().view(torch.uint8)
         return pack(x.reshape(self._shape(form, x.shape[0])), form)
 
-    def _unpack(self, data: Tensor, form: GroupFormat, tokens: int, dtype: torch.dtype) -> Tensor:
-        rows, width = self._shape(form, tokens)
+    def _unpack_groups(self, data: Tensor, form: GroupFormat | None) -> Tensor:
+        rows, groups = data.shape[:2]
+        return self._unpack(data, form, rows * groups * self.group_tokens).unflatten(0, (rows, -1))
+
+    def _unpack(self, data: Tensor, form: GroupFormat | None, tokens: int) -> Tensor:
+        return self._unpacked(data, form, *self._shape(form, tokens)).view(tokens, self._heads, self._dim)
+
+    def _unpacked(self, data: Tensor, form: GroupFormat | None, rows: int, width: int) -> Tensor:
+        if not rows:  # behind a window nothing is picked
+            return torch.empty((0, width), dtype=self._dtype, device=data.device)
+        if form is None:
+            return data.reshape(rows, -1).view(self._dtype)
         stripes = data.reshape(form.num_stripes(rows), form.stripe_bytes(width))
-        out = torch.empty((rows, width), dtype=dtype, device=data.device)
-        return unpack_into(stripes, form, out).view(tokens, self._heads, self._dim)
+        return unpack_into(stripes, form, torch.empty((rows, width), dtype=self._dtype, device=data.device))

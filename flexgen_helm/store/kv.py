@@ -44,7 +44,7 @@ class KVCache:
         self._groups: dict[SlotGroup, GroupCache | PackedCache] = {}
         self._held = dict.fromkeys(TIERS, 0)
         self.placed = dict.fromkeys(TIERS, 0)  # bytes ever opened, by tier
-        self.codec = None if form is None else TokenCodec(form, spec.num_kv_heads, spec.head_dim)
+        self.codec = None if form is None else TokenCodec(form, spec.num_kv_heads, spec.head_dim, dtype)
 
     @property
     def bytes_per_token(self) -> int:

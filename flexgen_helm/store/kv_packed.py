@@ -88,13 +88,17 @@ class PackedCache:
             k, v = (half[slots][:, tokens].flatten(0, 1) for half in tail)
             self.packed.put(layer, slots, last // codec.group_tokens, codec.pack(k, v)[:, None])
 
-    def packed_part(self, layer: int, rows: slice) -> tuple[Tensor, Tensor]:
-        """What some rows see of whole groups: keys and values [B, Hk, S, D], S that of the oldest row."""
-        codec, groups = self._codec, self._groups()
-        bytes_ = self.packed.take(layer, groups)[rows]
-        k, v = codec.unpack(bytes_.reshape(-1, codec.group_bytes), self._tails[layer].dtype)
-        shape = (bytes_.shape[0], groups * codec.group_tokens, *k.shape[1:])
-        return k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
+    def older_keys(self, layer: int, rows: slice) -> Tensor:
+        """Keys [B, Hk, S, D] of the whole groups that some rows see, S that of the oldest row."""
+        return self._codec.unpack_keys(self.packed.take(layer, self._groups())[rows]).transpose(1, 2)
+
+    def older_values(self, layer: int, rows: slice) -> Tensor:
+        """Their values [B, Hk, S, D]."""
+        return self._codec.unpack_values(self.packed.take(layer, self._groups())[rows]).transpose(1, 2)
+
+    def chosen_values(self, layer: int, rows: slice, tokens: Tensor) -> Tensor:
+        """Values [B, Hk, k, D] of tokens [B, Hk, k] of the whole groups; those of no other are brought."""
+        return self._codec.unpack_picked(self.packed.pick(layer, rows, tokens))
 
     def tail_part(self, layer: int, packed: Tensor | None) -> tuple[Tensor, Tensor]:
         """The rows' rings: keys and values [B, Hk, W, D]. packed: places [B, W] that are seen packed, if any may be."""
@@ -132,7 +136,14 @@ class PackedGroups(ABC):
 
     @abstractmethod
     def take(self, layer: int, groups: int) -> Tensor:
-        """The first groups of all rows [rows, groups, group_bytes], beside the computing."""
+        """The first groups of all rows [rows, groups, at least taken_bytes], beside the computing."""
+
+    @abstractmethod
+    def pick(self, layer: int, rows: slice, tokens: Tensor) -> Tensor:
+        """The values of single tokens [B, Hk, k] of some rows: bytes [B, Hk, k, value_bytes], beside the computing.
+
+        The layer has been taken and not been dropped.
+        """
 
     @abstractmethod
     def move(self, source: int, target: int) -> None: ...
@@ -171,6 +182,9 @@ class NearGroups(PackedGroups):
     def take(self, layer: int, groups: int) -> Tensor:
         return self._layers[layer][: len(self._group.rows), :groups]
 
+    def pick(self, layer: int, rows: slice, tokens: Tensor) -> Tensor:
+        return self._codec.pick_values(self._layers[layer][rows], tokens)
+
     def move(self, source: int, target: int) -> None:
         for held in self._layers:
             held[target] = held[source]
@@ -197,18 +211,23 @@ class HostGroups(NearGroups):
         self._transfers.leave(layer, packed.numel(), store)
 
     def prefetch(self, layer: int, groups: int) -> None:
-        rows = len(self._group.rows)
+        rows, taken = len(self._group.rows), self._codec.taken_bytes
 
         def bring() -> Tensor:
-            filled = self._layers[layer][:rows, :groups].contiguous()
+            filled = self._layers[layer][:rows, :groups, :taken].contiguous()
             self._transfers.moved("cpu_to_gpu", filled.numel())
             return self._link.to_device(filled)
 
-        self._transfers.fetch(layer, rows * groups * self._codec.group_bytes, bring)
+        self._transfers.fetch(layer, rows * groups * taken, bring)
 
     def take(self, layer: int, groups: int) -> Tensor:
         self.prefetch(layer, groups)
         return self._transfers.get(layer)[:, :groups]
+
+    def pick(self, layer: int, rows: slice, tokens: Tensor) -> Tensor:
+        picked = super().pick(layer, rows, tokens.cpu())
+        self._transfers.moved("cpu_to_gpu", picked.numel())
+        return self._link.to_device(picked)
 
     def drop(self, layer: int) -> None:
         self._transfers.drop(layer)
@@ -222,12 +241,15 @@ class HostGroups(NearGroups):
 
 
 class DiskGroups(PackedGroups):
-    """In a file of the run, each slot's groups one behind the other. Slots do not move, their numbers do."""
+    """In a file of the run, each slot's groups one behind the other. Slots do not move, their numbers do.
+
+    Groups are read whole: the tokens that sparse attention takes lie in nearly every page.
+    """
 
     def __init__(self, spec: ModelSpec, tiers: Tiers, group: SlotGroup, codec: TokenCodec, claim: Allocation) -> None:
         self.tier, self.claims = "disk", [claim]
         self._tiers, self._group, self._codec = tiers, group, codec
-        self._transfers: Transfers[Tensor] = Transfers(tiers)
+        self._transfers: Transfers[tuple[Tensor, Tensor]] = Transfers(tiers)  # beside the computing, and in host memory
         self._stored = list(range(group.num_slots))  # slot of the group -> slot of the file
         self._slot_bytes = slot_bytes(group, codec)
         self._layer_bytes = group.num_slots * self._slot_bytes
@@ -260,23 +282,29 @@ class DiskGroups(PackedGroups):
             for slot, row in enumerate(self._group.rows)
         ]
 
-        def bring() -> Tensor:
+        def bring() -> tuple[Tensor, Tensor]:
             near = zeros((len(wanted), groups, size), _HOST, torch.uint8)
             for slot, (offset, count) in enumerate(wanted):
                 if count:
                     found = self._file.read_tensor(offset, (count, each), torch.uint8)
                     near[slot, :count] = found[:, :size]
                     self._transfers.moved("disk_to_cpu", count * size)
-            if self._tiers.link is None:
-                return near
-            self._transfers.moved("cpu_to_gpu", near.numel())
-            return self._tiers.link.to_device(near)
+            return self._beside(near[:, :, : self._codec.taken_bytes]), near
 
         self._transfers.fetch(layer, len(wanted) * groups * size, bring)
 
     def take(self, layer: int, groups: int) -> Tensor:
         self.prefetch(layer, groups)
-        return self._transfers.get(layer)
+        return self._transfers.get(layer)[0]
+
+    def pick(self, layer: int, rows: slice, tokens: Tensor) -> Tensor:
+        return self._beside(self._codec.pick_values(self._transfers.get(layer)[1][rows], tokens.cpu()))
+
+    def _beside(self, near: Tensor) -> Tensor:
+        if self._tiers.link is None:
+            return near
+        self._transfers.moved("cpu_to_gpu", near.numel())
+        return self._tiers.link.to_device(near.contiguous())
 
     def drop(self, layer: int) -> None:
         self._transfers.drop(layer)

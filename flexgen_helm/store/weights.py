@@ -197,7 +197,7 @@ class PlacedWeights:
         if form is None:
             label, pieces = str(self._rest).removeprefix("torch."), checkpoint.pieces(name)
         else:
-            label, pieces = self._precision.label, _packed_pieces(checkpoint.pieces(name), form, shape[1])
+            label, pieces = self._precision.weights_label, _packed_pieces(checkpoint.pieces(name), form, shape[1])
         return self._tiers.directory().weights(checkpoint.fingerprint, label).ensure(name, size, pieces)
 
     def _read(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], size: int) -> Tensor:

@@ -1,0 +1,163 @@
+"""A comparison of precisions as markdown, as JSON and as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from flexgen_helm.report.comparison import ORDER, Comparison, ModelComparison, PairedTest
+from flexgen_helm.report.page import figure_html, page
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+TITLES = ("run", "metric", "precision", "score", "change (95 %)", "test")
+SPEED_TITLES = ("precision", "tokens", "seconds", "tokens/s")
+_COLOURS = dict(zip(ORDER, ("#888888", "#2a9d8f", "#1f77b4", "#9467bd", "#d62728")))
+
+
+def to_json(models: Sequence[ModelComparison], suite: str, baseline: str) -> dict[str, Any]:
+    return {
+        "suite": suite,
+        "baseline": baseline,
+        "models": {
+            found.model: {
+                "comparisons": [asdict(each) for each in found.comparisons],
+                "speed": [{**asdict(speed), "tokens_per_s": speed.tokens_per_s} for speed in found.speeds],
+                "notes": found.notes,
+            }
+            for found in models
+        },
+    }
+
+
+def to_markdown(models: Sequence[ModelComparison], suite: str, baseline: str) -> str:
+    """Tables whose columns also line up in a terminal."""
+    parts = [f"# {suite}: {baseline} and other precisions", _legend(baseline)]
+    for found in models:
+        parts += [f"## {found.model}", _table(TITLES, rows(found, baseline))]
+        parts.append(_table(SPEED_TITLES, speed_rows(found), right=3))
+        parts += [f"- {note}." for note in found.notes]
+    return "\n\n".join(parts) + "\n"
+
+
+def to_html(models: Sequence[ModelComparison], suite: str, baseline: str) -> str:
+    """One page that needs nothing but itself."""
+    sections = [
+        {
+            "title": found.model,
+            "picture": figure_html(_picture(found, baseline), first=not place),
+            "tables": [(TITLES, rows(found, baseline)), (SPEED_TITLES, speed_rows(found))],
+            "notes": found.notes,
+        }
+        for place, found in enumerate(models)
+    ]
+    return page(f"{suite}: {baseline} and other precisions", _legend(baseline), sections)
+
+
+def rows(found: ModelComparison, baseline: str) -> list[tuple[str, ...]]:
+    """A row for the baseline of each figure, and one for every other precision."""
+    made: list[tuple[str, ...]] = []
+    last = None
+    for each in found.comparisons:
+        if (each.run, each.metric) != last:
+            run = f"{each.run} ({each.instances:,} instances)" if last is None or last[0] != each.run else ""
+            made.append((run, each.metric, baseline, _score(each.baseline), "", ""))
+            last = (each.run, each.metric)
+        made.append(("", "", each.precision, _score(each.value), _change(each), _test(each.test)))
+    return made
+
+
+def speed_rows(found: ModelComparison) -> list[tuple[str, ...]]:
+    return [
+        (speed.precision, f"{speed.tokens:,}", f"{speed.latency_s:,.0f}", f"{speed.tokens_per_s:,.0f}")
+        for speed in found.speeds
+    ]
+
+
+def _legend(baseline: str) -> str:
+    return (
+        f"Changes are against {baseline} on the same instances: × is a ratio, the others are differences. Intervals: "
+        "bootstrap over instances. Tests: exact McNemar for right and wrong answers, else a permutation of signs."
+    )
+
+
+def _score(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.3f}"
+
+
+def _change(each: Comparison) -> str:
+    def shown(value: float) -> str:
+        return f"×{value:.4f}" if each.kind == "ratio" else f"{value:+.4f}"
+
+    if each.interval is None:
+        return (
+            f"{shown(each.change)} (no interval: not a mean over instances)"
+            if each.test is None
+            else shown(each.change)
+        )
+    return f"{shown(each.change)} ({shown(each.interval[0])} … {shown(each.interval[1])})"
+
+
+def _test(test: PairedTest | None) -> str:
+    if test is None:
+        return ""
+    told = "p < 0.0001" if test.p_value < 1e-4 else f"p = {test.p_value:.4f}"
+    return told if test.lost is None else f"{told}, {test.lost} lost, {test.won} won"
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
+    """right: columns from the end that are numbers."""
+    lines = [tuple(titles), *map(tuple, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
+    left = len(titles) - right
+
+    def drawn(line: Sequence[str]) -> str:
+        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
+        return "| " + " | ".join(cells) + " |"
+
+    rule = ["-" * (w + 2) if i < left else "-" * (w + 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join([drawn(lines[0]), "|" + "|".join(rule) + "|", *map(drawn, lines[1:])])
+
+
+def _picture(found: ModelComparison, baseline: str) -> go.Figure:
+    """Every change in percent of the baseline's score, with its interval."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    names = list(dict.fromkeys(f"{each.run}<br>{each.metric}" for each in found.comparisons))
+    for precision in dict.fromkeys(each.precision for each in found.comparisons):
+        own = [each for each in found.comparisons if each.precision == precision and each.baseline]
+        at = [_percent(each, each.change) for each in own]
+        ends = [[_percent(each, end) for end in each.interval or (each.change, each.change)] for each in own]
+        figure.add_trace(
+            go.Scatter(
+                name=precision,
+                x=at,
+                y=[f"{each.run}<br>{each.metric}" for each in own],
+                error_x={
+                    "symmetric": False,
+                    "array": [high - middle for (_, high), middle in zip(ends, at)],
+                    "arrayminus": [middle - low for (low, _), middle in zip(ends, at)],
+                },
+                mode="markers",
+                marker={"size": 9, "color": _COLOURS.get(precision)},
+                hovertemplate="%{y}: %{x:+.2f} %<extra>" + precision + "</extra>",
+            )
+        )
+    figure.add_vline(x=0, line_color="#888888")
+    figure.update_layout(
+        template="plotly_white",
+        height=140 + 70 * len(names),
+        margin={"l": 20, "r": 20, "t": 20, "b": 40},
+        legend={"orientation": "h", "y": 1.08},
+        scattermode="group",
+    )
+    figure.update_xaxes(title=f"change against {baseline}, percent of its score")
+    figure.update_yaxes(automargin=True, categoryorder="array", categoryarray=names[::-1])
+    return figure
+
+
+def _percent(each: Comparison, change: float) -> float:
+    return 100 * (change - 1 if each.kind == "ratio" else change / abs(each.baseline))

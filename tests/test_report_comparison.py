@@ -1,0 +1,204 @@
+"""`compare`: paired figures against direct formulas, on folders as HELM writes them, and the command on them."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from flexgen_helm.core.errors import UsageError
+from flexgen_helm.report.comparison import compare_suite
+from flexgen_helm.report.comparison_view import to_html, to_markdown
+
+
+def stat(name, value, split="test"):
+    return {"name": {"name": name, "split": split}, "count": 1, "sum": value, "mean": value}
+
+
+def write_run(suite, name, precision, scores, instances, model="tiny", tokens=1000, latency=2.0):
+    """scores: of `stats.json`; instances: id -> statistic -> value."""
+    suffix = "" if precision == "fp16" else f"-{precision}"
+    folder = suite / f"{name},model=flexgen_{model}{suffix}"
+    folder.mkdir(parents=True)
+    entries = [
+        {"instance_id": key, "train_trial_index": 0, "stats": [stat(n, v) for n, v in stats.items()]}
+        for key, stats in instances.items()
+    ]
+    perturbed = {
+        "instance_id": next(iter(instances)), "train_trial_index": 0, "perturbation": {"name": "typos"},
+        "stats": [{**stat("exact_match", 7.0), "name": {"name": "exact_match", "split": "test", "perturbation": {}}}],
+    }  # fmt: skip
+    record = {"model": model, "precision": precision, "latency_s": latency, "workload": {"prompt_tokens": tokens}}
+    for file, content in (
+        ("stats.json", [stat(n, v) for n, v in scores.items()]),
+        ("per_instance_stats.json", [*entries, perturbed]),
+        ("flexgen_run.json", record),
+    ):
+        (folder / file).write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def accuracies(right):
+    return {f"id{i}": {"exact_match": float(x)} for i, x in enumerate(right)}
+
+
+def write_accuracies(suite, precision, right, **more):
+    right = np.asarray(right)
+    return write_run(suite, "mc:mode=a", precision, {"exact_match": right.mean()}, accuracies(right), **more)
+
+
+def test_accuracies_are_compared_by_instance(tmp_path):
+    draw = np.random.default_rng(0)
+    base = (draw.random(800) < 0.6).astype(float)
+    other = np.where(draw.random(800) < 0.1, 1 - base, base)
+    other[:60] = 0.0
+    write_accuracies(tmp_path, "fp16", base)
+    write_accuracies(tmp_path, "4bit", other, tokens=500, latency=0.5)
+    (found,) = compare_suite(tmp_path)
+    (each,) = found.comparisons
+    lost, won = int(((base == 1) & (other == 0)).sum()), int(((base == 0) & (other == 1)).sum())
+    assert (each.run, each.metric, each.precision, each.instances) == ("mc:mode=a", "exact_match", "4bit", 800)
+    assert each.change == pytest.approx(other.mean() - base.mean()) and each.kind == "difference"
+    assert (each.test.name, each.test.lost, each.test.won) == ("McNemar", lost, won)
+    smaller = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
+    assert each.test.p_value == pytest.approx(min(1.0, 2 * smaller))
+    # The percentile interval of a mean is the normal one when there are many instances.
+    error = 1.96 * (other - base).std() / math.sqrt(800)
+    assert each.interval == pytest.approx((each.change - error, each.change + error), abs=0.15 * error)
+    speeds = {speed.precision: speed.tokens_per_s for speed in found.speeds}
+    assert speeds == {"fp16": 500.0, "4bit": 1000.0}
+
+
+def pages(logprobs, words, tokens):
+    return {
+        f"id{i}": {"logprob": x, "num_words": float(w), "num_perplexity_tokens": float(t), "num_bytes": 5.0 * w}
+        for i, (x, w, t) in enumerate(zip(logprobs, words, tokens))
+    }
+
+
+def perplexities(instances):
+    totals = {name: sum(own[name] for own in instances.values()) for name in next(iter(instances.values()))}
+    loss = -totals["logprob"]
+    return {
+        "word_perplexity": math.exp(loss / totals["num_words"]),
+        "bits_per_byte": loss / totals["num_bytes"] / math.log(2),
+        "token_perplexity": math.exp(loss / totals["num_perplexity_tokens"]),
+    }
+
+
+def test_perplexities_are_compared_as_ratios_of_the_whole(tmp_path):
+    draw = np.random.default_rng(1)
+    words = draw.integers(500, 5000, 62)
+    tokens = words * 1.3
+    losses = words * draw.normal(3.5, 0.2, 62)
+    sides = {
+        "fp16": pages(-losses, words, tokens),
+        "4bit": pages(-losses - words * draw.normal(0.05, 0.02, 62), words, tokens),
+    }
+    for precision, instances in sides.items():
+        write_run(tmp_path, "wikitext:", precision, perplexities(instances), instances)
+    (found,) = compare_suite(tmp_path)
+    changes = {each.metric: each for each in found.comparisons}
+    told = {precision: perplexities(instances) for precision, instances in sides.items()}
+    word = changes["word_perplexity"]
+    assert word.kind == "ratio" and word.run == "wikitext"
+    assert word.change == pytest.approx(told["4bit"]["word_perplexity"] / told["fp16"]["word_perplexity"])
+    assert word.interval[0] < word.change < word.interval[1] and word.interval[1] - word.interval[0] < 0.02
+    assert word.test.name == "permutation" and word.test.p_value < 0.001
+    assert changes["bits_per_byte"].change == pytest.approx(
+        told["4bit"]["bits_per_byte"] - told["fp16"]["bits_per_byte"]
+    )
+
+
+def test_noise_is_not_called_a_difference(tmp_path):
+    """The inverse: equal on average, both intervals and tests say so; and equal throughout."""
+    draw = np.random.default_rng(2)
+    losses = draw.normal(5, 1, 400)
+    for precision, shift in (("fp16", 0.0), ("4bit", draw.normal(0, 0.3, 400)), ("4bit-s", 0.0)):
+        shift = shift - np.mean(shift)
+        instances = {f"id{i}": {"logprob": float(-x)} for i, x in enumerate(losses + shift)}
+        mean = np.mean([own["logprob"] for own in instances.values()])
+        write_run(tmp_path, "lambada", precision, {"target_perplexity": math.exp(-mean)}, instances)
+    (found,) = compare_suite(tmp_path)
+    noisy, same = found.comparisons
+    assert noisy.interval[0] < 1 < noisy.interval[1] and noisy.test.p_value > 0.5
+    assert same.interval == (1.0, 1.0) and same.test.p_value == 1.0
+
+
+def test_only_shared_instances_count_and_the_rest_is_told(tmp_path):
+    write_accuracies(tmp_path, "fp16", [1, 1, 0, 0])
+    write_accuracies(tmp_path, "4bit", [1, 0])
+    (found,) = compare_suite(tmp_path)
+    (each,) = found.comparisons
+    assert (each.instances, each.baseline, each.value) == (2, 1.0, 0.5)
+    assert any("2 instances" in note and "fp16" in note for note in found.notes)
+
+
+def test_a_figure_that_is_no_mean_has_no_interval(tmp_path):
+    for precision, f1 in (("fp16", 0.7), ("4bit", 0.6)):
+        instances = {f"id{i}": {"classification_macro_f1": 0.1 * i} for i in range(5)}
+        write_run(tmp_path, "boolq", precision, {"classification_macro_f1": f1}, instances)
+    (found,) = compare_suite(tmp_path)
+    (each,) = found.comparisons
+    assert each.change == pytest.approx(-0.1) and each.interval is None and each.test is None
+    assert "no interval" in to_markdown([found], "s", "fp16")
+
+
+def test_nothing_to_compare_is_one_sentence(tmp_path):
+    with pytest.raises(UsageError, match="no suite"):
+        compare_suite(tmp_path / "absent")
+    with pytest.raises(UsageError, match="no finished runs"):
+        compare_suite(tmp_path)
+    write_accuracies(tmp_path, "fp16", [1, 0])
+    with pytest.raises(UsageError, match="tiny in fp16; run the same"):
+        compare_suite(tmp_path)
+    write_accuracies(tmp_path, "4bit", [1, 0], model="other")
+    with pytest.raises(UsageError, match="other in 4bit"):
+        compare_suite(tmp_path)
+
+
+def test_a_run_in_one_precision_only_is_named(tmp_path):
+    write_accuracies(tmp_path, "fp16", [1, 0])
+    write_accuracies(tmp_path, "4bit", [1, 1])
+    write_run(tmp_path, "boolq", "4bit", {"exact_match": 1.0}, accuracies([1]))
+    (found,) = compare_suite(tmp_path)
+    assert len(found.comparisons) == 1 and any("boolq" in note for note in found.notes)
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path):
+    write_accuracies(tmp_path, "fp16", [1, 0, 1])
+    write_accuracies(tmp_path, "4bit", [1, 1, 0])
+    html = to_html(compare_suite(tmp_path), "<suite>", "fp16")
+    assert "<h1>&lt;suite&gt;" in html and 'src="http' not in html and 'href="http' not in html
+    assert "0.6667" in html and "1 lost, 1 won" in html and html.count("Plotly.newPlot") == 1
+
+
+def test_the_command(tmp_path):
+    suite = tmp_path / "runs" / "mine"
+    write_accuracies(suite, "fp16", [1, 0, 1])
+    write_accuracies(suite, "4bit", [1, 1, 0])
+
+    def compare(*arguments):
+        code = (
+            "import sys; from flexgen_helm.cli import main\n"
+            "try:\n    code = main(['compare', *sys.argv[1:]])\nexcept SystemExit as end:\n    code = end.code\n"
+            "assert 'torch' not in sys.modules and 'helm' not in sys.modules\nsys.exit(code)"
+        )
+        command = [sys.executable, "-c", code, "-o", str(tmp_path), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    done = compare("--suite", "mine")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len({len(line) for line in lines[:4]}) == 1 and "exact_match" in done.stdout
+    assert (suite / "flexgen_compare.html").exists() and "flexgen_compare.html" in done.stderr
+    told = json.loads(compare("--suite", "mine", "--json").stdout)
+    (each,) = told["models"]["tiny"]["comparisons"]
+    assert each["test"] == {"name": "McNemar", "p_value": 1.0, "lost": 1, "won": 1}
+    for arguments in (("--suite", "none"), ("--suite", "mine", "--baseline", "3bit")):
+        refused = compare(*arguments)
+        assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1
