@@ -45,7 +45,8 @@ class Case:
 
 CASES = (
     Case("behind 0.25 GB/s", "packed_link", 4, 64, 8, (0.25, 0.25)),
-    Case("from the disk", "packed_disk", 4, 64, 32),
+    Case("one sequence from the disk", "packed_disk", 1, 64, 32),
+    Case("four sequences from the disk", "packed_disk_four", 4, 64, 32),
     Case("1,024 tokens a pass", "packed_compute_bound_overhead", 16, 64, 1, overhead=True),
 )
 

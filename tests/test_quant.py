@@ -15,7 +15,7 @@ from flexgen_helm.core.errors import UsageError
 from flexgen_helm.quant import kernels
 from flexgen_helm.quant.arithmetic import NotFinite, decode, encode, scales_of, word_steps
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.kernels import unpack_into
+from flexgen_helm.quant.kernels import dot, unpack_into
 from flexgen_helm.quant.packed import pack, pack_codes, unpack, unpack_codes
 
 PAPER = GroupFormat(4, 64, "out", "pair", "range")
@@ -192,6 +192,33 @@ def test_the_loops_give_the_numbers_of_plain_operations(form, size, threads):
     finally:
         torch.set_num_threads(before)
     assert torch.equal(out, unpack(packed, form, rows, width))
+
+
+@pytest.mark.parametrize("form", [PAPER, OURS, GroupFormat(4, 8, "out", "word")], ids=str)
+@given(sizes, st.integers(1, kernels.DOT_TOKENS), st.integers(1, 3))
+@settings(deadline=None, max_examples=25)
+def test_products_with_codes_are_products_with_what_they_unpack_to(form, size, tokens, threads):
+    rows, width = size
+    packed = pack(matrix(rows, width, 0.3), form)
+    x = matrix(tokens, width, 1.0, seed=1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = dot(x, packed, form, rows)
+    finally:
+        torch.set_num_threads(before)
+    weights = unpack(packed, form, rows, width).double()
+    # Codes and offsets are summed apart and then cancel, so the error is relative to the sum of absolute values.
+    bound = 1e-6 * (x.double().abs() @ (weights.abs() + 1).t())
+    assert found.shape == (tokens, rows) and ((found - x.double() @ weights.t()).abs() <= bound).all()
+
+
+def test_codes_are_used_as_they_are_for_few_tokens_only():
+    packed = pack(matrix(64, 64), OURS)
+    assert dot(matrix(kernels.DOT_TOKENS + 1, 64), packed, OURS, 64) is None
+    assert dot(matrix(1, 64).half(), packed, OURS, 64) is None
+    along = GroupFormat(4, 64, "in")
+    assert dot(matrix(1, 64), pack(matrix(64, 64), along), along, 64) is None
 
 
 def test_the_loops_are_there(monkeypatch):

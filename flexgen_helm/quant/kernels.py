@@ -21,6 +21,8 @@ from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packed import unpack
 
 _HOST = torch.device("cpu")
+# Up to so many tokens a product takes codes as they are; beyond, unpacking once and a library's product are faster.
+DOT_TOKENS = 8
 
 
 def unpack_into(packed: Tensor, form: GroupFormat, out: Tensor) -> Tensor:
@@ -30,19 +32,42 @@ def unpack_into(packed: Tensor, form: GroupFormat, out: Tensor) -> Tensor:
     loop = _loops().get((form.bits, form.axis, form.scales)) if _has_loop(packed, out) else None
     if loop is None:
         return plain_into(packed, form, out)
+    source, target, rows = packed.numpy(), out.numpy(), form.stripe_rows
+    _in_parts(source.shape[0], form, lambda some: (source[some], target[some.start * rows : some.stop * rows]), loop)
+    return out
+
+
+def dot(x: Tensor, packed: Tensor, form: GroupFormat, rows: int) -> Tensor | None:
+    """x [T, width] of a few tokens times the matrix [rows, width] transposed -> [T, rows], without unpacking it.
+
+    None where no loop does that faster than unpacking and a product: for more tokens, other formats and devices.
+    """
+    loop = _loops().get((form.bits, form.axis, f"{form.scales} dot"))
+    if loop is None or x.shape[0] > DOT_TOKENS or not _has_loop(packed, x):
+        return None
+    y = torch.empty((x.shape[0], rows), dtype=torch.float32)
+    source, given, target, group = packed.numpy(), x.numpy(), y.numpy(), form.group
+    _in_parts(
+        source.shape[0],
+        form,
+        lambda some: (source[some], given, target[:, some.start * group : some.stop * group]),
+        loop,
+    )
+    return y
+
+
+def _in_parts(
+    stripes: int, form: GroupFormat, arguments: Callable[[slice], tuple[Any, ...]], loop: Callable[..., None]
+) -> None:
+    """A loop over stripes, a part in every thread."""
     tables = _tables(form.bits) if form.scales == "word" else (_halves(), _halves())
-    source, target = packed.numpy(), out.numpy()
-    stripes, threads = source.shape[0], torch.get_num_threads()
+    threads = torch.get_num_threads()
     step = -(-stripes // threads)
-    parts = [
-        (source[first : first + step], target[first * form.stripe_rows : (first + step) * form.stripe_rows])
-        for first in range(0, stripes, step)
-    ]
+    parts = [arguments(slice(first, min(first + step, stripes))) for first in range(0, stripes, step)]
     others = [_pool(threads).submit(loop, *part, form.group, *tables) for part in parts[1:]]
     loop(*parts[0], form.group, *tables)
     for other in others:
         other.result()
-    return out
 
 
 def plain_into(packed: Tensor, form: GroupFormat, out: Tensor) -> Tensor:
@@ -95,4 +120,6 @@ def _loops() -> dict[tuple[int, str, str], Callable[..., None]]:
         (4, "in", "word"): loops.rows_word,
         (4, "out", "pair"): loops.columns_pair,
         (4, "out", "word"): loops.columns_word,
+        (4, "out", "pair dot"): loops.columns_pair_dot,
+        (4, "out", "word dot"): loops.columns_word_dot,
     }

@@ -92,3 +92,87 @@ def columns_word(packed: Any, out: Any, group: int, steps: Any, zeros: Any) -> N
             step[column] = steps[word >> 7]
             offset[column] = -(zeros[word & 127] * step[column])
         _stripe(codes, out[stripe * group :], half, step, offset)
+
+
+# Sums may be taken in any order: there is no unpacked product whose bits they would have to match.
+_summing = numba.njit(nogil=True, cache=True, fastmath=True)
+
+
+@_summing
+def _stripe_dot(codes: Any, x: Any, y: Any, first: int, half: int, scaled: Any, offset: Any) -> None:
+    """Products of some rows with a stripe: y[t, first + j] = sum over c of (code step + offset) x[t, c].
+
+    x, scaled: [rows, width], scaled = x step; rows in fours, so that a code is converted once for four.
+    """
+    count, width = x.shape
+    stop = min(first + 2 * half, y.shape[1])
+    t = 0
+    while t < count:
+        four = t + 4 <= count
+        for j in range(half):
+            source = codes[j * width : (j + 1) * width]
+            if four:
+                a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0.0)
+                x0, x1, x2, x3 = scaled[t], scaled[t + 1], scaled[t + 2], scaled[t + 3]
+                for c in range(width):
+                    low, high = np.float32(source[c] & 15), np.float32(source[c] >> 4)
+                    a0 += low * x0[c]
+                    a1 += low * x1[c]
+                    a2 += low * x2[c]
+                    a3 += low * x3[c]
+                    b0 += high * x0[c]
+                    b1 += high * x1[c]
+                    b2 += high * x2[c]
+                    b3 += high * x3[c]
+                if first + j < stop:
+                    y[t, first + j], y[t + 1, first + j], y[t + 2, first + j], y[t + 3, first + j] = a0, a1, a2, a3
+                if first + half + j < stop:
+                    at = first + half + j
+                    y[t, at], y[t + 1, at], y[t + 2, at], y[t + 3, at] = b0, b1, b2, b3
+            else:
+                a, b, own = np.float32(0.0), np.float32(0.0), scaled[t]
+                for c in range(width):
+                    a += np.float32(source[c] & 15) * own[c]
+                    b += np.float32(source[c] >> 4) * own[c]
+                if first + j < stop:
+                    y[t, first + j] = a
+                if first + half + j < stop:
+                    y[t, first + half + j] = b
+        t += 4 if four else 1
+    for t in range(count):
+        constant, own = np.float32(0.0), x[t]
+        for c in range(width):
+            constant += offset[c] * own[c]
+        for at in range(first, stop):
+            y[t, at] += constant
+
+
+@_summing
+def columns_pair_dot(packed: Any, x: Any, y: Any, group: int, halves: Any, _: Any) -> None:
+    count, width = x.shape
+    half = group // 2
+    step, offset, scaled = np.empty(width, np.float32), np.empty(width, np.float32), np.empty_like(x)
+    for stripe in range(packed.shape[0]):
+        codes = packed[stripe]
+        for column in range(width):
+            at = half * width + 2 * column
+            step[column], offset[column] = halves[_number(codes, at)], halves[_number(codes, at + 2 * width)]
+        for t in range(count):
+            scaled[t] = x[t] * step
+        _stripe_dot(codes, x, y, stripe * group, half, scaled, offset)
+
+
+@_summing
+def columns_word_dot(packed: Any, x: Any, y: Any, group: int, steps: Any, zeros: Any) -> None:
+    count, width = x.shape
+    half = group // 2
+    step, offset, scaled = np.empty(width, np.float32), np.empty(width, np.float32), np.empty_like(x)
+    for stripe in range(packed.shape[0]):
+        codes = packed[stripe]
+        for column in range(width):
+            word = _number(codes, half * width + 2 * column)
+            step[column] = steps[word >> 7]
+            offset[column] = -(zeros[word & 127] * step[column])
+        for t in range(count):
+            scaled[t] = x[t] * step
+        _stripe_dot(codes, x, y, stripe * group, half, scaled, offset)

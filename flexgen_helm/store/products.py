@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexgen_helm.hardware.rates import linear
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.kernels import unpack_into
+from flexgen_helm.quant.kernels import dot, unpack_into
 
 # Elements of a weight that are brought to the compute type at once: 4 MiB in float32, so that a tile stays in cache.
 TILE_ELEMENTS = 1 << 20
@@ -31,6 +31,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, form: GroupFormat | 
         if weight.dtype == x.dtype:
             return linear(x, weight, bias)
         rows = weight.shape[0]
+    elif (few := dot(x, weight, form, rows)) is not None:
+        return few if bias is None else few.add_(bias)
     width, stripe = x.shape[1], 1 if form is None else form.stripe_rows
     step = max(1, TILE_ELEMENTS // (width * stripe)) * stripe
     y = None
