@@ -265,7 +265,7 @@ def against_accelerate(
                     setting = offloaded(spec, shapes, workload.weights_share)
                     engine = {"device": "cpu", "policy": policy_text(setting.policy), "schedule": "zigzag"}
                     engine["offload_dir"] = str(scratch / "ours")
-                    arguments = {**sizes, "engine": engine, "limits": {"cpu": setting.limit}}
+                    arguments = {**sizes, "engine": engine, "limits": {"cpu": setting.limit}, "warm": True}
                     record = in_own_process(run_engine, arguments, group)
             except ProcessKilled:
                 notes.append(f"{side}, {rows} rows: more than {workload.group_bytes:,} bytes, ended by the kernel")

@@ -33,7 +33,12 @@ def write_run(suite, name, precision, scores, instances, model="tiny", tokens=10
         "instance_id": next(iter(instances)), "train_trial_index": 0, "perturbation": {"name": "typos"},
         "stats": [{**stat("exact_match", 7.0), "name": {"name": "exact_match", "split": "test", "perturbation": {}}}],
     }  # fmt: skip
-    record = {"model": model, "precision": precision, "latency_s": latency, "workload": {"prompt_tokens": tokens}}
+    record = {
+        "model": model + suffix,
+        "precision": precision,
+        "latency_s": latency,
+        "workload": {"prompt_tokens": tokens},
+    }
     for file, content in (
         ("stats.json", [stat(n, v) for n, v in scores.items()]),
         ("per_instance_stats.json", [*entries, perturbed]),

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from flexgen_helm.checkpoint.catalogue import split_precision
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.report.scores import RunScores, read_scores
 
@@ -269,6 +270,8 @@ def _read(folder: Path) -> _Run | None:
     model, precision = scores.run.get("model"), scores.run.get("precision")
     if model is None or precision is None:
         return None
+    base, suffix = split_precision(model)
+    model = base if suffix == precision else model
     name = _MODEL.sub("", folder.name).rstrip(",:")
     return _Run(name, model, precision, scores, _by_instance(per_instance))
 

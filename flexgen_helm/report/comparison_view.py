@@ -47,7 +47,7 @@ def to_html(models: Sequence[ModelComparison], suite: str, baseline: str) -> str
     sections = [
         {
             "title": found.model,
-            "picture": figure_html(_picture(found, baseline), first=not place),
+            "pictures": _pictures(found, baseline, first=not place),
             "tables": [(TITLES, rows(found, baseline)), (SPEED_TITLES, speed_rows(found))],
             "notes": found.notes,
         }
@@ -121,43 +121,51 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0)
     return "\n".join([drawn(lines[0]), "|" + "|".join(rule) + "|", *map(drawn, lines[1:])])
 
 
-def _picture(found: ModelComparison, baseline: str) -> go.Figure:
-    """Every change in percent of the baseline's score, with its interval."""
+def _pictures(found: ModelComparison, baseline: str, first: bool) -> list[str]:
+    """Differences, in hundredths, and ratios, each with its interval."""
+    made: list[str] = []
+    for kind, title in (
+        ("difference", f"difference to {baseline}, in hundredths"),
+        ("ratio", f"ratio to {baseline}"),
+    ):
+        own = [each for each in found.comparisons if each.kind == kind]
+        if own:
+            made.append(figure_html(_picture(own, title, kind == "ratio"), first=first and not made))
+    return made
+
+
+def _picture(comparisons: Sequence[Comparison], title: str, ratio: bool) -> go.Figure:
     import plotly.graph_objects as go
 
-    figure = go.Figure()
-    names = list(dict.fromkeys(f"{each.run}<br>{each.metric}" for each in found.comparisons))
-    for precision in dict.fromkeys(each.precision for each in found.comparisons):
-        own = [each for each in found.comparisons if each.precision == precision and each.baseline]
-        at = [_percent(each, each.change) for each in own]
-        ends = [[_percent(each, end) for end in each.interval or (each.change, each.change)] for each in own]
+    figure, factor = go.Figure(), 1 if ratio else 100
+    names = list(dict.fromkeys(f"{each.run}<br>{each.metric}" for each in comparisons))
+    for precision in dict.fromkeys(each.precision for each in comparisons):
+        own = [each for each in comparisons if each.precision == precision]
+        ends = [each.interval or (each.change, each.change) for each in own]
         figure.add_trace(
             go.Scatter(
                 name=precision,
-                x=at,
+                x=[factor * each.change for each in own],
                 y=[f"{each.run}<br>{each.metric}" for each in own],
                 error_x={
                     "symmetric": False,
-                    "array": [high - middle for (_, high), middle in zip(ends, at)],
-                    "arrayminus": [middle - low for (low, _), middle in zip(ends, at)],
+                    "array": [factor * (high - each.change) for (_, high), each in zip(ends, own)],
+                    "arrayminus": [factor * (each.change - low) for (low, _), each in zip(ends, own)],
                 },
                 mode="markers",
                 marker={"size": 9, "color": _COLOURS.get(precision)},
-                hovertemplate="%{y}: %{x:+.2f} %<extra>" + precision + "</extra>",
+                hovertemplate="%{y}: %{x:.4g}<extra>" + precision + "</extra>",
             )
         )
-    figure.add_vline(x=0, line_color="#888888")
+    figure.add_vline(x=1 if ratio else 0, line_color="#888888")
     figure.update_layout(
         template="plotly_white",
-        height=140 + 70 * len(names),
+        height=140 + 60 * len(names),
         margin={"l": 20, "r": 20, "t": 20, "b": 40},
-        legend={"orientation": "h", "y": 1.08},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         scattermode="group",
+        showlegend=True,
     )
-    figure.update_xaxes(title=f"change against {baseline}, percent of its score")
+    figure.update_xaxes(title=title, type="log" if ratio else "linear")
     figure.update_yaxes(automargin=True, categoryorder="array", categoryarray=names[::-1])
     return figure
-
-
-def _percent(each: Comparison, change: float) -> float:
-    return 100 * (change - 1 if each.kind == "ratio" else change / abs(each.baseline))

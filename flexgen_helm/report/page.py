@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def page(title: str, summary: str, sections: Sequence[Mapping[str, Any]]) -> str:
-    """A section has a `title`, and may have a `picture` (`figure_html`), `tables` of titles and rows, and `notes`."""
+    """A section has a `title`, and may have `pictures` (`figure_html`), `tables` of titles and rows, and `notes`."""
     from jinja2 import Environment, PackageLoader
 
     environment = Environment(loader=PackageLoader("flexgen_helm.report"), autoescape=True, trim_blocks=True)
