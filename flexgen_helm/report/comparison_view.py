@@ -152,6 +152,7 @@ def _picture(comparisons: Sequence[Comparison], title: str, ratio: bool) -> go.F
                     "array": [factor * (high - each.change) for (_, high), each in zip(ends, own)],
                     "arrayminus": [factor * (each.change - low) for (low, _), each in zip(ends, own)],
                 },
+                orientation="h",  # so that grouping sets precisions apart in height and leaves the values alone
                 mode="markers",
                 marker={"size": 9, "color": _COLOURS.get(precision)},
                 hovertemplate="%{y}: %{x:.4g}<extra>" + precision + "</extra>",
