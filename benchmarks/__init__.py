@@ -16,7 +16,7 @@ from typing import Any
 
 from flexgen_helm.core.errors import UsageError
 
-KNOWN = ("clients", "accuracy", "offload", "ablation", "policy", "kernels")
+KNOWN = ("clients", "accuracy", "offload", "ablation", "policy", "kernels", "formats")
 
 
 def _silent(line: str) -> None:

@@ -200,11 +200,11 @@ def offloaded(spec: ModelSpec, shapes: Shapes, share: float) -> Setting:
     vectors = COMPUTE_BYTES * sum(prod(shape) for shape in tensor_shapes(spec).values() if len(shape) == 1)
     room = limit - cache - staging - vectors
     hidden = shapes.rows * shapes.prompt * spec.hidden_size * COMPUTE_BYTES
+    reserve = cache
     if room >= hidden:
-        policy, room = replace(policy, hc=1.0), room - hidden
-    # Whole matrices are placed, so the tier may get one more than its share.
-    policy = replace(policy, wc=max(0.0, math.floor(1e4 * (room - max(sizes.values())) / sum(sizes.values())) / 1e4))
-    plan = plan_memory(rest, limits, "cpu", COMPUTE_BYTES, policy)  # type: ignore[arg-type]
+        policy, reserve = replace(policy, hc=1.0), cache + hidden
+    shares = [replace(policy, wc=percent / 100) for percent in range(50, -1, -1)]  # most of the weights stream
+    policy, plan = packed.first_that_fits(rest, limits, "cpu", reserve, shares)
     streamed = {name for name, tier in plan.weights.items() if tier == "disk" and name != "embed.positions.weight"}
     if not spec.tied_head:
         streamed.discard("embed.tokens.weight")  # rows are gathered; a tied one is the head too

@@ -9,6 +9,7 @@ Each precision keeps as many weights beside the computing as the limit holds of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,8 +19,8 @@ from flexgen_helm.benchmarks import summary
 from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.process import in_own_process
 from flexgen_helm.core.errors import MemoryLimitError
-from flexgen_helm.models.spec import ModelSpec
-from flexgen_helm.policy.memory import plan_memory
+from flexgen_helm.models.spec import ModelSpec, tensor_shapes
+from flexgen_helm.policy.memory import MemoryPlan, plan_memory
 from flexgen_helm.policy.placement import AtRest, Tier
 from flexgen_helm.policy.policy import Policy
 from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision
@@ -92,21 +93,33 @@ def setting(spec: ModelSpec, precision: Precision, case: Case) -> tuple[str, dic
     limits: dict[Tier, int] = {"gpu": 0, "cpu": beside, "disk": plain}
     if home == "gpu":
         limits |= {"gpu": beside, "cpu": plain}
-    left: Mapping[Tier, int] = {**limits, home: beside - room - hidden}
 
     def policy(percent: int) -> str:
         if home == "gpu":
             return f"{case.rows}x1,{percent},{100 - percent},100,0,100,0"
         return f"{case.rows}x1,0,{percent},0,100,0,100"
 
-    rest = AtRest(spec, precision)
-    for percent in range(100, -1, -1):
-        try:
-            plan_memory(rest, left, home, COMPUTE_BYTES, Policy.parse(policy(percent)))
-        except MemoryLimitError:
-            continue
-        return policy(percent), {tier: size for tier, size in limits.items() if size}
-    raise MemoryLimitError(f"{beside:,} bytes hold no ring for the weights of this model")
+    texts = [policy(percent) for percent in range(100, -1, -1)]
+    policies = [Policy.parse(text) for text in texts]
+    found, _ = first_that_fits(AtRest(spec, precision), limits, home, room + hidden, policies)
+    return texts[policies.index(found)], {tier: size for tier, size in limits.items() if size}
+
+
+def first_that_fits(
+    rest: AtRest, limits: Mapping[Tier, int], home: Tier, reserve: int, policies: Sequence[Policy]
+) -> tuple[Policy, MemoryPlan]:
+    """Of policies that keep fewer and fewer weights beside the computing, the first that leaves `reserve` bytes there.
+
+    Raises `MemoryLimitError` where none does.
+    """
+    vectors = COMPUTE_BYTES * sum(shape[0] for shape in tensor_shapes(rest.spec).values() if len(shape) == 1)
+    for policy in policies:
+        with suppress(MemoryLimitError):
+            plan = plan_memory(rest, limits, home, COMPUTE_BYTES, policy)
+            near = sum(rest.matrices[name] for name, tier in plan.weights.items() if tier == home)
+            if near + vectors + plan.staging_bytes + reserve <= limits[home]:
+                return policy, plan
+    raise MemoryLimitError(f"{limits[home]:,} bytes hold no ring for the weights beside {reserve:,} of cache")
 
 
 def cache_bytes(spec: ModelSpec, precision: Precision, case: Case) -> int:

@@ -19,6 +19,7 @@ from flexgen_helm.cli.generate import generate
 from flexgen_helm.cli.perplexity import perplexity
 from flexgen_helm.cli.plan import plan
 from flexgen_helm.cli.profile import profile
+from flexgen_helm.cli.report import report
 from flexgen_helm.cli.run import run
 from flexgen_helm.core.errors import Interrupted
 
@@ -65,6 +66,7 @@ _add("perplexity", with_engine_flags(perplexity))
 _add("profile", profile)
 _add("plan", with_engine_flags(plan))
 _add("compare", compare)
+_add("report", report)
 _add("fetch", fetch)
 _add("convert", convert)
 _add("doctor", doctor)

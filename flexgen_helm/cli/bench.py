@@ -24,7 +24,8 @@ def bench(
             "offload: weights streamed from the disk against memory, and against Accelerate. "
             "ablation: each technique left out, on a simulated gpu. "
             "policy: predicted against measured time, and the chosen policy against a grid. "
-            "kernels: unpacking 4 bits, by implementation, and products with packed weights."
+            "kernels: unpacking 4 bits, by implementation, and products with packed weights. "
+            "formats: what formats of weights and cache cost in accuracy."
         ),
     ],
     engine: EngineOptions,

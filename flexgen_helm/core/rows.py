@@ -38,7 +38,8 @@ class Row:
 
     tokens: the row's own tokens, prompt first; the continuation grows at the end. start: absolute position of
     tokens[0]. parents: rows whose whole cache precedes this row's (shared prefixes, outermost first). max_new:
-    tokens that may follow the prompt. score: log-probabilities of the prompt's tokens are wanted. draws:
+    tokens that may follow the prompt. score: log-probabilities of the prompt's tokens are wanted, and of `following`,
+    the token that all rows behind this one begin with. draws:
     tokens to draw from each last position (n on a prompt whose n continuations branch off, else 1 or 0). computed:
     leading tokens that have gone through the model. owner: the caller's record of the request; branch: the completion
     that this row continues.
@@ -51,6 +52,7 @@ class Row:
     parents: tuple["Row", ...] = ()
     max_new: int = 0
     score: bool = False
+    following: int | None = None
     draws: int = 0
     keeps_cache: bool = False
     computed: int = 0
@@ -70,8 +72,19 @@ class Row:
 
     @property
     def is_trunk(self) -> bool:
-        """A prompt whose continuations, even if there is only one, are rows of their own that attend to its cache."""
+        """Tokens that only other rows go on from, which attend to this one's cache: it does not decode itself."""
         return self.keeps_cache and self.max_new == 1
+
+    @property
+    def is_prefix(self) -> bool:
+        """A trunk that is no whole prompt but the beginning of several."""
+        return self.is_trunk and not self.draws
+
+    @property
+    def targets(self) -> list[int]:
+        """What the tokens that are fed next predict, of the prompt."""
+        following = [] if self.following is None else [self.following]
+        return self.tokens[self.computed + 1 : self.prompt_len] + following
 
     @property
     def cache_tokens(self) -> int:
@@ -101,7 +114,8 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Rows that are admitted together: a prompt, and room for the continuations that will branch off it."""
+    """Rows that are admitted together: a prompt, and room for the continuations that will branch off it. A prefix is a
+    family of its own, and the families that need it follow it in the queue."""
 
     prompt: Row
     num_branches: int = 0

@@ -22,10 +22,11 @@ from flexgen_helm.checkpoint.paths import home as home_folder
 from flexgen_helm.checkpoint.source import Checkpoint
 from flexgen_helm.core.errors import FlexgenError, UsageError
 from flexgen_helm.core.records import GenerationRequest, GenerationResult, MemoryLimits, Progress
-from flexgen_helm.exec.block import Workload, block_limits, hidden_fractions
+from flexgen_helm.exec.block import UNLIMITED, Workload, block_limits, hidden_fractions
 from flexgen_helm.exec.executor import Executor
 from flexgen_helm.exec.planning import Planner
-from flexgen_helm.exec.prepare import Prepared, prepare
+from flexgen_helm.exec.prefixes import prefixes_of
+from flexgen_helm.exec.prepare import Prepared, prepare, share
 from flexgen_helm.exec.run import OnResult, Run
 from flexgen_helm.exec.scheduler import BlockLimits
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
@@ -46,8 +47,12 @@ from flexgen_helm.store.tiers import Tiers
 from flexgen_helm.store.weights import PlacedWeights
 from flexgen_helm.text.tokenizer import Tokenizer
 
+# Seconds that a batch takes in one layer for one more segment of keys, beside the work itself: a few small operations.
+_SEGMENT_S = 1e-4
+# Not measured: what is shared, and with it the last bits of a result, must not change between two processes.
+_USUAL_FLOPS = {"cpu": 2e11, "cuda": 1e14}
 # Part of every fingerprint: raised when a change of the code can change a result.
-RESULTS_VERSION = 1
+RESULTS_VERSION = 2
 
 
 class Engine:
@@ -99,7 +104,7 @@ class Engine:
             cpu_attention=cpu_attention,
             schedule=schedule,
             max_latency=max_latency,
-            precision=precision.name,
+            precision=precision,
         )
         # Weights that do not all rest beside the computing are placed by the search, as far as it finds a way.
         self._searched = policy is None and (self._plan.streams or max_latency is not None)
@@ -136,7 +141,7 @@ class Engine:
         name_or_path: str | os.PathLike[str],
         *,
         revision: str | None = None,
-        precision: str | None = None,
+        precision: str | Precision | None = None,
         limits: MemoryLimits = MemoryLimits(),
         policy: Policy | str = "auto",
         schedule: str = "auto",
@@ -152,7 +157,8 @@ class Engine:
     ) -> "Engine":
         """Load a model by catalogue name, hub name, folder or .gguf file.
 
-        precision: None takes the suffix of the name ('fp16' without one). limits: bytes a tier, None = what the
+        precision: None takes the suffix of the name ('fp16' without one); formats of your own are a `Precision`
+        (`quant.precisions`). limits: bytes a tier, None = what the
         machine has, less a margin. policy: fractions and block shape, or 'auto' (see docs/planning.md). schedule:
         'row', 'zigzag', 'diagonal', 'prefill-only', or 'auto': zigzag or prefill-only where weights are streamed, else
         row. max_latency: seconds that a block may take, for the search.
@@ -166,7 +172,7 @@ class Engine:
         """
         resolved = resolve(name_or_path, revision)
         wanted = precision or resolved.precision
-        if wanted not in PRECISIONS:
+        if isinstance(wanted, str) and wanted not in PRECISIONS:
             known = ", ".join(PRECISIONS)
             raise UsageError(f"precision {wanted!r} is not available in this version; take one of {known}")
         if max_latency is not None and not max_latency > 0:
@@ -194,7 +200,7 @@ class Engine:
             overlap=overlap,
             cpu_attention=cpu_attention,
             max_latency=max_latency,
-            precision=PRECISIONS[wanted],
+            precision=PRECISIONS[wanted] if isinstance(wanted, str) else wanted,
         )
 
     def run(
@@ -217,7 +223,8 @@ class Engine:
             self._tiers.reset()
             delegate = self._cpu_attention and self._tiers.home == "gpu"
             prepared = prepare(requests, self.spec, self.tokenizer, self._schedule)
-            asked = _asked(prepared)
+            segment_tokens = self._segment_tokens()
+            asked = _asked(prepared, segment_tokens, self._cache_form is None)
             self._plan_block(asked)
             cache = KVCache(self.spec, self._tiers, self._dtype, self._plan.cache, delegate, self._cache_form)
             limits, waiting = self._block(cache, prepared)
@@ -225,7 +232,7 @@ class Engine:
             executor = Executor(self._decoder, self._weights, cache, hidden, self._device)
             try:
                 eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
-                run = Run(self.spec, executor, cache, limits, self._schedule, eos_ids)
+                run = Run(self.spec, executor, cache, limits, self._schedule, eos_ids, segment_tokens)
                 results = run.answer(requests, prepared, on_result, should_stop or _never, progress)
             finally:
                 hidden.close()
@@ -240,7 +247,7 @@ class Engine:
                 results, len(prepared.running), seconds, executor, limits, placed, run.halvings
             )
             if asked is not None:
-                self._compare(asked, limits)
+                self._compare(replace(asked, saved_tokens=run.saved_tokens), limits)
             return results
 
     def close(self) -> None:
@@ -296,6 +303,10 @@ class Engine:
             "seconds": {phase: dict(spent) for phase, spent in prediction.seconds.items()},
         }
         self._planner.learn(prediction, self.last_run)
+
+    def _segment_tokens(self) -> float:
+        """Tokens that could be computed in the time that one more segment of keys takes a batch, in all layers."""
+        return _SEGMENT_S * self.spec.num_layers * _USUAL_FLOPS[self._device.type] / self.spec.linear_flops_per_token
 
     def _identity(self, checkpoint: Checkpoint, precision: Precision) -> str:
         parts = (
@@ -384,14 +395,17 @@ class Engine:
         }
 
 
-def _asked(prepared: Prepared) -> planner_workload.Workload | None:
-    """The lengths of all distinct requests; None where there is none."""
+def _asked(prepared: Prepared, segment_tokens: float, shares: bool) -> planner_workload.Workload | None:
+    """The lengths of all distinct requests, and what they share; None where there is none."""
     lengths = [
         (max(1, len(running.tokens)), max(1, running.request.max_tokens))
         for running in prepared.running
         for _ in range(max(1, running.num_branches))
     ]
-    return planner_workload.Workload.of(lengths) if lengths else None
+    if not lengths:
+        return None
+    forest = share(prepared.running, UNLIMITED, segment_tokens) if shares else []
+    return planner_workload.Workload.of(lengths, sum(prefix.saved for prefix in prefixes_of(forest)))
 
 
 def _never() -> bool:

@@ -159,7 +159,9 @@ class Executor:
             fused = self._device.type == "cpu" and hidden.dtype == torch.float32
             direct = not fused or self._decoder.spec.attn_softcap is not None
             self._workspace = Workspace(self._decoder.spec, hidden.element_size(), direct)
-        self._hold(self._workspace.layer(len(hidden), flat.longest_prompt, flat.cached_positions))
+        self._hold(
+            self._workspace.layer(len(hidden), flat.longest_prompt, flat.cached_positions, flat.shared_positions)
+        )
         return _Live(flat, None, hidden, bad)
 
     def _hold(self, num_bytes: int) -> None:
@@ -191,8 +193,7 @@ class Executor:
             outcomes.append(outcome)
             if bad is None:
                 if row.score and row.is_prefill:  # as `_head_uses` counts
-                    targets = row.tokens[row.computed + 1 : row.prompt_len]
-                    asked += [_Asked(outcome, first + i, target, None) for i, target in enumerate(targets)]
+                    asked += [_Asked(outcome, first + i, target, None) for i, target in enumerate(row.targets)]
                 if row.draws:
                     asked += [_Asked(outcome, first + chunk.count - 1, None, draw) for draw in draws(row)]
             first += chunk.count
@@ -211,7 +212,7 @@ class Executor:
         asked = sum(chunk.row.draws for chunk in batch.chunks)
         for chunk in batch.chunks:
             if chunk.row.score and chunk.row.is_prefill:
-                asked += chunk.row.prompt_len - chunk.row.computed - 1
+                asked += len(chunk.row.targets)
         return -(-asked // self._head_rows)
 
     def _visits(self, batches: Sequence[Batch], items: Sequence[WorkItem]) -> list[tuple[str, int]]:

@@ -17,6 +17,9 @@ from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.quant.tokens import TokenCodec
 from flexgen_helm.store.kv import KVCache
 
+# Tokens from which on a segment in host memory is brought to them, instead of their queries to the host: keys and
+# values of a few hundred positions cross the link faster than a processor attends to them.
+_BROUGHT_FROM = 8
 # Queries of a prompt whose view of a packed cache is computed together: masks and keys of a few hundred tokens.
 _SIGHT_TOKENS = 256
 # Elements of keys and values that are unpacked at once: 16 MiB in float32.
@@ -89,20 +92,30 @@ class _PackedDecode:
 
 @dataclass(frozen=True, eq=False)
 class _Shared:
-    """The flat tokens [t] that attend to all of a parent row, at `positions` [t] from its first token on."""
+    """The flat tokens [t] that attend to all of a parent row, at `positions` [t] from its first token on, the last of
+    them at `latest`.
+
+    Masks are made when they are needed: of all batches that are under way at once, they would be as large as caches.
+    """
 
     parent: Row
     tokens: Tensor
     positions: Tensor
-    masks: dict[int | None, Tensor | None]  # by window, [t, S]
+    latest: int
 
     def attend(self, layer: int, window: int | None, scoring: Scoring, cache: KVCache, q: Tensor) -> Part:
         assert self.parent.group is not None
-        mask, positions, delegated = self.masks[window], self.positions, cache.delegates(self.parent.group)
+        delegated = cache.delegates(self.parent.group) and len(self.tokens) < _BROUGHT_FROM
+        positions = self.positions
         if delegated:
             (q,) = cache.to_host("activations", q)
-            scoring, positions, mask = scoring.on(q.device), positions.cpu(), None if mask is None else mask.cpu()
+            scoring, positions = scoring.on(q.device), positions.cpu()
         keys, values = cache.segment(self.parent, layer)
+        if keys.device != q.device:
+            keys, values = cache.to_device("cache", keys, values)
+        mask = None
+        if window is not None and self.latest >= window:  # else it reaches back to the first key
+            mask = attention.before(positions.cpu(), torch.arange(keys.shape[1]), window, q.device)
         part = attention.shared(q, keys, values, scoring, positions, mask)
         cache.done(self.parent.group, layer)
         return _back(cache, part) if delegated else part
@@ -146,9 +159,10 @@ class Layout:
         return out
 
     def prefetch(self, layer: int, cache: KVCache) -> None:
-        """Begin to bring what this layer's attention reads beside the computing."""
+        """Begin to bring what this layer's attention reads beside the computing, if it has been computed."""
         for group in self.groups():
-            cache.prefetch(group, layer)
+            if not any(row.is_prefill for row in group.rows):  # the prefix of a batch that has its turn before this one
+                cache.prefetch(group, layer)
 
     @property
     def longest_prompt(self) -> int:
@@ -156,9 +170,14 @@ class Layout:
 
     @property
     def cached_positions(self) -> int:
-        """Positions of caches that tokens attend to, over all tokens."""
-        own = sum((part.tokens.stop - part.tokens.start) * part.length for part in self.decodes)
-        return own + sum(len(common.tokens) * common.parent.computed for common in self.shared)
+        """Positions of their own caches that tokens attend to, over all tokens."""
+        return sum((part.tokens.stop - part.tokens.start) * part.length for part in self.decodes)
+
+    @property
+    def shared_positions(self) -> tuple[int, int]:
+        """Of the largest segment that several rows attend to: tokens that do, and its positions."""
+        sizes = [(len(common.tokens), common.parent.prompt_len) for common in self.shared]
+        return max(sizes, key=lambda size: size[0] * size[1], default=(0, 0))
 
     def groups(self) -> Iterator[SlotGroup]:
         """Slot groups that the batch attends to."""
@@ -208,10 +227,8 @@ def layout(
     at = torch.tensor(positions)
     commons = []
     for parent, index in shared.items():
-        keys = torch.arange(parent.start, parent.start + parent.computed)
-        masks = {window: _shared_mask(at[index], keys, window, device) for window in kinds}
         ages = (at[index] - parent.start).to(device)
-        commons.append(_Shared(parent, torch.tensor(index, device=device), ages, masks))
+        commons.append(_Shared(parent, torch.tensor(index, device=device), ages, int(at[index].max()) - parent.start))
 
     return Layout(
         token_ids=torch.tensor(token_ids, device=device),
@@ -313,10 +330,3 @@ def _decode_mask(lengths: Tensor, longest: int, window: int | None, device: torc
     if not hidden.any():
         return None
     return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None, :].to(device)
-
-
-def _shared_mask(queries: Tensor, keys: Tensor, window: int | None, device: torch.device) -> Tensor | None:
-    """Additive mask [t, S]; None where the window reaches back to the first key."""
-    if window is None or int(queries.max()) - int(keys[0]) < window:
-        return None
-    return attention.before(queries, keys, window, device)

@@ -26,6 +26,7 @@ from flexgen_helm.policy.predict import Prediction, predict
 from flexgen_helm.policy.search import AUTOMATIC, Found, search
 from flexgen_helm.policy.situation import Situation
 from flexgen_helm.policy.workload import Workload
+from flexgen_helm.quant.precisions import Precision
 
 # Names another profile than this machine's measured one: a shipped machine, or a file that `profile -o` wrote.
 HARDWARE_VARIABLE = "FLEXGEN_HELM_HARDWARE"
@@ -53,7 +54,7 @@ class Planner:
         cpu_attention: bool,
         schedule: Schedule | None,
         max_latency: float | None,
-        precision: str,
+        precision: Precision,
     ) -> None:
         self._spec, self._limits, self._folder = spec, limits, folder
         self._device, self._rest_dtype, self._link = device, rest_dtype, link_gb_s

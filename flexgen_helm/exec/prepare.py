@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flexgen_helm.core.errors import RequestError
 from flexgen_helm.core.records import GenerationRequest
 from flexgen_helm.core.rows import Family, Row
+from flexgen_helm.exec.prefixes import Prefix, Prompt, plan_prefixes
 from flexgen_helm.exec.running import RunningRequest
 from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.policy.policy import Schedule
@@ -61,39 +62,62 @@ def prepare(
     return Prepared(list(distinct.values()), refused)
 
 
+def share(
+    running: Sequence[RunningRequest], room: int, segment_tokens: float, least_users: int = 2
+) -> list[Prefix | int]:
+    """The forest of beginnings that are worth computing once (`plan_prefixes`, whose `overhead` is segment_tokens)."""
+    prompts = []
+    for each in running:
+        request = each.request
+        fed = each.tokens if request.max_tokens else each.tokens[:-1]  # nothing follows: the last one is not fed
+        prompts.append(Prompt(fed, request.echo_logprobs, max(0, request.max_tokens - 1)))
+    return plan_prefixes(prompts, room, segment_tokens, least_users)
+
+
 def families(
-    running: RunningRequest, cache_tokens: int, max_rows: int, row_tokens: int = 0, shares: bool = True
+    running: RunningRequest,
+    cache_tokens: int,
+    max_rows: int,
+    row_tokens: int = 0,
+    shares: bool = True,
+    parents: tuple[Row, ...] = (),
 ) -> list[Family]:
-    """The rows of one request: its prompt, and room for continuations that share the prompt's cache.
+    """The rows of one request: its prompt behind its prefixes `parents`, and room for continuations that share the
+    prompt's cache.
 
     Continuations that do not fit beside each other are split over several families, each with the prompt anew.
     shares: whether a row can attend to another's cache; if not, each continuation computes the prompt. cache_tokens,
     row_tokens: as in `BlockLimits`. Raises `RequestError` where not even one fits.
     """
-    request, tokens = running.request, running.tokens
+    request, start = running.request, sum(parent.prompt_len for parent in parents)
+    tokens = running.tokens[start:]
     if running.num_branches == 1 or request.max_tokens <= 1 or not shares:
         count, draws = 1, running.num_branches if request.max_tokens else 0
         if request.max_tokens > 1:
             count, draws = running.num_branches, 1
         rows = []
         for branch in range(count):
-            row = Row(list(tokens), len(tokens), running, max_new=request.max_tokens, draws=draws, branch=branch)
+            row = Row(
+                list(tokens), len(tokens), running, start, parents, request.max_tokens, draws=draws, branch=branch
+            )
             row.score = request.echo_logprobs and not branch
             row.keeps_cache = request.max_tokens > 1
-            if row.keeps_cache and row.cache_tokens + row_tokens > cache_tokens:
-                raise _too_large(row.cache_tokens + row_tokens, cache_tokens)
+            needed = start + row.cache_tokens + row_tokens
+            if row.keeps_cache and needed > cache_tokens:
+                raise _too_large(needed, cache_tokens)
             rows.append(row)
         running.rows_left += count
         return [Family(row) for row in rows]
     each = request.max_tokens - 1
-    at_once = min(running.num_branches, (cache_tokens - len(tokens)) // each, max(1, max_rows - 1))
+    at_once = min(running.num_branches, (cache_tokens - len(running.tokens)) // each, max(1, max_rows - 1))
     if at_once < 1:
-        raise _too_large(len(tokens) + each, cache_tokens)
+        raise _too_large(len(running.tokens) + each, cache_tokens)
     found = []
     for first in range(0, running.num_branches, at_once):
         count = min(at_once, running.num_branches - first)
         # max_new 1: the prompt's last token is fed, but what follows it lives in the branches.
-        row = Row(list(tokens), len(tokens), running, max_new=1, draws=count, keeps_cache=True, branch=first)
+        row = Row(list(tokens), len(tokens), running, start, parents, max_new=1, draws=count, keeps_cache=True)
+        row.branch = first
         row.score = request.echo_logprobs and first == 0
         running.rows_left += 1
         found.append(Family(row, count, each))

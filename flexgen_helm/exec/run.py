@@ -11,8 +11,9 @@ from flexgen_helm.core.errors import MemoryLimitError, NumericalError, RequestEr
 from flexgen_helm.core.records import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.core.rows import Batch, Chunk, Family, Row
 from flexgen_helm.exec.executor import BatchOutcome, Executor, RowOutcome
-from flexgen_helm.exec.prepare import Prepared, families
-from flexgen_helm.exec.running import RunningRequest
+from flexgen_helm.exec.prefixes import Prefix, prefixes_of
+from flexgen_helm.exec.prepare import Prepared, families, share
+from flexgen_helm.exec.running import RunningPrefix, RunningRequest
 from flexgen_helm.exec.sampling import Draw
 from flexgen_helm.exec.schedule import work_items
 from flexgen_helm.exec.scheduler import BlockLimits, Scheduler
@@ -34,15 +35,19 @@ class Run:
         limits: BlockLimits,
         schedule: Schedule,
         eos_ids: Collection[int],
+        segment_tokens: float,
     ) -> None:
+        """segment_tokens: tokens that could be computed in the time that one more segment of keys takes a batch."""
         self._spec = spec
         self._executor = executor
         self._cache = cache
         self._limits = limits
         self._schedule = schedule
         self._eos_ids = eos_ids
-        self._branches_left: dict[Row, int] = {}
+        self._segment_tokens = segment_tokens
+        self._readers: dict[Row, int] = {}  # of a trunk: rows that need its cache and are not done
         self.halvings = 0
+        self.saved_tokens = 0  # of prompts, because prefixes were shared
 
     def answer(
         self,
@@ -63,7 +68,8 @@ class Run:
             self._deliver(place, GenerationResult(error=error))
         waiting = self._queue(prepared.running)
         # A row feeds its prompt and every drawn token but the last.
-        self._total_tokens = sum(running.max_fed for running in prepared.running if running.rows_left)
+        fed = sum(running.max_fed for running in prepared.running if running.rows_left)
+        self._total_tokens = fed - self.saved_tokens
         self._scheduler = Scheduler(waiting, self._limits)
         while batches := self._scheduler.next_pass():
             again = self._scheduler.will_go_on(batches)
@@ -100,22 +106,71 @@ class Run:
                 done.clear()
 
     def _queue(self, running: Sequence[RunningRequest]) -> list[Family]:
-        """Longest prompts first: neighbours share shapes, and what does not fit shows early."""
-        waiting: list[Family] = []
-        for request in sorted(running, key=lambda r: (len(r.tokens), r.request.max_tokens), reverse=True):
+        """What is to be computed, each shared beginning before the prompts that go on from it."""
+        asked = []
+        for request in running:
             scores = request.request.echo_logprobs and len(request.tokens) > 1
-            if not request.request.max_tokens and not scores:
+            if request.request.max_tokens or scores:
+                asked.append(request)
+            else:
                 self._finish(request)  # nothing to compute
+        room, users = self._limits.cache_tokens, 2 if self._cache.shares_prefixes else len(asked) + 1
+        forest = share(asked, room, self._segment_tokens, users)
+        # One pass over all, in which every prefix has its place in the cache: those with most users.
+        while self._schedule == "prefill-only" and sum(p.end - p.start for p in prefixes_of(forest)) > room:
+            users *= 2
+            forest = share(asked, room, self._segment_tokens, users)
+        waiting: list[Family] = []
+        self._enqueue(forest, (), asked, waiting)
+        return waiting
+
+    def _enqueue(
+        self,
+        members: Sequence[Prefix | int],
+        parents: tuple[Row, ...],
+        asked: Sequence[RunningRequest],
+        waiting: list[Family],
+    ) -> int:
+        """Rows that will need the cache of all of `parents`."""
+        needed = 0
+        limits = self._limits
+        for member in members:
+            if isinstance(member, Prefix):
+                users = [asked[place] for place in member.users]
+                row = Row(
+                    users[0].tokens[member.start : member.end], member.end - member.start, None, member.start, parents,
+                    max_new=1, keeps_cache=True,
+                )  # fmt: skip
+                row.score = any(user.request.echo_logprobs for user in users)
+                row.following = users[0].tokens[member.end] if row.score else None
+                place = len(waiting)
+                waiting.append(Family(row))
+                readers = self._enqueue(member.members, (*parents, row), asked, waiting)
+                kept = [user for user in users if user.error is None]  # the others were refused
+                if readers:
+                    row.owner = RunningPrefix(kept)
+                    self._readers[row] = readers
+                    self.saved_tokens += (member.end - member.start) * (len(kept) - 1)
+                    needed += readers + 1
+                else:
+                    del waiting[place]
                 continue
+            request = asked[member]
             try:
-                limits = self._limits
-                # Groups of tokens that are packed together would reach from a shared prompt into its continuations.
-                shares = self._cache.codec is None
-                waiting += families(request, limits.cache_tokens, limits.max_rows, limits.row_tokens, shares)
+                found = families(
+                    request,
+                    limits.cache_tokens,
+                    limits.max_rows,
+                    limits.row_tokens,
+                    self._cache.shares_prefixes,
+                    parents,
+                )
+                waiting += found
+                needed += len(found)
             except RequestError as error:
                 request.error = error
                 self._finish(request)
-        return waiting
+        return needed
 
     def _draws(self, row: Row) -> list[Draw]:
         running: RunningRequest = row.owner
@@ -136,12 +191,17 @@ class Run:
             self._progress(Progress(self._done_tokens, self._total_tokens, self._finished, len(self._results), elapsed))
 
     def _advance(self, row: Row, found: RowOutcome) -> None:
-        running: RunningRequest = row.owner
         if found.bad_stage is not None:
-            running.error = NumericalError(
-                f"a value that is not finite appeared at stage {found.bad_stage}; "
-                "the checkpoint may be corrupt: check it with flexgen-helm doctor"
+            row.owner.fail(
+                NumericalError(
+                    f"a value that is not finite appeared at stage {found.bad_stage}; "
+                    "the checkpoint may be corrupt: check it with flexgen-helm doctor"
+                )
             )
+        if row.is_prefix:
+            row.owner.scores = found.scores
+            return
+        running: RunningRequest = row.owner
         if running.error is not None:
             if row.is_trunk:
                 self._scheduler.branch(row, [])
@@ -163,30 +223,36 @@ class Run:
     def _branch(self, prompt: Row, alive: list[tuple[int, int]]) -> None:
         """Continuations of a prompt go on as rows of their own that attend to the prompt's cache."""
         branches = [
-            Row([token], 0, prompt.owner, start=prompt.prompt_len, parents=(prompt,), branch=index, draws=1,
+            Row([token], 0, prompt.owner, start=prompt.start + prompt.prompt_len, parents=(*prompt.parents, prompt),
+                branch=index, draws=1,
                 max_new=prompt.owner.request.max_tokens, keeps_cache=True)
             for index, token in alive
         ]  # fmt: skip
         self._scheduler.branch(prompt, branches)
         prompt.owner.rows_left += len(branches)
-        self._branches_left[prompt] = len(branches)
         if branches:
+            for parent in (*prompt.parents, prompt):
+                self._readers[parent] = self._readers.get(parent, 0) + len(branches)
             prompt.owner.rows_left -= 1  # the branches speak for it now
         else:
             self._end(prompt)
 
     def _end(self, row: Row) -> None:
-        """The row is done: its slot goes back, and its parent's with the last branch."""
-        self._release(row)
-        for parent in row.parents:
-            self._branches_left[parent] -= 1
-            if not self._branches_left[parent]:
-                del self._branches_left[parent]
-                self._release(parent)
+        """The row is done, and its request with the last of its rows."""
+        self._leave(row)
         running: RunningRequest = row.owner
         running.rows_left -= 1
         if not running.rows_left:
             self._finish(running)
+
+    def _leave(self, row: Row) -> None:
+        """The row's slot goes back, and those of trunks that nobody else needs."""
+        self._release(row)
+        for parent in row.parents:
+            self._readers[parent] -= 1
+            if not self._readers[parent]:
+                del self._readers[parent]
+                self._leave(parent)
 
     def _release(self, row: Row) -> None:
         gone = self._scheduler.retire(row)
@@ -211,7 +277,8 @@ class Run:
         """Operations of one chunk: linear layers, attention over what each token sees, and the head where asked."""
         spec, row, count = self._spec, chunk.row, chunk.count
         seen = row.start + row.computed - count + (count + 1) / 2  # `computed` already counts this chunk
-        heads = (min(count, row.prompt_len - 1) if row.score and is_prefill else 0) + (1 if row.draws else 0)
+        scored = min(count, row.prompt_len - (row.following is None)) if row.score and is_prefill else 0
+        heads = scored + (1 if row.draws else 0)
         attention = spec.attention_flops(1, 1) * count * seen
         return spec.linear_flops_per_token * count + attention + spec.head_flops_per_token * heads
 

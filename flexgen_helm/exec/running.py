@@ -50,6 +50,27 @@ class RunningCompletion:
         return Completion(kept.text, kept.tokens, kept.token_ids, tuple(self._logprobs[: kept.n_kept]), reason)
 
 
+class RunningPrefix:
+    """A beginning that several requests share, made after the longer ones that some of them share. scores: as a
+    request's, up to the token that all go on with."""
+
+    def __init__(self, users: Sequence["RunningRequest"]) -> None:
+        self._users = users
+        self.scores: list[float] = []
+        for user in users:
+            user.prefixes.insert(0, self)
+
+    def charge(self, prefill: bool, tokens: float, flops: float, seconds: float, batch_size: int) -> None:
+        """Split the cost of a batch evenly."""
+        share = 1 / len(self._users)
+        for user in self._users:
+            user.charge(prefill, tokens * share, flops * share, seconds * share, batch_size)
+
+    def fail(self, error: Exception) -> None:
+        for user in self._users:
+            user.fail(error)
+
+
 class RunningRequest:
     """One distinct request, and the places in the caller's list that asked for it.
 
@@ -72,7 +93,8 @@ class RunningRequest:
         self.num_branches = 1 if request.temperature == 0.0 else request.n
         wanted = self.num_branches if request.max_tokens else 0
         self.completions = [RunningCompletion(request, i, token_bytes) for i in range(wanted)]
-        self.scores: list[float] = []
+        self.prefixes: list[RunningPrefix] = []  # outermost first
+        self.scores: list[float] = []  # of what no prefix has
         self.error: Exception | None = None
         self.rows_left = 0
         self._cost = Cost(prompt_tokens=len(self.tokens) - context)
@@ -82,7 +104,10 @@ class RunningRequest:
         """Upper bound of tokens that pass through the model for this request."""
         return len(self.tokens) + self.num_branches * max(0, self.request.max_tokens - 1)
 
-    def charge(self, prefill: bool, tokens: int, flops: float, seconds: float, batch_size: int) -> None:
+    def fail(self, error: Exception) -> None:
+        self.error = error
+
+    def charge(self, prefill: bool, tokens: float, flops: float, seconds: float, batch_size: int) -> None:
         """Add the request's share of one batch."""
         cost = self._cost
         self._cost = replace(
@@ -107,7 +132,8 @@ class RunningRequest:
         logprobs = None
         if request.echo_logprobs:
             # scores[i] is the log-probability of tokens[i + 1]
-            logprobs = (None, *self.scores)[self.context :] if asked else ()
+            scores = [score for prefix in self.prefixes for score in prefix.scores] + self.scores
+            logprobs = (None, *scores)[self.context :] if asked else ()
         share = 1.0 / len(self.places)
         drawn = sum(completion.num_drawn for completion in self.completions)
         output = drawn * (request.n if len(done) == 1 else 1)

@@ -62,7 +62,8 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return sum(len(group.rows) for group in self._groups)
+        """Rows with a cache, without prefixes."""
+        return sum(len(group.rows) for group in self._groups if not group.rows[0].is_prefix)
 
     @property
     def cache_tokens(self) -> int:
@@ -138,7 +139,7 @@ class Scheduler:
             if admitted and tokens + prompt.pending > self._limits.pass_tokens:
                 break
             if prompt.keeps_cache:
-                alone = family.num_branches > 0  # a prompt that others read does not decode: it keeps to itself
+                alone = prompt.is_trunk  # what others read does not decode: it keeps to itself
                 if seats and (alone or len(seats) == min(GROUP_ROWS, self._limits.batch_rows)):
                     growth = self._seat(seats)
                     seats = []
@@ -151,13 +152,18 @@ class Scheduler:
                     continue
                 if rows and rows + _rows(family) > self._limits.max_rows:
                     break
-                if self._pace is not None and rows and self._credit < 1:
-                    break
-                self._credit -= 1
+                if not prompt.is_prefix:
+                    if self._pace is not None and rows and self._credit < 1:
+                        break
+                    self._credit -= 1
                 rows += _rows(family)
                 if alone:
-                    self._reserved[prompt] = family.num_branches * family.branch_tokens
-                    growth = self._seat([prompt])
+                    more = 0
+                    if not prompt.is_prefix:
+                        more = self._reserved[prompt] = family.num_branches * family.branch_tokens
+                    self._open([prompt])
+                    more += self._groups[-1].positions(self._groups[-1].capacity)
+                    growth = [taken + more for taken in growth]
                 else:
                     seats.append(prompt)
             admitted.append(prompt)
@@ -174,14 +180,20 @@ class Scheduler:
 
     def _growth(self) -> list[int]:
         """Positions of cache in use after 0, 1, 2 … more passes, if no row ends before it must."""
-        set_aside = sum(self._reserved.values())
-        futures = [_future(group, _age(group)) for group in self._groups]
+        set_aside, futures = sum(self._reserved.values()), []
+        for group in self._groups:
+            if group.rows[0].is_trunk:  # stays as long as others need it
+                set_aside += group.positions(group.capacity)
+            else:
+                futures.append(_future(group, _age(group)))
         steps = max(map(len, futures), default=1)
         return [set_aside + sum(future[i] for future in futures if i < len(future)) for i in range(steps)]
 
     def _fits(self, growth: list[int], rows: list[Row], set_aside: int) -> bool:
         """Whether a group of these rows never makes the cache exceed its limit, now or later."""
         group = self._group(rows)
+        if rows[-1].is_trunk:
+            return max(growth) + group.positions(group.capacity) + set_aside <= self._limits.cache_tokens
         own = _future(group, max(row.prompt_len + 1 for row in rows))
         steps = range(max(len(growth), len(own)))
         peak = max((growth[i] if i < len(growth) else 0) + (own[i] if i < len(own) else 0) for i in steps)
@@ -228,7 +240,8 @@ class Scheduler:
 
 
 def _rows(family: Family) -> int:
-    return int(family.prompt.keeps_cache) + family.num_branches
+    """Rows that will decode, and those of prompts that have a cache."""
+    return int(family.prompt.keeps_cache and not family.prompt.is_prefix) + family.num_branches
 
 
 def _age(group: SlotGroup) -> int:
@@ -248,7 +261,7 @@ def _pace(waiting: Iterable[Family], limits: BlockLimits) -> float | None:
     end is its largest; rows of all ages take s + n/2 on the average, so M / (s + n/2) of them are under way. Filling
     up and emptying cost n passes once (the paper's appendix, 'I/O-optimal').
     """
-    rows = [family.prompt for family in waiting if family.prompt.keeps_cache and not family.num_branches]
+    rows = [family.prompt for family in waiting if family.prompt.keeps_cache and not family.prompt.is_trunk]
     if not rows:
         return None
     prompt = sum(row.prompt_len for row in rows) / len(rows) + limits.row_tokens

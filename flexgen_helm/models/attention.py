@@ -40,6 +40,8 @@ class Scoring:
 
 # Rows of scores that the direct formula materializes at once, so that a long prompt cannot exhaust the workspace.
 _DIRECT_ROWS = 1024
+# Tokens whose masks or biases over a shared segment exist at once, for each head.
+_BIASED_TOKENS = 256
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, window: int | None = None) -> Part:
@@ -155,6 +157,12 @@ def shared(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, positions: Tensor,
     0 and the log-sum-exp minus infinity, which merges to nothing.
     """
     tokens, heads, dim = q.shape
+    if tokens > _BIASED_TOKENS and (mask is not None or scoring.slopes is not None):
+        slices = [slice(first, first + _BIASED_TOKENS) for first in range(0, tokens, _BIASED_TOKENS)]
+        parts = [
+            shared(q[some], k, v, scoring, positions[some], None if mask is None else mask[some]) for some in slices
+        ]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     key_heads = k.shape[0]
     group = heads // key_heads
     queries = q.view(tokens, key_heads, group, dim).transpose(0, 1).reshape(1, key_heads, tokens * group, dim)

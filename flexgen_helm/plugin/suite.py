@@ -36,9 +36,9 @@ from flexgen_helm.plugin.run_record import RunRecord, merged, observe_runs, writ
 from flexgen_helm.plugin.service import Block, get_service
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.scores import read_scores, table
+from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import versions
 
-SUITE_FILE = "flexgen_suite.json"
 _SLASH_NAME = re.compile(r"\bflexgen/([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
 _NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
 

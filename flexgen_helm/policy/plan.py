@@ -17,7 +17,7 @@ from flexgen_helm.policy.predict import Prediction, capacity, placed_fractions, 
 from flexgen_helm.policy.search import Found, search
 from flexgen_helm.policy.situation import Situation
 from flexgen_helm.policy.workload import Workload
-from flexgen_helm.quant.precisions import PRECISIONS
+from flexgen_helm.quant.precisions import PRECISIONS, Precision
 
 # What a machine keeps for everything that is not ours: a share of its memory, and never less than this.
 MARGIN_SHARE, MARGIN_BYTES = 0.1, 1 << 30
@@ -51,7 +51,7 @@ def situate(
     hardware: HardwareProfile,
     workload: Workload,
     *,
-    precision: str = "fp16",
+    precision: str | Precision = "fp16",
     rest_dtype: str = "float16",
     limits: MemoryLimits = MemoryLimits(),
     overlap: bool = True,
@@ -67,7 +67,7 @@ def situate(
         spec,
         hardware,
         workload,
-        PRECISIONS[precision],
+        PRECISIONS[precision] if isinstance(precision, str) else precision,
         compute,
         {},
         overlap=overlap,

@@ -31,9 +31,11 @@ class SequenceGroup:
 
 @dataclass(frozen=True)
 class Workload:
-    """A histogram of sequences; all means are over sequences."""
+    """A histogram of sequences; all means are over sequences. saved_tokens: prompt tokens over all that need not be
+    computed because sequences of several groups share them."""
 
     groups: tuple[SequenceGroup, ...]
+    saved_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -44,10 +46,11 @@ class Workload:
         return cls((SequenceGroup(prompt, output, count),))
 
     @classmethod
-    def of(cls, lengths: Iterable[tuple[int, int]]) -> Workload:
+    def of(cls, lengths: Iterable[tuple[int, int]], saved_tokens: int = 0) -> Workload:
         """From (prompt, output) lengths of every sequence."""
         counted = sorted(Counter(lengths).items())
-        return cls(tuple(SequenceGroup(prompt, output, count) for (prompt, output), count in counted))
+        groups = tuple(SequenceGroup(prompt, output, count) for (prompt, output), count in counted)
+        return cls(groups, saved_tokens)
 
     @property
     def num_sequences(self) -> int:
@@ -79,12 +82,15 @@ class Workload:
     @property
     def computed(self) -> float:
         """Mean number of prompt tokens that are computed: a shared prefix counts once."""
-        return self._mean(lambda group: group.prompt - group.shared + group.shared / group.count)
+        own = self._mean(lambda group: group.prompt - group.shared + group.shared / group.count)
+        return own - self.saved_tokens / self.num_sequences
 
     @property
     def pairs(self) -> float:
         """Mean of computed prompt tokens x prompt length: what prefill attention grows with."""
-        return self._mean(lambda group: (group.prompt - group.shared + group.shared / group.count) * group.prompt)
+        own = self._mean(lambda group: (group.prompt - group.shared + group.shared / group.count) * group.prompt)
+        whole = self.computed + self.saved_tokens / self.num_sequences
+        return own * self.computed / whole
 
     def _mean(self, of: Callable[[SequenceGroup], float]) -> float:
         return float(sum(group.count * of(group) for group in self.groups) / self.num_sequences)

@@ -25,12 +25,18 @@ class Workspace:
         self._per_token = 6 * spec.hidden_size + max(8 * q + 6 * kv, 5 * inner)
         self._masks = spec.alibi or any(window is not None for window in spec.windows)
 
-    def layer(self, tokens: int, prompt: int, decoding: int) -> int:
-        """A layer over a batch. prompt: tokens of its longest one; decoding: cached positions that its other tokens
-        attend to, over all of them. Hidden states of the batch before, which leave, and of the next, which come, are
-        each in a buffer of their transfer too."""
+    def layer(self, tokens: int, prompt: int, decoding: int, shared: tuple[int, int] = (0, 0)) -> int:
+        """A layer over a batch.
+
+        prompt: tokens of its longest one; decoding: cached positions that its other tokens attend to, over all of
+        them; shared: tokens that attend to one segment, and its positions. Hidden states of the batch before, which
+        leave, and of the next, which come, are each in a buffer of their transfer too.
+        """
         spec = self._spec
         scores = 4 * spec.num_heads * decoding
+        users, positions = min(shared[0], _SCORE_ROWS), shared[1]
+        if self._direct or self._masks:
+            scores += 4 * spec.num_heads * users * positions
         if self._direct:
             scores += 4 * spec.num_heads * min(prompt, _SCORE_ROWS) * prompt
         elif self._masks:

@@ -63,6 +63,8 @@ def encode(values: Tensor, form: GroupFormat) -> tuple[Tensor, Tensor]:
     least, greatest = values.amin(-1), values.amax(-1)
     if form.scales == "pair":
         scales = _pair(least, greatest, form.bits)
+        if form.fit == "half-quadratic":
+            scales = _half_quadratic(values, scales, form.bits)
         step, offset = scales[..., 0].float(), scales[..., 1].float()
         return _codes(values, step, offset, form.bits), scales
     words = _covering_words(least, greatest, form.bits)
@@ -97,6 +99,24 @@ def _pair(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
     # A floor, so that a constant is code 0 exactly and nothing is divided by 0.
     step = step.clamp_min(torch.finfo(torch.float16).smallest_normal)
     return torch.stack((step, offset), -1)
+
+
+def _half_quadratic(values: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """The same steps, with offsets that make the sum of |error|^p small (Badri and Shaji, 'Half-Quadratic
+    Quantization', 2023): in turn, errors that are shrunk towards 0, and the zero point that is the mean of what is
+    left. Few large errors are then left alone, and no data are needed."""
+    step, p, weight = scales[..., 0].float(), 0.7, 10.0
+    zero = -scales[..., 1].float() / step
+    for _ in range(20):
+        codes = ((values / step[..., None]) + zero[..., None]).round_().clamp_(0, (1 << bits) - 1)
+        error = values - (codes - zero[..., None]) * step[..., None]
+        size = error.abs()
+        shrunk = error.sign() * (size - size.clamp_min(1e-12) ** (p - 1) / weight).clamp_min_(0.0)
+        zero = (codes - (values - shrunk) / step[..., None]).mean(-1)
+        weight *= 1.01
+    offset = (-zero * step).half()
+    usable = torch.isfinite(offset)  # a constant keeps its own
+    return torch.stack((scales[..., 0], torch.where(usable, offset, scales[..., 1])), -1)
 
 
 def _half(values: Tensor, down: bool) -> Tensor:

@@ -18,7 +18,7 @@ from flexgen_helm.core.errors import UsageError
 
 Axis = Literal["in", "out"]
 Scales = Literal["pair", "word"]
-Fit = Literal["range", "error"]
+Fit = Literal["range", "error", "half-quadratic"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class GroupFormat:
 
     scales: 'pair' is step and offset in FP16, 32 bits a group (the paper's). 'word' is 16 bits a group: 9 of a
     logarithmic step and 7 of a zero point (`quant.arithmetic`), for values on both sides of zero.
-    fit: the step from the least and the greatest value ('range', the paper's), or where the squared error is least.
+    fit: the step from the least and the greatest value ('range', the paper's), or words where the squared error is
+    least ('error'), or pairs whose offset suits most values rather than the outliers ('half-quadratic').
     """
 
     bits: int = 4
@@ -43,6 +44,8 @@ class GroupFormat:
             raise UsageError(f"groups of {self.group}: a group has a multiple of 8 values")
         if self.fit == "error" and self.scales != "word":
             raise UsageError("the least squared error is searched on the grid of 16-bit scales: take scales='word'")
+        if self.fit == "half-quadratic" and self.scales != "pair":
+            raise UsageError("half-quadratic fitting moves offsets in FP16: take scales='pair'")
 
     @property
     def scale_bytes(self) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.report.comparison import ORDER, Comparison, ModelComparison, PairedTest
-from flexgen_helm.report.page import figure_html, page
+from flexgen_helm.report.page import figure_html, markdown_table, page
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -36,24 +36,26 @@ def to_markdown(models: Sequence[ModelComparison], suite: str, baseline: str) ->
     """Tables whose columns also line up in a terminal."""
     parts = [f"# {suite}: {baseline} and other precisions", _legend(baseline)]
     for found in models:
-        parts += [f"## {found.model}", _table(TITLES, rows(found, baseline))]
-        parts.append(_table(SPEED_TITLES, speed_rows(found), right=3))
+        parts += [f"## {found.model}", markdown_table(TITLES, rows(found, baseline))]
+        parts.append(markdown_table(SPEED_TITLES, speed_rows(found), right=3))
         parts += [f"- {note}." for note in found.notes]
     return "\n\n".join(parts) + "\n"
 
 
 def to_html(models: Sequence[ModelComparison], suite: str, baseline: str) -> str:
     """One page that needs nothing but itself."""
-    sections = [
-        {
-            "title": found.model,
-            "pictures": _pictures(found, baseline, first=not place),
-            "tables": [(TITLES, rows(found, baseline)), (SPEED_TITLES, speed_rows(found))],
-            "notes": found.notes,
-        }
-        for place, found in enumerate(models)
-    ]
+    sections = [section(found, baseline, found.model, first=not place) for place, found in enumerate(models)]
     return page(f"{suite}: {baseline} and other precisions", _legend(baseline), sections)
+
+
+def section(found: ModelComparison, baseline: str, title: str, first: bool) -> dict[str, Any]:
+    """One model's part of a page; first: it brings the library that draws pictures."""
+    return {
+        "title": title,
+        "pictures": _pictures(found, baseline, first),
+        "tables": [(TITLES, rows(found, baseline)), (SPEED_TITLES, speed_rows(found))],
+        "notes": found.notes,
+    }
 
 
 def rows(found: ModelComparison, baseline: str) -> list[tuple[str, ...]]:
@@ -105,20 +107,6 @@ def _test(test: PairedTest | None) -> str:
         return ""
     told = "p < 0.0001" if test.p_value < 1e-4 else f"p = {test.p_value:.4f}"
     return told if test.lost is None else f"{told}, {test.lost} lost, {test.won} won"
-
-
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
-    """right: columns from the end that are numbers."""
-    lines = [tuple(titles), *map(tuple, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
-    left = len(titles) - right
-
-    def drawn(line: Sequence[str]) -> str:
-        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
-        return "| " + " | ".join(cells) + " |"
-
-    rule = ["-" * (w + 2) if i < left else "-" * (w + 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join([drawn(lines[0]), "|" + "|".join(rule) + "|", *map(drawn, lines[1:])])
 
 
 def _pictures(found: ModelComparison, baseline: str, first: bool) -> list[str]:

@@ -9,6 +9,9 @@ from typing import Any
 
 from flexgen_helm.core.records import Cost
 
+# Requests of a batch, where lengths are padded to those of neighbours.
+BUCKET = 32
+
 
 def throughput(costs: Iterable[Cost], latency_s: float) -> dict[str, Any]:
     """Padded throughput = (padded prompt + padded output tokens) / latency, actual = asked tokens / latency,
@@ -36,8 +39,24 @@ def throughput(costs: Iterable[Cost], latency_s: float) -> dict[str, Any]:
         "actual_throughput": _rate(prompt + output, latency_s),
         "efficiency": (prompt + output) / padded if padded else 1.0,
         "generation_throughput": _rate(output, prefill_s + decode_s),
+        "padding": padding(costs),
         "flops": sum(cost.flops for cost in costs),
     }
+
+
+def padding(costs: Iterable[Cost]) -> dict[str, float]:
+    """Efficiency if the same requests were padded: prompts and outputs to the longest of all (as in the paper), or to
+    the longest of `BUCKET` neighbours in length."""
+    lengths = sorted((cost.prompt_tokens, cost.output_tokens) for cost in costs)
+    asked = sum(prompt + output for prompt, output in lengths)
+
+    def padded(some: list[tuple[int, int]]) -> int:
+        return len(some) * (max(prompt for prompt, _ in some) + max(output for _, output in some))
+
+    if not asked:
+        return {"to_longest": 1.0, "in_buckets": 1.0}
+    buckets = [lengths[first : first + BUCKET] for first in range(0, len(lengths), BUCKET)]
+    return {"to_longest": asked / padded(lengths), "in_buckets": asked / sum(map(padded, buckets))}
 
 
 def versions() -> dict[str, str]:

@@ -16,8 +16,10 @@ import hashlib
 import itertools
 import json
 import os
+import resource
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -104,11 +106,20 @@ class DirectFile:
             raise _explained(error, self.path, len(view)) from error
 
 
+def _allow_files() -> None:
+    """As many open files as the system lets a process have: every slot group's cache is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class OffloadDirectory:
     """Where the disk tier of one engine lies. Opening it sweeps away what dead processes have left behind."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        _allow_files()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".lock"):

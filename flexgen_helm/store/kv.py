@@ -47,6 +47,11 @@ class KVCache:
         self.codec = None if form is None else TokenCodec(form, spec.num_kv_heads, spec.head_dim, dtype)
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Groups of tokens that are packed together would reach from a shared beginning into its continuations."""
+        return self.codec is None
+
+    @property
     def bytes_per_token(self) -> int:
         if self.codec is None:
             return self._spec.kv_bytes_per_token(self._dtype.itemsize)
@@ -93,10 +98,10 @@ class KVCache:
         return keys[:rows, :, :length], values[:rows, :, :length]
 
     def segment(self, row: Row, layer: int) -> KeysValues:
-        """Keys and values of everything `row` has computed: [Hk, computed, D] each."""
+        """Keys and values of the prompt of `row`, whose layer has been written: [Hk, prompt_len, D] each."""
         assert row.group is not None
         keys, values = self._plain(row.group).read(layer)
-        return keys[row.slot, :, : row.computed], values[row.slot, :, : row.computed]
+        return keys[row.slot, :, : row.prompt_len], values[row.slot, :, : row.prompt_len]
 
     def prefetch(self, group: SlotGroup, layer: int) -> None:
         """Begin to bring one layer of a group beside the computing; harmless where it is there."""

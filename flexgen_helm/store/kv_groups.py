@@ -153,8 +153,10 @@ class FarCache(GroupCache):
         if self._transfers.is_coming(layer):
             return
         spec, rows = self._spec, len(self._group.rows)
-        # What the rows have computed, and the token that is about to be appended.
-        shape = (rows, spec.num_kv_heads, max(row.computed for row in self._group.rows) + 1, spec.head_dim)
+        # What the rows have computed, and the token that is about to be appended; of a prefix whose batch is not
+        # through yet, what it has written.
+        longest = max(max(row.computed, row.prompt_len) for row in self._group.rows)
+        shape = (rows, spec.num_kv_heads, longest + 1, spec.head_dim)
 
         def bring() -> KeysValues:
             keys, values = (zeros(shape, self._tiers.device, self._dtype) for _ in range(2))
@@ -350,7 +352,7 @@ class DiskCache(FarCache):
         near = (keys, values)
         if link is not None:  # put together on the host, then over the link in one piece
             near = (torch.zeros(keys.shape, dtype=self._dtype), torch.zeros(keys.shape, dtype=self._dtype))
-        count = self._step(0)
+        count = max(0, self._step(0))  # less: a prefix in the pass that computes it
         for slot in range(rows):
             stored = self._stored[slot]
             length = self._prompts[stored]

