@@ -113,6 +113,11 @@ def model_rows(models: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]
     return made
 
 
+def _short(name: str) -> str:
+    """Run and model on two lines."""
+    return name.replace(",model=flexgen_", "<br>").replace(":model=flexgen_", "<br>")
+
+
 def _work(run: RunScores, key: str) -> float:
     return float(run.run.get("workload", {}).get(key, 0))
 
@@ -135,7 +140,7 @@ def _bars(names: Sequence[str], series: Mapping[str, Sequence[float]], title: st
 
     figure = go.Figure()
     for label, values in series.items():
-        text = [f"{value:,.3g}" if value else "" for value in values]
+        text = ["" if not value else f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values]
         figure.add_trace(go.Bar(name=label, y=list(names), x=list(values), orientation="h", text=text))
     figure.update_layout(
         template="plotly_white",
@@ -154,7 +159,7 @@ def _throughput(runs: Sequence[RunScores]) -> go.Figure:
         "padded": [run.run.get("padded_throughput", 0.0) for run in runs],
         "actual": [run.run.get("actual_throughput", 0.0) for run in runs],
     }
-    return _bars([run.name for run in runs], series, "tokens a second")
+    return _bars([_short(run.name) for run in runs], series, "tokens a second")
 
 
 def _prefixes(runs: Sequence[RunScores]) -> go.Figure:
@@ -162,7 +167,7 @@ def _prefixes(runs: Sequence[RunScores]) -> go.Figure:
         "prompt tokens asked for": [_work(run, "prompt_tokens") for run in runs],
         "computed": [_work(run, "prompt_tokens_computed") for run in runs],
     }
-    return _bars([run.name for run in runs], series, "tokens")
+    return _bars([_short(run.name) for run in runs], series, "tokens")
 
 
 def _time(models: Mapping[str, Mapping[str, Any]]) -> go.Figure:
