@@ -8,10 +8,13 @@ that grid are left out: they would cost next to nothing and say nothing about an
 from __future__ import annotations
 
 import math
+import platform
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import psutil
 
 from flexgen_helm.benchmarks import Options
 from flexgen_helm.checkpoint.paths import data_dir
@@ -110,7 +113,7 @@ def run(options: Options) -> dict[str, Any]:
     return {
         "name": "formats",
         "workload": {"model": MODEL, "windows": windows, "window": WINDOW, "passages": passages},
-        "hardware": {},
+        "hardware": {"machine": platform.machine(), "cores": psutil.cpu_count(logical=False), "device": "cpu"},
         "versions": versions(),
         "rows": rows,
         "ratios": {},
