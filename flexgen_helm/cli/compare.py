@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flexgen_helm.cli.console import print_json, say
+from flexgen_helm.cli.suite_options import DEFAULT_OUTPUT, OutputPath, SuiteName
 
 HTML_FILE = "flexgen_compare.html"
 
 
 def compare(
-    suite: Annotated[str, typer.Option("--suite", help="Name of the suite, as given to run.")],
-    output_path: Annotated[
-        Path, typer.Option("--output-path", "-o", metavar="DIR", help="HELM's output folder, as given to run.")
-    ] = Path("benchmark_output"),
+    suite: SuiteName,
+    output_path: OutputPath = DEFAULT_OUTPUT,
     baseline: Annotated[str, typer.Option(help="The precision that the others are compared with.")] = "fp16",
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of markdown.")] = False,
 ) -> None:

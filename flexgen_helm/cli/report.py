@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flexgen_helm.cli.console import print_json, say
+from flexgen_helm.cli.suite_options import DEFAULT_OUTPUT, OutputPath, SuiteName
 
 FILE = "flexgen_report"
 
 
 def report(
-    suite: Annotated[str, typer.Option("--suite", help="Name of the suite, as given to run.")],
-    output_path: Annotated[
-        Path, typer.Option("--output-path", "-o", metavar="DIR", help="HELM's output folder, as given to run.")
-    ] = Path("benchmark_output"),
+    suite: SuiteName,
+    output_path: OutputPath = DEFAULT_OUTPUT,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of markdown.")] = False,
 ) -> None:
     """Throughput, padding, time, bytes and predictions of a suite, and its precisions compared. Also written into the

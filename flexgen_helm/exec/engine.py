@@ -224,7 +224,8 @@ class Engine:
             delegate = self._cpu_attention and self._tiers.home == "gpu"
             prepared = prepare(requests, self.spec, self.tokenizer, self._schedule)
             segment_tokens = self._segment_tokens()
-            asked = _asked(prepared, segment_tokens, self._cache_form is None)
+            # Only a search needs to know beforehand what will be shared; the run itself plans that with its own room.
+            asked = _asked(prepared, segment_tokens, self._searched and self._cache_form is None)
             self._plan_block(asked)
             cache = KVCache(self.spec, self._tiers, self._dtype, self._plan.cache, delegate, self._cache_form)
             limits, waiting = self._block(cache, prepared)

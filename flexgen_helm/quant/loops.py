@@ -68,15 +68,31 @@ def _stripe(codes: Any, out: Any, half: int, step: Any, offset: Any) -> None:
 
 
 @_compiled
+def _pair_scales(codes: Any, first: int, halves: Any, step: Any, offset: Any) -> None:
+    """Scales of a stripe's columns, whose bytes begin at `first`."""
+    width = step.shape[0]
+    for column in range(width):
+        at = first + 2 * column
+        step[column], offset[column] = halves[_number(codes, at)], halves[_number(codes, at + 2 * width)]
+
+
+@_compiled
+def _word_scales(codes: Any, first: int, steps: Any, zeros: Any, step: Any, offset: Any) -> None:
+    """The same of 16-bit words."""
+    for column in range(step.shape[0]):
+        word = _number(codes, first + 2 * column)
+        step[column] = steps[word >> 7]
+        offset[column] = -(zeros[word & 127] * step[column])
+
+
+@_compiled
 def columns_pair(packed: Any, out: Any, group: int, halves: Any, _: Any) -> None:
     rows, width = out.shape
     half = group // 2
     step, offset = np.empty(width, np.float32), np.empty(width, np.float32)
     for stripe in range((rows + group - 1) // group):
         codes = packed[stripe]
-        for column in range(width):
-            at = half * width + 2 * column
-            step[column], offset[column] = halves[_number(codes, at)], halves[_number(codes, at + 2 * width)]
+        _pair_scales(codes, half * width, halves, step, offset)
         _stripe(codes, out[stripe * group :], half, step, offset)
 
 
@@ -87,10 +103,7 @@ def columns_word(packed: Any, out: Any, group: int, steps: Any, zeros: Any) -> N
     step, offset = np.empty(width, np.float32), np.empty(width, np.float32)
     for stripe in range((rows + group - 1) // group):
         codes = packed[stripe]
-        for column in range(width):
-            word = _number(codes, half * width + 2 * column)
-            step[column] = steps[word >> 7]
-            offset[column] = -(zeros[word & 127] * step[column])
+        _word_scales(codes, half * width, steps, zeros, step, offset)
         _stripe(codes, out[stripe * group :], half, step, offset)
 
 
@@ -154,9 +167,7 @@ def columns_pair_dot(packed: Any, x: Any, y: Any, group: int, halves: Any, _: An
     step, offset, scaled = np.empty(width, np.float32), np.empty(width, np.float32), np.empty_like(x)
     for stripe in range(packed.shape[0]):
         codes = packed[stripe]
-        for column in range(width):
-            at = half * width + 2 * column
-            step[column], offset[column] = halves[_number(codes, at)], halves[_number(codes, at + 2 * width)]
+        _pair_scales(codes, half * width, halves, step, offset)
         for t in range(count):
             scaled[t] = x[t] * step
         _stripe_dot(codes, x, y, stripe * group, half, scaled, offset)
@@ -169,10 +180,7 @@ def columns_word_dot(packed: Any, x: Any, y: Any, group: int, steps: Any, zeros:
     step, offset, scaled = np.empty(width, np.float32), np.empty(width, np.float32), np.empty_like(x)
     for stripe in range(packed.shape[0]):
         codes = packed[stripe]
-        for column in range(width):
-            word = _number(codes, half * width + 2 * column)
-            step[column] = steps[word >> 7]
-            offset[column] = -(zeros[word & 127] * step[column])
+        _word_scales(codes, half * width, steps, zeros, step, offset)
         for t in range(count):
             scaled[t] = x[t] * step
         _stripe_dot(codes, x, y, stripe * group, half, scaled, offset)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from flexgen_helm.checkpoint.catalogue import split_precision
 from flexgen_helm.core.errors import UsageError
+from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.scores import RunScores, read_scores
 
 Change = Literal["difference", "ratio"]
@@ -30,7 +31,7 @@ _SEED = 0
 # Elements of resampled instances at once.
 _BATCH = 4_000_000
 _MODEL = re.compile(r"model=[^,]*,?")
-ORDER = ("fp16", "fp16-s", "4bit", "4bit-s", "paper-4bit")
+ORDER = tuple(PRECISIONS)
 
 
 @dataclass(frozen=True)
