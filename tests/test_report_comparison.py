@@ -154,6 +154,19 @@ def test_a_figure_that_is_no_mean_has_no_interval(tmp_path):
     assert "no interval" in to_markdown([found], "s", "fp16")
 
 
+def test_one_instance_is_shown_without_an_interval(tmp_path):
+    for precision, loss in (("fp16", 10.0), ("4bit", 12.0)):
+        instances = pages([-loss], [4], [5])
+        write_run(tmp_path, "wikitext", precision, perplexities(instances), instances)
+    write_accuracies(tmp_path, "fp16", [1])
+    write_accuracies(tmp_path, "4bit", [0])
+    (found,) = compare_suite(tmp_path)
+    word = next(each for each in found.comparisons if each.metric == "word_perplexity")
+    assert word.change == pytest.approx(math.exp(0.5)) and word.interval is None and word.test is None
+    assert "no interval: one instance" in to_markdown([found], "s", "fp16")
+    assert "one instance" in to_html([found], "s", "fp16")
+
+
 def test_nothing_to_compare_is_one_sentence(tmp_path):
     with pytest.raises(UsageError, match="no suite"):
         compare_suite(tmp_path / "absent")

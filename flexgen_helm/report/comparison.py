@@ -73,7 +73,8 @@ class PairedTest:
 @dataclass(frozen=True)
 class Comparison:
     """One figure of one run. value, baseline: over the shared instances; change: value - baseline, or value / baseline;
-    interval: of the change, 95 %. interval and test are None where the figure is no function of its instances'."""
+    interval: of the change, 95 %. interval and test are None where the figure is no function of its instances', or
+    there is only one."""
 
     run: str
     metric: str
@@ -222,14 +223,16 @@ def _interval(figure: _Figure, base: Vector, other: Vector, units: Vector) -> tu
     return float(found.low), float(found.high)
 
 
-def _test(base: Vector, other: Vector) -> PairedTest:
-    """Whether the differences by instance are as likely one way as the other."""
+def _test(base: Vector, other: Vector) -> PairedTest | None:
+    """Whether the differences by instance are as likely one way as the other; None where there is one to tell by."""
     from scipy.stats import binomtest, permutation_test
 
     if np.isin(base, (0, 1)).all() and np.isin(other, (0, 1)).all():
         lost, won = int(((base == 1) & (other == 0)).sum()), int(((base == 0) & (other == 1)).sum())
         p_value = float(binomtest(lost, lost + won).pvalue) if lost + won else 1.0
         return PairedTest("McNemar", p_value, lost, won)
+    if len(base) < 2:
+        return None
     if np.array_equal(base, other):
         return PairedTest("permutation", 1.0)
     found = permutation_test(

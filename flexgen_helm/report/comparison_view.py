@@ -94,11 +94,8 @@ def _change(each: Comparison) -> str:
         return f"×{value:.4f}" if each.kind == "ratio" else f"{value:+.4f}"
 
     if each.interval is None:
-        return (
-            f"{shown(each.change)} (no interval: not a mean over instances)"
-            if each.test is None
-            else shown(each.change)
-        )
+        why = "one instance" if each.instances == 1 else "not a mean over instances"
+        return f"{shown(each.change)} (no interval: {why})"
     return f"{shown(each.change)} ({shown(each.interval[0])} … {shown(each.interval[1])})"
 
 
