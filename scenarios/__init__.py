@@ -9,6 +9,6 @@ from __future__ import annotations
 if __name__ != "flexgen_helm.scenarios":
     raise ImportError(f"this package is flexgen_helm.scenarios; it was imported as {__name__}")
 
-from flexgen_helm.scenarios import lambada, simple, wikitext
+from flexgen_helm.scenarios import error_detection, lambada, simple, wikitext
 
-__all__ = ["lambada", "simple", "wikitext"]
+__all__ = ["error_detection", "lambada", "simple", "wikitext"]

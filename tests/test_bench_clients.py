@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.benchmarks import KNOWN, Options, clients, helm_runs, load, summary
@@ -113,36 +116,96 @@ def test_only_known_defects_explain_a_difference():
     assert unexplained == ["exact_match", "logprob"]
 
 
-def write_run(folder, texts, record=None):
+def write_run(folder, texts, record=None, began=None):
     folder.mkdir(parents=True)
-    states = [{"result": {"request_time": 0.5, "completions": [{"text": text}]}} for text in texts]
+    states = [
+        {
+            "result": {"request_time": 0.5, "request_datetime": began, "completions": [{"text": text}]},
+            "request": {"prompt": f"the same beginning {text}", "max_tokens": 1},
+        }
+        for text in texts
+    ]
     (folder / "scenario_state.json").write_text(json.dumps({"request_states": states}))
     (folder / "stats.json").write_text(json.dumps([stat("exact_match", 0.5)]))
     if record:
         (folder / "flexgen_run.json").write_text(json.dumps(record))
+        os.utime(folder / "flexgen_run.json", (1009.0, 1009.0))
 
 
-RECORD = {"flops": 4e9, "latency_s": 4.0, "hardware": {"matmul_flops": 2e9, "device": "cpu"}}
+RECORD = {
+    "flops": 4e9,
+    "latency_s": 4.0,
+    "padded_throughput": 3.0,
+    "actual_throughput": 2.7,
+    "workload": {"prompt_tokens": 10, "prompt_tokens_computed": 7.0, "output_tokens": 2},
+    "wall_s": {"generate": 5.0, "metrics": 1.0},
+    "hardware": {"matmul_flops": 2e9, "device": "cpu"},
+}
 
 
-def test_the_result_has_the_format_of_benchmarks(tmp_path):
-    write_run(tmp_path / "ours", ["a", "b"], RECORD)
-    write_run(tmp_path / "theirs", ["a", "c"])
-    ours = [helm_runs.read_run(tmp_path / "ours", seconds) for seconds in (10.0, 12.0, 11.0)]
-    theirs = [helm_runs.read_run(tmp_path / "theirs", seconds) for seconds in (22.0, 23.0, 21.0)]
-    slower = [helm_runs.read_run(tmp_path / "theirs", 44.0)]
-    runs = {"flexgen": ours, "huggingface -n 1": theirs, "huggingface -n 4": slower}
-    found = clients._result(runs, "entry", 2)
-    assert {"name", "hardware", "versions", "rows", "ratios"} <= set(found)
-    assert [row["median"] for row in found["rows"]] == [11.0, 22.0, 44.0]
+@pytest.fixture
+def tiny_checkpoint(tiny):
+    return open_checkpoint(tiny("llama").path)
+
+
+def test_a_tasks_result(tmp_path, tiny_checkpoint):
+    """Two runs in one command on our side: their parts add up, and the first that was ready counts."""
+    write_run(tmp_path / "ours1", ["a", "b"], RECORD)
+    write_run(tmp_path / "ours2", ["a"], {**RECORD, "wall_s": {"generate": 1.0, "metrics": 1.0}})
+    write_run(tmp_path / "theirs1", ["a", "c"], began=1010)
+    write_run(tmp_path / "theirs2", ["a"], began=1020)
+    ours, theirs = ([tmp_path / f"{side}{i}" for i in (1, 2)] for side in ("ours", "theirs"))
+    runs = {
+        "flexgen-helm run": [helm_runs.read_runs(ours, seconds, 1000.0) for seconds in (10.0, 12.0, 11.0)],
+        "helm-run with flexgen": [helm_runs.read_runs(ours, 13.0, 1000.0)],
+        "huggingface -n 1": [helm_runs.read_runs(theirs, seconds, 1000.0) for seconds in (22.0, 23.0, 21.0)],
+        "huggingface -n 4": [helm_runs.read_runs(theirs, 44.0, 1000.0)],
+    }
+    found = clients._result(clients.Task("task", ("entry",), 2), runs, tiny_checkpoint, [33.0])
+    assert [row["median"] for row in found["rows"]] == [11.0, 13.0, 22.0, 44.0, 33.0]
     assert {"label", "median", "min", "max", "n"} <= set(found["rows"][0])
-    assert found["ratios"]["end_to_end_against_best"] == 2.0
-    assert found["scores"] == {"compared": 1, "differing": [], "equal_completions": 1}
-    assert found["bound"]["seconds"] == 2.0
-    assert found["bound"]["fraction_of_engine"] == 0.5 and found["bound"]["fraction_end_to_end"] == pytest.approx(
-        2 / 11
-    )
-    json.dumps(found, allow_nan=False)
+    # Ours was ready 3 s after the process began; theirs had answered at second 11.5, in whole seconds rounded up.
+    assert found["ratios"] == {
+        "end_to_end": 2.0,
+        "after_the_first_request": pytest.approx((22 - 11.5) / (11 - 3)),
+        "against_padded_batches": 3.0,
+    }
+    assert found["scores"] == {"compared": 2, "differing": [], "equal_completions": 2}
+    prompts = found["prompts"]
+    assert (prompts["asked"], prompts["computed"], prompts["output"]) == (20, 14.0, 4)
+    assert prompts["efficiency"] == pytest.approx(0.9)
+    assert found["bound"]["of_bound"] == pytest.approx((11 - 3) / found["bound"]["seconds"])
+    whole = clients._joined([found], ["a note"])
+    assert {"name", "hardware", "versions", "rows", "ratios"} <= set(whole)
+    assert whole["ratios"]["task_end_to_end"] == 2.0 and whole["notes"][-1] == "a note"
+    json.dumps(whole, allow_nan=False)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=8), min_size=1, max_size=12))
+def test_nodes_of_the_trie(fed):
+    nodes = {tuple(ids[:end]) for ids in fed for end in range(1, len(ids) + 1)}
+    assert clients.prompt_tokens([RECORD], fed)["nodes"] == len(nodes)
+
+
+def test_a_task_without_its_data_is_left_out_and_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
+    tasks, notes = clients._tasks(Options(quick=True))
+    assert [task.name for task in tasks] == ["natural", "pattern_match"] and tasks[0].instances == 5
+    assert len(notes) == 2 and "no folder with mmlu" in notes[0]
+    (tmp_path / "mmlu").mkdir()
+    assert [task.name for task in clients._tasks(Options())[0]] == ["mmlu", "natural", "pattern_match"]
+    (task,) = clients._tasks(Options(entry="a:b=c"))[0]
+    assert (task.name, task.entries, task.instances) == ("a", ("a:b=c",), 50)
+
+
+def test_padded_batches_run_by_themselves(tiny_checkpoint, tmp_path):
+    from flexgen_helm.benchmarks.padded_task import padded
+
+    export(tiny_checkpoint, tmp_path / "model")
+    requests = [{"prompt": "the quick brown fox " * (1 + i % 3), "max_tokens": 1} for i in range(5)]
+    assert padded(tmp_path / "model", requests, 2, tmp_path) > 0
+    with pytest.raises(FlexgenError, match="padded batches failed"):
+        padded(tmp_path / "nothing", requests, 2, tmp_path)
 
 
 def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path, monkeypatch):
@@ -152,9 +215,13 @@ def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "real"))
     (tmp_path / "real" / "models").mkdir(parents=True)
     (tmp_path / "real" / "journal").mkdir()
-    monkeypatch.setattr(helm_runs, "_helm_run_script", lambda: str(script))
+    monkeypatch.setattr(helm_runs, "_script", lambda name: str(script))
+    (tmp_path / "data" / "mmlu").mkdir(parents=True)
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path / "data"))
     with pytest.raises(FlexgenError, match="ended with 3(.|\n)*the model is gone"):
-        helm_runs.helm_run("entry", 1, tmp_path / "run")
+        helm_runs.helm_run(["entry"], 1, tmp_path / "run")
+    placed = tmp_path / "run" / "output" / "scenarios" / "mmlu" / "data"
+    assert placed.resolve() == tmp_path / "data" / "mmlu"
     assert (tmp_path / "run" / "home" / "models").resolve() == tmp_path / "real" / "models"
     assert not (tmp_path / "run" / "home" / "journal").exists()
 

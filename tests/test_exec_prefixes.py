@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_helm.exec.prefixes import MAX_DEPTH, Prefix, Prompt, plan_prefixes
+from flexgen_helm.exec.prefixes import MAX_DEPTH, Prefix, Prompt, Rules, plan_prefixes
 
 ENDLESS = 1 << 40
+FREE = Rules(ENDLESS, 0)
 prompts = st.lists(
     st.builds(Prompt, st.lists(st.integers(0, 2), min_size=1, max_size=12), st.booleans(), st.integers(0, 3)),
     max_size=14,
@@ -33,15 +34,22 @@ def fed(forest, prompts):
     return total
 
 
-@given(prompts, st.integers(0, 8), st.integers(2, 12))
-def test_a_forest_holds_every_prompt_once_under_prefixes_of_its_own(prompts, overhead, room):
-    forest = plan_prefixes(prompts, room, overhead)
+@given(prompts, st.integers(0, 8), st.integers(2, 12), st.integers(1, 4), st.integers(0, 3))
+def test_a_forest_holds_every_prompt_once_under_prefixes_of_its_own(prompts, overhead, room, group, beside):
+    forest = plan_prefixes(prompts, Rules(room, overhead, group, beside))
     places = []
     for member, parent in walk(forest):
         if isinstance(member, int):
             places.append(member)
             continue
         assert member.parent is parent and 0 <= member.start < member.end <= room
+        assert member.end % group == 0
+        chain = len(list(ancestors(member)))
+        assert member.end + chain * beside <= room
+        for user in (prompts[place] for place in member.users):
+            need = len(user.tokens) + user.steps + beside
+            # Who has a place in the cache alone has one with all of its prefixes.
+            assert not user.steps or need > room or not beside or need + chain * beside <= room
         users = [prompts[place] for place in member.users]
         assert len(users) > 1 and sorted(member.users) == sorted(
             place for place, _ in walk(member.members) if isinstance(place, int)
@@ -61,30 +69,30 @@ def test_without_overhead_every_shared_token_is_computed_once(tokens):
     """The trie's nodes; and where a prompt is the beginning of others, its last token is computed by each."""
     nodes = {prompt[:end] for prompt in tokens for end in range(1, len(prompt) + 1)}
     asked = [Prompt(list(prompt), False, 0) for prompt in tokens]
-    assert len(nodes) <= fed(plan_prefixes(asked, ENDLESS, 0), asked) <= len(nodes) + 2 * len(tokens)
+    assert len(nodes) <= fed(plan_prefixes(asked, FREE), asked) <= len(nodes) + 2 * len(tokens)
     scored = [Prompt(list(prompt), True, 0) for prompt in tokens]
     # There every branch computes the last shared token again.
-    assert fed(plan_prefixes(scored, ENDLESS, 0), scored) <= len(nodes) + 3 * len(tokens)
+    assert fed(plan_prefixes(scored, FREE), scored) <= len(nodes) + 3 * len(tokens)
 
 
 def test_what_saves_too_little_is_left():
     prompts = [Prompt([1, 2, 3, 4, 5, tail], False, steps) for tail, steps in ((6, 0), (7, 3))]
-    (prefix,) = plan_prefixes(prompts, ENDLESS, 1.25)
+    (prefix,) = plan_prefixes(prompts, Rules(ENDLESS, 1.25))
     assert isinstance(prefix, Prefix) and (prefix.start, prefix.end, prefix.saved) == (0, 5, 5)
-    assert plan_prefixes(prompts, ENDLESS, 1.3) == [1, 0]
-    assert plan_prefixes(prompts, 4, 0) == [1, 0]
+    assert plan_prefixes(prompts, Rules(ENDLESS, 1.3)) == [1, 0]
+    assert plan_prefixes(prompts, Rules(4, 0)) == [1, 0]
 
 
 def test_the_longest_come_first_with_those_that_share_with_them():
     prompts = [Prompt(list(tokens), False, 0) for tokens in ((1, 2), (9, 1, 2, 3), (5, 5, 5), (9, 1), (1, 2, 8, 8, 8))]
-    first, second, third = plan_prefixes(prompts, ENDLESS, 0)
+    first, second, third = plan_prefixes(prompts, FREE)
     assert isinstance(first, Prefix) and first.members == [4, 0]
     assert isinstance(second, Prefix) and second.members == [1, 3] and third == 2
 
 
 def test_chains_of_prefixes_are_not_endless():
     prompts = [Prompt(list(range(1, end)), False, 0) for end in range(3, 1500)]
-    forest = plan_prefixes(prompts, ENDLESS, 0)
+    forest = plan_prefixes(prompts, FREE)
     depth = max(len(list(ancestors(member))) for member, _ in walk(forest) if isinstance(member, Prefix))
     assert depth == MAX_DEPTH
 

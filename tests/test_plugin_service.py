@@ -108,6 +108,27 @@ def test_models_take_turns_and_one_is_in_memory(bench: Bench) -> None:
     assert [engine.closed for engine in bench.engines] == [True, False]
 
 
+def test_an_expected_model_is_loaded_before_anybody_asks(bench: Bench) -> None:
+    bench.service.expect(MODEL)
+    assert eventually(lambda: len(bench.engines) == 1)
+    bench.service.expect(MODEL)
+    bench.service.expect(OTHER)  # one is loaded: it stays until the other is asked
+    time.sleep(0.05)
+    assert len(bench.engines) == 1
+    bench.service.answer(MODEL, question("a"))
+    assert bench.blocks == [1] and len(bench.engines) == 1
+
+
+def test_what_goes_wrong_with_an_expected_model_is_told_to_who_asks(bench: Bench) -> None:
+    bench.broken = True
+    bench.service.expect(MODEL)
+    with pytest.raises(RuntimeError, match="cannot load"):
+        bench.service.answer(MODEL, question("a"))
+    bench.broken = False
+    bench.service.answer(MODEL, question("b"))
+    assert bench.blocks == [1]
+
+
 def test_finished_answers_are_not_computed_again(bench: Bench) -> None:
     bench.service.answer(MODEL, question("a"))
     again = Bench()

@@ -113,7 +113,9 @@ def sides(word_perplexity: float = 30.0) -> tuple[Any, Any, Any]:
         "bits_per_byte": 0.93, "token_perplexity": 17.0,
     }  # fmt: skip
     run = SimpleNamespace(
-        stats={f"{name} test": value for name, value in stats.items()}, seconds=1.0, record={"hardware": {"cpu": "x"}}
+        stats={f"{name} test": value for name, value in stats.items()},
+        seconds=1.0,
+        records=[{"hardware": {"cpu": "x"}}],
     )
     documents = {
         "accuracy": [{"exact_match": 0.0}, {"exact_match": 1.0}],

@@ -120,3 +120,9 @@ class Family:
     prompt: Row
     num_branches: int = 0
     branch_tokens: int = 0
+
+    @property
+    def max_fed(self) -> int:
+        """Tokens that pass through the model at most: the prompt, and every drawn token but the last."""
+        grown = max(0, self.prompt.max_new - 1) + self.num_branches * self.branch_tokens
+        return self.prompt.pending + grown

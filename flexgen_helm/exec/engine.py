@@ -25,7 +25,7 @@ from flexgen_helm.core.records import GenerationRequest, GenerationResult, Memor
 from flexgen_helm.exec.block import UNLIMITED, Workload, block_limits, hidden_fractions
 from flexgen_helm.exec.executor import Executor
 from flexgen_helm.exec.planning import Planner
-from flexgen_helm.exec.prefixes import prefixes_of
+from flexgen_helm.exec.prefixes import Rules, prefixes_of
 from flexgen_helm.exec.prepare import Prepared, prepare, share
 from flexgen_helm.exec.run import OnResult, Run
 from flexgen_helm.exec.scheduler import BlockLimits
@@ -37,7 +37,7 @@ from flexgen_helm.policy.memory import plan_memory
 from flexgen_helm.policy.placement import TIERS, AtRest, Tier, achieved, shares
 from flexgen_helm.policy.plan import less_margin
 from flexgen_helm.policy.policy import SCHEDULES, Policy, Schedule
-from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision
+from flexgen_helm.quant.precisions import FP16, PRECISIONS, CacheFormat, Precision
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.store.hidden import HiddenStore
 from flexgen_helm.store.kv import KVCache
@@ -52,7 +52,7 @@ _SEGMENT_S = 1e-4
 # Not measured: what is shared, and with it the last bits of a result, must not change between two processes.
 _USUAL_FLOPS = {"cpu": 2e11, "cuda": 1e14}
 # Part of every fingerprint: raised when a change of the code can change a result.
-RESULTS_VERSION = 2
+RESULTS_VERSION = 3
 
 
 class Engine:
@@ -225,9 +225,12 @@ class Engine:
             prepared = prepare(requests, self.spec, self.tokenizer, self._schedule)
             segment_tokens = self._segment_tokens()
             # Only a search needs to know beforehand what will be shared; the run itself plans that with its own room.
-            asked = _asked(prepared, segment_tokens, self._searched and self._cache_form is None)
+            asked = _asked(prepared, segment_tokens, self._searched, self._cache_form)
             self._plan_block(asked)
-            cache = KVCache(self.spec, self._tiers, self._dtype, self._plan.cache, delegate, self._cache_form)
+            one_layer = self._schedule == "prefill-only"
+            cache = KVCache(
+                self.spec, self._tiers, self._dtype, self._plan.cache, delegate, self._cache_form, one_layer
+            )
             limits, waiting = self._block(cache, prepared)
             hidden = HiddenStore(self._tiers, waiting)
             executor = Executor(self._decoder, self._weights, cache, hidden, self._device)
@@ -336,7 +339,7 @@ class Engine:
             free,
             home,
             cache.bytes_per_token,
-            cache.bytes_per_token // self.spec.num_layers,
+            cache.layer_bytes_per_token,
             hidden_bytes,
             cache.bytes_per_row,
         )
@@ -396,8 +399,10 @@ class Engine:
         }
 
 
-def _asked(prepared: Prepared, segment_tokens: float, shares: bool) -> planner_workload.Workload | None:
-    """The lengths of all distinct requests, and what they share; None where there is none."""
+def _asked(
+    prepared: Prepared, segment_tokens: float, shares: bool, form: CacheFormat | None
+) -> planner_workload.Workload | None:
+    """The lengths of all distinct requests' rows, and what they share, if that is wanted; None where there is none."""
     lengths = [
         (max(1, len(running.tokens)), max(1, running.request.max_tokens))
         for running in prepared.running
@@ -405,8 +410,15 @@ def _asked(prepared: Prepared, segment_tokens: float, shares: bool) -> planner_w
     ]
     if not lengths:
         return None
-    forest = share(prepared.running, UNLIMITED, segment_tokens) if shares else []
-    return planner_workload.Workload.of(lengths, sum(prefix.saved for prefix in prefixes_of(forest)))
+    group = 1 if form is None else form.shared_tokens
+    saved = 0
+    if shares and group is not None:
+        forest = share(prepared.running, Rules(UNLIMITED, segment_tokens, group), branches=form is not None)
+        saved = sum(prefix.saved for prefix in prefixes_of(forest))
+    for running in prepared.running:
+        if form is None or running.request.max_tokens <= 1:  # its continuations share the whole prompt
+            saved += (max(1, running.num_branches) - 1) * len(running.tokens)
+    return planner_workload.Workload.of(lengths, saved)
 
 
 def _never() -> bool:

@@ -103,7 +103,7 @@ class _Shared:
     positions: Tensor
     latest: int
 
-    def attend(self, layer: int, window: int | None, scoring: Scoring, cache: KVCache, q: Tensor) -> Part:
+    def attend(self, layer: int, window: int | None, scoring: Scoring, cache: KVCache, q: Tensor) -> Iterator[Part]:
         assert self.parent.group is not None
         delegated = cache.delegates(self.parent.group) and len(self.tokens) < _BROUGHT_FROM
         positions = self.positions
@@ -118,7 +118,54 @@ class _Shared:
             mask = attention.before(positions.cpu(), torch.arange(keys.shape[1]), window, q.device)
         part = attention.shared(q, keys, values, scoring, positions, mask)
         cache.done(self.parent.group, layer)
-        return _back(cache, part) if delegated else part
+        yield _back(cache, part) if delegated else part
+
+
+@dataclass(frozen=True, eq=False)
+class _PackedShared:
+    """As `_Shared`, of a parent whose cache is packed. borders [t]: the query sees the parent's tokens before this one
+    packed, and the others as they are.
+
+        parent's tokens   0 … low | low … high | low … end      low, high: the first and the last border
+                          packed    packed       as they are
+        seen by           all       some         the others
+
+    slice_tokens: unpacked at once.
+    """
+
+    parent: Row
+    tokens: Tensor
+    positions: Tensor
+    latest: int
+    borders: Tensor
+    slice_tokens: int
+
+    def attend(self, layer: int, window: int | None, scoring: Scoring, cache: KVCache, q: Tensor) -> Iterator[Part]:
+        parent, end = self.parent, self.parent.prompt_len
+        assert parent.group is not None
+        low, high = int(self.borders.min()), int(self.borders.max())
+        for first, last in _slices(0, low, self.slice_tokens):
+            yield self._part(first, cache.packed_segment(parent, layer, first, last), None, window, scoring, q)
+        for first, last in _slices(low, high, self.slice_tokens):
+            hidden = torch.arange(first, last) >= self.borders[:, None]
+            yield self._part(first, cache.packed_segment(parent, layer, first, last), hidden, window, scoring, q)
+        if low < end:
+            hidden = torch.arange(low, end) < self.borders[:, None]
+            yield self._part(low, cache.plain_segment(parent, layer, low, end), hidden, window, scoring, q)
+        cache.done(parent.group, layer)
+
+    def _part(
+        self, first: int, segment: Part, hidden: Tensor | None, window: int | None, scoring: Scoring, q: Tensor
+    ) -> Part:
+        """Over keys and values [Hk, n, D] of the tokens from `first` on; hidden [t, n]: what a query does not see."""
+        keys, values = segment
+        if window is not None and self.latest - first >= window:
+            beyond = self.positions.cpu()[:, None] - torch.arange(first, first + keys.shape[1]) >= window
+            hidden = beyond if hidden is None else hidden | beyond
+        mask = None
+        if hidden is not None:
+            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf).to(q.device)
+        return attention.shared(q, keys, values, scoring, self.positions - first, mask)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +180,7 @@ class Layout:
     positions: Tensor
     prompts: tuple[tuple[Row, slice], ...]
     decodes: tuple[_Decode | _PackedDecode, ...]
-    shared: tuple[_Shared, ...]
+    shared: tuple[_Shared | _PackedShared, ...]
 
     def attend(
         self, layer: int, window: int | None, scoring: Scoring, cache: KVCache, q: Tensor, k: Tensor, v: Tensor
@@ -153,9 +200,11 @@ class Layout:
             tokens = part.tokens
             out[tokens], lse[tokens] = part.attend(layer, window, scoring, cache, q[tokens], k[tokens], v[tokens])
         for common in self.shared:
-            theirs = common.attend(layer, window, scoring, cache, q[common.tokens])
             index = common.tokens
-            out[index], lse[index] = attention.merge((out[index], lse[index]), theirs)
+            joined = out[index], lse[index]
+            for theirs in common.attend(layer, window, scoring, cache, q[index]):
+                joined = attention.merge(joined, theirs)
+            out[index], lse[index] = joined
         return out
 
     def prefetch(self, layer: int, cache: KVCache) -> None:
@@ -225,10 +274,15 @@ def layout(
         decodes.append(_Decode(rows, group, lengths.to(device), longest, masks))
 
     at = torch.tensor(positions)
-    commons = []
+    commons: list[_Shared | _PackedShared] = []
     for parent, index in shared.items():
-        ages = (at[index] - parent.start).to(device)
-        commons.append(_Shared(parent, torch.tensor(index, device=device), ages, int(at[index].max()) - parent.start))
+        ages = at[index] - parent.start
+        common = parent, torch.tensor(index, device=device), ages.to(device), int(ages.max())
+        if codec is None:
+            commons.append(_Shared(*common))
+        else:
+            borders = torch.tensor([codec.form.boundary(age) for age in ages.tolist()]).clamp_max(parent.prompt_len)
+            commons.append(_PackedShared(*common, borders, max(1, _UNPACKED_ELEMENTS // (2 * codec.token_elements))))
 
     return Layout(
         token_ids=torch.tensor(token_ids, device=device),
@@ -313,6 +367,11 @@ def _packed_decode(
         tail_masks,
         form.value_share,
     )
+
+
+def _slices(first: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+    for begin in range(first, end, step):
+        yield begin, min(begin + step, end)
 
 
 def _back(cache: KVCache, part: Part) -> Part:

@@ -49,12 +49,20 @@ class Prefix:
         return (self.end - self.start) * (len(self.users) - 1)
 
 
-def plan_prefixes(prompts: Sequence[Prompt], room: int, overhead: float, least_users: int = 2) -> list[Prefix | int]:
-    """A forest with every prompt's place in it once, the longest first.
+@dataclass(frozen=True)
+class Rules:
+    """What a prefix must be. room: positions that a prompt and its prefixes may take together; row_tokens: what each
+    of them takes beside its own, in positions; group_tokens: prefixes end where a group of so many tokens does;
+    overhead: tokens that could be computed while a batch attends to one segment more."""
 
-    room: positions that a prompt's prefixes may take together. overhead: tokens that could be computed while a batch
-    attends to one segment more.
-    """
+    room: int
+    overhead: float
+    group_tokens: int = 1
+    row_tokens: int = 0
+
+
+def plan_prefixes(prompts: Sequence[Prompt], rules: Rules, least_users: int = 2) -> list[Prefix | int]:
+    """A forest with every prompt's place in it once, the longest first."""
     order = sorted(range(len(prompts)), key=lambda place: prompts[place].tokens)
     roots: list[Prefix | int] = []
     under: dict[int, Prefix] = {}  # the deepest prefix of a prompt
@@ -69,9 +77,11 @@ def plan_prefixes(prompts: Sequence[Prompt], room: int, overhead: float, least_u
         end = min(depth, len(prompts[users[0]].tokens) - 1)  # of sorted prompts the first may be the whole prefix
         if any(prompts[place].scored for place in users):
             end = min(end, depth - 1)
-        prefix = Prefix(end, parent, users)
+        prefix = Prefix(end // rules.group_tokens * rules.group_tokens, parent, users)
         passes = 1 + max(prompts[place].steps for place in users)
-        if len(users) < least_users or end <= prefix.start or end > room or prefix.saved < overhead * passes:
+        if len(users) < least_users or prefix.end <= prefix.start or prefix.saved < rules.overhead * passes:
+            continue
+        if not _fits(prefix, [prompts[place] for place in users], len(path) + 1, rules):
             continue
         path.append((prefix, last))
         (parent.members if parent is not None else roots).append(prefix)
@@ -80,6 +90,15 @@ def plan_prefixes(prompts: Sequence[Prompt], room: int, overhead: float, least_u
         (under[place].members if place in under else roots).append(place)
     _sort(roots, prompts)
     return roots
+
+
+def _fits(prefix: Prefix, users: Sequence[Prompt], depth: int, rules: Rules) -> bool:
+    """Whether the chain down to a prefix fits, and no user is kept out by what prefixes take beside their tokens."""
+    beside = depth * rules.row_tokens
+    if prefix.end + beside > rules.room:
+        return False
+    alone = (len(user.tokens) + user.steps + rules.row_tokens for user in users if user.steps)
+    return not beside or max((need for need in alone if need <= rules.room), default=0) + beside <= rules.room
 
 
 def prefixes_of(members: Sequence[Prefix | int]) -> Iterator[Prefix]:

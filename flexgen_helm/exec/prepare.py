@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flexgen_helm.core.errors import RequestError
 from flexgen_helm.core.records import GenerationRequest
 from flexgen_helm.core.rows import Family, Row
-from flexgen_helm.exec.prefixes import Prefix, Prompt, plan_prefixes
+from flexgen_helm.exec.prefixes import Prefix, Prompt, Rules, plan_prefixes
 from flexgen_helm.exec.running import RunningRequest
 from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.policy.policy import Schedule
@@ -63,15 +63,23 @@ def prepare(
 
 
 def share(
-    running: Sequence[RunningRequest], room: int, segment_tokens: float, least_users: int = 2
+    running: Sequence[RunningRequest], rules: Rules, branches: bool = False, least_users: int = 2
 ) -> list[Prefix | int]:
-    """The forest of beginnings that are worth computing once (`plan_prefixes`, whose `overhead` is segment_tokens)."""
-    prompts = []
-    for each in running:
+    """The forest of beginnings that are worth computing once; its places are those in `running`.
+
+    branches: continuations of one prompt cannot attend to the cache of all of it, so each is a user of its own; the
+    request's place then occurs as often, one behind the other.
+    """
+    prompts, places = [], []
+    for place, each in enumerate(running):
         request = each.request
         fed = each.tokens if request.max_tokens else each.tokens[:-1]  # nothing follows: the last one is not fed
-        prompts.append(Prompt(fed, request.echo_logprobs, max(0, request.max_tokens - 1)))
-    return plan_prefixes(prompts, room, segment_tokens, least_users)
+        prompt = Prompt(fed, request.echo_logprobs, max(0, request.max_tokens - 1))
+        count = each.num_branches if branches and request.max_tokens > 1 else 1
+        prompts += [prompt] * count
+        places += [place] * count
+    forest = plan_prefixes(prompts, rules, least_users)
+    return forest if len(places) == len(running) else _renumbered(forest, places)
 
 
 def families(
@@ -102,7 +110,7 @@ def families(
             )
             row.score = request.echo_logprobs and not branch
             row.keeps_cache = request.max_tokens > 1
-            needed = start + row.cache_tokens + row_tokens
+            needed = start + row.cache_tokens + (1 + len(parents)) * row_tokens
             if row.keeps_cache and needed > cache_tokens:
                 raise _too_large(needed, cache_tokens)
             rows.append(row)
@@ -121,6 +129,18 @@ def families(
         row.score = request.echo_logprobs and first == 0
         running.rows_left += 1
         found.append(Family(row, count, each))
+    return found
+
+
+def _renumbered(members: Sequence[Prefix | int], places: Sequence[int]) -> list[Prefix | int]:
+    found: list[Prefix | int] = []
+    for member in members:
+        if isinstance(member, Prefix):
+            member.users = [places[user] for user in member.users]
+            member.members = _renumbered(member.members, places)
+            found.append(member)
+        else:
+            found.append(places[member])
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from flexgen_helm.core.errors import MemoryLimitError, NumericalError, RequestEr
 from flexgen_helm.core.records import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.core.rows import Batch, Chunk, Family, Row
 from flexgen_helm.exec.executor import BatchOutcome, Executor, RowOutcome
-from flexgen_helm.exec.prefixes import Prefix, prefixes_of
+from flexgen_helm.exec.prefixes import Prefix, Rules, prefixes_of
 from flexgen_helm.exec.prepare import Prepared, families, share
 from flexgen_helm.exec.running import RunningPrefix, RunningRequest
 from flexgen_helm.exec.sampling import Draw
@@ -67,9 +67,7 @@ class Run:
         for place, error in prepared.refused.items():
             self._deliver(place, GenerationResult(error=error))
         waiting = self._queue(prepared.running)
-        # A row feeds its prompt and every drawn token but the last.
-        fed = sum(running.max_fed for running in prepared.running if running.rows_left)
-        self._total_tokens = fed - self.saved_tokens
+        self._total_tokens = sum(family.max_fed for family in waiting)
         self._scheduler = Scheduler(waiting, self._limits)
         while batches := self._scheduler.next_pass():
             again = self._scheduler.will_go_on(batches)
@@ -96,6 +94,8 @@ class Run:
                     raise
                 # What was written to the cache is written again, the same; rows that are done stay done.
                 left = [batch for batch in batches if batch not in done]
+                if self._cache.one_layer:
+                    left = [*self._again(batch for batch in batches if batch in done), *left]
                 halves = self._scheduler.halve(left)
                 if len(halves) == len(left):
                     raise MemoryLimitError(
@@ -104,6 +104,15 @@ class Run:
                     ) from error
                 batches, self.halvings = halves, self.halvings + 1
                 done.clear()
+
+    def _again(self, done: Iterable[Batch]) -> list[Batch]:
+        """The prefixes of finished batches that are still needed: what is left goes through all layers anew, and of
+        these only the last one is kept."""
+        found = []
+        for row in [chunk.row for batch in done for chunk in batch.chunks if chunk.row in self._readers]:
+            row.computed = 0
+            found.append(Batch((Chunk(row, row.pending),), True))
+        return found
 
     def _queue(self, running: Sequence[RunningRequest]) -> list[Family]:
         """What is to be computed, each shared beginning before the prompts that go on from it."""
@@ -114,12 +123,16 @@ class Run:
                 asked.append(request)
             else:
                 self._finish(request)  # nothing to compute
-        room, users = self._limits.cache_tokens, 2 if self._cache.shares_prefixes else len(asked) + 1
-        forest = share(asked, room, self._segment_tokens, users)
-        # One pass over all, in which every prefix has its place in the cache: those with most users.
-        while self._schedule == "prefill-only" and sum(p.end - p.start for p in prefixes_of(forest)) > room:
-            users *= 2
-            forest = share(asked, room, self._segment_tokens, users)
+        limits, group, users = self._limits, self._cache.prefix_tokens, 2
+        rules = Rules(limits.cache_tokens, self._segment_tokens, group or 1, limits.row_tokens)
+        if group is None:
+            forest: list[Prefix | int] = list(range(len(asked)))
+        else:
+            forest = share(asked, rules, not self._cache.shares_prompts)
+            # One pass over all, in which every prefix has its place in the cache: those with most users.
+            while self._schedule == "prefill-only" and _taken(forest, limits.row_tokens) > limits.cache_tokens:
+                users *= 2
+                forest = share(asked, rules, not self._cache.shares_prompts, users)
         waiting: list[Family] = []
         self._enqueue(forest, (), asked, waiting)
         return waiting
@@ -134,9 +147,9 @@ class Run:
         """Rows that will need the cache of all of `parents`."""
         needed = 0
         limits = self._limits
-        for member in members:
+        for member in dict.fromkeys(members):  # the branches of a request come with it
             if isinstance(member, Prefix):
-                users = [asked[place] for place in member.users]
+                users = [asked[place] for place in dict.fromkeys(member.users)]
                 row = Row(
                     users[0].tokens[member.start : member.end], member.end - member.start, None, member.start, parents,
                     max_new=1, keeps_cache=True,
@@ -150,7 +163,8 @@ class Run:
                 if readers:
                     row.owner = RunningPrefix(kept)
                     self._readers[row] = readers
-                    self.saved_tokens += (member.end - member.start) * (len(kept) - 1)
+                    rows = sum(asked[place].error is None for place in member.users)
+                    self.saved_tokens += (member.end - member.start) * (rows - 1)
                     needed += readers + 1
                 else:
                     del waiting[place]
@@ -162,11 +176,12 @@ class Run:
                     limits.cache_tokens,
                     limits.max_rows,
                     limits.row_tokens,
-                    self._cache.shares_prefixes,
+                    self._cache.shares_prompts,
                     parents,
                 )
                 waiting += found
                 needed += len(found)
+                self.saved_tokens += (request.num_branches - len(found)) * len(request.tokens)
             except RequestError as error:
                 request.error = error
                 self._finish(request)
@@ -281,6 +296,11 @@ class Run:
         heads = scored + (1 if row.draws else 0)
         attention = spec.attention_flops(1, 1) * count * seen
         return spec.linear_flops_per_token * count + attention + spec.head_flops_per_token * heads
+
+
+def _taken(forest: Sequence[Prefix | int], row_tokens: int) -> int:
+    """Positions of cache that all prefixes of a forest take together."""
+    return sum(prefix.end - prefix.start + row_tokens for prefix in prefixes_of(forest))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -27,6 +27,11 @@ class EngineLike(Protocol):
     def close(self) -> None: ...
 
 
+def import_engine() -> None:
+    """Torch and what else an engine needs: seconds of importing, which are best not spent beside other imports."""
+    import flexgen_helm.exec.engine  # noqa: F401
+
+
 def load_engine(model: ModelArguments) -> EngineLike:
     from flexgen_helm.exec.engine import Engine
 

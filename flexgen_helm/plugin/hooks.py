@@ -146,6 +146,8 @@ def _recording(original: Callable[..., None]) -> Callable[..., None]:
         from flexgen_helm.plugin.metrics import metric_spec
 
         record = RunRecord(run_spec.name, Path(self._get_run_path(run_spec)), model)
+        if not (self.skip_completed_runs or self.cache_instances_only):  # else nothing may be asked
+            get_service().expect(model)
         token = current_run.set(record)
         try:
             original(self, replace(run_spec, metric_specs=[*run_spec.metric_specs, metric_spec()]))

@@ -2,6 +2,7 @@
 
 HELM asks from a pool of threads, one request a thread, and constructs as many clients. Here their questions meet:
 
+    expect(model)                questions for it will come: it is loaded while prompts are still being made
     announce(model, questions)   a run's (or a suite's) requests, known beforehand: computed in one block at once
     answer(model, question)      what a client calls; waits for the answer, announced or not
 
@@ -16,12 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.core.errors import Interrupted
 from flexgen_helm.core.records import GenerationRequest, GenerationResult
-from flexgen_helm.plugin.engine import EngineLike, load_engine
+from flexgen_helm.plugin.engine import EngineLike, import_engine, load_engine
 from flexgen_helm.plugin.keeper import Keeper
 from flexgen_helm.plugin.models import ModelArguments
 
@@ -103,9 +105,23 @@ class Service:
         self._worker: threading.Thread | None = None
         self._stop = threading.Event()
         self._closing = False
+        self._expected: ModelArguments | None = None
+        self._told: set[ModelArguments] = set()  # models that were expected before
         self._engine: tuple[ModelArguments, EngineLike] | None = None  # touched by the worker only
 
     # What clients and hooks call
+
+    def expect(self, model: ModelArguments) -> None:
+        """Load `model` in the background if no other one is loaded. What goes wrong is told to those who ask."""
+        if model in self._told or self._stop.is_set():
+            return
+        self._told.add(model)
+        if engine_factory is load_engine:
+            with suppress(Exception):
+                import_engine()  # here, so that two threads never import at once
+        with self._changed:
+            self._expected = model
+            self._awake()
 
     def announce(
         self, model: ModelArguments, questions: Iterable[Question], durable: bool = True, hold: bool = False
@@ -191,11 +207,15 @@ class Service:
                         self._first_arrival = self._last_arrival
                 job.holders += 1
                 jobs[question.key] = job
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name="flexgen-engine", daemon=True)
-                self._worker.start()
-            self._changed.notify_all()
+            self._awake()
         return list(jobs.values())
+
+    def _awake(self) -> None:
+        """Tell the worker that something changed; begin with one."""
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="flexgen-engine", daemon=True)
+            self._worker.start()
+        self._changed.notify_all()
 
     def _release(self, jobs: list[Job]) -> None:
         with self._changed:
@@ -222,10 +242,13 @@ class Service:
         due = min(self._last_arrival + IDLE_FLUSH_S, self._first_arrival + LONGEST_GATHERING_S)
         return max(0.0, due - time.monotonic())
 
-    def _next_block(self) -> list[Job]:
-        """Wait for jobs of one model, the loaded one first; empty when the service closes."""
+    def _next_block(self) -> list[Job] | ModelArguments:
+        """Wait for jobs of one model, the loaded one first, or for a model to load; empty when the service closes."""
         with self._changed:
             while not self._closing:
+                expected, self._expected = self._expected, None
+                if expected is not None and self._engine is None and not self._queue:
+                    return expected
                 delay = self._seconds_to_flush()
                 if delay == 0.0:
                     loaded = self._engine[0] if self._engine else None
@@ -244,6 +267,10 @@ class Service:
 
     def _work(self) -> None:
         while block := self._next_block():
+            if isinstance(block, ModelArguments):
+                with suppress(Exception):  # whoever asks meets it again
+                    self._engine_for(block)
+                continue
             try:
                 self._serve(block)
             except BaseException as error:  # the waiters must hear of it, and the thread must live on

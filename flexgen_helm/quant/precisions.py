@@ -64,6 +64,13 @@ class CacheFormat:
         return self.token_group if self.token_group > 1 else 32
 
     @property
+    def shared_tokens(self) -> int | None:
+        """Beginnings that several rows share end at a multiple of so many tokens, because those that are packed
+        together belong to one row. None where none can be shared: what sparse attention takes, it chooses of all older
+        tokens together."""
+        return None if self.is_sparse else self.stored_tokens
+
+    @property
     def tail_tokens(self) -> int:
         """Newest tokens of a row whose group may not be stored, or not be seen packed yet."""
         return self.residual + self.stored_tokens - 1

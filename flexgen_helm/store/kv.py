@@ -16,7 +16,7 @@ from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.policy.placement import TIERS, Tier, neediest
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.quant.tokens import TokenCodec
-from flexgen_helm.store.kv_groups import DiskCache, GroupCache, HostCache, KeysValues, MemoryCache, NearCache
+from flexgen_helm.store.kv_groups import CacheSpec, DiskCache, GroupCache, HostCache, KeysValues, MemoryCache, NearCache
 from flexgen_helm.store.kv_packed import DiskGroups, HostGroups, NearGroups, PackedCache, PackedGroups, slot_bytes
 from flexgen_helm.store.tiers import Tiers
 from flexgen_helm.store.traffic import Kind
@@ -27,7 +27,8 @@ class KVCache:
 
     fractions: of the cache's bytes on each tier; a new group goes where most is missing. delegate: attention over
     groups in host memory is computed by the host although a device computes the rest. form: what is packed of it, None
-    for nothing.
+    for nothing. one_layer: a pass takes all its batches through a layer before the next one and nobody decodes, so
+    what prefixes keep of one layer takes the place of the last one's.
     """
 
     def __init__(
@@ -38,8 +39,11 @@ class KVCache:
         fractions: Mapping[Tier, float],
         delegate: bool = False,
         form: CacheFormat | None = None,
+        one_layer: bool = False,
     ) -> None:
-        self._spec, self._tiers, self._dtype = spec, tiers, dtype
+        self._spec = CacheSpec(1 if one_layer else spec.num_layers, spec.num_kv_heads, spec.head_dim)
+        self._plain_bytes = spec.kv_bytes_per_token(dtype.itemsize) // spec.num_layers * self._spec.num_layers
+        self._tiers, self._dtype, self.one_layer = tiers, dtype, one_layer
         self._fractions, self._delegate = fractions, delegate
         self._groups: dict[SlotGroup, GroupCache | PackedCache] = {}
         self._held = dict.fromkeys(TIERS, 0)
@@ -47,15 +51,24 @@ class KVCache:
         self.codec = None if form is None else TokenCodec(form, spec.num_kv_heads, spec.head_dim, dtype)
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Groups of tokens that are packed together would reach from a shared beginning into its continuations."""
+    def prefix_tokens(self) -> int | None:
+        """Shared beginnings end at a multiple of so many tokens; None where none can be shared."""
+        return 1 if self.codec is None else self.codec.form.shared_tokens
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether rows may go on from the whole of another's prompt."""
         return self.codec is None
 
     @property
     def bytes_per_token(self) -> int:
         if self.codec is None:
-            return self._spec.kv_bytes_per_token(self._dtype.itemsize)
+            return self._plain_bytes
         return -(-self._spec.num_layers * self.codec.group_bytes // self.codec.group_tokens)
+
+    @property
+    def layer_bytes_per_token(self) -> int:
+        return self.bytes_per_token // self._spec.num_layers
 
     @property
     def bytes_per_row(self) -> int:
@@ -63,11 +76,11 @@ class KVCache:
         if self.codec is None:
             return 0
         form = self.codec.form
-        return form.tail_copies * form.tail_tokens * self._spec.kv_bytes_per_token(self._dtype.itemsize)
+        return form.tail_copies * form.tail_tokens * self._plain_bytes
 
     def write(self, row: Row, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Store the keys and values [S, Hk, D] of `row`'s own tokens start … start + S - 1."""
-        group = self._open(row)
+        group, layer = self._open(row), self._kept(layer)
         if isinstance(group, PackedCache):
             assert start == 0, "a prompt is written whole"
             group.write(row.slot, layer, k, v)
@@ -78,7 +91,7 @@ class KVCache:
 
     def append(self, group: SlotGroup, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Store one token [B, Hk, D] for each of the group's rows, at `positions` [B] of their own tokens."""
-        found = self._open(group.rows[0])
+        found, layer = self._open(group.rows[0]), self._kept(layer)
         self._grow(found, group, layer)
         if isinstance(found, PackedCache):
             found.append(layer, k, v)
@@ -93,29 +106,39 @@ class KVCache:
 
     def active(self, group: SlotGroup, layer: int, length: int) -> KeysValues:
         """Keys and values of the group's rows, their first `length` positions: [B, Hk, length, D] each."""
-        keys, values = self._plain(group).read(layer)
+        keys, values = self._plain(group).read(self._kept(layer))
         rows = len(group.rows)
         return keys[:rows, :, :length], values[:rows, :, :length]
 
     def segment(self, row: Row, layer: int) -> KeysValues:
         """Keys and values of the prompt of `row`, whose layer has been written: [Hk, prompt_len, D] each."""
         assert row.group is not None
-        keys, values = self._plain(row.group).read(layer)
+        keys, values = self._plain(row.group).read(self._kept(layer))
         return keys[row.slot, :, : row.prompt_len], values[row.slot, :, : row.prompt_len]
+
+    def packed_segment(self, row: Row, layer: int, first: int, last: int) -> KeysValues:
+        """Tokens first … last - 1 of the prompt of `row` as they are packed: [Hk, n, D] each."""
+        assert row.group is not None
+        return self.packed(row.group).packed_segment(row.slot, self._kept(layer), first, last)
+
+    def plain_segment(self, row: Row, layer: int, first: int, last: int) -> KeysValues:
+        """The same of the newest tokens of a prompt that is packed, as they were computed."""
+        assert row.group is not None
+        return self.packed(row.group).plain_segment(row.slot, self._kept(layer), first, last)
 
     def prefetch(self, group: SlotGroup, layer: int) -> None:
         """Begin to bring one layer of a group beside the computing; harmless where it is there."""
         found = self._groups.get(group)
         if found is not None:
-            found.prefetch(layer)
+            found.prefetch(self._kept(layer))
 
     def done(self, group: SlotGroup, layer: int) -> None:
         """A batch has attended to this layer: what was brought is given back."""
         found = self._groups.get(group)
         if isinstance(found, PackedCache):
-            found.packed.drop(layer)
+            found.packed.drop(self._kept(layer))
         elif found is not None:
-            found.drop(layer)
+            found.drop(self._kept(layer))
 
     def delegates(self, group: SlotGroup) -> bool:
         """Whether the host computes attention over this group."""
@@ -132,6 +155,10 @@ class KVCache:
         assert link is not None
         self._tiers.traffic.moved("cpu_to_gpu", kind, sum(t.numel() * t.element_size() for t in tensors))
         return tuple(link.to_device(tensor) for tensor in tensors)
+
+    def _kept(self, layer: int) -> int:
+        """Where a layer lies among those that exist."""
+        return 0 if self.one_layer else layer
 
     def _plain(self, group: SlotGroup) -> GroupCache:
         found = self._groups[group]

@@ -13,6 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from math import prod
 from typing import Generic, TypeVar
 
@@ -22,12 +23,21 @@ from torch import Tensor
 
 from flexgen_helm.core.errors import MemoryLimitError
 from flexgen_helm.core.rows import SlotGroup
-from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.policy.placement import Tier
 from flexgen_helm.store.ledger import Allocation
 from flexgen_helm.store.ring import aligned
 from flexgen_helm.store.tiers import Tiers
 from flexgen_helm.store.traffic import LinkName
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What of a model its cache follows from. num_layers: those whose keys and values exist at a time."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
 
 KeysValues = tuple[Tensor, Tensor]  # [slots, Hk, S, D] each
 Brought = TypeVar("Brought")
@@ -141,7 +151,7 @@ class Transfers(Generic[Brought]):
 class FarCache(GroupCache):
     """A group away from the computing: a layer of it is brought for each use."""
 
-    def __init__(self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup) -> None:
+    def __init__(self, spec: CacheSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup) -> None:
         self._spec, self._tiers, self._dtype, self._group = spec, tiers, dtype, group
         self._transfers: Transfers[KeysValues] = Transfers(tiers)
 
@@ -184,7 +194,7 @@ class MemoryCache:
     """A tensor of keys and one of values a layer, that grow by copying: a page at a time, a layer at a time."""
 
     def __init__(
-        self, spec: ModelSpec, group: SlotGroup, capacity: int, device: torch.device, dtype: torch.dtype
+        self, spec: CacheSpec, group: SlotGroup, capacity: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.capacity = capacity
         shape = (group.num_slots, spec.num_kv_heads, capacity, spec.head_dim)
@@ -202,7 +212,7 @@ class NearCache(MemoryCache, GroupCache):
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: CacheSpec,
         tiers: Tiers,
         dtype: torch.dtype,
         group: SlotGroup,
@@ -233,7 +243,7 @@ class HostCache(MemoryCache, FarCache):
     """In host memory behind the link; a layer's part that is filled crosses it for each use."""
 
     def __init__(
-        self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup, capacity: int, claim: Allocation
+        self, spec: CacheSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup, capacity: int, claim: Allocation
     ) -> None:
         FarCache.__init__(self, spec, tiers, dtype, group)
         MemoryCache.__init__(self, spec, group, capacity, torch.device("cpu"), dtype)
@@ -284,7 +294,7 @@ class HostCache(MemoryCache, FarCache):
 class DiskCache(FarCache):
     """In a file of the run. Slots do not move: a row that takes another's place is only known by a new number."""
 
-    def __init__(self, spec: ModelSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup) -> None:
+    def __init__(self, spec: CacheSpec, tiers: Tiers, dtype: torch.dtype, group: SlotGroup) -> None:
         super().__init__(spec, tiers, dtype, group)
         self.tier = "disk"
         self._stored = list(range(group.num_slots))  # slot of the group -> slot of the file

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.core.rows import SlotGroup
-from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.policy.placement import Tier
 from flexgen_helm.quant.tokens import TokenCodec
-from flexgen_helm.store.kv_groups import Transfers, zeros
+from flexgen_helm.store.kv_groups import CacheSpec, Transfers, zeros
 from flexgen_helm.store.ledger import Allocation
 from flexgen_helm.store.ring import aligned
 from flexgen_helm.store.tiers import Tiers
@@ -32,7 +31,7 @@ class PackedCache:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: CacheSpec,
         tiers: Tiers,
         dtype: torch.dtype,
         group: SlotGroup,
@@ -90,11 +89,29 @@ class PackedCache:
 
     def older_keys(self, layer: int, rows: slice) -> Tensor:
         """Keys [B, Hk, S, D] of the whole groups that some rows see, S that of the oldest row."""
-        return self._codec.unpack_keys(self.packed.take(layer, self._groups())[rows]).transpose(1, 2)
+        return self._codec.unpack_keys(self.packed.take(layer, self._counts())[rows]).transpose(1, 2)
 
     def older_values(self, layer: int, rows: slice) -> Tensor:
         """Their values [B, Hk, S, D]."""
-        return self._codec.unpack_values(self.packed.take(layer, self._groups())[rows]).transpose(1, 2)
+        return self._codec.unpack_values(self.packed.take(layer, self._counts())[rows]).transpose(1, 2)
+
+    def packed_segment(self, slot: int, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [Hk, n, D] of tokens first … last - 1 of a row that others go on from, as they are packed."""
+        codec, size = self._codec, self._codec.group_tokens
+        low, high = first // size, -(-last // size)
+        taken = self.packed.take(layer, self._counts())[slot : slot + 1, low:high]
+        keys, values = (
+            unpack(taken)[0, first - low * size : last - low * size].transpose(0, 1)
+            for unpack in (codec.unpack_keys, codec.unpack_values)
+        )
+        return keys, values
+
+    def plain_segment(self, slot: int, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """The same of its newest tokens, as they were computed."""
+        assert last - first <= self._codec.tail_tokens
+        places = torch.arange(first, last, device=self._device) % self._codec.tail_tokens
+        keys, values = self._tails[layer][:, slot, places].transpose(1, 2)
+        return keys, values
 
     def chosen_values(self, layer: int, rows: slice, tokens: Tensor) -> Tensor:
         """Values [B, Hk, k, D] of tokens [B, Hk, k] of the whole groups; those of no other are brought."""
@@ -109,13 +126,17 @@ class PackedCache:
         return found[0].transpose(1, 2), found[1].transpose(1, 2)
 
     def prefetch(self, layer: int) -> None:
-        groups = self._groups()
-        if groups:
-            self.packed.prefetch(layer, groups)
+        counts = self._counts()
+        if max(counts):
+            self.packed.prefetch(layer, counts)
 
-    def _groups(self) -> int:
-        """Stored groups that the oldest row sees."""
-        return max(self._codec.stored_before(row.computed) for row in self._group.rows) // self._codec.group_tokens
+    def _counts(self) -> list[int]:
+        """Stored groups of each row that its own query sees, or, of a row that others go on from, those others'."""
+        size = self._codec.group_tokens
+        return [
+            (row.prompt_len if row.is_trunk else self._codec.stored_before(row.computed)) // size
+            for row in self._group.rows
+        ]
 
     def move(self, source: int, target: int) -> None:
         for tensors in (self._tails, self._seen or ()):
@@ -135,8 +156,9 @@ class PackedGroups(ABC):
         """Store groups [len(slots), n, group_bytes], from number `first` on."""
 
     @abstractmethod
-    def take(self, layer: int, groups: int) -> Tensor:
-        """The first groups of all rows [rows, groups, at least taken_bytes], beside the computing."""
+    def take(self, layer: int, counts: Sequence[int]) -> Tensor:
+        """The first groups of all rows, `counts` of each [rows, max(counts), at least taken_bytes], beside the
+        computing."""
 
     @abstractmethod
     def pick(self, layer: int, rows: slice, tokens: Tensor) -> Tensor:
@@ -148,7 +170,7 @@ class PackedGroups(ABC):
     @abstractmethod
     def move(self, source: int, target: int) -> None: ...
 
-    def prefetch(self, layer: int, groups: int) -> None:
+    def prefetch(self, layer: int, counts: Sequence[int]) -> None:
         return None
 
     def drop(self, layer: int) -> None:
@@ -161,7 +183,7 @@ class PackedGroups(ABC):
 class NearGroups(PackedGroups):
     """In memory: beside the computing, or (`HostGroups`) behind the link. Room for `capacity` groups a slot."""
 
-    def __init__(self, spec: ModelSpec, tiers: Tiers, group: SlotGroup, codec: TokenCodec, tier: Tier) -> None:
+    def __init__(self, spec: CacheSpec, tiers: Tiers, group: SlotGroup, codec: TokenCodec, tier: Tier) -> None:
         self.tier, self.claims, self.capacity = tier, [], 0
         self._tiers, self._group, self._codec = tiers, group, codec
         self._where = tiers.device if tier == tiers.home else _HOST
@@ -179,8 +201,8 @@ class NearGroups(PackedGroups):
         self.widen(layer)
         self._layers[layer][slots, first : first + packed.shape[1]] = packed
 
-    def take(self, layer: int, groups: int) -> Tensor:
-        return self._layers[layer][: len(self._group.rows), :groups]
+    def take(self, layer: int, counts: Sequence[int]) -> Tensor:
+        return self._layers[layer][: len(counts), : max(counts)]
 
     def pick(self, layer: int, rows: slice, tokens: Tensor) -> Tensor:
         return self._codec.pick_values(self._layers[layer][rows], tokens)
@@ -196,7 +218,7 @@ class NearGroups(PackedGroups):
 class HostGroups(NearGroups):
     """In host memory behind the link."""
 
-    def __init__(self, spec: ModelSpec, tiers: Tiers, group: SlotGroup, codec: TokenCodec) -> None:
+    def __init__(self, spec: CacheSpec, tiers: Tiers, group: SlotGroup, codec: TokenCodec) -> None:
         super().__init__(spec, tiers, group, codec, "cpu")
         self._transfers: Transfers[Tensor] = Transfers(tiers)
         assert tiers.link is not None
@@ -210,8 +232,8 @@ class HostGroups(NearGroups):
 
         self._transfers.leave(layer, packed.numel(), store)
 
-    def prefetch(self, layer: int, groups: int) -> None:
-        rows, taken = len(self._group.rows), self._codec.taken_bytes
+    def prefetch(self, layer: int, counts: Sequence[int]) -> None:
+        rows, groups, taken = len(counts), max(counts), self._codec.taken_bytes
 
         def bring() -> Tensor:
             filled = self._layers[layer][:rows, :groups, :taken].contiguous()
@@ -220,9 +242,9 @@ class HostGroups(NearGroups):
 
         self._transfers.fetch(layer, rows * groups * taken, bring)
 
-    def take(self, layer: int, groups: int) -> Tensor:
-        self.prefetch(layer, groups)
-        return self._transfers.get(layer)[:, :groups]
+    def take(self, layer: int, counts: Sequence[int]) -> Tensor:
+        self.prefetch(layer, counts)
+        return self._transfers.get(layer)[:, : max(counts)]
 
     def pick(self, layer: int, rows: slice, tokens: Tensor) -> Tensor:
         picked = super().pick(layer, rows, tokens.cpu())
@@ -246,7 +268,7 @@ class DiskGroups(PackedGroups):
     Groups are read whole: the tokens that sparse attention takes lie in nearly every page.
     """
 
-    def __init__(self, spec: ModelSpec, tiers: Tiers, group: SlotGroup, codec: TokenCodec, claim: Allocation) -> None:
+    def __init__(self, spec: CacheSpec, tiers: Tiers, group: SlotGroup, codec: TokenCodec, claim: Allocation) -> None:
         self.tier, self.claims = "disk", [claim]
         self._tiers, self._group, self._codec = tiers, group, codec
         self._transfers: Transfers[tuple[Tensor, Tensor]] = Transfers(tiers)  # beside the computing, and in host memory
@@ -275,12 +297,9 @@ class DiskGroups(PackedGroups):
 
         self._transfers.leave(layer, packed.numel(), store)
 
-    def prefetch(self, layer: int, groups: int) -> None:
-        size, each = self._codec.group_bytes, aligned(self._codec.group_bytes)
-        wanted = [
-            (self._offset(layer, slot), self._codec.stored_before(row.computed) // self._codec.group_tokens)
-            for slot, row in enumerate(self._group.rows)
-        ]
+    def prefetch(self, layer: int, counts: Sequence[int]) -> None:
+        size, each, groups = self._codec.group_bytes, aligned(self._codec.group_bytes), max(counts)
+        wanted = [(self._offset(layer, slot), count) for slot, count in enumerate(counts)]
 
         def bring() -> tuple[Tensor, Tensor]:
             near = zeros((len(wanted), groups, size), _HOST, torch.uint8)
@@ -293,8 +312,8 @@ class DiskGroups(PackedGroups):
 
         self._transfers.fetch(layer, len(wanted) * groups * size, bring)
 
-    def take(self, layer: int, groups: int) -> Tensor:
-        self.prefetch(layer, groups)
+    def take(self, layer: int, counts: Sequence[int]) -> Tensor:
+        self.prefetch(layer, counts)
         return self._transfers.get(layer)[0]
 
     def pick(self, layer: int, rows: slice, tokens: Tensor) -> Tensor:

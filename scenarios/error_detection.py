@@ -1,0 +1,153 @@
+"""Error detection in tables: is the value of one cell wrong. The sixth data-wrangling task of the paper's table."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from helm.benchmark.adaptation.common_adapter_specs import get_generation_adapter_spec
+from helm.benchmark.metrics.common_metric_specs import get_classification_metric_specs, get_exact_match_metric_specs
+from helm.benchmark.presentation.taxonomy_info import TaxonomyInfo
+from helm.benchmark.run_spec import RunSpec, run_spec_function
+from helm.benchmark.scenarios.scenario import (
+    CORRECT_TAG,
+    TEST_SPLIT,
+    TRAIN_SPLIT,
+    VALID_SPLIT,
+    Input,
+    Instance,
+    Output,
+    Reference,
+    Scenario,
+    ScenarioMetadata,
+    ScenarioSpec,
+)
+from helm.common.general import ensure_file_downloaded
+
+from flexgen_helm.core.errors import UsageError
+
+# Each a folder with the same table twice: as it was found, and as it ought to be.
+SOURCE = "https://raw.githubusercontent.com/BigDaMa/raha/master/datasets"
+DATASETS = {"Hospital": "hospital"}
+FILES = ("dirty.csv", "clean.csv")
+LABELS = ("Yes", "No")
+# A cell with nothing in it is not a question.
+PLACEHOLDERS = ("", "empty")
+ROW_NUMBER = "index"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """text: the column's name and the value as it was found; wrong: the value ought to be another."""
+
+    text: str
+    wrong: bool
+
+
+class ErrorDetectionScenario(Scenario):
+    """An instance is a cell of the table as it was found, with its column's name; the answer says whether the cell
+    differs from the table as it ought to be.
+
+        city: birminghxm        Yes
+        state: al               No
+
+    Rows are split as HELM's data imputation splits them: a tenth is tested, a fifth of the rest validates, and of the
+    others, from which the examples of prompts are drawn, as many clean cells are taken as there are wrong ones.
+    """
+
+    name = "error_detection"
+    description = (
+        "Is a value of a table wrong? The task of [Narayan et al. (2022)](https://arxiv.org/abs/2205.09911) on the "
+        "tables of [Raha (2019)](https://github.com/BigDaMa/raha), in which about one cell in forty is."
+    )
+    tags = ["data_wrangling", "structured_reasoning"]
+
+    def __init__(self, dataset: str = "Hospital", seed: int = 1234) -> None:
+        super().__init__()
+        self.dataset, self.seed = dataset, seed
+
+    def __post_init__(self) -> None:
+        self.definition_path = "flexgen_helm/scenarios/error_detection.py"
+
+    def get_instances(self, output_path: str) -> list[Instance]:
+        """Files below `output_path`/data that are there already are not fetched again."""
+        rows = read_cells(Path(output_path) / "data" / self.dataset, self.dataset)
+        draw = Random(self.seed)
+        draw.shuffle(rows)
+        tested = round(len(rows) / 10)
+        validated = tested + round((len(rows) - tested) / 5)
+        splits = {TEST_SPLIT: rows[:tested], VALID_SPLIT: rows[tested:validated], TRAIN_SPLIT: rows[validated:]}
+        instances = []
+        for split, members in splits.items():
+            cells = [cell for row in members for cell in row]
+            if split == TRAIN_SPLIT:
+                wrong, right = ([cell for cell in cells if cell.wrong is each] for each in (True, False))
+                cells = wrong + draw.sample(right, min(len(wrong), len(right)))
+            instances += [_instance(cell, split) for cell in cells]
+        return instances
+
+    def get_metadata(self) -> ScenarioMetadata:
+        return ScenarioMetadata(
+            name="error_detection",
+            display_name="Error detection",
+            description=self.description,
+            taxonomy=TaxonomyInfo(task="?", what="n/a", when="n/a", who="n/a", language="English"),
+            main_metric="classification_macro_f1",
+            main_split="test",
+        )
+
+
+@run_spec_function("error_detection")
+def get_error_detection_run_spec(dataset: str = "Hospital") -> RunSpec:
+    """dataset: one of `DATASETS`."""
+    if dataset not in DATASETS:
+        raise UsageError(f"error_detection: dataset is {dataset!r}; it must be one of {', '.join(DATASETS)}")
+    return RunSpec(
+        name=f"error_detection:dataset={dataset}",
+        scenario_spec=ScenarioSpec(class_name=f"{__name__}.ErrorDetectionScenario", args={"dataset": dataset}),
+        adapter_spec=get_generation_adapter_spec(
+            instructions="Is there an error in the value of the attribute? Yes or No?", output_noun="Answer"
+        ),
+        metric_specs=get_exact_match_metric_specs() + get_classification_metric_specs(labels=list(LABELS)),
+        groups=["error_detection"],
+    )
+
+
+def read_cells(folder: Path, dataset: str) -> list[list[Cell]]:
+    """The cells of each row, placeholders left out. Raises `UsageError` where the tables are neither in `folder` nor
+    to be had, or do not belong together."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dirty, clean = (_read_table(folder / name, f"{SOURCE}/{DATASETS[dataset]}/{name}") for name in FILES)
+    if [len(row) for row in dirty] != [len(row) for row in clean] or len(dirty) < 2:
+        raise UsageError(
+            f"{folder}: {FILES[0]} with {len(dirty)} rows and {FILES[1]} with {len(clean)} are not the same table "
+            "cell by cell; delete both, so that they are fetched anew"
+        )
+    columns = dirty[0]  # the two name them differently
+    return [
+        [
+            Cell(f"{column}: {value}", value != right)
+            for column, value, right in zip(columns, row, truth)
+            if column != ROW_NUMBER and value not in PLACEHOLDERS
+        ]
+        for row, truth in zip(dirty[1:], clean[1:])
+    ]
+
+
+def _read_table(path: Path, source: str) -> list[list[str]]:
+    try:
+        ensure_file_downloaded(source_url=source, target_path=str(path))
+    except OSError as error:
+        raise UsageError(f"{path} is not there and {source} cannot be read ({error}); put it there") from error
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return list(csv.reader(file, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as a table: {error}; delete it, so that it is fetched anew") from error
+
+
+def _instance(cell: Cell, split: str) -> Instance:
+    answer = Output(LABELS[0] if cell.wrong else LABELS[1])
+    return Instance(Input(cell.text), [Reference(answer, tags=[CORRECT_TAG])], split=split)
