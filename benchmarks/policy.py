@@ -40,8 +40,8 @@ class Workload:
     """cpu_mib: limit of the CPU's runs; gpu_mib, link_gb_s: of the simulated gpu, whose host has cpu_mib too."""
 
     model: str = "opt-125m"
-    prompt: int = 64
-    output: int = 16
+    prompt: int = 48
+    output: int = 8
     sequences: int = 96
     cpu_mib: int = 900
     gpu_mib: int = 160
@@ -174,12 +174,12 @@ def spread() -> list[Case]:
 
 def grid_of(situation: Situation) -> list[Case]:
     """Block shapes x placements, of which those that fit are run."""
-    blocks: Sequence[tuple[int, int]] = ((96, 1), (48, 2), (32, 3), (16, 6), (32, 1), (8, 2))
+    blocks: Sequence[tuple[int, int]] = ((96, 1), (48, 2), (32, 3), (16, 6), (32, 1))
     places: Sequence[Mapping[str, float]] = (
         {"wg": 0.0, "wc": 1.0},
         {"wg": 0.2, "wc": 0.8},
         {"wg": 0.0, "wc": 0.5},
-        {"wg": 0.2, "wc": 0.8, "hg": 1.0, "hc": 0.0},
+        {"wg": 0.5, "wc": 0.5},
     )
     return [
         Case("sim", Policy(batch, batches, cg=0.0, cc=1.0, **{"hg": 0.0, "hc": 1.0, **place}), schedule)
