@@ -138,19 +138,19 @@ def measure(workload: Workload, profile: HardwareProfile, options: Options) -> d
 
 # What each device's profile learns from; not among those that are judged.
 LESSONS = (
-    Case("cpu", Policy(48, 2, 0, 0.2, 0, 1, 0, 1), "zigzag"),
+    Case("cpu", Policy(24, 4, 0, 0.2, 0, 1, 0, 1), "zigzag"),
     Case("sim", Policy(24, 4, 0.1, 0.9, 0, 1, 0, 1), "zigzag"),
 )
 
 
 def calibrated(workload: Workload, profile: HardwareProfile, case: Case, options: Options) -> HardwareProfile:
-    """The profile after three lessons, each of which goes half of the way."""
+    """The profile after five lessons, each of which goes half of the way."""
     from flexgen_helm.exec.planning import corrected, corrections
 
     records: list[dict[str, Any]] = []
     run_case(workload, case, 1, options, records)
     machine = situation_of(workload, replace(profile, gpu=None, link=None), case.device).hardware
-    for _ in range(3):
+    for _ in range(5):
         found = predict(situation_of(workload, machine, case.device), case.policy, case.schedule)
         machine = corrected(machine, corrections(found, records[-1]))
     return machine

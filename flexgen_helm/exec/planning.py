@@ -17,7 +17,7 @@ from typing import Any
 from flexgen_helm.core.errors import FlexgenError, MemoryLimitError
 from flexgen_helm.core.records import MemoryLimits
 from flexgen_helm.exec.profiling import measured_profile, profile_named
-from flexgen_helm.hardware.profile import Curve, HardwareProfile, Processor
+from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.policy.placement import Tier
 from flexgen_helm.policy.plan import simulated, situate
@@ -34,8 +34,9 @@ HARDWARE_VARIABLE = "FLEXGEN_HELM_HARDWARE"
 TYPICAL = Workload.uniform(512, 32, 1)
 # How far one run moves a rate towards what it measured, and how far any may go in all.
 _STEP, _LEAST, _MOST = 0.5, 0.25, 4.0
-# Rates are learnt where the predicted share of the time is at least this.
-_NOTABLE = 0.3
+# Rates are learnt where the predicted share of the time is at least this: of a phase, and of what was waited for.
+_NOTABLE_PHASE, _NOTABLE_WAIT = 0.1, 0.3
+_PHASES = ("prefill", "decode")
 
 
 class Planner:
@@ -142,9 +143,11 @@ class Planner:
 
 def corrected(profile: HardwareProfile, factors: Mapping[str, float]) -> HardwareProfile:
     """The profile with the rates of some resources multiplied."""
-    if "compute" in factors:
-        home = _scaled(profile.home, factors["compute"])
-        profile = replace(profile, cpu=home) if profile.gpu is None else replace(profile, gpu=home)
+    profile = replace(
+        profile,
+        prefill_share=profile.prefill_share * factors.get("prefill", 1.0),
+        decode_share=profile.decode_share * factors.get("decode", 1.0),
+    )
     if "disk_read" in factors:
         rate = profile.disk.read_bytes_s * factors["disk_read"]
         profile = replace(profile, disk=replace(profile.disk, read_bytes_s=rate))
@@ -157,38 +160,36 @@ def corrected(profile: HardwareProfile, factors: Mapping[str, float]) -> Hardwar
 def corrections(prediction: Prediction, measured: Mapping[str, Any]) -> dict[str, float]:
     """Resource -> factor for its rate: half of the way from what was predicted to what was measured, in logarithms.
 
-    Computing is judged by the time that batches took without waiting; a link or the disk by the whole time, where
-    the run waited for it.
+    Computing is judged phase by phase, by the time that batches took without waiting; a link or the disk by the whole
+    time, where the run waited for it.
     """
     blocks = prediction.latency_s / (prediction.prefill_s + prediction.decode_s)
-    spent = {
-        name: blocks * sum(phase.get(name, 0.0) for phase in prediction.seconds.values())
-        for name in ("compute", "disk_read", "to_gpu")
+    told = {phase: blocks * prediction.seconds[phase].get("compute", 0.0) for phase in _PHASES}
+    total, waited = float(measured["latency_s"]), float(measured["time_s"]["wait"])
+    taken = {phase: float(measured[f"{phase}_s"]) for phase in _PHASES}
+    # Which phase waited is not measured: as predicted.
+    idle = {
+        phase: max(0.0, blocks * seconds - told[phase])
+        for phase, seconds in zip(_PHASES, (prediction.prefill_s, prediction.decode_s))
     }
-    total = float(measured["latency_s"])
-    waited = float(measured["time_s"]["wait"])
+    whole = sum(idle.values()) or 1.0
+    computed = {phase: taken[phase] - waited * idle[phase] / whole for phase in _PHASES}
+    if not told["prefill"]:  # prompts and single tokens in one pass, which is told as decoding
+        told, computed = dict.fromkeys(_PHASES, sum(told.values())), dict.fromkeys(_PHASES, sum(computed.values()))
     found: dict[str, float] = {}
-    actual = {"compute": float(measured["time_s"]["compute"])}
-    if waited > _NOTABLE * total:
-        slowest = max(("disk_read", "to_gpu"), key=lambda name: spent[name])
-        actual[slowest] = total
-    for name, seconds in actual.items():
-        if spent[name] > _NOTABLE * prediction.latency_s and seconds > 0:
-            found[name] = min(_MOST, max(_LEAST, spent[name] / seconds)) ** _STEP
+    for phase in _PHASES:
+        if told[phase] > _NOTABLE_PHASE * prediction.latency_s and computed[phase] > 0:
+            found[phase] = _step(told[phase], computed[phase])
+    if waited > _NOTABLE_WAIT * total:
+        spent = {
+            name: blocks * sum(phase.get(name, 0.0) for phase in prediction.seconds.values())
+            for name in ("disk_read", "to_gpu")
+        }
+        slowest = max(spent, key=lambda name: spent[name])
+        if spent[slowest] > _NOTABLE_WAIT * prediction.latency_s:
+            found[slowest] = _step(spent[slowest], total)
     return found
 
 
-def _scaled(processor: Processor, factor: float) -> Processor:
-    """All rates times `factor`."""
-    curves = {
-        dtype: Curve(tuple((size, rate * factor) for size, rate in curve.points))
-        for dtype, curve in processor.matmul_flops.items()
-    }
-    return replace(
-        processor,
-        matmul_flops=curves,
-        attention_flops=processor.attention_flops * factor,
-        attention_bytes_s=processor.attention_bytes_s * factor,
-        upcast_elements_s=processor.upcast_elements_s * factor,
-        step_s=processor.step_s / factor,
-    )
+def _step(predicted: float, measured: float) -> float:
+    return min(_MOST, max(_LEAST, predicted / measured)) ** _STEP

@@ -112,7 +112,7 @@ def measure(folder: Path) -> HardwareProfile:
         folder.mkdir(parents=True, exist_ok=True)
         disk, overlap = _disk(folder, torch.device("cuda" if gpu else "cpu"))
     return HardwareProfile(
-        "measured", cpu, disk, gpu, link, overlap, {"everything": "measured by flexgen-helm profile"}
+        "measured", cpu, disk, gpu, link, overlap, sources={"everything": "measured by flexgen-helm profile"}
     )
 
 

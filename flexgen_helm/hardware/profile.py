@@ -110,8 +110,9 @@ class Disk:
 class HardwareProfile:
     """A machine. gpu and link are None together, where the host computes.
 
-    overlap: share of the hidden work that does hide behind the longest (1: perfect overlap). sources: figure -> where
-    it comes from."""
+    overlap: share of the hidden work that does hide behind the longest (1: perfect overlap). prefill_share,
+    decode_share: of the processor's rates, what whole passes reach over prompts and over single tokens; 1 where no run
+    has shown it. sources: figure -> where it comes from."""
 
     name: str
     cpu: Processor
@@ -119,6 +120,8 @@ class HardwareProfile:
     gpu: Processor | None = None
     link: Link | None = None
     overlap: float = 1.0
+    prefill_share: float = 1.0
+    decode_share: float = 1.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -171,8 +171,9 @@ def _pass(
             at_home[ONE] += kv_new / home.quantize_elements_s
         else:
             at_home[ONE] += kv_read * precision.cache.taken_share / home.dequantize_elements_s
-    products_ = affine(products)
-    parts = {"products": products_, "convert": convert, "attention": at_home, "host_attention": at_host}
+    slower = 1 / (hardware.prefill_share if prefill else hardware.decode_share)
+    each = {"products": affine(products), "convert": convert, "attention": at_home, "host_attention": at_host}
+    parts = {name: slower * form for name, form in each.items()}
 
     # Bytes on the links. Hidden states go out and in between stages where they rest elsewhere.
     w_bytes = weights * (situation.layer_bytes * spec.num_layers + situation.head_bytes)
@@ -212,7 +213,7 @@ def _pass(
     write[CD] += c_new * write_s + c_tensors * disk.access_s
     if not prefill:
         read[CD] += c_read * read_s + c_tensors * disk.access_s
-    computing = products_ + convert + at_home + at_host
+    computing = sum(parts.values(), affine())
     resources = {"compute": computing, "to_gpu": to_gpu, "to_cpu": to_cpu, "disk_read": read, "disk_write": write}
     # Both directions of a channel at once take at least (in + out) / (2 duplex).
     together = [(read + write) / (2 * disk.duplex)]
