@@ -148,3 +148,23 @@ def test_a_named_machine_takes_the_place_of_this_one(monkeypatch):
     assert profiling.profile_named("t4", print) == load_profile("t4")
     with pytest.raises(UsageError, match="t5"):
         profiling.profile_named("t5", print)
+
+
+def test_the_share_of_overlap_is_learnt_from_what_did_not_hide():
+    situation = small(200, 400)
+    policy = Policy(24, 1, 0.2, 0.8, 0, 1, 0, 1)
+    truth = replace(situation, hardware=replace(situation.hardware, overlap=0.5))
+    measured = predict(truth, policy, "zigzag")
+    blocks = measured.latency_s / (measured.prefill_s + measured.decode_s)
+    seconds = {"prefill_s": blocks * measured.prefill_s, "decode_s": blocks * measured.decode_s}
+    computed = blocks * sum(phase["compute"] for phase in measured.seconds.values())
+    record = {"latency_s": measured.latency_s, "time_s": {"wait": sum(seconds.values()) - computed}, **seconds}
+    learner = situation
+    for _ in range(6):
+        told = predict(learner, policy, "zigzag")
+        learner = replace(learner, hardware=corrected(learner.hardware, corrections(told, record)))
+    assert learner.hardware.overlap == pytest.approx(0.5, abs=0.1)
+    assert predict(learner, policy, "zigzag").latency_s == pytest.approx(measured.latency_s, rel=0.05)
+    # Without overlap there is none to learn.
+    still = replace(situation, overlap=False)
+    assert "overlap" not in corrections(predict(still, policy, "zigzag"), record)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from flexgen_helm.core.records import MemoryLimits
 from flexgen_helm.exec.profiling import measured_profile, profile_named
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.spec import ModelSpec
+from flexgen_helm.policy.cost import RESOURCES
 from flexgen_helm.policy.placement import Tier
 from flexgen_helm.policy.plan import simulated, situate
 from flexgen_helm.policy.policy import Policy, Schedule
@@ -147,6 +148,7 @@ def corrected(profile: HardwareProfile, factors: Mapping[str, float]) -> Hardwar
         profile,
         prefill_share=profile.prefill_share * factors.get("prefill", 1.0),
         decode_share=profile.decode_share * factors.get("decode", 1.0),
+        overlap=min(1.0, profile.overlap * factors.get("overlap", 1.0)),
     )
     if "disk_read" in factors:
         rate = profile.disk.read_bytes_s * factors["disk_read"]
@@ -161,7 +163,7 @@ def corrections(prediction: Prediction, measured: Mapping[str, Any]) -> dict[str
     """Resource -> factor for its rate: half of the way from what was predicted to what was measured, in logarithms.
 
     Computing is judged phase by phase, by the time that batches took without waiting; a link or the disk by the whole
-    time, where the run waited for it.
+    time, where the run mostly waited for it; else the share of overlap, by how much of the transfers did hide.
     """
     blocks = prediction.latency_s / (prediction.prefill_s + prediction.decode_s)
     told = {phase: blocks * prediction.seconds[phase].get("compute", 0.0) for phase in _PHASES}
@@ -174,7 +176,8 @@ def corrections(prediction: Prediction, measured: Mapping[str, Any]) -> dict[str
     }
     whole = sum(idle.values()) or 1.0
     computed = {phase: taken[phase] - waited * idle[phase] / whole for phase in _PHASES}
-    if not told["prefill"]:  # prompts and single tokens in one pass, which is told as decoding
+    mixed = not told["prefill"]  # prompts and single tokens in one pass, which is told as decoding
+    if mixed:
         told, computed = dict.fromkeys(_PHASES, sum(told.values())), dict.fromkeys(_PHASES, sum(computed.values()))
     found: dict[str, float] = {}
     for phase in _PHASES:
@@ -187,8 +190,23 @@ def corrections(prediction: Prediction, measured: Mapping[str, Any]) -> dict[str
         }
         slowest = max(spent, key=lambda name: spent[name])
         if spent[slowest] > _NOTABLE_WAIT * prediction.latency_s:
-            found[slowest] = _step(spent[slowest], total)
+            return {**found, slowest: _step(spent[slowest], total)}
+    phases = [prediction.seconds[phase] for phase in _PHASES]
+    moved = [[blocks * spent.get(name, 0.0) for name in RESOURCES if name != "compute"] for spent in phases]
+    expected = _hidden(moved, list(told.values()), prediction.latency_s)
+    seen = _hidden(moved, list(computed.values()), sum(taken.values()))
+    notable = not mixed and sum(map(sum, moved)) > _NOTABLE_PHASE * total
+    if notable and expected is not None and seen is not None:
+        found["overlap"] = _step(seen, expected)
     return found
+
+
+def _hidden(moved: Sequence[Sequence[float]], computed: Sequence[float], total: float) -> float | None:
+    """Of what can hide behind the longest resource of each phase, the share that did; None where nothing can or did."""
+    together = sum(map(sum, moved)) + sum(computed)
+    longest = sum(max([own, *others]) for own, others in zip(computed, moved))
+    share = (together - total) / (together - longest) if together > longest else 0.0
+    return min(1.0, share) if share > 0.05 else None
 
 
 def _step(predicted: float, measured: float) -> float:

@@ -25,6 +25,7 @@ import psutil
 from flexgen_helm.checkpoint.paths import home as home_folder
 from flexgen_helm.core.errors import FlexgenError, UsageError
 from flexgen_helm.core.files import replace_text
+from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.profile import Curve, Disk, HardwareProfile, Link, Processor, load_profile
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _LINK_BYTES = 256 << 20
 # Small operations of one batch in one layer, or of one group's attention: norms, views, copies of the cache, and the
 # interpreter between them, which takes as long again.
 _SMALL_OPERATIONS = 200
-_VERSION = 3
+_VERSION = 4
 
 
 def profile_named(name: str, tell: Callable[[str], None]) -> HardwareProfile:
@@ -101,6 +102,7 @@ def measure(folder: Path) -> HardwareProfile:
     import torch
 
     memory = psutil.virtual_memory()
+    keep_freed_memory()  # as an engine does: else every product's result is memory that is touched for the first time
     with torch.no_grad():
         cpu = _processor(torch.device("cpu"), memory.available, ("float32",))
         gpu = link = None
@@ -111,6 +113,7 @@ def measure(folder: Path) -> HardwareProfile:
             link = _link(device)
         folder.mkdir(parents=True, exist_ok=True)
         disk, overlap = _disk(folder, torch.device("cuda" if gpu else "cpu"))
+    return_freed_memory()
     return HardwareProfile(
         "measured", cpu, disk, gpu, link, overlap, sources={"everything": "measured by flexgen-helm profile"}
     )
