@@ -174,7 +174,7 @@ def spread() -> list[Case]:
 
 def grid_of(situation: Situation) -> list[Case]:
     """Block shapes x placements, of which those that fit are run."""
-    blocks: Sequence[tuple[int, int]] = ((96, 1), (48, 2), (32, 3), (16, 6), (32, 1))
+    blocks: Sequence[tuple[int, int]] = ((96, 1), (48, 2), (32, 3), (24, 4), (32, 1))
     places: Sequence[Mapping[str, float]] = (
         {"wg": 0.0, "wc": 1.0},
         {"wg": 0.2, "wc": 0.8},
@@ -186,7 +186,7 @@ def grid_of(situation: Situation) -> list[Case]:
         for batch, batches in blocks
         for place in places
         for schedule in ("zigzag",)
-    ] + [Case("sim", Policy(16, 6, 0.2, 0.8, 0, 1, 0, 1), "row"), Case("sim", Policy(8, 1, 0, 1, 1, 0, 1, 0), "zigzag")]
+    ] + [Case("sim", Policy(24, 4, 0.2, 0.8, 0, 1, 0, 1), "row")]
 
 
 def situation_of(workload: Workload, profile: HardwareProfile, device: str) -> Situation:

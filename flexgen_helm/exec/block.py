@@ -67,15 +67,24 @@ def block_limits(
     layer_cache_bytes: int,
     hidden_bytes: int,
     row_bytes: int = 0,
+    host_attends: bool = False,
 ) -> BlockLimits:
     """free: bytes left on each tier. cache_bytes, layer_cache_bytes: of one position in all layers and in one.
-    hidden_bytes: of one token's states. row_bytes: of a row's newest tokens, beside the computing."""
-    most = workload.prompt_tokens * hidden_bytes  # no pass has more tokens than all prompts together
-    waiting = {tier: min(HIDDEN_SHARE * free[tier], most) if schedule != "row" else 0.0 for tier in TIERS}
+    hidden_bytes: of one token's states. row_bytes: of a row's newest tokens, beside the computing. host_attends: to
+    a cache in its memory, of which nothing is brought then."""
     # Layers of groups elsewhere that are brought beside the computing: the one in use and the next.
-    far = any(share > 0 and tier != home for tier, share in plan.cache.items())
+    near = (home, "cpu") if host_attends else (home,)
+    far = any(share > 0 and tier not in near for tier, share in plan.cache.items())
     group = GROUP_ROWS if policy is None else min(GROUP_ROWS, policy.gpu_batch_size)
     staged = 2 * group * (workload.longest + 1) * layer_cache_bytes if far else 0
+    most = workload.prompt_tokens * hidden_bytes  # no pass has more tokens than all prompts together
+    waiting = dict.fromkeys(TIERS, 0.0)
+    for tier in TIERS if schedule != "row" else ():
+        share = HIDDEN_SHARE * free[tier]
+        if policy is not None:  # planned: what the block's cache and its staging leave
+            cache = policy.block_size * workload.longest * cache_bytes * plan.cache[tier]
+            share = max(share, free[tier] - cache - (staged if tier == home else 0))
+        waiting[tier] = min(share, most)
     # Newest tokens of a packed cache lie beside the computing, wherever the rest of it is: where that is elsewhere too,
     # half of the room is theirs.
     row_tokens, most_rows, divided = -(-row_bytes // cache_bytes), UNLIMITED, row_bytes and plan.cache[home] < 1

@@ -342,6 +342,7 @@ class Engine:
             cache.layer_bytes_per_token,
             hidden_bytes,
             cache.bytes_per_row,
+            cache.host_attends,
         )
         return limits, hidden_fractions(self._plan, self._schedule, workload, free, home, hidden_bytes)
 

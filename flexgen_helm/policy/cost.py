@@ -238,7 +238,8 @@ def _memory(
         positions = 0
     cache = rows * positions * situation.kv_elements * situation.cache_bytes / stages
     waiting = rows * workload.computed * spec.hidden_size * work
-    if shape.num_gpu_batches == 1 and shape.schedule != "prefill-only":
+    one_batch = shape.num_gpu_batches == 1 and rows * workload.computed <= runtime.max_batch_tokens
+    if one_batch and shape.schedule != "prefill-only":
         waiting = rows * spec.hidden_size * work
     tokens = min(shape.gpu_batch_size * workload.computed, max(runtime.max_batch_tokens, workload.longest_prompt))
     forms: dict[Tier, list[Affine]] = {}

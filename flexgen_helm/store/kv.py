@@ -51,6 +51,11 @@ class KVCache:
         self.codec = None if form is None else TokenCodec(form, spec.num_kv_heads, spec.head_dim, dtype)
 
     @property
+    def host_attends(self) -> bool:
+        """Whether attention over groups in host memory is computed there, so that they are not brought."""
+        return self._delegate and self.codec is None
+
+    @property
     def prefix_tokens(self) -> int | None:
         """Shared beginnings end at a multiple of so many tokens; None where none can be shared."""
         return 1 if self.codec is None else self.codec.form.shared_tokens
