@@ -99,6 +99,18 @@ def test_any_placement_with_shared_prefixes(
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("schedule", ["row", "zigzag"])
+def test_a_prefix_without_a_head_is_followed_by_batches_with_one(tiny, tmp_path, monkeypatch, schedule):
+    """What is brought ahead for the next pass holds whether its batches need the head or not."""
+    requests = requests_of(tree(4), 4)
+    policy = Policy(1, 1, 0, 0, 0, 0, 0, 0)
+    with offloaded(tiny, "llama-untied-biases", tmp_path, policy, schedule=schedule) as engine:
+        found = engine.run(requests)
+    alone(monkeypatch)
+    with Engine.from_pretrained(tiny("llama-untied-biases").path) as engine:
+        assert_same(found, engine.run(requests))
+
+
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "prefill-only"])
 def test_scores_of_choices_share_their_question(tiny, tmp_path, monkeypatch, schedule):
     """What is computed is the plan's: a question once, and each branch its last shared token again."""

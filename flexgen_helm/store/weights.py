@@ -116,10 +116,15 @@ class PlacedWeights:
         far = [(stage, uses) for stage, uses in order if self._matrices[stage]]
         for stage, uses in far:
             self._streamer.visit(stage, self._matrices[stage], uses)
+        if not again or self._streamer.expects:
+            return
         ahead = 0
-        for stage, _ in far if again and not self._streamer.expects else ():
+        for stage in dict.fromkeys(stage for stage, _ in far):
             ahead += sum(matrix.num_bytes for matrix in self._matrices[stage])
-            if ahead > self._ring_bytes or not self._streamer.visit(stage, self._matrices[stage], None):
+            # Every batch meets the layers in order; whether it needs the head is not known (a prefix does not).
+            if stage == HEAD or ahead > self._ring_bytes:
+                break
+            if not self._streamer.visit(stage, self._matrices[stage], None):
                 break
 
     @contextmanager
