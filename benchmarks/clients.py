@@ -281,8 +281,8 @@ def _fed(request: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def prompt_tokens(records: Sequence[Mapping[str, Any]], fed: Sequence[Sequence[int]]) -> dict[str, float]:
     """Prompt tokens asked for, those that were computed, the nodes of their trie, and the efficiency."""
-    nodes, before = 0, ()
-    for ids in sorted(map(tuple, fed)):
+    nodes, before = 0, tuple[int, ...]()
+    for ids in sorted(tuple(each) for each in fed):
         common = next((i for i, (a, b) in enumerate(zip(before, ids)) if a != b), min(len(before), len(ids)))
         nodes += len(ids) - common
         before = ids
