@@ -127,12 +127,13 @@ def scores(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _share_weights(own_home: Path) -> None:
-    """A home with the weights of the real one and an empty journal."""
+    """A home with the weights of the real one, what is known of the machine, and an empty journal."""
     models = home() / "models"
     if models.is_dir():
         (own_home / "models").symlink_to(models.resolve())
-    if (home() / "hashes.json").is_file():
-        shutil.copy(home() / "hashes.json", own_home / "hashes.json")
+    for name in ("hashes.json", "profile.json"):  # a profile is measured once a machine, not once a run
+        if (home() / name).is_file():
+            shutil.copy(home() / name, own_home / name)
 
 
 def _share_data(scenarios: Path) -> None:
