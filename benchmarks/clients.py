@@ -12,7 +12,7 @@ import math
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ def _tasks(options: Options) -> tuple[list[Task], list[str]]:
         if task.data is not None and (folder is None or not (folder / task.data).exists()):
             notes.append(f"{task.name} is left out: FLEXGEN_HELM_DATA names no folder with {task.data}")
             continue
-        found.append(Task(task.name, task.entries, instances, task.data, task.padded))
+        found.append(replace(task, instances=instances))
     return found, notes
 
 

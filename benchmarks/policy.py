@@ -182,10 +182,9 @@ def grid_of(situation: Situation) -> list[Case]:
         {"wg": 0.5, "wc": 0.5},
     )
     return [
-        Case("sim", Policy(batch, batches, cg=0.0, cc=1.0, **{"hg": 0.0, "hc": 1.0, **place}), schedule)
+        Case("sim", Policy(batch, batches, cg=0.0, cc=1.0, **{"hg": 0.0, "hc": 1.0, **place}), "zigzag")
         for batch, batches in blocks
         for place in places
-        for schedule in ("zigzag",)
     ] + [Case("sim", Policy(24, 4, 0.2, 0.8, 0, 1, 0, 1), "row")]
 
 

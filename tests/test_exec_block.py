@@ -41,6 +41,21 @@ def test_what_the_cache_needs_is_left_to_it(plan):
     assert found.cache_tokens >= 600
 
 
+def test_newest_tokens_of_a_packed_cache_keep_their_room(plan):
+    """30 rows of 20 positions, and 10,000 bytes each beside the computing."""
+    policy = Policy(30, 1, 0, 1, 1, 0, 1, 0)
+    near = replace(plan, cache=NEAR)
+    found = block_limits(near, policy, "zigzag", ASKED, {**FREE, "gpu": 1_300_000}, "gpu", 1200, 100, 500, 10_000, True)
+    assert found.pass_tokens == (1_300_000 - 720_000 - 300_000) // 500
+    assert found.cache_tokens >= 30 * (20 + 10_000 // 1200)
+
+
+def test_where_all_prompts_are_under_way_prefixes_keep_their_room(plan):
+    policy = Policy(30, 1, 0, 1, 1, 0, 1, 0)
+    found = limits(policy, replace(plan, cache=NEAR), schedule="prefill-only")
+    assert found.cache_tokens == int((1 - HIDDEN_SHARE) * 1_000_000 / 1200)
+
+
 def test_groups_that_the_host_attends_to_need_no_staging(plan):
     policy = Policy(100, 1, 0, 1, 0, 1, 1, 0)
     tight = {**FREE, "gpu": 800_000}

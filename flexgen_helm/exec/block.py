@@ -81,9 +81,10 @@ def block_limits(
     waiting = dict.fromkeys(TIERS, 0.0)
     for tier in TIERS if schedule != "row" else ():
         share = HIDDEN_SHARE * free[tier]
-        if policy is not None:  # planned: what the block's cache and its staging leave
+        if policy is not None and schedule != "prefill-only":  # planned: what the block's cache and its staging leave
             cache = policy.block_size * workload.longest * cache_bytes * plan.cache[tier]
-            share = max(share, free[tier] - cache - (staged if tier == home else 0))
+            beside = staged + policy.block_size * row_bytes if tier == home else 0
+            share = max(share, free[tier] - cache - beside)
         waiting[tier] = min(share, most)
     # Newest tokens of a packed cache lie beside the computing, wherever the rest of it is: where that is elsewhere too,
     # half of the room is theirs.
