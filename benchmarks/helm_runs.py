@@ -15,6 +15,7 @@ from typing import Any
 
 from flexgen_helm.checkpoint.paths import data_dir, home
 from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.report.suite import SUITE_FILE
 
 # Times, and what only we write: no scores.
 _NO_SCORES = ("flexgen_", "runtime", "training_", "batch_size")
@@ -102,6 +103,10 @@ def read_runs(directories: Sequence[Path], seconds: float, started: float = 0.0)
                 for state in mine
                 if state["result"].get("request_datetime")
             ]
+    suite = directories[0].parent / SUITE_FILE
+    if suite.is_file():  # its runs only fetch their answers, which are computed before the first of them
+        wall = _read(suite)["wall_s"]
+        ready = [suite.stat().st_mtime - wall["finish"] - wall["generate"]]
     return HelmRun(
         seconds=seconds,
         request_s=sum(state["result"].get("request_time") or 0.0 for state in states),

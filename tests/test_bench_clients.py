@@ -143,6 +143,15 @@ RECORD = {
 }
 
 
+def test_a_suite_is_ready_when_it_begins_to_generate(tmp_path):
+    """Its runs come after, and fetch their answers in no time."""
+    write_run(tmp_path / "a", ["a"], {**RECORD, "wall_s": {"generate": 0.0, "metrics": 0.5}})
+    assert helm_runs.read_runs([tmp_path / "a"], 10.0, 1000.0).ready_s == pytest.approx(8.5)
+    (tmp_path / "flexgen_suite.json").write_text(json.dumps({"wall_s": {"finish": 1.5, "generate": 5.0}}))
+    os.utime(tmp_path / "flexgen_suite.json", (1010.0, 1010.0))
+    assert helm_runs.read_runs([tmp_path / "a"], 10.0, 1000.0).ready_s == pytest.approx(3.5)
+
+
 @pytest.fixture
 def tiny_checkpoint(tiny):
     return open_checkpoint(tiny("llama").path)

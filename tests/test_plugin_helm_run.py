@@ -116,6 +116,9 @@ def test_a_suite_is_one_block_and_equals_plain_runs(plain: Place, tmp_path: Path
     suite = json.loads((tmp_path / "benchmark_output/runs/s/flexgen_suite.json").read_text())
     assert len(suite["runs"]) == 2 and suite["totals"]["workload"]["num_requests"] == events["answer"]
     assert suite["models"]["opt-125m"]["schedule"] == "row"
+    wall = suite["wall_s"]
+    assert set(wall) == {"total", "collect", "load", "generate", "finish"}
+    assert 0 < sum(wall.values()) - wall["total"] < wall["total"]
     assert f"name: {MODEL}" in (tmp_path / "prod_env/model_deployments.yaml").read_text()
 
     # Completed runs are skipped without a model, and a run that lost a file is not completed.

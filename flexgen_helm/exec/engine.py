@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from flexgen_helm.core.errors import FlexgenError, UsageError
 from flexgen_helm.core.records import GenerationRequest, GenerationResult, MemoryLimits, Progress
 from flexgen_helm.exec.block import UNLIMITED, Workload, block_limits, hidden_fractions
 from flexgen_helm.exec.executor import Executor
+from flexgen_helm.exec.machine import capacities, computing
 from flexgen_helm.exec.planning import Planner
 from flexgen_helm.exec.prefixes import Rules, prefixes_of
 from flexgen_helm.exec.prepare import Prepared, prepare, share
@@ -35,14 +35,13 @@ from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.policy import workload as planner_workload
 from flexgen_helm.policy.memory import plan_memory
 from flexgen_helm.policy.placement import TIERS, AtRest, Tier, achieved, shares
-from flexgen_helm.policy.plan import less_margin
 from flexgen_helm.policy.policy import SCHEDULES, Policy, Schedule
 from flexgen_helm.quant.precisions import FP16, PRECISIONS, CacheFormat, Precision
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.store.hidden import HiddenStore
 from flexgen_helm.store.kv import KVCache
 from flexgen_helm.store.ledger import Ledger
-from flexgen_helm.store.link import CudaLink, Link, SimulatedLink
+from flexgen_helm.store.link import Link, SimulatedLink
 from flexgen_helm.store.tiers import Tiers
 from flexgen_helm.store.weights import PlacedWeights
 from flexgen_helm.text.tokenizer import Tokenizer
@@ -85,17 +84,17 @@ class Engine:
         self._device, self._simulated = device, link is not None and device.type == "cpu"
         self._dtype = compute_dtype(device, checkpoint.rest_dtype)
         home: Tier = "cpu" if link is None else "gpu"
-        capacities = _capacities(limits, device, folder, self._simulated)
-        ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
+        sizes = capacities(limits, device, folder, self._simulated)
+        ledgers = {tier: Ledger(tier, sizes[tier]) for tier in TIERS}
         self._tiers = Tiers(device, home, ledgers, link, folder, overlap)
         self.ledger = ledgers[home]
         began = time.perf_counter()
         rest = AtRest(self.spec, precision)
         self._matrices = rest.matrices
-        self._plan = plan_memory(rest, capacities, home, self._dtype.itemsize, policy)
+        self._plan = plan_memory(rest, sizes, home, self._dtype.itemsize, policy)
         self._planner = Planner(
             self.spec,
-            capacities,
+            sizes,
             folder,
             device="cpu" if link is None else "sim" if self._simulated else "cuda",
             rest_dtype=str(checkpoint.rest_dtype).removeprefix("torch."),
@@ -109,7 +108,7 @@ class Engine:
         # Weights that do not all rest beside the computing are placed by the search, as far as it finds a way.
         self._searched = policy is None and (self._plan.streams or max_latency is not None)
         if self._searched and (found := self._planner.weights()) is not None:
-            self._plan = plan_memory(rest, capacities, home, self._dtype.itemsize, found)
+            self._plan = plan_memory(rest, sizes, home, self._dtype.itemsize, found)
         self._schedule: Schedule = schedule or ("zigzag" if self._plan.streams else "row")
         self._wanted_schedule = schedule
         try:
@@ -184,7 +183,7 @@ class Engine:
         if schedule != "auto" and schedule not in SCHEDULES:
             raise UsageError(f"schedule {schedule!r} is not known; take auto, {', '.join(SCHEDULES)}")
         parsed = None if policy == "auto" else Policy.parse(policy) if isinstance(policy, str) else policy
-        where, link = _computing(device, link_gb_s, limits)
+        where, link = computing(device, link_gb_s, limits)
         checkpoint = open_checkpoint(name_or_path, revision=revision, weights=weights, seed=seed)
         tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
         return cls(
@@ -424,43 +423,6 @@ def _asked(
 
 def _never() -> bool:
     return False
-
-
-def _computing(
-    name: str, link_gb_s: tuple[float, float] | None, limits: MemoryLimits
-) -> tuple[torch.device, Link | None]:
-    """The device that computes, and the link to it: None where the host computes."""
-    if name == "sim":
-        if limits.gpu is None:
-            raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
-        return torch.device("cpu"), SimulatedLink(*(link_gb_s or (None, None)))
-    if link_gb_s is not None:
-        raise UsageError("only the simulated gpu takes a link's bandwidth; add --device sim or leave --link out")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"device {name!r} is not known; take auto, cpu, cuda[:i] or sim") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {name!r} is not supported; take auto, cpu, cuda[:i] or sim")
-    if device.type == "cpu":
-        return device, None
-    if not torch.cuda.is_available():
-        raise UsageError(f"device {name!r} was asked for and this machine has no usable GPU; take --device cpu")
-    return device, CudaLink(device)
-
-
-def _capacities(limits: MemoryLimits, device: torch.device, folder: Path, simulated: bool) -> dict[Tier, int]:
-    """Bytes of each tier: what is asked for, else what the machine has, less a margin."""
-    memory = psutil.virtual_memory()
-    host = less_margin(memory.available, memory.total)
-    near = less_margin(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else 0
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    disk = shutil.disk_usage(existing)
-    found: dict[Tier, int] = {"gpu": near, "cpu": host, "disk": less_margin(disk.free, 0)}
-    given: dict[Tier, int | None] = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
-    return {tier: found[tier] if (limit := given[tier]) is None else limit for tier in TIERS}
 
 
 def _shares(placed: Mapping[Tier, int], planned: Mapping[Tier, float]) -> Mapping[Tier, float]:

@@ -83,14 +83,13 @@ def _announcing(original: Callable[..., ScenarioState]) -> Callable[..., Scenari
         if block is None:
             return original(self, *args, **kwargs)
         service, record = get_service(), current_run.get()
-        load_before = service.load_s
         with block:
             if record is not None:
                 record.execute_started = time.monotonic()
             state = original(self, *args, **kwargs)
             if record is not None:
                 record.execute_ended = time.monotonic()
-                record.load_s = service.load_s - load_before
+                record.load_s = service.loading_s(record.model, record.execute_started or record.execute_ended)
                 record.keys, record.answers = block.keys, block.answers()
                 record.fingerprint = service.fingerprint(record.model)
                 computed = any(not answer.reused for answer in record.answers.values())

@@ -72,7 +72,8 @@ class RunRecord:
         return account(self.keys, self.costs())
 
     def wall_s(self) -> dict[str, float]:
-        """Seconds by stage up to now. In a suite-wide block `generate` is only what this run still had to wait."""
+        """Seconds by stage up to now. `load` is what the run waited for its model, which is loaded beside the stages
+        before; in a suite-wide block `generate` is only what this run still had to wait."""
         now = time.monotonic()
         execute_started = self.execute_started or now
         adapt_started = self.adapt_started or execute_started

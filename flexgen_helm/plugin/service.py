@@ -63,7 +63,8 @@ class Job:
 class Block:
     """Questions announced together; keeps their answers until it is closed. A context manager."""
 
-    def __init__(self, service: Service, keys: list[str], jobs: list[Job]) -> None:
+    def __init__(self, service: Service, model: ModelArguments, keys: list[str], jobs: list[Job]) -> None:
+        self.model = model
         self.keys = keys  # one a question, in the order announced
         self._service, self._jobs = service, jobs
 
@@ -93,9 +94,9 @@ class Service:
 
     def __init__(self) -> None:
         self.progress: Callable[[Any], None] | None = None
-        self.load_s = 0.0  # seconds spent on loading models, in all
         self._accounts: dict[ModelArguments, dict[str, Any]] = {}
         self._fingerprints: dict[ModelArguments, str] = {}
+        self._loaded_at: dict[ModelArguments, float] = {}
         self._changed = threading.Condition()
         self._jobs: dict[tuple[ModelArguments, str, bool], Job] = {}
         self._queue: list[Job] = []
@@ -134,7 +135,7 @@ class Service:
         with self._changed:
             self._held = self._held or hold
             jobs = self._enlist(model, asked, durable, announced=True)
-        return Block(self, [question.key for question in asked], jobs)
+        return Block(self, model, [question.key for question in asked], jobs)
 
     def flush(self) -> None:
         """Start what was announced with `hold`."""
@@ -168,6 +169,10 @@ class Service:
     def fingerprint(self, model: ModelArguments) -> str | None:
         """Of the engine that the model's answers are from; None before it was loaded."""
         return self._fingerprints.get(model)
+
+    def loading_s(self, model: ModelArguments, since: float) -> float:
+        """Seconds after `since` (`time.monotonic()`) until the model was there; 0 where it was there before."""
+        return max(0.0, self._loaded_at.get(model, since) - since)
 
     def account(self, model: ModelArguments) -> dict[str, Any]:
         """`engine.last_run` of the model's newest block, {} where nothing was computed.
@@ -322,10 +327,9 @@ class Service:
     def _engine_for(self, model: ModelArguments) -> EngineLike:
         if self._engine is None or self._engine[0] != model:
             self._evict()
-            started = time.monotonic()
             self._engine = (model, engine_factory(model))
             self._fingerprints[model] = self._engine[1].fingerprint
-            self.load_s += time.monotonic() - started
+            self._loaded_at[model] = time.monotonic()
         return self._engine[1]
 
     def _evict(self) -> None:

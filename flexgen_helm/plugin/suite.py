@@ -111,7 +111,8 @@ class _Suite:
         self.failures: dict[str, Exception] = {}
         self.begun = False
         self.folders: list[Path] = []
-        self.collect_s = self.generate_s = 0.0
+        self._stages: dict[str, float] = {}
+        self._answered = 0.0  # when all answers were there
         self._blocks: dict[str, Block] = {}
 
     def run(self, args: Any) -> None:
@@ -148,7 +149,7 @@ class _Suite:
                 helm_run_module.helm_run(args)
             finally:
                 if self.records:
-                    write_json(self.folders[0].parent / SUITE_FILE, self.as_json(time.monotonic() - started))
+                    write_json(self.folders[0].parent / SUITE_FILE, self.as_json(started))
 
     def rename(self, text: str) -> list[str]:
         """Names as HELM needs them: `flexgen/org/repo` without its second slash, in each precision of the flags."""
@@ -182,11 +183,16 @@ class _Suite:
                     # The second pass fails in the same place and reports it as HELM does.
                     if runner.exit_on_error:
                         break
-        self.collect_s = time.monotonic() - started
-        get_service().flush()
+        collected = time.monotonic()
+        service = get_service()
+        service.flush()
         for block in self._blocks.values():
             block.wait()
-        self.generate_s = time.monotonic() - started - self.collect_s
+        # Further models are loaded between their blocks.
+        load_s = min((service.loading_s(block.model, collected) for block in self._blocks.values()), default=0.0)
+        self._answered = time.monotonic()
+        generate_s = self._answered - collected - load_s
+        self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
 
     def _finishing(self, original: Callable[[RunSpec], None]) -> Callable[[RunSpec], None]:
         """`run_one` that remembers why it failed and lets go of the run's answers."""
@@ -207,15 +213,16 @@ class _Suite:
         while self._blocks:
             self._blocks.popitem()[1].close()
 
-    def as_json(self, wall_s: float) -> dict[str, Any]:
-        """Totals over the runs of this call; runs that were skipped as completed are not in it."""
+    def as_json(self, started: float) -> dict[str, Any]:
+        """Totals over the runs of this call, which `started`; runs that were skipped as completed are not in it."""
+        now = time.monotonic()
         by_model: dict[str, list[RunRecord]] = {}
         for record in self.records:
             by_model.setdefault(record.model.name, []).append(record)
         return {
             "runs": [record.name for record in self.records],
             "failed": sorted(self.failures),
-            "wall_s": {"total": wall_s, "collect": self.collect_s, "generate": self.generate_s},
+            "wall_s": {"total": now - started, **self._stages, "finish": now - self._answered},
             "totals": merged(self.records),
             "models": {
                 name: {**get_service().account(records[0].model), **merged(records)}

@@ -1,0 +1,52 @@
+"""The machine that an engine computes on: its device, the link to it, and what its tiers hold."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import psutil
+import torch
+
+from flexgen_helm.core.errors import UsageError
+from flexgen_helm.core.records import MemoryLimits
+from flexgen_helm.policy.placement import TIERS, Tier
+from flexgen_helm.policy.plan import less_margin
+from flexgen_helm.store.link import CudaLink, Link, SimulatedLink
+
+
+def computing(
+    name: str, link_gb_s: tuple[float, float] | None, limits: MemoryLimits
+) -> tuple[torch.device, Link | None]:
+    """The device that computes, and the link to it: None where the host computes."""
+    if name == "sim":
+        if limits.gpu is None:
+            raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
+        return torch.device("cpu"), SimulatedLink(*(link_gb_s or (None, None)))
+    if link_gb_s is not None:
+        raise UsageError("only the simulated gpu takes a link's bandwidth; add --device sim or leave --link out")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"device {name!r} is not known; take auto, cpu, cuda[:i] or sim") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {name!r} is not supported; take auto, cpu, cuda[:i] or sim")
+    if device.type == "cpu":
+        return device, None
+    if not torch.cuda.is_available():
+        raise UsageError(f"device {name!r} was asked for and this machine has no usable GPU; take --device cpu")
+    return device, CudaLink(device)
+
+
+def capacities(limits: MemoryLimits, device: torch.device, folder: Path, simulated: bool) -> dict[Tier, int]:
+    """Bytes of each tier: what is asked for, else what the machine has, less a margin."""
+    memory = psutil.virtual_memory()
+    host = less_margin(memory.available, memory.total)
+    near = less_margin(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else 0
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk = shutil.disk_usage(existing)
+    found: dict[Tier, int] = {"gpu": near, "cpu": host, "disk": less_margin(disk.free, 0)}
+    given: dict[Tier, int | None] = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
+    return {tier: found[tier] if (limit := given[tier]) is None else limit for tier in TIERS}
