@@ -81,6 +81,9 @@ def test_what_saves_too_little_is_left():
     assert isinstance(prefix, Prefix) and (prefix.start, prefix.end, prefix.saved) == (0, 5, 5)
     assert plan_prefixes(prompts, Rules(ENDLESS, 1.3)) == [1, 0]
     assert plan_prefixes(prompts, Rules(4, 0)) == [1, 0]
+    # Behind it each feeds a token of its own, and one draws three: five attend to it, for the five that are saved.
+    assert isinstance(plan_prefixes(prompts, Rules(ENDLESS, 0, token_overhead=1.0))[0], Prefix)
+    assert plan_prefixes(prompts, Rules(ENDLESS, 0, token_overhead=1.01)) == [1, 0]
 
 
 def test_the_longest_come_first_with_those_that_share_with_them():

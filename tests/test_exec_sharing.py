@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.exec import engine as engine_module
+from flexgen_helm.exec.block import UNLIMITED
 from flexgen_helm.exec.prefixes import Rules, plan_prefixes
 from flexgen_helm.exec.prepare import share
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
@@ -22,8 +23,13 @@ from tests.test_quant_cache import FORMATS, LARGEST, MEAN
 
 @pytest.fixture(autouse=True)
 def sharing(monkeypatch):
+    at_no_cost(monkeypatch)
+
+
+def at_no_cost(monkeypatch):
     """However tiny the models are, that one token is saved is worth it."""
     monkeypatch.setattr(engine_module, "_SEGMENT_S", 0.0)
+    monkeypatch.setattr(engine_module, "_SEGMENT_FLOPS", 0.0)
 
 
 def alone(monkeypatch):
@@ -190,7 +196,7 @@ def test_memory_that_runs_out_at_the_end_brings_prefixes_back(tiny, tmp_path, mo
     with Engine.from_pretrained(tiny("llama").path) as engine:
         alone(monkeypatch)
         expected = engine.run(requests)
-    monkeypatch.setattr(engine_module, "_SEGMENT_S", 0.0)
+    at_no_cost(monkeypatch)
     monkeypatch.setattr(Decoder, "head", head)
     with offloaded(tiny, "llama", tmp_path, Policy(3, 4, 0, 1, 0, 1, 0, 1), schedule="prefill-only") as engine:
         assert_same(engine.run(requests), expected)
@@ -223,7 +229,7 @@ def test_little_memory_still_answers_everything(tiny, tmp_path, monkeypatch):
         whole = engine.ledger.in_use
         alone(monkeypatch)
         expected = engine.run(asked)
-    monkeypatch.setattr(engine_module, "_SEGMENT_S", 0.0)
+    at_no_cost(monkeypatch)
     largest = max(len(p) for p in prompts) + 12
     token = 2 * 3 * 64 * 4
     for tokens in (largest, 2 * largest, 4 * largest):
@@ -358,7 +364,7 @@ def test_little_memory_with_a_packed_cache_refuses_nobody_for_a_prefix(tiny, tmp
         whole = engine.ledger.in_use
         alone(monkeypatch)
         expected = engine.run(asked)
-    monkeypatch.setattr(engine_module, "_SEGMENT_S", 0.0)
+    at_no_cost(monkeypatch)
     answered = 0
     for kib in (70, 110, 200, 400):
         limits = MemoryLimits(cpu=int(whole * 1.3) + kib * 1024)
@@ -411,10 +417,10 @@ def test_what_is_planned_is_told_to_the_planner(tiny):
         from flexgen_helm.exec.prepare import prepare
 
         prepared = prepare(requests, engine.spec, engine.tokenizer, "row")
-        asked = engine_module._asked(prepared, 0.0, True, None)
+        asked = engine_module._asked(prepared, Rules(UNLIMITED, 0.0), True, None)
         assert asked.computed * asked.num_sequences == pytest.approx(28 + 6)
-        assert engine_module._asked(prepared, 0.0, False, None).computed == 29
-        packed = engine_module._asked(prepared, 0.0, True, FORMATS["channels"])
+        assert engine_module._asked(prepared, Rules(UNLIMITED, 0.0), False, None).computed == 29
+        packed = engine_module._asked(prepared, Rules(UNLIMITED, 0.0), True, FORMATS["channels"])
         assert packed.computed * packed.num_sequences == pytest.approx(16 + 6 * 13)
         assert len(share(prepared.running, Rules(10, 0.0))) == 6 and plan_prefixes([], Rules(10, 0.0)) == []
 
@@ -425,5 +431,5 @@ def test_completions_are_predicted_as_they_are_computed(tiny):
         from flexgen_helm.exec.prepare import prepare
 
         prepared = prepare(requests, engine.spec, engine.tokenizer, "row")
-        asked = engine_module._asked(prepared, 0.0, True, None)
+        asked = engine_module._asked(prepared, Rules(UNLIMITED, 0.0), True, None)
         assert (asked.num_sequences, asked.computed * 3) == (3, pytest.approx(20))

@@ -48,10 +48,13 @@ from flexgen_helm.text.tokenizer import Tokenizer
 
 # Seconds that a batch takes in one layer for one more segment of keys, beside the work itself: a few small operations.
 _SEGMENT_S = 1e-4
+# What a token takes beside, for each element of its queries: some passes over them and over the outputs that merge, in
+# operations of products that take as long (7 % of computing the token for SmolLM2-135M on two cores, 1 % for 7B).
+_SEGMENT_FLOPS = 900.0
 # Not measured: what is shared, and with it the last bits of a result, must not change between two processes.
 _USUAL_FLOPS = {"cpu": 2e11, "cuda": 1e14}
 # Part of every fingerprint: raised when a change of the code can change a result.
-RESULTS_VERSION = 3
+RESULTS_VERSION = 4
 
 
 class Engine:
@@ -222,9 +225,9 @@ class Engine:
             self._tiers.reset()
             delegate = self._cpu_attention and self._tiers.home == "gpu"
             prepared = prepare(requests, self.spec, self.tokenizer, self._schedule)
-            segment_tokens = self._segment_tokens()
+            rules = self._prefix_rules()
             # Only a search needs to know beforehand what will be shared; the run itself plans that with its own room.
-            asked = _asked(prepared, segment_tokens, self._searched, self._cache_form)
+            asked = _asked(prepared, rules, self._searched, self._cache_form)
             self._plan_block(asked)
             one_layer = self._schedule == "prefill-only"
             cache = KVCache(
@@ -235,7 +238,7 @@ class Engine:
             executor = Executor(self._decoder, self._weights, cache, hidden, self._device)
             try:
                 eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
-                run = Run(self.spec, executor, cache, limits, self._schedule, eos_ids, segment_tokens)
+                run = Run(self.spec, executor, cache, limits, self._schedule, eos_ids, rules)
                 results = run.answer(requests, prepared, on_result, should_stop or _never, progress)
             finally:
                 hidden.close()
@@ -307,9 +310,11 @@ class Engine:
         }
         self._planner.learn(prediction, self.last_run)
 
-    def _segment_tokens(self) -> float:
-        """Tokens that could be computed in the time that one more segment of keys takes a batch, in all layers."""
-        return _SEGMENT_S * self.spec.num_layers * _USUAL_FLOPS[self._device.type] / self.spec.linear_flops_per_token
+    def _prefix_rules(self) -> Rules:
+        """What sharing costs in tokens, in all layers; room is left open."""
+        layers = self.spec.num_layers / self.spec.linear_flops_per_token
+        batch, token = _SEGMENT_S * _USUAL_FLOPS[self._device.type], _SEGMENT_FLOPS * self.spec.q_size
+        return Rules(UNLIMITED, overhead=batch * layers, token_overhead=token * layers)
 
     def _identity(self, checkpoint: Checkpoint, precision: Precision) -> str:
         parts = (
@@ -400,7 +405,7 @@ class Engine:
 
 
 def _asked(
-    prepared: Prepared, segment_tokens: float, shares: bool, form: CacheFormat | None
+    prepared: Prepared, rules: Rules, shares: bool, form: CacheFormat | None
 ) -> planner_workload.Workload | None:
     """The lengths of all distinct requests' rows, and what they share, if that is wanted; None where there is none."""
     lengths = [
@@ -413,7 +418,7 @@ def _asked(
     group = 1 if form is None else form.shared_tokens
     saved = 0
     if shares and group is not None:
-        forest = share(prepared.running, Rules(UNLIMITED, segment_tokens, group), branches=form is not None)
+        forest = share(prepared.running, replace(rules, group_tokens=group), branches=form is not None)
         saved = sum(prefix.saved for prefix in prefixes_of(forest))
     for running in prepared.running:
         if form is None or running.request.max_tokens <= 1:  # its continuations share the whole prompt

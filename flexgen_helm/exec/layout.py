@@ -93,19 +93,19 @@ class _PackedDecode:
 @dataclass(frozen=True, eq=False)
 class _Shared:
     """The flat tokens [t] that attend to all of a parent row, at `positions` [t] from its first token on, the last of
-    them at `latest`.
+    them at `latest`. tokens: a slice where they are neighbours, which spares copies.
 
     Masks are made when they are needed: of all batches that are under way at once, they would be as large as caches.
     """
 
     parent: Row
-    tokens: Tensor
+    tokens: Tensor | slice
     positions: Tensor
     latest: int
 
     def attend(self, layer: int, window: int | None, scoring: Scoring, cache: KVCache, q: Tensor) -> Iterator[Part]:
         assert self.parent.group is not None
-        delegated = cache.delegates(self.parent.group) and len(self.tokens) < _BROUGHT_FROM
+        delegated = cache.delegates(self.parent.group) and len(self.positions) < _BROUGHT_FROM
         positions = self.positions
         if delegated:
             (q,) = cache.to_host("activations", q)
@@ -134,7 +134,7 @@ class _PackedShared:
     """
 
     parent: Row
-    tokens: Tensor
+    tokens: Tensor | slice
     positions: Tensor
     latest: int
     borders: Tensor
@@ -225,7 +225,7 @@ class Layout:
     @property
     def shared_positions(self) -> tuple[int, int]:
         """Of the largest segment that several rows attend to: tokens that do, and its positions."""
-        sizes = [(len(common.tokens), common.parent.prompt_len) for common in self.shared]
+        sizes = [(len(common.positions), common.parent.prompt_len) for common in self.shared]
         return max(sizes, key=lambda size: size[0] * size[1], default=(0, 0))
 
     def groups(self) -> Iterator[SlotGroup]:
@@ -277,7 +277,9 @@ def layout(
     commons: list[_Shared | _PackedShared] = []
     for parent, index in shared.items():
         ages = at[index] - parent.start
-        common = parent, torch.tensor(index, device=device), ages.to(device), int(ages.max())
+        adjacent = index[-1] - index[0] == len(index) - 1  # ascending, no token twice
+        tokens = slice(index[0], index[-1] + 1) if adjacent else torch.tensor(index, device=device)
+        common = parent, tokens, ages.to(device), int(ages.max())
         if codec is None:
             commons.append(_Shared(*common))
         else:

@@ -1,7 +1,8 @@
 """Which beginnings of prompts are computed once for several of them. No torch.
 
 All prompts of a run form a tree of token prefixes. Where some of them part, the tokens since the last such place are
-computed once if that saves more than it costs: every batch with users of a prefix attends to one segment more.
+computed once if that saves more than it costs: every batch with users of a prefix attends to one segment more, and
+every token of them merges one part more.
 
     a b c d e f           prefix [a b c], its users [d e f], [d g] and [x y]
     a b c d g             [d] would save one token of two users, and is not worth a segment
@@ -53,12 +54,19 @@ class Prefix:
 class Rules:
     """What a prefix must be. room: positions that a prompt and its prefixes may take together; row_tokens: what each
     of them takes beside its own, in positions; group_tokens: prefixes end where a group of so many tokens does;
-    overhead: tokens that could be computed while a batch attends to one segment more."""
+    overhead, token_overhead: tokens that could be computed while a batch attends to one segment more, and while a
+    token of it does."""
 
     room: int
     overhead: float
     group_tokens: int = 1
     row_tokens: int = 0
+    token_overhead: float = 0.0
+
+    def costs(self, end: int, users: Sequence[Prompt]) -> float:
+        """What a prefix up to `end` costs, in tokens; prompts and every step are taken for a batch each."""
+        behind = sum(len(user.tokens) - end + user.steps for user in users)
+        return self.overhead * (1 + max(user.steps for user in users)) + self.token_overhead * behind
 
 
 def plan_prefixes(prompts: Sequence[Prompt], rules: Rules, least_users: int = 2) -> list[Prefix | int]:
@@ -78,10 +86,10 @@ def plan_prefixes(prompts: Sequence[Prompt], rules: Rules, least_users: int = 2)
         if any(prompts[place].scored for place in users):
             end = min(end, depth - 1)
         prefix = Prefix(end // rules.group_tokens * rules.group_tokens, parent, users)
-        passes = 1 + max(prompts[place].steps for place in users)
-        if len(users) < least_users or prefix.end <= prefix.start or prefix.saved < rules.overhead * passes:
+        theirs = [prompts[place] for place in users]
+        if len(users) < least_users or prefix.end <= prefix.start or prefix.saved < rules.costs(prefix.end, theirs):
             continue
-        if not _fits(prefix, [prompts[place] for place in users], len(path) + 1, rules):
+        if not _fits(prefix, theirs, len(path) + 1, rules):
             continue
         path.append((prefix, last))
         (parent.members if parent is not None else roots).append(prefix)

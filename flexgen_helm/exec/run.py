@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -35,16 +36,16 @@ class Run:
         limits: BlockLimits,
         schedule: Schedule,
         eos_ids: Collection[int],
-        segment_tokens: float,
+        rules: Rules,
     ) -> None:
-        """segment_tokens: tokens that could be computed in the time that one more segment of keys takes a batch."""
+        """rules: what sharing a prefix costs; how much room there is, the limits say."""
         self._spec = spec
         self._executor = executor
         self._cache = cache
         self._limits = limits
         self._schedule = schedule
         self._eos_ids = eos_ids
-        self._segment_tokens = segment_tokens
+        self._rules = rules
         self._readers: dict[Row, int] = {}  # of a trunk: rows that need its cache and are not done
         self.halvings = 0
         self.saved_tokens = 0  # of prompts, because prefixes were shared
@@ -124,7 +125,7 @@ class Run:
             else:
                 self._finish(request)  # nothing to compute
         limits, group, users = self._limits, self._cache.prefix_tokens, 2
-        rules = Rules(limits.cache_tokens, self._segment_tokens, group or 1, limits.row_tokens)
+        rules = replace(self._rules, room=limits.cache_tokens, group_tokens=group or 1, row_tokens=limits.row_tokens)
         if group is None:
             forest: list[Prefix | int] = list(range(len(asked)))
         else:

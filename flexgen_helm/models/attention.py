@@ -198,11 +198,9 @@ def _falloff(slopes: Tensor, keys: int) -> Tensor:
 def merge(a: Part, b: Part) -> Part:
     """Join two parts over disjoint keys; outputs [..., D], log-sum-exps [...]."""
     (out_a, lse_a), (out_b, lse_b) = a, b
-    top = torch.maximum(lse_a, lse_b)
-    weight_a, weight_b = torch.exp(lse_a - top), torch.exp(lse_b - top)
-    total = weight_a + weight_b
-    out = out_a * (weight_a / total).unsqueeze(-1) + out_b * (weight_b / total).unsqueeze(-1)
-    return out.to(out_a.dtype), top + torch.log(total)  # weighed in float32, the log-sum-exps' type
+    share = torch.sigmoid(lse_b - lse_a).unsqueeze(-1)  # of b: e^lb / (e^la + e^lb)
+    out = torch.lerp(out_a.to(share.dtype), out_b.to(share.dtype), share)  # in float32, the log-sum-exps' type
+    return out.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
 
 
 def before(queries: Tensor, keys: Tensor, window: int, device: torch.device) -> Tensor:

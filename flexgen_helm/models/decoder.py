@@ -186,8 +186,11 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], rotary), x[..., size:]), dim=-1)
-    half = size // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+    first, second = (slice(0, size // 2), slice(size // 2, size))
+    out = x * cos
+    out[..., first].addcmul_(x[..., second], sin[..., first], value=-1)
+    out[..., second].addcmul_(x[..., first], sin[..., second])
+    return out
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
