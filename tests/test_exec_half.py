@@ -64,6 +64,8 @@ def test_where_16_bits_cost_more_transformers_pays_the_same(tiny, variant, monke
         for i, token in enumerate(prompt[1:]):
             ours.append(abs(result.prompt_logprobs[i + 1] - reference[i, token].item()))
             theirs.append(abs((rounded[i, token] - reference[i, token]).item()))
+    if variant == "gemma3":
+        assert max(ours) < 2 * max(theirs)
     # How far off a token is after a router has changed its mind is chance; how often it does is not.
     assert max(ours) > 1e-4 and sum(ours) < 2 * sum(theirs)
     assert sorted(ours)[-len(ours) // 20] < 2 * sorted(theirs)[-len(theirs) // 20]

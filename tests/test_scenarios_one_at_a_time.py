@@ -49,7 +49,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
     variables = {"FLEXGEN_HELM_DATA": str(shared_data), "FLEXGEN_HELM_MODELS": str(folder / "models.yaml"),
                  "FLEXGEN_HELM_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}  # fmt: skip
     named = [f"{entry}{',' if ':' in entry else ':'}model=flexgen/tiny" for entry in ENTRIES]
-    main = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
+    # A token of so small a model costs less than attending to one segment more: share as a large one would.
+    free = "from flexgen_helm.exec import engine; engine._SEGMENT_FLOPS = 0.0"
+    main = f"import sys; {free}; from flexgen_helm.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", main, "run", "-r", *named, "-m", "3", "--suite", "s"]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -80,8 +82,7 @@ def test_answers_of_a_block_are_those_of_single_requests(place: Path) -> None:
                     logprobs = [token["logprob"] for token in ours["tokens"]]
                     assert logprobs == pytest.approx([token.logprob for token in theirs.tokens], abs=1e-4), name
     computed = json.loads((place / "benchmark_output" / "runs" / "s" / "flexgen_suite.json").read_text())["totals"]
-    # Of so small a model a token costs little, so that only long beginnings are worth sharing.
-    assert computed["workload"]["prompt_tokens_computed"] < 0.9 * computed["workload"]["prompt_tokens"]
+    assert computed["workload"]["prompt_tokens_computed"] < 0.75 * computed["workload"]["prompt_tokens"]
 
 
 def _request(fields: dict[str, Any]) -> Request:
