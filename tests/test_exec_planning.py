@@ -1,7 +1,10 @@
 """What an engine does with plans: weights, blocks, predictions beside measurements, and learning."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
@@ -103,11 +106,16 @@ def test_a_wait_corrects_the_channel_and_not_the_computing():
     assert factors[slowest] < 0.9 and factors.get("decode", 1.0) > 0.7
 
 
-def test_this_machine_is_measured_once(tmp_path, monkeypatch):
+def quick_profile(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
     monkeypatch.setattr(profiling, "_READ_BYTES", 64 << 20)
     monkeypatch.setattr(profiling, "_ROWS", (1, 64, 256))
     monkeypatch.setattr(profiling, "_WIDTH", 256)
+
+
+def test_this_machine_is_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiling, "others_share", lambda: 0.0)
+    quick_profile(tmp_path, monkeypatch)
     told = []
     found = profiling.measured_profile(tell=told.append)
     assert len(told) == 1 and not list((tmp_path / "offload").iterdir())
@@ -121,6 +129,28 @@ def test_this_machine_is_measured_once(tmp_path, monkeypatch):
     kept.write_text("{")
     profiling.measured_profile(tell=told.append)
     assert len(told) == 3
+
+
+@pytest.mark.parametrize("shares", [(0.6, 0.0), (0.0, 0.6)])
+def test_what_is_measured_on_a_busy_machine_is_not_kept(shares, tmp_path, monkeypatch):
+    quick_profile(tmp_path, monkeypatch)
+    found, told = iter(shares * 2), []
+    monkeypatch.setattr(profiling, "others_share", lambda: next(found))
+    profiling.measured_profile(tell=told.append)
+    assert not (tmp_path / "profile.json").exists()
+    assert "60%" in told[-1] and "not kept" in told[-1] and "flexgen-helm profile" in told[-1]
+    profiling.measured_profile(fresh=True, tell=told.append)  # asked for by name
+    assert (tmp_path / "profile.json").exists() and "kept as you asked" in told[-1]
+
+
+def test_other_programs_are_noticed():
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    ) as busy:
+        busy.stdout.readline()
+        share = profiling.others_share()
+        busy.kill()
+    assert share > 0.25 / psutil.cpu_count()
 
 
 def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeypatch, caplog):

@@ -40,6 +40,9 @@ _LINK_BYTES = 256 << 20
 # interpreter between them, which takes as long again.
 _SMALL_OPERATIONS = 200
 _VERSION = 4
+# Of the processors' time: where other programs take more while a machine is measured, the result is not kept.
+_BUSY_SHARE = 0.25
+_WATCHED_S = 0.5
 
 
 def profile_named(name: str, tell: Callable[[str], None]) -> HardwareProfile:
@@ -50,7 +53,11 @@ def profile_named(name: str, tell: Callable[[str], None]) -> HardwareProfile:
 def measured_profile(
     *, folder: Path | None = None, fresh: bool = False, tell: Callable[[str], None] | None = None
 ) -> HardwareProfile:
-    """This machine's profile. folder: of the disk tier. fresh: measure again even where nothing has changed."""
+    """This machine's profile. folder: of the disk tier. fresh: measure again even where nothing has changed.
+
+    What is measured beside other programs that compute is used now and not kept, unless it was asked for (`fresh`):
+    with two cores small operations become a hundred times slower, and every later plan would believe it.
+    """
     folder = folder or home_folder() / "offload"
     kept, identity = home_folder() / "profile.json", machine_identity(folder)
     if not fresh and kept.is_file():
@@ -60,11 +67,34 @@ def measured_profile(
                 return HardwareProfile.from_json(found["profile"], str(kept))
         except (ValueError, KeyError, UsageError):
             pass  # of another version, or damaged: measured again
-    if tell is not None:
-        tell("measuring this machine; other programs should rest for half a minute")
+    tell = tell or (lambda text: None)
+    tell("measuring this machine; other programs should rest for half a minute")
+    before = others_share()
     profile = measure(folder)
-    keep_profile(profile, folder)
+    share = max(before, others_share())
+    if share > _BUSY_SHARE:
+        fate = "kept as you asked" if fresh else "used now and not kept"
+        tell(
+            f"other programs take {share:.0%} of the processors, so these rates are too low; they are {fate}: "
+            "run `flexgen-helm profile` when the machine rests"
+        )
+    if fresh or share <= _BUSY_SHARE:
+        keep_profile(profile, folder)
     return profile
+
+
+def others_share() -> float:
+    """Share of all processors' time that other programs take, watched for half a second."""
+    process = psutil.Process()
+
+    def own() -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    began, before = time.perf_counter(), own()
+    whole = psutil.cpu_percent(interval=_WATCHED_S) / 100
+    mine = (own() - before) / (time.perf_counter() - began) / (psutil.cpu_count() or 1)
+    return max(0.0, whole - mine)
 
 
 def keep_profile(profile: HardwareProfile, folder: Path) -> None:
