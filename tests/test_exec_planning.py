@@ -9,6 +9,7 @@ import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.core.errors import MemoryLimitError, UsageError
+from flexgen_helm.exec import engine as engine_module
 from flexgen_helm.exec import profiling
 from flexgen_helm.exec.planning import corrected, corrections
 from flexgen_helm.hardware.profile import load_profile
@@ -161,11 +162,24 @@ def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(profiling, "measure", full)
+    monkeypatch.setattr(engine_module, "_WORTH_MEASURING_S", 0.0)
     with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
         assert all(result.error is None for result in engine.run(requests(3)))
         assert engine.last_run["predicted_latency_s"] is None
         engine.run(requests(3))
     assert sum("cannot be measured" in record.message for record in caplog.records) == 1
+
+
+def test_the_machine_is_not_measured_for_the_prediction_of_a_short_run(tiny, tmp_path, monkeypatch):
+    monkeypatch.delenv("FLEXGEN_HELM_HARDWARE")
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+    monkeypatch.setattr(profiling, "measure", lambda folder: pytest.fail("measured"))
+    with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
+        engine.run(requests(3))
+        assert engine.last_run["predicted_latency_s"] is None
+        profiling.keep_profile(load_profile("laptop"), tmp_path / "offload")
+        engine.run(requests(3))
+        assert engine.last_run["predicted_latency_s"] > 0
 
 
 def test_a_named_machine_that_is_unknown_is_refused_before_anything_runs(tiny, monkeypatch):

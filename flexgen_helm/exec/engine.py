@@ -51,6 +51,8 @@ _SEGMENT_S = 1e-4
 # What a token takes beside, for each element of its queries: some passes over them and over the outputs that merge, in
 # operations of products that take as long (7 % of computing the token for SmolLM2-135M on two cores, 1 % for 7B).
 _SEGMENT_FLOPS = 900.0
+# A run that was not planned is worth measuring the machine for its prediction from this on; measuring takes half of it.
+_WORTH_MEASURING_S = 60.0
 # Not measured: what is shared, and with it the last bits of a result, must not change between two processes.
 _USUAL_FLOPS = {"cpu": 2e11, "cuda": 1e14}
 # Part of every fingerprint: raised when a change of the code can change a result.
@@ -298,7 +300,8 @@ class Engine:
             cg, cc = near["cpu"] if self._plan.cache["cpu"] else near["gpu"]
             hg, hc = near[self._tiers.home]
             policy = Policy(rows, max(1, min(limits.max_rows, asked.num_sequences) // rows), wg, wc, cg, cc, hg, hc)
-        prediction = self._planner.predict(asked, policy, self._schedule)
+        worth = self._searched or self.last_run["latency_s"] > _WORTH_MEASURING_S
+        prediction = self._planner.predict(asked, policy, self._schedule, measure=worth)
         if prediction is None:
             return
         self.last_run["predicted_latency_s"] = prediction.latency_s

@@ -16,7 +16,7 @@ from typing import Any
 
 from flexgen_helm.core.errors import FlexgenError, MemoryLimitError
 from flexgen_helm.core.records import MemoryLimits
-from flexgen_helm.exec.profiling import measured_profile, profile_named
+from flexgen_helm.exec.profiling import kept_profile, measured_profile, profile_named
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.spec import ModelSpec
 from flexgen_helm.policy.cost import RESOURCES
@@ -113,8 +113,12 @@ class Planner:
         """The block for a run whose weights lie as `weights` says; None as `weights`."""
         return self._search(self.situation(workload), weights) if self._measurable() else None
 
-    def predict(self, workload: Workload, policy: Policy, schedule: Schedule) -> Prediction | None:
-        """What a run should take; None where there is no profile."""
+    def predict(
+        self, workload: Workload, policy: Policy, schedule: Schedule, *, measure: bool = True
+    ) -> Prediction | None:
+        """What a run should take; None where there is no profile. measure: the machine, where none was kept."""
+        if not measure and self._profile is None and kept_profile(self._folder) is None:
+            return None
         return predict(self.situation(workload), policy, schedule) if self._measurable() else None
 
     def _measurable(self) -> bool:

@@ -59,14 +59,9 @@ def measured_profile(
     with two cores small operations become a hundred times slower, and every later plan would believe it.
     """
     folder = folder or home_folder() / "offload"
-    kept, identity = home_folder() / "profile.json", machine_identity(folder)
-    if not fresh and kept.is_file():
-        try:
-            found = json.loads(kept.read_text(encoding="utf-8"))
-            if found.get("identity") == identity:
-                return HardwareProfile.from_json(found["profile"], str(kept))
-        except (ValueError, KeyError, UsageError):
-            pass  # of another version, or damaged: measured again
+    kept = None if fresh else kept_profile(folder)
+    if kept is not None:
+        return kept
     tell = tell or (lambda text: None)
     tell("measuring this machine; other programs should rest for half a minute")
     before = others_share()
@@ -95,6 +90,18 @@ def others_share() -> float:
     whole = psutil.cpu_percent(interval=_WATCHED_S) / 100
     mine = (own() - before) / (time.perf_counter() - began) / (psutil.cpu_count() or 1)
     return max(0.0, whole - mine)
+
+
+def kept_profile(folder: Path) -> HardwareProfile | None:
+    """What was measured before; None where nothing was, or the machine is another one now."""
+    kept = home_folder() / "profile.json"
+    try:
+        found = json.loads(kept.read_text(encoding="utf-8"))
+        if found.get("identity") == machine_identity(folder):
+            return HardwareProfile.from_json(found["profile"], str(kept))
+    except (OSError, ValueError, KeyError, UsageError):
+        pass  # of another version, or damaged
+    return None
 
 
 def keep_profile(profile: HardwareProfile, folder: Path) -> None:
