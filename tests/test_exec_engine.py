@@ -18,6 +18,7 @@ from flexgen_helm.core.errors import (
     UnknownModelError,
     UsageError,
 )
+from flexgen_helm.models.decoder import Decoder
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +166,22 @@ def test_values_that_are_not_finite_fail_loudly_and_alone(tiny):
         assert b.error is None or isinstance(b.error, NumericalError)
         if b.error is None:
             assert a.completions[0].token_ids == b.completions[0].token_ids
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_logit_that_is_not_finite_is_no_score(tiny, monkeypatch, value):
+    """An infinite logit would make all other tokens' log-probabilities minus infinity, which is no answer."""
+    honest = Decoder.head
+
+    def head(self, weights, hidden):
+        logits = honest(self, weights, hidden)
+        logits[0, 5] = value
+        return logits
+
+    monkeypatch.setattr(Decoder, "head", head)
+    request = GenerationRequest(prompt_token_ids=[9, 10, 11, 12], max_tokens=0, echo_logprobs=True)
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        assert isinstance(engine.run([request])[0].error, NumericalError)
 
 
 def test_one_rows_fault_does_not_reach_its_slot_group(tiny, monkeypatch):

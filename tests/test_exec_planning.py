@@ -52,6 +52,18 @@ def test_auto_plans_weights_and_block_and_answers_the_same(tiny, tmp_path, monke
     assert record["achieved_placement"]["weights"]["cpu"] == pytest.approx(planned, abs=0.02)
 
 
+def test_no_run_is_judged_by_the_plan_of_the_last(tiny, tmp_path, monkeypatch):
+    """Scoring is planned as prefill-only; the run that follows may generate."""
+    monkeypatch.setattr("flexgen_helm.policy.memory.MIN_STAGING_BYTES", 1 << 15)
+    path = tiny("llama").path
+    scored = [replace(request, max_tokens=0, echo_logprobs=True) for request in requests(9)]
+    limits = MemoryLimits(cpu=streamed_limit(path))
+    with Engine.from_pretrained(path, device="cpu", limits=limits, offload_dir=tmp_path) as engine:
+        assert engine.run(scored)[0].error is None and engine.last_run["schedule"] == "prefill-only"
+        assert [result.error for result in engine.run(requests(9))] == [None] * 9
+        assert engine.last_run["schedule"] != "prefill-only"
+
+
 def test_a_latency_that_nothing_meets_is_refused(tiny, tmp_path):
     path = tiny("llama").path
     with pytest.raises(MemoryLimitError, match="within 1e-09 s"):

@@ -13,10 +13,12 @@ from flexgen_helm.exec import engine as engine_module
 from flexgen_helm.exec.block import UNLIMITED
 from flexgen_helm.exec.prefixes import Rules, plan_prefixes
 from flexgen_helm.exec.prepare import share
+from flexgen_helm.models import attention
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
 from flexgen_helm.store.ledger import Ledger
 from tests.conftest import VARIANTS, VOCABULARY
 from tests.test_exec_parity import assert_equals_reference
+from tests.test_offload_faults import replaced
 from tests.test_offload_parity import MIB, assert_same, offloaded, policies
 from tests.test_quant_cache import FORMATS, LARGEST, MEAN
 
@@ -202,6 +204,29 @@ def test_memory_that_runs_out_at_the_end_brings_prefixes_back(tiny, tmp_path, mo
         assert_same(engine.run(requests), expected)
         assert engine.last_run["halvings"] == 1
         engine.ledger.check({"weights": engine.ledger.in_use})
+
+
+@pytest.mark.parametrize("precision", ["fp16", "channels"])
+@pytest.mark.parametrize("cache", [(1, 0), (0, 1), (0, 0)])
+def test_memory_that_runs_out_between_layers_leaves_no_layer_behind(
+    tiny, tmp_path, monkeypatch, packed, precision, cache
+):
+    """Of prefixes one layer exists, by one name for all: what was brought of the layer that broke off is not read as
+    the next pass's first one."""
+    requests, honest = scoring(), attention.shared
+    policy = Policy(3, 4, 0, 1, *cache, 0, 1)
+    limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)
+    options = dict(schedule="prefill-only", device="sim", limits=limits, precision=precision, cpu_attention=False)
+    with offloaded(tiny, "llama", tmp_path, policy, **options) as engine:
+        with monkeypatch.context() as patch:
+            count = replaced(patch, attention, "shared", 1 << 30, MemoryError)
+            expected = engine.run(requests)
+        for at in range(0, count.calls, 3):
+            with monkeypatch.context() as patch:
+                replaced(patch, attention, "shared", at, MemoryError)
+                assert_near(engine.run(requests), expected)
+            assert engine.last_run["halvings"] == 1
+    assert attention.shared is honest and count.calls > 6
 
 
 def test_completions_of_prompts_that_share_their_beginning(tiny, monkeypatch):

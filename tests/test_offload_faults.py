@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.core.errors import MemoryLimitError, OffloadError
 from flexgen_helm.exec.executor import Executor
-from flexgen_helm.store import weights
+from flexgen_helm.store import kv_groups, kv_packed, weights
 from flexgen_helm.store.disk import DirectFile
 from flexgen_helm.store.kv import KVCache
 from tests.test_exec_parity import prompts
@@ -261,6 +261,30 @@ def test_killed_at_random_points_the_directory_serves_the_next_run(tiny, tmp_pat
     with Engine.from_pretrained(model) as engine:
         expected = engine.run([GenerationRequest(**request) for request in asked])
     assert found == [[list(c.token_ids) for c in result.completions] for result in expected]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "4bit"])
+@pytest.mark.parametrize("policy", ["6x2,0,100,0,100,0,100", "6x2,0,100,100,0,100,0", "6x2,0,0,0,0,100,0"])
+def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatch, precision, policy):
+    """Beside the computing, in host memory, on the disk; the room is the next attempt's, and closing balances."""
+    module = kv_groups if precision == "fp16" else kv_packed
+    with offloaded(tiny, tmp_path, policy=policy, precision=precision, device="sim", cpu_attention=False) as engine:
+        expected = engine.run(workload())
+        for at in (0, 1, 2, 5):
+            with monkeypatch.context() as patch:
+                once = replaced(patch, module, "zeros", at, MemoryError)
+                try:
+                    found = engine.run(workload())
+                except MemoryLimitError as error:
+                    assert "cannot be divided" in str(error) or "cache was stored" in str(error)
+                else:
+                    assert [r.completions[0].token_ids for r in found if r.completions] == [
+                        r.completions[0].token_ids for r in expected if r.completions
+                    ]
+            assert_idle(engine)
+            assert once.calls  # the fault was on the way
+        left = {tier: ledger.by_kind() for tier, ledger in engine._tiers.ledgers.items()}
+    assert not any("cache" in kinds for kinds in left.values())
 
 
 def test_an_error_in_the_middle_gives_the_whole_cache_back(tiny, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.quant import kernels
-from flexgen_helm.quant.arithmetic import NotFinite, decode, encode, scales_of, word_steps
+from flexgen_helm.quant.arithmetic import CannotPack, decode, encode, reach, scales_of, word_steps
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dot, unpack_into
 from flexgen_helm.quant.packed import pack, pack_codes, unpack, unpack_codes
@@ -125,12 +125,17 @@ def test_values_far_from_each_other_and_subnormal_steps():
 def test_what_is_not_finite_is_refused(bad, form):
     values = matrix(64, 64)
     values[3, 5] = bad
-    with pytest.raises(NotFinite, match="not finite"):
+    with pytest.raises(CannotPack, match="not finite"):
         pack(values, form)
     big = torch.full((64, 64), 1e38)
     big[::2] *= -1
-    with pytest.raises(NotFinite, match="65504"):
+    with pytest.raises(CannotPack, match="65504"):
         pack(big, PAPER)
+    for values in (big.clamp(-1900, 1900), big.clamp(0, 3700)):  # 3,677 is what 15 of the largest steps span
+        with pytest.raises(CannotPack, match="spans more than 3677"):
+            pack(values, OURS)
+    near = big.clamp(-reach(OURS), reach(OURS))
+    assert (unpack(pack(near, OURS), OURS, 64, 64) - near).abs().max() <= reach(OURS) / 15
 
 
 def test_the_grid_of_words():

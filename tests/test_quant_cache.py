@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.core.errors import NumericalError, UsageError
 from flexgen_helm.exec.layout import _packed_prompt
 from flexgen_helm.models.attention import Scoring
+from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.quant import precisions
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packed import pack, unpack
@@ -147,6 +148,28 @@ def differences(requests, results, scored):
 def assert_same(requests, results, scored):
     mean, largest = differences(requests, results, scored)
     assert mean < MEAN and largest < LARGEST, (mean, largest)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "4bit", "paper-4bit"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_a_value_that_cannot_be_packed_fails_its_request_alone(tiny, tmp_path, monkeypatch, name, value):
+    """1e30 is finite, but beyond every scale; what it leads to is a number or an error, of that request."""
+    honest = Decoder.embed
+
+    def broken(self, weights, token_ids, positions):
+        return honest(self, weights, token_ids, positions).masked_fill((token_ids == 77)[:, None], value)
+
+    monkeypatch.setattr(Decoder, "embed", broken)
+    clean = [GenerationRequest(prompt_token_ids=[100 + (7 * i + 3 * j) % 200 for j in range(70)], max_tokens=20,
+                               ignore_eos=True) for i in range(4)]  # fmt: skip
+    bad = GenerationRequest(prompt_token_ids=[5, 77, *clean[0].prompt_token_ids], max_tokens=20)
+    with Engine.from_pretrained(tiny("llama").path, precision=name, offload_dir=tmp_path) as engine:
+        expected = engine.run(clean)
+        found = engine.run([*clean[:2], bad, *clean[2:]])
+    failed = found.pop(2)
+    assert [r.completions[0].token_ids for r in found] == [r.completions[0].token_ids for r in expected]
+    if not math.isfinite(value):
+        assert isinstance(failed.error, NumericalError)
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "4bit", "4bit-s", "paper-4bit"])

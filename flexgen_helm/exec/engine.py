@@ -226,7 +226,8 @@ class Engine:
             began = time.perf_counter()
             self._tiers.reset()
             delegate = self._cpu_attention and self._tiers.home == "gpu"
-            prepared = prepare(requests, self.spec, self.tokenizer, self._schedule)
+            # Judged by what was asked for: the schedule of the last plan may have suited other requests.
+            prepared = prepare(requests, self.spec, self.tokenizer, self._wanted_schedule or "zigzag")
             rules = self._prefix_rules()
             # Only a search needs to know beforehand what will be shared; the run itself plans that with its own room.
             asked = _asked(prepared, rules, self._searched, self._cache_form)

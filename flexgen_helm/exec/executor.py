@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -111,6 +112,7 @@ class Executor:
                         on_batch(BatchOutcome(batches[item.batch], outcome, state.seconds))
         except BaseException:
             self._weights.cancel()
+            self._cache.cancel()
             self._hidden.close()
             raise
 
@@ -240,7 +242,7 @@ class Executor:
             tokens[rows] = choose(logits.index_select(0, rows), [asked[i].draw for i in drawing])  # type: ignore[misc]
         chosen = logits.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
         for a, token, logprob in zip(asked, tokens.tolist(), chosen.tolist()):
-            if logprob != logprob:
+            if not math.isfinite(logprob):
                 a.outcome.bad_stage = a.outcome.bad_stage or self._stages[-1]
             elif a.target is None:
                 a.outcome.drawn.append((token, logprob))

@@ -18,7 +18,7 @@ from flexgen_helm.quant.formats import GroupFormat
 
 
 def pack(values: Tensor, form: GroupFormat) -> Tensor:
-    """Matrix [rows, width] -> bytes [stripes, stripe_bytes]. Raises `NotFinite`."""
+    """Matrix [rows, width] -> bytes [stripes, stripe_bytes]. Raises `CannotPack`."""
     groups = _grouped(values, form)  # [stripes, groups, group]
     codes, scales = encode(groups, form)
     if form.scales == "word":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexgen_helm.quant.arithmetic import CannotPack, reach
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import unpack_into
 from flexgen_helm.quant.packed import pack
@@ -85,7 +86,12 @@ class TokenCodec:
     def _pack(self, x: Tensor, form: GroupFormat | None) -> Tensor:
         if form is None:
             return x.contiguous().view(torch.uint8)
-        return pack(x.reshape(self._shape(form, x.shape[0])), form)
+        x = x.reshape(self._shape(form, x.shape[0]))
+        try:
+            return pack(x, form)
+        except CannotPack:
+            # The row fails by its hidden states, which show what is not finite, and its neighbours go on.
+            return pack(torch.nan_to_num(x, nan=0.0).clamp(-reach(form), reach(form)), form)
 
     def _unpack_groups(self, data: Tensor, form: GroupFormat | None) -> Tensor:
         rows, groups = data.shape[:2]

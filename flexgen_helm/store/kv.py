@@ -198,6 +198,11 @@ class KVCache:
             self._tiers.ledgers[found.tier].release(claim)
             self._held[found.tier] -= claim.num_bytes
 
+    def cancel(self) -> None:
+        """A pass has broken off: the next one brings what it needs anew, by its own names for layers."""
+        for found in self._groups.values():
+            (found.packed if isinstance(found, PackedCache) else found).cancel()
+
     def close(self) -> None:
         for group in list(self._groups):
             self.free(group)
@@ -216,9 +221,9 @@ class KVCache:
             if tier == "disk":
                 found = DiskCache(*parts)
             else:
-                claim = self._tiers.ledgers[tier].claim("cache", num_bytes)
                 near = tier == self._tiers.home or self._delegate
-                found = NearCache(*parts, capacity, tier, claim) if near else HostCache(*parts, capacity, claim)
+                with self._tiers.ledgers[tier].claimed("cache", num_bytes) as claim:
+                    found = NearCache(*parts, capacity, tier, claim) if near else HostCache(*parts, capacity, claim)
             self._held[tier] += found.claims[0].num_bytes
             self.placed[tier] += found.claims[0].num_bytes
             self._groups[group] = found
@@ -231,24 +236,23 @@ class KVCache:
         tier = self._tier_for(num_bytes)
         if tier == "disk":
             num_bytes = layers * group.num_slots * slot_bytes(group, codec)
-        tail = ledgers[home].claim("cache", group.num_slots * self.bytes_per_row)
-        try:
-            claim = ledgers[tier].claim("cache", num_bytes)
-            packed: PackedGroups
+        tails, parts = group.num_slots * self.bytes_per_row, (self._spec, self._tiers, group, codec)
+        packed: PackedGroups
+        with ledgers[home].claimed("cache", tails) as tail, ledgers[tier].claimed("cache", num_bytes) as claim:
             if tier == "disk":
-                packed = DiskGroups(self._spec, self._tiers, group, codec, claim)
+                packed = DiskGroups(*parts, claim)
             else:
-                near = tier == home
-                parts = self._spec, self._tiers, group, codec
-                packed = NearGroups(*parts, tier) if near else HostGroups(*parts)
+                packed = NearGroups(*parts, tier) if tier == home else HostGroups(*parts)
                 packed.claims.append(claim)
                 packed.capacity = groups
-        except BaseException:
-            ledgers[home].release(tail)
-            raise
+            try:
+                found = PackedCache(self._spec, self._tiers, self._dtype, group, codec, packed, [tail])
+            except BaseException:
+                packed.close()
+                raise
         self._held[tier] += num_bytes
         self.placed[tier] += num_bytes
-        return PackedCache(self._spec, self._tiers, self._dtype, group, codec, packed, [tail])
+        return found
 
     def _grow(self, found: GroupCache | PackedCache, group: SlotGroup, layer: int) -> None:
         """Room for the token that is about to be appended, a page at a time."""

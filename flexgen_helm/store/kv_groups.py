@@ -68,6 +68,10 @@ class GroupCache(ABC):
     def drop(self, layer: int) -> None:
         return None
 
+    def cancel(self) -> None:
+        """A pass has broken off: what was brought for it is dropped."""
+        return None
+
     def close(self) -> None:
         return None
 
@@ -89,15 +93,15 @@ class Transfers(Generic[Brought]):
         """Bring a layer, of `size` bytes beside the computing, after all its writes."""
         if layer in self._coming:
             return
-        claim = self._tiers.ledgers[self._tiers.home].claim("staging", size)
-        self._tiers.brought(size)
 
         def settled() -> Brought:
             with self._tiers.traffic.timed("load_cache"):
                 self.settle(layer)
                 return bring()
 
-        self._coming[layer] = self._tiers.background("cache in", settled), claim
+        with self._tiers.ledgers[self._tiers.home].claimed("staging", size) as claim:
+            self._tiers.brought(size)
+            self._coming[layer] = self._tiers.background("cache in", settled), claim
 
     def is_coming(self, layer: int) -> bool:
         return layer in self._coming
@@ -108,12 +112,17 @@ class Transfers(Generic[Brought]):
             coming[0].exception()  # waits; an error was raised where the data were needed
             self._tiers.ledgers[self._tiers.home].release(coming[1])
 
-    def close(self) -> None:
+    def cancel(self) -> None:
+        """Drop what is coming: it may be of a layer that the next pass means something else by, or an error that the
+        next pass need not meet. What is leaving arrives first, so that the next pass writes behind it."""
         for layer in list(self._coming):
             self.drop(layer)
         for future in [future for waiting in self._leaving.values() for future in waiting]:
-            future.exception()  # waits; nobody reads what was written here any more
-        self._leaving.clear()
+            future.exception()  # waits
+
+    def close(self) -> None:
+        self.cancel()
+        self._leaving.clear()  # nobody reads what was written here any more
 
     def leave(self, layer: int, num_bytes: int, store: Callable[[], None]) -> None:
         """Write in the background; a later read of the layer waits for it, and gets its error."""
@@ -177,6 +186,9 @@ class FarCache(GroupCache):
 
     def drop(self, layer: int) -> None:
         self._transfers.drop(layer)
+
+    def cancel(self) -> None:
+        self._transfers.cancel()
 
     def close(self) -> None:
         self._transfers.close()
@@ -309,12 +321,8 @@ class DiskCache(FarCache):
             end += aligned(length * token)
         self._steps_offset, self._layer_bytes = end, end + steps * self._step_bytes
         size = max(aligned(1), spec.num_layers * self._layer_bytes)
-        claim = tiers.ledgers["disk"].claim("cache", size)
-        try:
+        with tiers.ledgers["disk"].claimed("cache", size) as claim:
             self._file = tiers.directory().scratch(f"cache-{claim.serial}", size)
-        except BaseException:
-            tiers.ledgers["disk"].release(claim)
-            raise
         self.claims = [claim]
 
     def write(self, slot: int, layer: int, start: int, k: Tensor, v: Tensor) -> None:

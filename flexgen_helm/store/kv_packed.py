@@ -176,6 +176,10 @@ class PackedGroups(ABC):
     def drop(self, layer: int) -> None:
         return None
 
+    def cancel(self) -> None:
+        """A pass has broken off: what was brought for it is dropped."""
+        return None
+
     def close(self) -> None:
         return None
 
@@ -258,6 +262,9 @@ class HostGroups(NearGroups):
         self._transfers.settle_all()
         super().move(source, target)
 
+    def cancel(self) -> None:
+        self._transfers.cancel()
+
     def close(self) -> None:
         self._transfers.close()
 
@@ -275,11 +282,7 @@ class DiskGroups(PackedGroups):
         self._stored = list(range(group.num_slots))  # slot of the group -> slot of the file
         self._slot_bytes = slot_bytes(group, codec)
         self._layer_bytes = group.num_slots * self._slot_bytes
-        try:
-            self._file = tiers.directory().scratch(f"cache-{claim.serial}", max(aligned(1), claim.num_bytes))
-        except BaseException:
-            tiers.ledgers["disk"].release(claim)
-            raise
+        self._file = tiers.directory().scratch(f"cache-{claim.serial}", max(aligned(1), claim.num_bytes))
 
     def put(self, layer: int, slots: Sequence[int], first: int, packed: Tensor) -> None:
         offsets = [self._offset(layer, slot) + first * aligned(self._codec.group_bytes) for slot in slots]
@@ -330,6 +333,9 @@ class DiskGroups(PackedGroups):
 
     def move(self, source: int, target: int) -> None:
         self._stored[target], self._stored[source] = self._stored[source], self._stored[target]
+
+    def cancel(self) -> None:
+        self._transfers.cancel()
 
     def close(self) -> None:
         self._transfers.close()

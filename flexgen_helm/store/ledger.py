@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flexgen_helm.core.errors import MemoryLimitError
@@ -45,9 +47,10 @@ class Ledger:
         """Claim bytes before allocating them; raises `MemoryLimitError` and changes nothing if they do not fit."""
         with self._lock:
             if self.limit is not None and self._in_use + num_bytes > self.limit:
+                flag = "--disk" if self.tier == "disk" else f"--{self.tier}-memory"
                 raise MemoryLimitError(
                     f"the {self.tier} tier is limited to {self.limit:,} bytes, of which {self._in_use:,} are in use; "
-                    f"{num_bytes:,} more bytes of {kind} do not fit: raise --{self.tier}-memory or take a smaller block"
+                    f"{num_bytes:,} more bytes of {kind} do not fit: raise {flag} or take a smaller block"
                 )
             self._serial += 1
             allocation = Allocation(kind, num_bytes, self._serial)
@@ -55,6 +58,16 @@ class Ledger:
             self._in_use += num_bytes
             self.peak = max(self.peak, self._in_use)
             return allocation
+
+    @contextmanager
+    def claimed(self, kind: str, num_bytes: int) -> Iterator[Allocation]:
+        """A claim for what the block allocates, given back if that fails."""
+        allocation = self.claim(kind, num_bytes)
+        try:
+            yield allocation
+        except BaseException:
+            self.release(allocation)
+            raise
 
     def release(self, allocation: Allocation) -> None:
         """Give a claim back; a claim that is not held is a defect of ours."""
