@@ -413,6 +413,32 @@ def test_little_memory_with_a_packed_cache_refuses_nobody_for_a_prefix(tiny, tmp
     assert answered
 
 
+@pytest.mark.parametrize("schedule", ["prefill-only", "zigzag"])
+@pytest.mark.parametrize("room", [0.05, 0.1, 0.3])
+def test_prefixes_whose_newest_tokens_do_not_fit_beside_the_computing(tiny, tmp_path, packed, schedule, room):
+    """A packed cache elsewhere leaves the newest tokens of every prefix on the computing's tier: as many are shared
+    as it holds."""
+    draw = random.Random(3)
+    stems = [[draw.randrange(2, VOCABULARY) for _ in range(40)] for _ in range(60)]
+    prompts = [[*stem, *(draw.randrange(2, VOCABULARY) for _ in range(3))] for stem in stems for _ in range(2)]
+    if schedule == "prefill-only":
+        asked = [GenerationRequest(prompt_token_ids=p, max_tokens=0, echo_logprobs=True) for p in prompts]
+    else:
+        asked = [GenerationRequest(prompt_token_ids=p, max_tokens=4, ignore_eos=True) for p in prompts]
+    with Engine.from_pretrained(tiny("llama").path, precision="channels", offload_dir=tmp_path) as engine:
+        whole = engine.ledger.in_use
+        expected = engine.run(asked)
+        assert engine.last_run["workload"]["prompt_tokens_computed"] < 60 * 55
+    limits = MemoryLimits(gpu=whole + int(room * MIB), cpu=64 * MIB, disk=64 * MIB)
+    options = dict(precision="channels", device="sim", limits=limits, schedule=schedule)
+    with offloaded(tiny, "llama", tmp_path, Policy(4, 4, 1, 0, 0, 1, 1, 0), **options) as engine:
+        assert_near(engine.run(asked), expected)
+        computed = engine.last_run["workload"]["prompt_tokens_computed"]
+        assert computed < sum(map(len, prompts)) - 32  # some are shared all the same
+        if schedule == "prefill-only" and room == 0.05:
+            assert computed > 60 * 60  # and not all
+
+
 def test_a_value_that_is_not_finite_in_a_prefix_fails_its_users_alone(tiny, monkeypatch):
     from flexgen_helm.models.decoder import Decoder
 

@@ -263,6 +263,27 @@ def test_killed_at_random_points_the_directory_serves_the_next_run(tiny, tmp_pat
     assert found == [[list(c.token_ids) for c in result.completions] for result in expected]
 
 
+@pytest.mark.parametrize("precision", ["fp16", "4bit", "paper-4bit"])
+@pytest.mark.parametrize("mib", [0.4, 0.8, 1.6])
+def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
+    """Prompts and steps of a cache on the disk fill whole pages, which rows wait for as for any other room."""
+    asked = [
+        GenerationRequest(prompt_token_ids=prompt, max_tokens=9, ignore_eos=True, n=1 + i % 2, temperature=0.5, seed=i)
+        for i, prompt in enumerate(prompts(24, 70, seed=4))
+    ]
+    with Engine.from_pretrained(tiny("llama").path, precision=precision, offload_dir=tmp_path) as engine:
+        expected = engine.run(asked)
+    limits = MemoryLimits(cpu=64 * MIB, disk=int(mib * MIB))
+    with offloaded(
+        tiny, tmp_path, policy="8x3,0,100,0,0,0,100", precision=precision, device="cpu", limits=limits
+    ) as engine:
+        found = engine.run(asked)
+        assert 0 < engine.last_run["peak_bytes"]["disk"] <= limits.disk
+    assert [[c.token_ids for c in r.completions] for r in found] == [
+        [c.token_ids for c in r.completions] for r in expected
+    ]
+
+
 @pytest.mark.parametrize("precision", ["fp16", "4bit"])
 @pytest.mark.parametrize("policy", ["6x2,0,100,0,100,0,100", "6x2,0,100,100,0,100,0", "6x2,0,0,0,0,100,0"])
 def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatch, precision, policy):

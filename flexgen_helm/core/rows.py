@@ -12,7 +12,8 @@ class SlotGroup:
 
     Active rows fill the first slots: a row that retires swaps places with the last one, so that attention reads
     one contiguous slice and never a retired row. page_tokens: the cache grows by so many tokens a slot as the rows
-    do; 0: it has its whole capacity from the first token on. row_tokens: what every slot takes beside, in positions.
+    do; 0: it has its whole capacity from the first token on. row_tokens: what every slot takes beside, in positions;
+    beside: what the group does.
     """
 
     capacity: int
@@ -20,10 +21,11 @@ class SlotGroup:
     rows: list["Row"]
     page_tokens: int = 0
     row_tokens: int = 0
+    beside: int = 0
 
     def positions(self, tokens: int) -> int:
         """Positions of cache that the group takes when its longest row has `tokens`."""
-        return self.num_slots * (self.paged(tokens) + self.row_tokens)
+        return self.num_slots * (self.paged(tokens) + self.row_tokens) + self.beside
 
     def paged(self, tokens: int) -> int:
         """Tokens a slot that are allocated when the longest row has `tokens`."""

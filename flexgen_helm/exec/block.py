@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexgen_helm.exec.scheduler import GROUP_ROWS, BlockLimits
+from flexgen_helm.exec.scheduler import GROUP_ROWS, UNLIMITED, BlockLimits
 from flexgen_helm.policy.memory import MemoryPlan
 from flexgen_helm.policy.placement import TIERS, Tier
 from flexgen_helm.policy.policy import Policy, Schedule
@@ -29,7 +29,6 @@ PASS_TOKENS = 4 * BATCH_TOKENS
 HIDDEN_SHARE = 0.1
 # A page of a cache that grows: copying a row's cache once a page costs about a sixteenth of reading it every step.
 PAGE_TOKENS = 16
-UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,12 @@ def block_limits(
     hidden_bytes: int,
     row_bytes: int = 0,
     host_attends: bool = False,
+    fill_tokens: int = 0,
 ) -> BlockLimits:
     """free: bytes left on each tier. cache_bytes, layer_cache_bytes: of one position in all layers and in one.
     hidden_bytes: of one token's states. row_bytes: of a row's newest tokens, beside the computing. host_attends: to
-    a cache in its memory, of which nothing is brought then."""
+    a cache in its memory, of which nothing is brought then. fill_tokens: positions that the last page of a prompt or
+    of a step may take beside it on the disk."""
     # Layers of groups elsewhere that are brought beside the computing: the one in use and the next.
     near = (home, "cpu") if host_attends else (home,)
     far = any(share > 0 and tier not in near for tier, share in plan.cache.items())
@@ -88,7 +89,8 @@ def block_limits(
         waiting[tier] = min(share, most)
     # Newest tokens of a packed cache lie beside the computing, wherever the rest of it is: where that is elsewhere too,
     # half of the room is theirs.
-    row_tokens, most_rows, divided = -(-row_bytes // cache_bytes), UNLIMITED, row_bytes and plan.cache[home] < 1
+    row_tokens = -(-row_bytes // cache_bytes) + fill_tokens
+    most_rows, divided = UNLIMITED, row_bytes and plan.cache[home] < 1
     room = []
     for tier, share in plan.cache.items():
         left = free[tier] - (waiting[tier] if plan.activations[tier] > 0 else 0) - (staged if tier == home else 0)
@@ -105,9 +107,10 @@ def block_limits(
         shares = [waiting[tier] / share for tier, share in plan.activations.items() if share > 0]
         pass_tokens = max(1, int(min(shares) / hidden_bytes))
     page = PAGE_TOKENS if schedule == "diagonal" else 0
+    further = page, row_tokens, fill_tokens, most_rows
     if policy is not None:
         rows = min(policy.block_size, most_rows)
-        return BlockLimits(MAX_BATCH_TOKENS, policy.gpu_batch_size, rows, tokens, pass_tokens, page, row_tokens)
+        return BlockLimits(MAX_BATCH_TOKENS, policy.gpu_batch_size, rows, tokens, pass_tokens, *further)
     batch = STREAMED_BATCH_TOKENS if plan.streams else BATCH_TOKENS
     rows = min(most_rows, UNLIMITED if plan.streams else MAX_ROWS[home])
-    return BlockLimits(batch, batch, rows, tokens, pass_tokens, page, row_tokens)
+    return BlockLimits(batch, batch, rows, tokens, pass_tokens, *further)

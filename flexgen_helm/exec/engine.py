@@ -351,6 +351,7 @@ class Engine:
             hidden_bytes,
             cache.bytes_per_row,
             cache.host_attends,
+            cache.fill_tokens,
         )
         return limits, hidden_fractions(self._plan, self._schedule, workload, free, home, hidden_bytes)
 

@@ -14,7 +14,7 @@ earlier where prompts are scored: what its last token predicts is then the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 # Prefixes behind each other: every batch attends to each of them.
@@ -53,15 +53,16 @@ class Prefix:
 @dataclass(frozen=True)
 class Rules:
     """What a prefix must be. room: positions that a prompt and its prefixes may take together; row_tokens: what each
-    of them takes beside its own, in positions; group_tokens: prefixes end where a group of so many tokens does;
-    overhead, token_overhead: tokens that could be computed while a batch attends to one segment more, and while a
-    token of it does."""
+    of them takes beside its own, in positions; step_tokens: what every step does; group_tokens: prefixes end where a
+    group of so many tokens does; overhead, token_overhead: tokens that could be computed while a batch attends to one
+    segment more, and while a token of it does."""
 
     room: int
     overhead: float
     group_tokens: int = 1
     row_tokens: int = 0
     token_overhead: float = 0.0
+    step_tokens: int = 0
 
     def costs(self, end: int, users: Sequence[Prompt]) -> float:
         """What a prefix up to `end` costs, in tokens; prompts and every step are taken for a batch each."""
@@ -69,7 +70,7 @@ class Rules:
         return self.overhead * (1 + max(user.steps for user in users)) + self.token_overhead * behind
 
 
-def plan_prefixes(prompts: Sequence[Prompt], rules: Rules, least_users: int = 2) -> list[Prefix | int]:
+def plan_prefixes(prompts: Sequence[Prompt], rules: Rules) -> list[Prefix | int]:
     """A forest with every prompt's place in it once, the longest first."""
     order = sorted(range(len(prompts)), key=lambda place: prompts[place].tokens)
     roots: list[Prefix | int] = []
@@ -87,7 +88,7 @@ def plan_prefixes(prompts: Sequence[Prompt], rules: Rules, least_users: int = 2)
             end = min(end, depth - 1)
         prefix = Prefix(end // rules.group_tokens * rules.group_tokens, parent, users)
         theirs = [prompts[place] for place in users]
-        if len(users) < least_users or prefix.end <= prefix.start or prefix.saved < rules.costs(prefix.end, theirs):
+        if prefix.end <= prefix.start or prefix.saved < rules.costs(prefix.end, theirs):
             continue
         if not _fits(prefix, theirs, len(path) + 1, rules):
             continue
@@ -105,7 +106,8 @@ def _fits(prefix: Prefix, users: Sequence[Prompt], depth: int, rules: Rules) -> 
     beside = depth * rules.row_tokens
     if prefix.end + beside > rules.room:
         return False
-    alone = (len(user.tokens) + user.steps + rules.row_tokens for user in users if user.steps)
+    each = 1 + rules.step_tokens
+    alone = (len(user.tokens) + user.steps * each + rules.row_tokens for user in users if user.steps)
     return not beside or max((need for need in alone if need <= rules.room), default=0) + beside <= rules.room
 
 
@@ -115,6 +117,22 @@ def prefixes_of(members: Sequence[Prefix | int]) -> Iterator[Prefix]:
         if isinstance(member, Prefix):
             yield member
             yield from prefixes_of(member.members)
+
+
+def without(
+    members: Sequence[Prefix | int], dissolved: Collection[Prefix], parent: Prefix | None = None
+) -> list[Prefix | int]:
+    """The forest without some prefixes: what was below them is below their parents."""
+    found: list[Prefix | int] = []
+    for member in members:
+        if isinstance(member, Prefix):
+            if member in dissolved:
+                found += without(member.members, dissolved, parent)
+                continue
+            member.parent = parent
+            member.members = without(member.members, dissolved, member)
+        found.append(member)
+    return found
 
 
 def _branchings(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:

@@ -62,9 +62,7 @@ def prepare(
     return Prepared(list(distinct.values()), refused)
 
 
-def share(
-    running: Sequence[RunningRequest], rules: Rules, branches: bool = False, least_users: int = 2
-) -> list[Prefix | int]:
+def share(running: Sequence[RunningRequest], rules: Rules, branches: bool = False) -> list[Prefix | int]:
     """The forest of beginnings that are worth computing once; its places are those in `running`.
 
     branches: continuations of one prompt cannot attend to the cache of all of it, so each is a user of its own; the
@@ -78,7 +76,7 @@ def share(
         count = each.num_branches if branches and request.max_tokens > 1 else 1
         prompts += [prompt] * count
         places += [place] * count
-    forest = plan_prefixes(prompts, rules, least_users)
+    forest = plan_prefixes(prompts, rules)
     return forest if len(places) == len(running) else _renumbered(forest, places)
 
 
@@ -87,6 +85,7 @@ def families(
     cache_tokens: int,
     max_rows: int,
     row_tokens: int = 0,
+    step_tokens: int = 0,
     shares: bool = True,
     parents: tuple[Row, ...] = (),
 ) -> list[Family]:
@@ -95,10 +94,10 @@ def families(
 
     Continuations that do not fit beside each other are split over several families, each with the prompt anew.
     shares: whether a row can attend to another's cache; if not, each continuation computes the prompt. cache_tokens,
-    row_tokens: as in `BlockLimits`. Raises `RequestError` where not even one fits.
+    row_tokens, step_tokens: as in `BlockLimits`. Raises `RequestError` where not even one fits.
     """
     request, start = running.request, sum(parent.prompt_len for parent in parents)
-    tokens = running.tokens[start:]
+    tokens, beside = running.tokens[start:], (1 + len(parents)) * row_tokens
     if running.num_branches == 1 or request.max_tokens <= 1 or not shares:
         count, draws = 1, running.num_branches if request.max_tokens else 0
         if request.max_tokens > 1:
@@ -110,16 +109,18 @@ def families(
             )
             row.score = request.echo_logprobs and not branch
             row.keeps_cache = request.max_tokens > 1
-            needed = start + row.cache_tokens + (1 + len(parents)) * row_tokens
+            steps = row.cache_tokens - row.prompt_len
+            needed = start + row.prompt_len + steps * (1 + step_tokens) + beside
             if row.keeps_cache and needed > cache_tokens:
                 raise _too_large(needed, cache_tokens)
             rows.append(row)
         running.rows_left += count
         return [Family(row) for row in rows]
     each = request.max_tokens - 1
-    at_once = min(running.num_branches, (cache_tokens - len(running.tokens)) // each, max(1, max_rows - 1))
+    needed = len(running.tokens) + each * step_tokens + beside
+    at_once = min(running.num_branches, (cache_tokens - needed) // each, max(1, max_rows - 1))
     if at_once < 1:
-        raise _too_large(len(running.tokens) + each, cache_tokens)
+        raise _too_large(needed + each, cache_tokens)
     found = []
     for first in range(0, running.num_branches, at_once):
         count = min(at_once, running.num_branches - first)

@@ -12,7 +12,7 @@ from flexgen_helm.core.errors import MemoryLimitError, NumericalError, RequestEr
 from flexgen_helm.core.records import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.core.rows import Batch, Chunk, Family, Row
 from flexgen_helm.exec.executor import BatchOutcome, Executor, RowOutcome
-from flexgen_helm.exec.prefixes import Prefix, Rules, prefixes_of
+from flexgen_helm.exec.prefixes import Prefix, Rules, prefixes_of, without
 from flexgen_helm.exec.prepare import Prepared, families, share
 from flexgen_helm.exec.running import RunningPrefix, RunningRequest
 from flexgen_helm.exec.sampling import Draw
@@ -124,19 +124,29 @@ class Run:
                 asked.append(request)
             else:
                 self._finish(request)  # nothing to compute
-        limits, group, users = self._limits, self._cache.prefix_tokens, 2
-        rules = replace(self._rules, room=limits.cache_tokens, group_tokens=group or 1, row_tokens=limits.row_tokens)
+        limits, group = self._limits, self._cache.prefix_tokens
+        beside = {"row_tokens": limits.row_tokens, "step_tokens": limits.step_tokens}
+        rules = replace(self._rules, room=limits.cache_tokens, group_tokens=group or 1, **beside)
         if group is None:
             forest: list[Prefix | int] = list(range(len(asked)))
         else:
             forest = share(asked, rules, not self._cache.shares_prompts)
-            # One pass over all, in which every prefix has its place in the cache: those with most users.
-            while self._schedule == "prefill-only" and _taken(forest, limits.row_tokens) > limits.cache_tokens:
-                users *= 2
-                forest = share(asked, rules, not self._cache.shares_prompts, users)
+            while not self._holds(forest):  # those that save least go first
+                found = sorted(prefixes_of(forest), key=lambda prefix: prefix.saved)
+                forest = without(forest, set(found[: -(-len(found) // 8)]))
         waiting: list[Family] = []
         self._enqueue(forest, (), asked, waiting)
         return waiting
+
+    def _holds(self, forest: Sequence[Prefix | int]) -> bool:
+        """Whether there is room for all prefixes that are needed at once: those of one row, or, in the one pass of
+        prefill-only, all."""
+        limits = self._limits
+        if self._schedule != "prefill-only":
+            return _depth(forest) < limits.max_tails
+        prefixes = list(prefixes_of(forest))
+        taken = sum(prefix.end - prefix.start + limits.row_tokens for prefix in prefixes)
+        return taken <= limits.cache_tokens and len(prefixes) <= limits.max_tails
 
     def _enqueue(
         self,
@@ -177,6 +187,7 @@ class Run:
                     limits.cache_tokens,
                     limits.max_rows,
                     limits.row_tokens,
+                    limits.step_tokens,
                     self._cache.shares_prompts,
                     parents,
                 )
@@ -299,9 +310,9 @@ class Run:
         return spec.linear_flops_per_token * count + attention + spec.head_flops_per_token * heads
 
 
-def _taken(forest: Sequence[Prefix | int], row_tokens: int) -> int:
-    """Positions of cache that all prefixes of a forest take together."""
-    return sum(prefix.end - prefix.start + row_tokens for prefix in prefixes_of(forest))
+def _depth(forest: Sequence[Prefix | int]) -> int:
+    """Prefixes behind each other, at most."""
+    return max((1 + _depth(member.members) for member in forest if isinstance(member, Prefix)), default=0)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

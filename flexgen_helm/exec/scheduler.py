@@ -17,6 +17,7 @@ from flexgen_helm.core.rows import Batch, Chunk, Family, Row, SlotGroup
 # Rows of one slot group: enough to make one attention call worth its overhead, few enough that rows of
 # neighbouring lengths (the queue is sorted) share a capacity.
 GROUP_ROWS = 32
+UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,10 @@ class BlockLimits:
     that one pass lets in, so that running rows are not kept waiting (one longer prompt still comes alone).
     page_tokens: 0 sets a row's whole cache aside when it is let in; else caches grow by pages, and rows are let in a
     few each pass, so that young and old ones fill the memory together (the diagonal schedule). row_tokens: what every
-    row takes beside its positions, in positions (the newest tokens of a packed cache)."""
+    row takes beside its positions, in positions (the newest tokens of a packed cache, the last page of a prompt on the
+    disk); step_tokens: what every step of a group takes beside its tokens (the last page of a step on the disk).
+    max_tails: rows and prefixes whose newest tokens lie beside the computing, where the rest of their cache does not.
+    """
 
     batch_tokens: int
     batch_rows: int
@@ -35,6 +39,8 @@ class BlockLimits:
     pass_tokens: int
     page_tokens: int = 0
     row_tokens: int = 0
+    step_tokens: int = 0
+    max_tails: int = UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,7 @@ class Scheduler:
         admitted: list[Row] = []
         seats: list[Row] = []  # rows that will share the next group
         rows = self.num_running
+        tails = sum(len(group.rows) for group in self._groups)
         tokens = 0
         growth = self._growth()
         if self._pace is not None:
@@ -144,7 +151,8 @@ class Scheduler:
                     growth = self._seat(seats)
                     seats = []
                 # The seats of this pass become as wide as their widest row.
-                if not self._fits(growth, [*seats, prompt], family.num_branches * family.branch_tokens):
+                set_aside = self._set_aside(family)
+                if not self._fits(growth, [*seats, prompt], set_aside):
                     if not seats:
                         break
                     growth = self._seat(seats)
@@ -152,15 +160,19 @@ class Scheduler:
                     continue
                 if rows and rows + _rows(family) > self._limits.max_rows:
                     break
+                # Where nobody runs and nothing was let in, what is held are prefixes of the next one in the queue.
+                if (rows or admitted) and tails + 1 > self._limits.max_tails:
+                    break
                 if not prompt.is_prefix:
                     if self._pace is not None and rows and self._credit < 1:
                         break
                     self._credit -= 1
                 rows += _rows(family)
+                tails += 1
                 if alone:
                     more = 0
                     if not prompt.is_prefix:
-                        more = self._reserved[prompt] = family.num_branches * family.branch_tokens
+                        more = self._reserved[prompt] = set_aside
                     self._open([prompt])
                     more += self._groups[-1].positions(self._groups[-1].capacity)
                     growth = [taken + more for taken in growth]
@@ -189,6 +201,10 @@ class Scheduler:
         steps = max(map(len, futures), default=1)
         return [set_aside + sum(future[i] for future in futures if i < len(future)) for i in range(steps)]
 
+    def _set_aside(self, family: Family) -> int:
+        """Positions for the continuations that will branch off a prompt, in one group."""
+        return family.branch_tokens * (family.num_branches + (self._limits.step_tokens if family.num_branches else 0))
+
     def _fits(self, growth: list[int], rows: list[Row], set_aside: int) -> bool:
         """Whether a group of these rows never makes the cache exceed its limit, now or later."""
         group = self._group(rows)
@@ -208,7 +224,8 @@ class Scheduler:
 
     def _group(self, rows: list[Row]) -> SlotGroup:
         widest, limits = max(row.cache_tokens for row in rows), self._limits
-        return SlotGroup(widest, len(rows), rows, limits.page_tokens, limits.row_tokens)
+        steps = max(row.cache_tokens - row.prompt_len for row in rows)
+        return SlotGroup(widest, len(rows), rows, limits.page_tokens, limits.row_tokens, steps * limits.step_tokens)
 
     def _decode_batches(self) -> Iterator[Batch]:
         """Running rows with a token to feed; the rows of a group stay together in slot order."""

@@ -18,6 +18,7 @@ from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.quant.tokens import TokenCodec
 from flexgen_helm.store.kv_groups import CacheSpec, DiskCache, GroupCache, HostCache, KeysValues, MemoryCache, NearCache
 from flexgen_helm.store.kv_packed import DiskGroups, HostGroups, NearGroups, PackedCache, PackedGroups, slot_bytes
+from flexgen_helm.store.ring import ALIGNMENT, aligned
 from flexgen_helm.store.tiers import Tiers
 from flexgen_helm.store.traffic import Kind
 
@@ -69,7 +70,9 @@ class KVCache:
     def bytes_per_token(self) -> int:
         if self.codec is None:
             return self._plain_bytes
-        return -(-self._spec.num_layers * self.codec.group_bytes // self.codec.group_tokens)
+        # On the disk every group of tokens begins a page.
+        each = aligned(self.codec.group_bytes) if self._fractions["disk"] > 0 else self.codec.group_bytes
+        return -(-self._spec.num_layers * each // self.codec.group_tokens)
 
     @property
     def layer_bytes_per_token(self) -> int:
@@ -82,6 +85,13 @@ class KVCache:
             return 0
         form = self.codec.form
         return form.tail_copies * form.tail_tokens * self._plain_bytes
+
+    @property
+    def fill_tokens(self) -> int:
+        """Positions that the last page of a prompt, or of a step of a group, may take beside it on the disk."""
+        if self.codec is not None or not self._fractions["disk"] or self.layer_bytes_per_token % ALIGNMENT == 0:
+            return 0
+        return -(-ALIGNMENT // self.layer_bytes_per_token)
 
     def write(self, row: Row, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Store the keys and values [S, Hk, D] of `row`'s own tokens start … start + S - 1."""
