@@ -90,6 +90,23 @@ def test_causal_with_a_window(kernel, scoring, window):
     assert close(attention.causal(q, k, v, scoring, window), formula(q, k, v, scoring, allowed))
 
 
+@pytest.mark.parametrize("window", [1, 7, 16, 25, 32, 47])
+def test_a_window_over_several_slices_of_queries(monkeypatch, scoring, window):
+    monkeypatch.setattr(attention, "_BIASED_TOKENS", 16)
+    q, k, v = torch.randn(50, 6, 4), torch.randn(50, 2, 4), torch.randn(50, 2, 4)
+    distance = torch.arange(50)[:, None] - torch.arange(50)
+    seen, parts = attention.seen, []
+
+    def counted(q, first, second, scoring, sights):
+        parts.extend(sights := list(sights))
+        return seen(q, first, second, scoring, sights)
+
+    monkeypatch.setattr(attention, "seen", counted)
+    found = attention.causal(q, k, v, scoring, window)
+    assert close(found, formula(q, k, v, scoring, (distance >= 0) & (distance < window)))
+    assert [part.mask.numel() <= 16 * (16 + window) for part in parts] == [True] * 4
+
+
 @pytest.mark.parametrize("window", [2, 6, 9, 30])
 def test_a_window_over_a_shared_segment_merges_with_the_own_one(kernel, scoring, window):
     """Eight shared keys, then five tokens of one sequence; far tokens see none of the shared keys."""

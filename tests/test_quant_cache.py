@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.core.errors import NumericalError, UsageError
+from flexgen_helm.exec import layout
 from flexgen_helm.exec.layout import _packed_prompt
 from flexgen_helm.models.attention import Scoring
 from flexgen_helm.models.decoder import Decoder
@@ -121,6 +122,19 @@ def test_token_groups_come_back(name, groups, seed):
         picked = codec.unpack_picked(codec.pick_values(torch.stack((packed, packed)), tokens))
         for row, head in itertools.product(range(2), range(3)):
             assert torch.equal(picked[row, head], unpacked[1][tokens[row, head], head])
+
+
+def test_masks_of_long_prompts_are_not_kept(monkeypatch):
+    """They grow with the square of the length, for every length, beside what the ledgers count."""
+    form = FORMATS["channels"]
+    layout._kept_sights.cache_clear()
+    held = 0
+    for tokens in (*range(100, 700, 20), 900, 2000):
+        sights = list(layout._sights(tokens, None, form, torch.device("cpu")))
+        assert [sight.queries.stop for sight in sights][-1] == tokens
+        held += sum(sight.mask.numel() * 4 for sight in sights) * (tokens < 725)
+    kept = layout._kept_sights.cache_info()
+    assert kept.currsize == 30 and held < layout.KEPT_MASK_BYTES
 
 
 def asked(seed=0, count=7, most=30):

@@ -160,7 +160,8 @@ class Executor:
         if self._workspace is None:
             fused = self._device.type == "cpu" and hidden.dtype == torch.float32
             direct = not fused or self._decoder.spec.attn_softcap is not None
-            self._workspace = Workspace(self._decoder.spec, hidden.element_size(), direct)
+            form = None if self._cache.codec is None else self._cache.codec.form
+            self._workspace = Workspace(self._decoder.spec, hidden.element_size(), direct, form)
         self._hold(
             self._workspace.layer(len(hidden), flat.longest_prompt, flat.cached_positions, flat.shared_positions)
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from flexgen_helm.core.rows import Batch, Row, SlotGroup
 from flexgen_helm.models import attention, sparse
 from flexgen_helm.models.attention import Part, Scoring, Sight
+from flexgen_helm.policy.workspace import KEPT_MASK_BYTES
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.quant.tokens import TokenCodec
 from flexgen_helm.store.kv import KVCache
@@ -22,6 +23,9 @@ from flexgen_helm.store.kv import KVCache
 _BROUGHT_FROM = 8
 # Queries of a prompt whose view of a packed cache is computed together: masks and keys of a few hundred tokens.
 _SIGHT_TOKENS = 256
+# Masks of such views are kept for lengths that come again in the next layer, up to so many bytes in all; those of
+# longer prompts are made for each layer, which costs a few percent of their attention.
+_KEPT_LENGTHS = 32
 # Elements of keys and values that are unpacked at once: 16 MiB in float32.
 _UNPACKED_ELEMENTS = 4 << 20
 
@@ -307,10 +311,20 @@ def _packed_prompt(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, window: in
     return attention.seen(q, older, (k, v), scoring, sights)
 
 
-@lru_cache(maxsize=64)
-def _sights(tokens: int, window: int | None, form: CacheFormat, device: torch.device) -> tuple[Sight, ...]:
+def _sights(tokens: int, window: int | None, form: CacheFormat, device: torch.device) -> Iterable[Sight]:
     """What the tokens of a prompt see packed and as it is, some neighbours at a time."""
-    found = []
+    wanted = tokens, window, form, device
+    mask_bytes = 2 * tokens * tokens  # in float32, of which half is never seen
+    return _made_sights(*wanted) if mask_bytes > KEPT_MASK_BYTES // _KEPT_LENGTHS else _kept_sights(*wanted)
+
+
+@lru_cache(maxsize=_KEPT_LENGTHS)
+def _kept_sights(tokens: int, window: int | None, form: CacheFormat, device: torch.device) -> tuple[Sight, ...]:
+    """The same, once for all layers and all prompts of a length."""
+    return tuple(_made_sights(tokens, window, form, device))
+
+
+def _made_sights(tokens: int, window: int | None, form: CacheFormat, device: torch.device) -> Iterator[Sight]:
     for first in range(0, tokens, _SIGHT_TOKENS):
         at = torch.arange(first, min(first + _SIGHT_TOKENS, tokens))
         borders = torch.tensor([form.boundary(position) for position in at.tolist()])
@@ -319,12 +333,13 @@ def _sights(tokens: int, window: int | None, form: CacheFormat, device: torch.de
         packed, plain = slice(min(oldest, high), high), slice(max(oldest, low), int(at[-1]) + 1)
         old, new = torch.arange(packed.start, packed.stop), torch.arange(plain.start, plain.stop)
         keys = torch.cat((old, new))
-        hidden = torch.cat((old >= borders[:, None], (new < borders[:, None]) | (new > at[:, None])), 1)
+        mask = torch.zeros(len(at), len(keys))
+        certain = max(0, low - packed.start)  # keys that are packed for all of these queries
+        hidden = torch.cat((old[certain:] >= borders[:, None], (new < borders[:, None]) | (new > at[:, None])), 1)
+        mask[:, certain:].masked_fill_(hidden, -math.inf)
         if window is not None:
-            hidden |= at[:, None] - keys >= window
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf).to(device)
-        found.append(Sight(slice(first, int(at[-1]) + 1), packed, plain, keys.to(device), mask))
-    return tuple(found)
+            mask.masked_fill_(at[:, None] - keys >= window, -math.inf)
+        yield Sight(slice(first, int(at[-1]) + 1), packed, plain, keys.to(device), mask.to(device))
 
 
 def _packed_decode(

@@ -12,7 +12,7 @@ Shapes: T tokens, B rows, Hq query heads, Hk key heads (Hq = G Hk), S keys, D el
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -50,6 +50,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, window: int | None
     q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
     """
     tokens, heads, dim = q.shape
+    if window is not None and tokens > window:
+        return seen(q, (k[:0], v[:0]), (k, v), scoring, _band_sights(tokens, window, q.device))
     key_heads = k.shape[1]
     group = heads // key_heads
     # Query heads of one key head become a batch dimension over expanded (not copied) keys and values.
@@ -59,12 +61,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, window: int | None
     mask, by_head = None, _by_key_head(scoring, key_heads)
     if by_head is not None:
         mask = _falloff(by_head.t(), tokens).expand(group, key_heads, tokens, tokens)
-    narrow = window is not None and tokens > window
-    if narrow:
-        assert window is not None
-        band = _band(tokens, window, q.device)
-        mask = band if mask is None else mask + band
-    out, lse = _attend(queries, keys, values, scoring, is_causal=not narrow, mask=mask)
+    out, lse = _attend(queries, keys, values, scoring, is_causal=True, mask=mask)
     if by_head is not None:
         lse = lse - by_head.t()[:, :, None] * torch.arange(tokens, device=q.device)
     return out.permute(2, 1, 0, 3).reshape(tokens, heads, dim), lse.permute(2, 1, 0).reshape(tokens, heads)
@@ -84,7 +81,7 @@ class Sight:
     mask: Tensor
 
 
-def seen(q: Tensor, first: Part, second: Part, scoring: Scoring, sights: Sequence[Sight]) -> Part:
+def seen(q: Tensor, first: Part, second: Part, scoring: Scoring, sights: Iterable[Sight]) -> Part:
     """A prompt whose tokens see other versions of the older keys and values than of the newer ones.
 
     q [T, Hq, D]; first, second: keys and values [n, Hk, D], each in position order; sights: of all queries, in order
@@ -209,14 +206,21 @@ def before(queries: Tensor, keys: Tensor, window: int, device: torch.device) -> 
     return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf).to(device)
 
 
-@lru_cache(maxsize=8)
-def _band(tokens: int, window: int, device: torch.device) -> Tensor:
-    """Additive mask [1, 1, T, T] of a causal window."""
-    positions = torch.arange(tokens)
-    ahead = positions[None, :] > positions[:, None]
-    return (
-        before(positions, positions, window, torch.device("cpu")).masked_fill_(ahead, -math.inf)[None, None].to(device)
-    )
+def _band_sights(tokens: int, window: int, device: torch.device) -> Iterator[Sight]:
+    """A causal window, some neighbouring queries at a time: keys that none of them sees are not computed."""
+    for first in range(0, tokens, _BIASED_TOKENS):
+        end, oldest = min(first + _BIASED_TOKENS, tokens), max(0, first - window + 1)
+        mask = _band(end - first, first - oldest, window, device)
+        yield Sight(slice(first, end), slice(0, 0), slice(oldest, end), torch.arange(oldest, end, device=device), mask)
+
+
+@lru_cache(maxsize=16)
+def _band(queries: int, older: int, window: int, device: torch.device) -> Tensor:
+    """Additive mask [t, older + t] of neighbouring queries over so many older keys and their own."""
+    keys = torch.arange(older + queries)
+    at = keys[older:]
+    ahead = keys > at[:, None]
+    return before(at, keys, window, torch.device("cpu")).masked_fill_(ahead, -math.inf).to(device)
 
 
 def _attend(

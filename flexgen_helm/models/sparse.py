@@ -9,7 +9,7 @@ of the newer tokens, which are all taken. Shapes and letters are those of `model
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,7 @@ def choose(q: Tensor, k: Tensor, scoring: Scoring, positions: Tensor, mask: Tens
     return Choice(tokens, taken.masked_fill(surplus[:, None, None], -math.inf))
 
 
-def seen(q: Tensor, first: Part, second: Part, scoring: Scoring, sights: Sequence[Sight], share: float) -> Part:
+def seen(q: Tensor, first: Part, second: Part, scoring: Scoring, sights: Iterable[Sight], share: float) -> Part:
     """A prompt whose tokens take a share of the older keys (`first`) and all newer ones; else `attention.seen`."""
     parts = []
     for sight in sights:

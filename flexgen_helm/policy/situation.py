@@ -165,7 +165,7 @@ class Situation:
     def workspace(self) -> Workspace:
         spec = self.spec
         direct = self.compute_bytes != 4 or self.hardware.gpu is not None or spec.attn_softcap is not None
-        return Workspace(spec, self.compute_bytes, direct)
+        return Workspace(spec, self.compute_bytes, direct, self.precision.cache)
 
     def seen(self, context: float) -> float:
         """Positions that a token sees of `context`, as a mean over the layers: some have a window."""

@@ -6,18 +6,22 @@ Counted as if nothing were freed before the operation that follows it.
 from __future__ import annotations
 
 from flexgen_helm.models.spec import ModelSpec, tensor_shapes
+from flexgen_helm.quant.precisions import CacheFormat
 
 # Query rows of scores that exist at once (`models.attention`).
 _SCORE_ROWS = 1024
+# Queries of a prompt that look at a packed or sparse cache together (`exec.layout`), and bytes of masks that are kept.
+_SIGHT_ROWS, KEPT_MASK_BYTES = 256, 32 << 20
 # Elements of weights in the compute type: the tile that was upcast, and the copy that a product may pack.
 _TILES = 2 << 20
 
 
 class Workspace:
-    """Bounds for one model. element: bytes of one in the compute type. direct: scores are materialized, in float32."""
+    """Bounds for one model. element: bytes of one in the compute type. direct: scores are materialized, in float32.
+    cache: what prompts see packed or in part, None where all is seen as it is."""
 
-    def __init__(self, spec: ModelSpec, element: int, direct: bool) -> None:
-        self._spec, self._element, self._direct = spec, element, direct
+    def __init__(self, spec: ModelSpec, element: int, direct: bool, cache: CacheFormat | None = None) -> None:
+        self._spec, self._element, self._direct, self._cache = spec, element, direct, cache
         inner = max(shape[0] for name, shape in tensor_shapes(spec).items() if name.endswith(".up.weight"))
         q, kv = spec.q_size, spec.num_kv_heads * spec.head_dim
         # The states, their norm with two temporaries, both branches' results; then either q, k and v, their rotations
@@ -41,6 +45,17 @@ class Workspace:
             scores += 4 * spec.num_heads * min(prompt, _SCORE_ROWS) * prompt
         elif self._masks:
             scores += 4 * prompt * prompt
+        if self._cache is not None:
+            # Two masks on their way to one slice of queries, with its keys and values side by side; the scores of a
+            # choice, which is made by sums, the largest, and once more without the others.
+            kv = spec.num_kv_heads * spec.head_dim
+            choosing = 4 * 8 * spec.num_heads * _SIGHT_ROWS * prompt if self._cache.is_sparse else 0
+            packed = KEPT_MASK_BYTES + 2 * 4 * _SIGHT_ROWS * prompt + self._element * 4 * kv * prompt
+            return self._layer(tokens, scores) + packed + choosing
+        return self._layer(tokens, scores)
+
+    def _layer(self, tokens: int, scores: int) -> int:
+        spec = self._spec
         states = self._element * tokens * (self._per_token + 4 * spec.hidden_size)
         return states + (4 if self._direct else 2) * scores + self._element * _TILES
 
