@@ -19,6 +19,7 @@ from flexgen_helm.core.errors import (
     UsageError,
 )
 from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.quant.precisions import PAPER_GROUPS, Precision
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +247,7 @@ def test_what_this_version_cannot_do_is_refused(tiny):
     path = tiny("llama").path
     for arguments in (
         {"precision": "3bit"},
+        {"precision": Precision("packed tables", tables=PAPER_GROUPS)},
         {"schedule": "spiral"},
         {"device": "tpu"},
         {"device": "sim"},

@@ -179,6 +179,8 @@ class Engine:
         if isinstance(wanted, str) and wanted not in PRECISIONS:
             known = ", ".join(PRECISIONS)
             raise UsageError(f"precision {wanted!r} is not available in this version; take one of {known}")
+        if not isinstance(wanted, str) and wanted.tables is not None:
+            raise UsageError("tables and head are not computed packed; take a precision whose tables is None")
         if max_latency is not None and not max_latency > 0:
             raise UsageError(f"max_latency is {max_latency:g} s; it must be more than 0")
         if max_latency is not None and policy != "auto":

@@ -11,6 +11,8 @@ from flexgen_helm.quant.formats import GroupFormat
 
 # Tokens of a plain cache that become old together where attention to the older ones is sparse: as of a packed one.
 _PLAIN_GROUP = 64
+# Raised when the same format is packed into other bytes: files of before are then not read, nor answers reused.
+_PACKING = 1
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,8 @@ def _value_bytes(form: GroupFormat | None, plain: int) -> float:
 
 @dataclass(frozen=True)
 class Precision:
-    """weights: format of the layers' matrices, None for the checkpoint's 16 bits; tables: of tables and head; cache:
-    None for the compute type.
+    """weights: format of the layers' matrices, None for the checkpoint's 16 bits; tables: of tables and head, for the
+    cost model alone (the paper's figures have it); cache: None for the compute type.
 
     Tables and head keep their 16 bits in all of ours, because they are a small part of a large model and a table's
     rows are gathered one by one; so do the routers of experts, which decide, and average over nothing.
@@ -130,7 +132,7 @@ class Precision:
 
 
 def _digest(formats: object) -> str:
-    return hashlib.sha256(repr(formats).encode()).hexdigest()[:8]
+    return hashlib.sha256(repr((_PACKING, formats)).encode()).hexdigest()[:8]
 
 
 PAPER_GROUPS = GroupFormat(4, 64, "out", "pair", "range")
