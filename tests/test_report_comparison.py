@@ -13,7 +13,7 @@ import pytest
 
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.report.comparison import compare_suite
-from flexgen_helm.report.comparison_view import to_html, to_markdown
+from flexgen_helm.report.comparison_view import rows, to_html, to_markdown
 
 
 def stat(name, value, split="test"):
@@ -142,6 +142,46 @@ def test_only_shared_instances_count_and_the_rest_is_told(tmp_path):
     (each,) = found.comparisons
     assert (each.instances, each.baseline, each.value) == (2, 1.0, 0.5)
     assert any("2 instances" in note and "fp16" in note for note in found.notes)
+
+
+def test_a_change_stands_below_the_baseline_that_it_is_against(tmp_path):
+    """fp16 and 4bit share 12 instances, paper-4bit has 8 of them: fp16 is 0.5 over the first and 0.375 over these."""
+    base = [1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0]
+    write_accuracies(tmp_path, "fp16", base)
+    write_accuracies(tmp_path, "4bit", base)
+    write_accuracies(tmp_path, "4bit-s", base)
+    write_accuracies(tmp_path, "paper-4bit", [1, 1, 1, 1, 1, 0, 0, 0])
+    (found,) = compare_suite(tmp_path)
+    assert [row[:4] for row in rows(found, "fp16")] == [
+        ("mc:mode=a (12 instances)", "exact_match", "fp16", "0.5000"),
+        ("", "", "4bit", "0.5000"),
+        ("", "", "4bit-s", "0.5000"),
+        ("mc:mode=a (8 instances)", "exact_match", "fp16", "0.3750"),
+        ("", "", "paper-4bit", "0.6250"),
+    ]
+    for text in (to_markdown([found], "s", "fp16"), to_html([found], "s", "fp16")):
+        assert "(8 instances)" in text and "0.3750" in text and "+0.2500" in text
+
+
+def test_every_figure_says_its_instances_again_where_they_change(tmp_path):
+    for precision, count in (("fp16", 6), ("4bit", 6), ("paper-4bit", 4)):
+        instances = pages([-10.0 - i for i in range(count)], [4] * count, [5] * count)
+        write_run(tmp_path, "wikitext", precision, perplexities(instances), instances)
+    (found,) = compare_suite(tmp_path)
+    told = [row[0] for row in rows(found, "fp16") if row[2] == "fp16"]
+    assert told == ["wikitext (6 instances)", "wikitext (4 instances)"] * 3
+    (tmp_path / "wikitext,model=flexgen_tiny-paper-4bit" / "stats.json").unlink()
+    (found,) = compare_suite(tmp_path)
+    assert [row[0] for row in rows(found, "fp16") if row[2] == "fp16"] == ["wikitext (6 instances)", "", ""]
+
+
+def test_a_figure_that_is_no_mean_is_not_compared_over_other_instances(tmp_path):
+    for precision, count in (("fp16", 5), ("4bit", 3)):
+        scores = {"exact_match": 1.0, "classification_macro_f1": 0.1 * count}
+        write_run(tmp_path, "boolq", precision, scores, accuracies([1] * count))
+    (found,) = compare_suite(tmp_path)
+    assert [each.metric for each in found.comparisons] == ["exact_match"]
+    assert any("classification_macro_f1" in note and "4bit" in note for note in found.notes)
 
 
 def test_a_figure_that_is_no_mean_has_no_interval(tmp_path):

@@ -160,7 +160,8 @@ def _compare_model(model: str, runs: Sequence[_Run], baseline: str) -> ModelComp
             spent.setdefault(precision, []).append(own[precision])
         others = [own[precision] for precision in sorted(own, key=_rank) if precision != baseline]
         for metric in own[baseline].scores.scores:
-            comparisons += [_compare(metric, own[baseline], other, notes) for other in others if _has(other, metric)]
+            found = [_compare(metric, own[baseline], other, notes) for other in others if _has(other, metric)]
+            comparisons += [each for each in found if each is not None]
     speeds = [_speed(precision, spent[precision]) for precision in sorted(spent, key=_rank)]
     return ModelComparison(model, comparisons, speeds, list(dict.fromkeys(notes)))
 
@@ -169,7 +170,8 @@ def _has(run: _Run, metric: str) -> bool:
     return metric in run.scores.scores
 
 
-def _compare(metric: str, base: _Run, other: _Run, notes: list[str]) -> Comparison:
+def _compare(metric: str, base: _Run, other: _Run, notes: list[str]) -> Comparison | None:
+    """One figure in two precisions; None, and a note, where it cannot be taken over the same instances."""
     shared = [key for key in base.instances if key in other.instances]
     for run in (base, other):
         if missing := len(run.instances) - len(shared):
@@ -178,14 +180,20 @@ def _compare(metric: str, base: _Run, other: _Run, notes: list[str]) -> Comparis
     told = base.scores.scores[metric], other.scores.scores[metric]
     mine, theirs = (_column(run, shared, figure.top) for run in (base, other))
     units = np.ones(len(shared)) if figure.bottom is None else _column(base, shared, figure.bottom)
+    whole = len(shared) == len(base.instances) == len(other.instances)
     values, interval, test = told, None, None
     if shared and mine is not None and theirs is not None and units is not None and units.sum() > 0:
         computed = tuple(float(figure.shape(side.sum() / units.sum())) for side in (mine, theirs))
-        whole = len(shared) == len(base.instances) == len(other.instances)
         # What HELM aggregates in another way (an F1 over classes, say) is no function of these sums.
         if not whole or all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9) for a, b in zip(computed, told)):
             values = computed[0], computed[1]
             interval, test = _interval(figure, mine, theirs, units), _test(mine, theirs)
+    elif not whole:
+        notes.append(
+            f"{metric} of {base.name} in {other.precision} is left out, because {base.precision} has other instances "
+            "and it cannot be taken over the shared ones alone"
+        )
+        return None
     change = float(_apart(figure.change)(values[1], values[0]))
     return Comparison(
         base.name, metric, other.precision, len(shared), values[0], values[1], figure.change, change, interval, test

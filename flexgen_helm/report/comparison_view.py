@@ -59,14 +59,21 @@ def section(found: ModelComparison, baseline: str, title: str, first: bool) -> d
 
 
 def rows(found: ModelComparison, baseline: str) -> list[tuple[str, ...]]:
-    """A row for the baseline of each figure, and one for every other precision."""
+    """A row for the baseline of each figure, and one for every other precision. Precisions that share other instances
+    with the baseline have a row of the baseline over those."""
     made: list[tuple[str, ...]] = []
-    last = None
+    over: tuple[str, int] | None = None
+    figure: tuple[str, str] | None = None
+    last: tuple[str, int] | None = None
     for each in found.comparisons:
-        if (each.run, each.metric) != last:
-            run = f"{each.run} ({each.instances:,} instances)" if last is None or last[0] != each.run else ""
-            made.append((run, each.metric, baseline, _score(each.baseline), "", ""))
-            last = (each.run, each.metric)
+        again = (each.run, each.metric) == figure
+        # As it is shown: digits beyond that are no other baseline.
+        base = (_score(each.baseline), each.instances)
+        if not again or base != last:
+            told = over == (each.run, each.instances) and not again
+            run = "" if told else f"{each.run} ({each.instances:,} instances)"
+            made.append((run, each.metric, baseline, base[0], "", ""))
+            over, figure, last = (each.run, each.instances), (each.run, each.metric), base
         made.append(("", "", each.precision, _score(each.value), _change(each), _test(each.test)))
     return made
 
