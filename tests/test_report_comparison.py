@@ -13,14 +13,14 @@ import pytest
 
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.report.comparison import compare_suite
-from flexgen_helm.report.comparison_view import rows, to_html, to_markdown
+from flexgen_helm.report.comparison_view import rows, speed_rows, to_html, to_json, to_markdown
 
 
 def stat(name, value, split="test"):
     return {"name": {"name": name, "split": split}, "count": 1, "sum": value, "mean": value}
 
 
-def write_run(suite, name, precision, scores, instances, model="tiny", tokens=1000, latency=2.0):
+def write_run(suite, name, precision, scores, instances, model="tiny", tokens=1000, latency=2.0, reused=0):
     """scores: of `stats.json`; instances: id -> statistic -> value."""
     suffix = "" if precision == "fp16" else f"-{precision}"
     folder = suite / f"{name},model=flexgen_{model}{suffix}"
@@ -37,7 +37,8 @@ def write_run(suite, name, precision, scores, instances, model="tiny", tokens=10
         "model": model + suffix,
         "precision": precision,
         "latency_s": latency,
-        "workload": {"prompt_tokens": tokens},
+        "workload": {"prompt_tokens": tokens, "num_unique": len(instances)},
+        "num_reused": reused,
     }
     for file, content in (
         ("stats.json", [stat(n, v) for n, v in scores.items()]),
@@ -205,6 +206,29 @@ def test_one_instance_is_shown_without_an_interval(tmp_path):
     assert word.change == pytest.approx(math.exp(0.5)) and word.interval is None and word.test is None
     assert "no interval: one instance" in to_markdown([found], "s", "fp16")
     assert "one instance" in to_html([found], "s", "fp16")
+
+
+def test_speeds_that_are_not_of_the_same_work_are_told(tmp_path):
+    write_accuracies(tmp_path, "fp16", [1, 0, 1])
+    write_accuracies(tmp_path, "4bit", [1, 1, 0])
+    (found,) = compare_suite(tmp_path)
+    assert not found.notes and "whatever instances" in to_markdown([found], "s", "fp16")
+    write_accuracies(tmp_path, "paper-4bit", [1, 1])
+    (found,) = compare_suite(tmp_path)
+    work = "fp16 has 3 instances of 1 run, 4bit has 3 instances of 1 run, paper-4bit has 2 instances of 1 run"
+    assert any("not of the same work" in note and work in note for note in found.notes)
+    assert [row[:2] for row in speed_rows(found)] == [("fp16", "3"), ("4bit", "3"), ("paper-4bit", "2")]
+
+
+def test_seconds_of_an_earlier_run_are_told(tmp_path):
+    write_accuracies(tmp_path, "fp16", [1, 0, 1])
+    write_accuracies(tmp_path, "4bit", [1, 1, 0], reused=2)
+    (found,) = compare_suite(tmp_path)
+    (note,) = found.notes
+    assert note.startswith("2 of 6 answers come from earlier runs") and "--disable-cache" in note
+    assert [row[-1] for row in speed_rows(found)] == ["500", "500 *"]
+    assert to_json([found], "s", "fp16")["models"]["tiny"]["speed"][1]["num_reused"] == 2
+    assert note in to_markdown([found], "s", "fp16") and note in to_html([found], "s", "fp16")
 
 
 def test_nothing_to_compare_is_one_sentence(tmp_path):

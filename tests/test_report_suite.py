@@ -10,6 +10,7 @@ import pytest
 
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.core.records import Cost
+from flexgen_helm.report.scores import read_scores, table
 from flexgen_helm.report.suite import read_suite, to_json
 from flexgen_helm.report.suite_view import to_html, to_markdown
 from flexgen_helm.report.throughput import padding, throughput
@@ -61,6 +62,28 @@ def test_figures_of_a_suite(suite):
     assert cells[1:] == ["zigzag", "16.0", "14.0", "12.0", "4.0", "50.0 %", "3.00 GB", "0", "0", "2.00 GB", "5.00 GB"]
     assert "## Precisions of tiny" in text and "1 lost, 0 won" in text
     json.dumps(to_json(report), allow_nan=False)
+
+
+def test_throughput_of_an_earlier_run_is_told(suite):
+    """In the report and below the table of `run`; where all was computed nothing is said."""
+    folders = sorted(path for path in suite.iterdir() if path.is_dir())
+    titles, rows = table(map(read_scores, folders))
+    assert len(rows) == 4 and not any("*" in cell for row in rows for cell in row)
+    record = json.loads((folders[1] / "flexgen_run.json").read_text())
+    record = {**record, "num_reused": 3, "workload": {**record["workload"], "num_unique": 3}}
+    (folders[1] / "flexgen_run.json").write_text(json.dumps(record))
+    runs = [read_scores(folder) for folder in folders]
+    titles, rows = table(runs)
+    assert len(rows) == 5 and {len(row) for row in rows} == {len(titles)}
+    assert [row[4].endswith(" *") for row in rows] == [False, True, False, False, False]
+    told = " ".join(rows[4][0].split())
+    assert told.startswith("3 of ") and "answers come from earlier runs; tokens a second" in told
+    assert told.endswith("(--disable-cache measures anew).")
+    assert max(map(len, rows[4][0].splitlines())) <= max(60, *(len(row[0]) for row in rows[:4]))
+    report = read_suite(suite)
+    assert report.notes == [told[:-1]] == to_json(report)["notes"]
+    text = to_markdown(report)
+    assert f"- {told}" in text and text.count(" * |") == 2 and told in to_html(report)
 
 
 def test_without_the_suites_own_file_runs_still_count(suite):

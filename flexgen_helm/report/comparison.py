@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from flexgen_helm.checkpoint.catalogue import split_precision
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.scores import RunScores, read_scores
+from flexgen_helm.report.scores import RunScores, read_scores, reused_note
 
 Change = Literal["difference", "ratio"]
 Vector = NDArray[np.float64]
@@ -90,11 +90,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Speed:
-    """Totals of the compared runs: tokens asked for, and seconds of the engine."""
+    """Totals of the compared runs, which need not be the same in all precisions: instances, tokens asked for, and
+    seconds of the engine; num_reused: answers whose seconds are those of an earlier run."""
 
     precision: str
+    instances: int
     tokens: int
     latency_s: float
+    num_reused: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -163,6 +166,7 @@ def _compare_model(model: str, runs: Sequence[_Run], baseline: str) -> ModelComp
             found = [_compare(metric, own[baseline], other, notes) for other in others if _has(other, metric)]
             comparisons += [each for each in found if each is not None]
     speeds = [_speed(precision, spent[precision]) for precision in sorted(spent, key=_rank)]
+    notes += _speed_notes(spent)
     return ModelComparison(model, comparisons, speeds, list(dict.fromkeys(notes)))
 
 
@@ -255,11 +259,32 @@ def _test(base: Vector, other: Vector) -> PairedTest | None:
     return PairedTest("permutation", float(found.pvalue))
 
 
-def _speed(precision: str, runs: Iterable[_Run]) -> Speed:
+def _speed(precision: str, runs: Sequence[_Run]) -> Speed:
     records = [run.scores.run for run in runs]
     work = [record.get("workload", {}) for record in records]
     tokens = sum(each.get("prompt_tokens", 0) + each.get("output_tokens", 0) for each in work)
-    return Speed(precision, tokens, sum(record.get("latency_s", 0.0) for record in records))
+    instances = sum(len(run.instances) for run in runs)
+    seconds = sum(record.get("latency_s", 0.0) for record in records)
+    return Speed(precision, instances, tokens, seconds, sum(run.scores.num_reused for run in runs))
+
+
+def _speed_notes(spent: Mapping[str, Sequence[_Run]]) -> list[str]:
+    """What keeps the speeds of precisions from being compared with each other."""
+    notes: list[str] = []
+    done = {
+        precision: {(run.name, instance) for run in runs for instance in run.instances}
+        for precision, runs in spent.items()
+    }
+    precisions = sorted(spent, key=_rank)
+    if any(done[precision] != done[precisions[0]] for precision in precisions):
+        counts = ", ".join(
+            f"{precision} has {len(done[precision]):,} instances of {len(spent[precision]):,} "
+            + ("runs" if len(spent[precision]) > 1 else "run")
+            for precision in precisions
+        )
+        notes.append(f"tokens a second are not of the same work: {counts}")
+    reused = reused_note(run.scores for runs in spent.values() for run in runs)
+    return notes if reused is None else [*notes, reused]
 
 
 def _column(run: _Run, keys: Iterable[str], stat: str) -> Vector | None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 TITLES = ("run", "metric", "precision", "score", "change (95 %)", "test")
-SPEED_TITLES = ("precision", "tokens", "seconds", "tokens/s")
+SPEED_TITLES = ("precision", "instances", "tokens", "seconds", "tokens/s")
 _COLOURS = dict(zip(ORDER, ("#888888", "#2a9d8f", "#1f77b4", "#9467bd", "#d62728")))
 
 
@@ -37,7 +37,7 @@ def to_markdown(models: Sequence[ModelComparison], suite: str, baseline: str) ->
     parts = [f"# {suite}: {baseline} and other precisions", _legend(baseline)]
     for found in models:
         parts += [f"## {found.model}", markdown_table(TITLES, rows(found, baseline))]
-        parts.append(markdown_table(SPEED_TITLES, speed_rows(found), right=3))
+        parts.append(markdown_table(SPEED_TITLES, speed_rows(found), right=4))
         parts += [f"- {note}." for note in found.notes]
     return "\n\n".join(parts) + "\n"
 
@@ -80,7 +80,13 @@ def rows(found: ModelComparison, baseline: str) -> list[tuple[str, ...]]:
 
 def speed_rows(found: ModelComparison) -> list[tuple[str, ...]]:
     return [
-        (speed.precision, f"{speed.tokens:,}", f"{speed.latency_s:,.0f}", f"{speed.tokens_per_s:,.0f}")
+        (
+            speed.precision,
+            f"{speed.instances:,}",
+            f"{speed.tokens:,}",
+            f"{speed.latency_s:,.0f}",
+            f"{speed.tokens_per_s:,.0f}" + (" *" if speed.num_reused else ""),
+        )
         for speed in found.speeds
     ]
 
@@ -88,7 +94,8 @@ def speed_rows(found: ModelComparison) -> list[tuple[str, ...]]:
 def _legend(baseline: str) -> str:
     return (
         f"Changes are against {baseline} on the same instances: × is a ratio, the others are differences. Intervals: "
-        "bootstrap over instances. Tests: exact McNemar for right and wrong answers, else a permutation of signs."
+        "bootstrap over instances. Tests: exact McNemar for right and wrong answers, else a permutation of signs. "
+        "Tokens a second are of whole runs, whatever instances they share."
     )
 
 

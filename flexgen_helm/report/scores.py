@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ MAIN_METRICS = (
 # Both are also called `perplexity` for HELM's tables.
 _PRECISE_NAMES = ("target_perplexity", "token_perplexity")
 SHOWN = 3
+# Characters of a line of the note below the table, where no run's name is longer.
+_NOTE_WIDTH = 60
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,22 @@ class RunScores:
     name: str
     scores: dict[str, float]
     run: dict[str, Any]
+
+    @property
+    def num_reused(self) -> int:
+        """Answers that an earlier run computed."""
+        return int(self.run.get("num_reused", 0))
+
+    @property
+    def num_answers(self) -> int:
+        """Equal requests have one."""
+        workload = self.run.get("workload", {})
+        return int(workload.get("num_unique", workload.get("num_requests", self.num_reused)))
+
+    @property
+    def rate(self) -> str:
+        """Tokens a second, with a star where `reused_note` is about them."""
+        return f"{self.run.get('actual_throughput', 0.0):,.0f}" + (" *" if self.num_reused else "")
 
 
 def read_scores(folder: Path) -> RunScores:
@@ -46,10 +65,23 @@ def read_scores(folder: Path) -> RunScores:
     return RunScores(folder.name, {name: found[name] for name in main}, run)
 
 
+def reused_note(runs: Iterable[RunScores]) -> str | None:
+    """Where throughputs come from that this call did not measure, as a sentence without its stop; None if nowhere."""
+    some = list(runs)
+    reused = sum(run.num_reused for run in some)
+    if not reused:
+        return None
+    return (
+        f"{reused:,} of {sum(run.num_answers for run in some):,} answers come from earlier runs; tokens a second (*) "
+        "are what those took then (--disable-cache measures anew)"
+    )
+
+
 def table(runs: Iterable[RunScores]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Column titles, and a row of strings for every run, in human units."""
+    """Column titles, and a row of strings for every run, in human units; a last row where there is a note."""
+    some = list(runs)
     rows: list[tuple[str, ...]] = []
-    for run in runs:
+    for run in some:
         workload = run.run.get("workload", {})
         rows.append(
             (
@@ -57,8 +89,14 @@ def table(runs: Iterable[RunScores]) -> tuple[tuple[str, ...], list[tuple[str, .
                 "  ".join(f"{name} {score:.3f}" for name, score in run.scores.items()) or "-",
                 f"{workload.get('num_requests', 0):,}",
                 f"{workload.get('prompt_tokens', 0) + workload.get('output_tokens', 0):,}",
-                f"{run.run.get('actual_throughput', 0.0):,.0f}",
+                run.rate,
                 f"{100 * run.run.get('efficiency', 1.0):.1f} %",
             )
         )
-    return ("run", "scores", "requests", "tokens", "tokens/s", "efficiency"), rows
+    titles = ("run", "scores", "requests", "tokens", "tokens/s", "efficiency")
+    note = reused_note(some)
+    if note is not None:
+        # In lines, because the column would else become as wide as the sentence.
+        width = max(_NOTE_WIDTH, *(len(run.name) for run in some))
+        rows.append((textwrap.fill(f"{note}.", width), *[""] * (len(titles) - 1)))
+    return titles, rows

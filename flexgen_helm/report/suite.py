@@ -11,7 +11,7 @@ from typing import Any
 
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.report.comparison import ModelComparison, compare_suite
-from flexgen_helm.report.scores import RunScores, read_scores
+from flexgen_helm.report.scores import RunScores, read_scores, reused_note
 
 SUITE_FILE = "flexgen_suite.json"
 BASELINE = "fp16"
@@ -42,6 +42,8 @@ def read_suite(folder: Path) -> SuiteReport:
     if not runs:
         raise UsageError(f"{folder} has no finished runs of flexgen models; run the suite to its end first")
     notes = [f"{unfinished} runs are not finished and are left out"] if unfinished else []
+    if (reused := reused_note(runs)) is not None:
+        notes.append(reused)
     try:
         models = json.loads((folder / SUITE_FILE).read_text(encoding="utf-8"))["models"]
     except (OSError, ValueError, KeyError):

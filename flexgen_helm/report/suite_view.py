@@ -43,6 +43,8 @@ def to_markdown(report: SuiteReport) -> str:
     for found in report.compared:
         rows = comparison_view.rows(found, BASELINE)
         parts += [f"## Precisions of {found.model}", markdown_table(comparison_view.TITLES, rows)]
+        parts.append(markdown_table(comparison_view.SPEED_TITLES, comparison_view.speed_rows(found), right=4))
+        parts += [f"- {note}." for note in found.notes]
     parts += [f"- {note}." for note in report.notes]
     return "\n\n".join(parts) + "\n"
 
@@ -81,7 +83,7 @@ def run_rows(runs: Sequence[RunScores]) -> list[tuple[str, ...]]:
             f"{_work(run, 'prompt_tokens') + _work(run, 'output_tokens'):,.0f}",
             f"{_work(run, 'prompt_tokens_computed'):,.0f}",
             f"{run.run.get('padded_throughput', 0.0):,.0f}",
-            f"{run.run.get('actual_throughput', 0.0):,.0f}",
+            run.rate,
             _percent(run.run.get("efficiency")),
             _percent(run.run.get("padding", {}).get("to_longest")),
             _percent(run.run.get("padding", {}).get("in_buckets")),
