@@ -2,10 +2,16 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+
+from flexgen_helm import cli
+from flexgen_helm.exec import profiling
+from flexgen_helm.hardware.profile import load_profile
 
 
 def plan(*arguments, **environment):
@@ -65,6 +71,25 @@ def test_more_memory_and_compression_help():
     assert rate("--cpu-memory", "60GiB") < rate("--cpu-memory", "60GiB", "--compress")
 
 
+def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
+    """Of the folder that --offload-dir names, however full its disk was when the machine was measured."""
+    laptop = load_profile("laptop")
+    kept = replace(laptop, name="measured", disk=replace(laptop.disk, bytes=1))
+    asked = []
+
+    def measured(*, folder, tell):
+        asked.append(folder)
+        return kept
+
+    monkeypatch.setattr(profiling, "measured_profile", measured)
+    free = 10 << 40
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(free, 0, free))
+    folder = tmp_path / "not" / "yet"
+    assert cli.main(["plan", "--model", "opt-30b", *LENGTHS, "--offload-dir", str(folder), "--json"]) == 0
+    assert asked == [folder]
+    assert json.loads(capsys.readouterr().out)["memory"]["disk"]["limit"] == free - (1 << 30)
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -76,6 +101,7 @@ def test_more_memory_and_compression_help():
         (("--model", "opt-30b", *LENGTHS, "--hardware", "t5"), "t4"),
         (("--model", "opt-30b", *LENGTHS, "--cpu-memory", "-5"), "is no size"),
         (("--model", "opt-30b", *LENGTHS, "--gpu-memory", "1MB"), "bytes more on the gpu tier"),
+        (("--model", "opt-30b", *LENGTHS, "--gpu-memory", "1MB"), "raise --gpu-memory"),
         (("--model", "opt-30b", *LENGTHS, "--policy", "48x3"), "is not of the form"),
         (("--model", "opt-30b", *LENGTHS, "--schedule", "sideways"), "zigzag"),
         (("--model", "opt-30b", *LENGTHS, "--device", "sim"), "--gpu-memory"),

@@ -129,6 +129,69 @@ def test_what_is_missing_is_told_in_bytes(gpu, cpu, disk, tier):
         search(small(gpu, cpu, disk))
 
 
+GIB = 1 << 30
+
+
+def thirty_billion(memory_gib, disk_gib, precision="fp16", gpu_bytes=None, name="measured", **limits):
+    """OPT-30B (60 GB in FP16, 17 GB in 4 bits) on a machine without a gpu, or with a simulated one; limits in GiB."""
+    cpu = replace(LAPTOP.cpu, memory_bytes=memory_gib * GIB)
+    disk = replace(LAPTOP.disk, bytes=disk_gib * GIB)
+    machine = replace(LAPTOP, name=name, cpu=cpu, disk=disk, gpu=None, link=None)
+    if gpu_bytes is not None:
+        machine = simulated(machine, gpu_bytes, None)
+    allowed = MemoryLimits(gpu=gpu_bytes, **{tier: gib * GIB for tier, gib in limits.items()})
+    workload = Workload.uniform(512, 32, 1)
+    return situate(spec("opt-30b"), machine, workload, precision=precision, limits=allowed, endless=True)
+
+
+ROOM = "make room on the disk or name another folder with --offload-dir"
+
+
+@pytest.mark.parametrize(
+    "machine, more, told, remedies",
+    [
+        # A limit beyond what there is gives nothing, and raising it is no way out.
+        ((18, 20), {"disk": 500}, "where this machine has 21,474,836,480", f"{ROOM}, take --precision 4bit, or"),
+        ((18, 20), {}, "are allowed", f"{ROOM}, take --precision 4bit, or"),
+        ((18, 20), {"name": "laptop"}, "are allowed", "name a machine with a larger disk, take --precision 4bit, or"),
+        ((18, 100), {"disk": 20}, "where 21,474,836,480 are allowed", "raise --disk, take --precision 4bit, or"),
+        ((18, 55), {"cpu": 2}, "are allowed", "raise --cpu-memory, take --precision 4bit, or"),
+        ((18, 45), {"cpu": 1, "disk": 15}, "are allowed", "raise --cpu-memory and --disk, or"),
+        ((18, 35), {"cpu": 1}, "are allowed", f"raise --cpu-memory and {ROOM}, take --precision 4bit, or"),
+        # Where packed weights do not fit either, they are no advice.
+        ((4, 10), {}, "are allowed", f"{ROOM}, or"),
+        ((4, 10), {"precision": "4bit"}, "are allowed", f"{ROOM}, or"),
+        # A simulated gpu is as large as the flag says; a machine's own memory is not.
+        ((18, 200), {"gpu_bytes": 10 << 20}, "where this machine has 10,485,760", "raise --gpu-memory, or"),
+        ((1, 200), {"cpu": 500}, "where this machine has", ""),
+    ],
+)
+def test_only_what_would_help_is_advised(machine, more, told, remedies):
+    with pytest.raises(MemoryLimitError) as refused:
+        search(thirty_billion(*machine, **more))
+    missing, _, advice = str(refused.value).partition(": ")
+    assert told in missing
+    assert advice == f"{remedies} take a smaller model".strip()
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (((18, 20), {}), ((18, 60), {})),  # room was made
+        (((18, 20), {}), ((18, 20), {"precision": "4bit"})),
+        (((18, 100), {"disk": 20}), ((18, 100), {"disk": 90})),
+        (((18, 55), {"cpu": 2}), ((18, 55), {"cpu": 16})),
+        (((18, 45), {"cpu": 1, "disk": 15}), ((18, 45), {"cpu": 18, "disk": 45})),
+        (((18, 35), {"cpu": 1}), ((18, 50), {"cpu": 16})),
+        (((18, 200), {"gpu_bytes": 10 << 20}), ((18, 200), {"gpu_bytes": 4 * GIB})),
+    ],
+)
+def test_what_is_advised_is_enough(before, after):
+    with pytest.raises(MemoryLimitError):
+        search(thirty_billion(*before[0], **before[1]))
+    assert search(thirty_billion(*after[0], **after[1])).prediction.feasible
+
+
 def test_weights_that_lie_already_stay():
     situation = small(100, 200)
     weights = search(situation).policy

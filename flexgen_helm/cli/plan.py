@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from flexgen_helm.cli.engine_options import EngineOptions
 from flexgen_helm.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from flexgen_helm.hardware.profile import HardwareProfile
     from flexgen_helm.policy.plan import Plan
     from flexgen_helm.policy.situation import Situation
 
@@ -44,12 +46,10 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Search the best policy, or evaluate the one given with --policy."""
-    from flexgen_helm.exec.profiling import profile_named
-
     if from_csv is not None:
         from flexgen_helm.policy.published import evaluate_csv
 
-        found = evaluate_csv(from_csv, profile_named(hardware, say))
+        found = evaluate_csv(from_csv, _profile(engine, hardware))
         print_json(found) if as_json else _print_table(found)
         return
     if model is None or prompt_len is None or gen_len is None:
@@ -79,7 +79,6 @@ def _situation(
 
     from flexgen_helm.checkpoint.catalogue import resolve
     from flexgen_helm.checkpoint.spec import read_spec
-    from flexgen_helm.exec.profiling import profile_named
     from flexgen_helm.policy.plan import simulated, situate
     from flexgen_helm.policy.workload import Workload
 
@@ -95,7 +94,7 @@ def _situation(
     if prompt_len + gen_len > spec.max_positions:
         raise UsageError(f"{prompt_len} + {gen_len} tokens are beyond the {spec.max_positions} positions of {model}")
     limits = engine.limits()
-    profile = profile_named(hardware, say)
+    profile = _profile(engine, hardware)
     device = arguments.get("device", "auto")
     if device == "sim":
         if limits.gpu is None:
@@ -115,6 +114,21 @@ def _situation(
         endless=num_seqs is None,
     )
     return replace(situation, stages=stages), precision
+
+
+def _profile(engine: EngineOptions, hardware: str) -> HardwareProfile:
+    """The machine to plan for. Of this one, the disk is that of --offload-dir, with what is free there now."""
+    from dataclasses import replace
+
+    from flexgen_helm.checkpoint.paths import home
+    from flexgen_helm.exec.profiling import measured_profile, profile_named
+
+    if hardware != "measured":
+        return profile_named(hardware, say)
+    folder = home() / "offload" if engine.offload_dir is None else Path(engine.offload_dir)
+    found = measured_profile(folder=folder, tell=say)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return replace(found, disk=replace(found.disk, bytes=shutil.disk_usage(existing).free))
 
 
 def _make(engine: EngineOptions, situation: Situation, precision: str) -> Plan:

@@ -11,8 +11,8 @@ still fits is taken; so what is predicted is what will be done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +22,12 @@ from flexgen_helm.policy.placement import TIERS, Tier
 from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.predict import Prediction, capacity, evaluate, predict
 from flexgen_helm.policy.situation import Shape, Situation
+from flexgen_helm.quant.precisions import PRECISIONS
 
+# A limit above this share of what the machine has is its own margin, and no one's wish.
+_MARGIN = 0.9
+# Name of the profile of the machine at hand.
+MEASURED = "measured"
 # What 'auto' chooses from. Row by row is never better, and what the diagonal schedule's growing caches cost is not in
 # the model, so it is searched where it is asked for.
 AUTOMATIC: tuple[Schedule, ...] = ("zigzag", "prefill-only")
@@ -111,15 +116,88 @@ def explain(situation: Situation, schedules: Sequence[Schedule], max_latency: fl
         return (
             f"no block is done within {max_latency:g} s: a single sequence takes {quickest:.1f} s; raise --max-latency"
         )
-    model = block_model(situation, _one(schedules))
+    one = _one(schedules)
+    model = block_model(situation, one)
     fractions, short = _least_missing(situation, model)
     tier = max(TIERS, key=lambda tier: short[tier])
-    needed = max(float(form @ fractions) for form in model.memory[tier]) + model.working[tier] * (short[tier] > 0)
-    flag = "--disk" if tier == "disk" else f"--{tier}-memory"
+    needed = max(float(form @ fractions) for form in model.memory[tier])
+    limit, has = situation.limits[tier], capacity(situation, tier)
+    if limit <= has - model.working[tier]:
+        told = f"{needed:,.0f} where {limit:,.0f} are allowed"
+    else:  # a limit above what the machine has gives nothing
+        machine = "this machine" if situation.hardware.name == MEASURED else situation.hardware.name
+        told = f"{needed + model.working[tier]:,.0f} where {machine} has {has:,.0f}"
+    remedies = [*_remedies(situation, one, tier, short), "take a smaller model"]
     return (
-        f"even a block of one sequence needs {short[tier]:,} bytes more on the {tier} tier ({needed:,.0f} where "
-        f"{situation.limits[tier]:,.0f} are allowed): raise {flag}, or take a smaller model"
+        f"even a block of one sequence needs {short[tier]:,} bytes more on the {tier} tier ({told}): "
+        f"{', '.join(remedies[:-1])}{', or ' if remedies[1:] else ''}{remedies[-1]}"
     )
+
+
+def _remedies(situation: Situation, one: Shape, tier: Tier, short: Mapping[Tier, int]) -> list[str]:
+    """What makes a block of one sequence fit, the most obvious first; each is tried, so that none is in vain."""
+
+    def missing(changed: Situation) -> Mapping[Tier, int]:
+        return _least_missing(changed, block_model(changed, one))[1]
+
+    def fits(changed: Situation) -> bool:
+        return max(missing(changed).values()) <= noise
+
+    noise = _EQUAL * situation.rest.num_values  # what the solver leaves of a nothing
+    # The tier that misses the bytes first: what it lacks may fit another one too.
+    tiers = sorted(TIERS, key=lambda other: other != tier)
+    found = [f"raise {_flag(other)}" for other in tiers if fits(_opened(situation, (other,)))]
+    together = [other for other in TIERS if _can_be_raised(situation, other)]
+    if not found and fits(_opened(situation, together)):
+        found.append(_raise(together))
+    if not found and max(missing(_opened(situation, together))[other] for other in TIERS if other != "disk") <= noise:
+        held = [
+            other
+            for other in together
+            if short[other] > noise and situation.limits[other] < _MARGIN * capacity(situation, other)
+        ]
+        if situation.hardware.name == MEASURED:
+            more = "make room on the disk or name another folder with --offload-dir"
+        else:
+            more = "name a machine with a larger disk"
+        found.append(f"{_raise(held)} and {more}" if held else more)
+    precision = PRECISIONS["4bit"]
+    if situation.precision.weights is None and fits(replace(situation, precision=precision)):
+        found.append(f"take --precision {precision.name}")
+    return found
+
+
+def _raise(tiers: Sequence[Tier]) -> str:
+    return f"raise {' and '.join(map(_flag, tiers))}"
+
+
+def _opened(situation: Situation, tiers: Sequence[Tier]) -> Situation:
+    """With all that the machine has on `tiers`, as far as their limits can be raised to it."""
+    for tier in tiers:
+        if not _can_be_raised(situation, tier):
+            continue
+        if tier == "gpu" and _is_simulated(situation):
+            hardware = replace(situation.hardware, gpu=situation.hardware.cpu)
+            situation = replace(situation, hardware=hardware)
+        situation = replace(situation, limits={**situation.limits, tier: capacity(situation, tier)})
+    return situation
+
+
+def _can_be_raised(situation: Situation, tier: Tier) -> bool:
+    has = capacity(situation, tier)
+    if tier == "gpu" and _is_simulated(situation):
+        has = max(has, capacity(situation, "cpu"))
+    return situation.limits[tier] < has
+
+
+def _is_simulated(situation: Situation) -> bool:
+    """Whether the gpu is the host's processor (`plan.simulated`), whose memory is what the flag says."""
+    cpu, gpu = situation.hardware.cpu, situation.hardware.gpu
+    return gpu is not None and replace(gpu, memory_bytes=cpu.memory_bytes) == cpu
+
+
+def _flag(tier: Tier) -> str:
+    return "--disk" if tier == "disk" else f"--{tier}-memory"
 
 
 def quickest_seconds(situation: Situation, schedules: Sequence[Schedule] = AUTOMATIC) -> float | None:
