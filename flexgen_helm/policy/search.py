@@ -127,30 +127,37 @@ def explain(situation: Situation, schedules: Sequence[Schedule], max_latency: fl
     else:  # a limit above what the machine has gives nothing
         machine = "this machine" if situation.hardware.name == MEASURED else situation.hardware.name
         told = f"{needed + model.working[tier]:,.0f} where {machine} has {has:,.0f}"
+    if short[tier] > _noise(situation):
+        missing = f"{short[tier]:,} bytes more on the {tier} tier ({told})"
+    else:
+        missing = f"up to {max(situation.rest.matrices.values()):,} bytes more, because every matrix rests whole"
     remedies = [*_remedies(situation, one, tier, short), "take a smaller model"]
-    return (
-        f"even a block of one sequence needs {short[tier]:,} bytes more on the {tier} tier ({told}): "
-        f"{', '.join(remedies[:-1])}{', or ' if remedies[1:] else ''}{remedies[-1]}"
-    )
+    advice = f"{', '.join(remedies[:-1])}{', or ' if remedies[1:] else ''}{remedies[-1]}"
+    return f"even a block of one sequence needs {missing}: {advice}"
 
 
 def _remedies(situation: Situation, one: Shape, tier: Tier, short: Mapping[Tier, int]) -> list[str]:
     """What makes a block of one sequence fit, the most obvious first; each is tried, so that none is in vain."""
 
-    def missing(changed: Situation) -> Mapping[Tier, int]:
-        return _least_missing(changed, block_model(changed, one))[1]
-
     def fits(changed: Situation) -> bool:
-        return max(missing(changed).values()) <= noise
+        for resident in (False, True):
+            found = _solve(changed, one, block_model(changed, one, resident), resident, None, None)
+            if found is not None and _finish(changed, found, None) is not None:
+                return True
+        return False
 
-    noise = _EQUAL * situation.rest.num_values  # what the solver leaves of a nothing
+    noise, found = _noise(situation), []
     # The tier that misses the bytes first: what it lacks may fit another one too.
     tiers = sorted(TIERS, key=lambda other: other != tier)
-    found = [f"raise {_flag(other)}" for other in tiers if fits(_opened(situation, (other,)))]
+    alone = [_flag(other) for other in tiers if fits(_opened(situation, (other,)))]
+    if alone:
+        found.append(f"raise {' or '.join(alone)}")
     together = [other for other in TIERS if _can_be_raised(situation, other)]
     if not found and fits(_opened(situation, together)):
         found.append(_raise(together))
-    if not found and max(missing(_opened(situation, together))[other] for other in TIERS if other != "disk") <= noise:
+    opened = _opened(situation, together)
+    rest = _least_missing(opened, block_model(opened, one))[1]
+    if not found and max(rest["gpu"], rest["cpu"]) <= noise:
         held = [
             other
             for other in together
@@ -194,6 +201,11 @@ def _is_simulated(situation: Situation) -> bool:
     """Whether the gpu is the host's processor (`plan.simulated`), whose memory is what the flag says."""
     cpu, gpu = situation.hardware.cpu, situation.hardware.gpu
     return gpu is not None and replace(gpu, memory_bytes=cpu.memory_bytes) == cpu
+
+
+def _noise(situation: Situation) -> float:
+    """Bytes that the solver leaves of a nothing."""
+    return _EQUAL * situation.rest.num_values
 
 
 def _flag(tier: Tier) -> str:
