@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_helm import cli
+from flexgen_helm import Engine, cli
+from flexgen_helm.core.errors import UsageError
 from flexgen_helm.exec import profiling
 from flexgen_helm.hardware.profile import load_profile
 
@@ -28,6 +29,8 @@ def plan(*arguments, **environment):
 
 
 LENGTHS = ("--prompt-len", "512", "--gen-len", "32")
+ONE_TOKEN = ("--prompt-len", "512", "--gen-len", "1")
+POLICY = "48x3,20,80,0,100,0,100"
 
 
 def test_the_papers_model_on_the_papers_machine():
@@ -105,12 +108,64 @@ def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
         (("--model", "opt-30b", *LENGTHS, "--policy", "48x3"), "is not of the form"),
         (("--model", "opt-30b", *LENGTHS, "--schedule", "sideways"), "zigzag"),
         (("--model", "opt-30b", *LENGTHS, "--device", "sim"), "--gpu-memory"),
+        (("--model", "opt-30b", *LENGTHS, "--precision", "foo"), "take one of fp16, fp16-s, 4bit"),
+        (("--model", "opt-30b", *LENGTHS, "--precision", "fp16,4bit"), "take one of fp16, fp16-s, 4bit"),
+        (("--model", "opt-30b", *LENGTHS, "--precision", "fp16", "--compress"), "leave one of them out"),
+        (("--model", "opt-30b", *LENGTHS, "--device", "foo"), "take auto, cpu, cuda[:i] or sim"),
+        (("--model", "opt-30b", *LENGTHS, "--hardware", "no-gpu", "--device", "cuda"), "take --device cpu"),
+        (("--model", "opt-30b", *LENGTHS, "--link", "3,3"), "add --device sim or leave --link out"),
+        (("--model", "opt-30b", *LENGTHS, "--max-latency", "0"), "must be more than 0"),
+        (("--model", "opt-30b", *LENGTHS, "--max-latency", "9", "--policy", POLICY), "leave it or the policy out"),
+        (("--model", "opt-30b", *LENGTHS, "--schedule", "prefill-only"), "take --schedule zigzag"),
+        (("--model", "opt-30b", *ONE_TOKEN, "--schedule", "zigzag"), "leave --schedule out"),
+        (("--model", "opt-30b", *LENGTHS, "--offload-dir", "/tmp"), "leave one of them out"),
+        (("--model", "opt-30b", *LENGTHS, "--picture", "f.html"), "add --frontier"),
+        (("--model", "opt-30b", *LENGTHS, "--frontier", "--picture", "/absent/f.html"), "there is no folder /absent"),
+        (("--model", "opt-30b", *LENGTHS, "--frontier", "--max-latency", "20"), "leave --max-latency out"),
+        (("--model", "opt-30b", *LENGTHS, "--frontier", "--policy", POLICY), "leave --policy out"),
+        (("--model", "opt-30b", *LENGTHS, "--frontier", "--schedule", "row"), "leave --schedule out"),
         (("--from-csv", "absent.csv"), "cannot be read"),
+        (("--from-csv", "absent.csv", "--model", "opt-30b"), "leave everything out"),
+        (("--from-csv", "absent.csv", "--precision", "4bit"), "leave everything out"),
     ],
 )
-def test_bad_input_gets_a_sentence_and_exit_code_2(arguments, words):
+def test_bad_input_gets_a_sentence_and_exit_code_2(arguments, words, tmp_path):
+    if "no-gpu" in arguments:
+        machine = tmp_path / "machine.json"
+        machine.write_text(json.dumps(replace(load_profile("laptop"), gpu=None, link=None).to_json()))
+        arguments = [str(machine) if word == "no-gpu" else word for word in arguments]
     hardware = () if "--hardware" in arguments else ("--hardware", "t4")
     done = plan(*arguments, *hardware)
     assert done.returncode == 2, (done.stdout, done.stderr)
-    assert words in done.stderr and "Traceback" not in done.stderr
+    assert words in done.stderr and "Traceback" not in done.stderr and "unexpected" not in done.stderr
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    "flags, arguments",
+    [
+        (("--precision", "foo"), {"precision": "foo"}),
+        (("--device", "foo"), {"device": "foo"}),
+        (("--device", "sim"), {"device": "sim"}),
+        (("--link", "3,3"), {"link_gb_s": (3.0, 3.0)}),
+        (("--schedule", "sideways"), {"schedule": "sideways"}),
+        (("--max-latency", "-1"), {"max_latency": -1.0}),
+        (("--max-latency", "9", "--policy", POLICY), {"max_latency": 9.0, "policy": POLICY}),
+        (("--policy", "48x3"), {"policy": "48x3"}),
+    ],
+)
+def test_plan_refuses_what_the_engine_refuses_in_its_words(flags, arguments, capsys):
+    with pytest.raises(UsageError) as refused:
+        Engine.from_pretrained("opt-30b", weights="dummy", **arguments)
+    assert cli.main(["plan", "--model", "opt-30b", *LENGTHS, "--hardware", "t4", *flags]) == 2
+    assert capsys.readouterr().err == f"flexgen-helm: {refused.value}\n"
+
+
+def test_a_picture_that_cannot_be_written_loses_no_plan(tmp_path):
+    (tmp_path / "f.html").mkdir()
+    done = plan(
+        "--model", "opt-125m", *LENGTHS, "--hardware", "t4", "--frontier", "--picture", str(tmp_path / "f.html")
+    )  # fmt: skip
+    assert done.returncode == 1 and "latency of a block" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert "f.html cannot be written: Is a directory" in line and "unexpected" not in line

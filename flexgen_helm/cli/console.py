@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from flexgen_helm.core.errors import FlexgenError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -25,6 +30,15 @@ def say(text: str) -> None:
 def print_json(content: Any) -> None:
     """`content` as JSON on stdout; a value that is not finite is a defect and raises ValueError."""
     print(json.dumps(content, indent=2, allow_nan=False), flush=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A file that cannot be written is one sentence, with the exit code of what failed."""
+    try:
+        yield
+    except OSError as error:
+        raise FlexgenError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 class TokenProgress:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexgen_helm.cli.console import print_json, say
+from flexgen_helm.cli.console import print_json, say, writing
 from flexgen_helm.cli.engine_options import EngineOptions
 from flexgen_helm.core.errors import UsageError
 
@@ -49,11 +50,13 @@ def plan(
     if from_csv is not None:
         from flexgen_helm.policy.published import evaluate_csv
 
+        _check_alone(engine, model, prompt_len, gen_len, num_seqs, compress, stages > 1, frontier, picture)
         found = evaluate_csv(from_csv, _profile(engine, hardware))
         print_json(found) if as_json else _print_table(found)
         return
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model, --prompt-len and --gen-len, or --from-csv FILE")
+    _check_search(engine, gen_len, frontier, picture)
     situation, precision = _situation(engine, model, prompt_len, gen_len, num_seqs, hardware, compress, stages)
     if frontier:
         _frontier(situation, precision, picture, as_json)
@@ -63,6 +66,62 @@ def plan(
         print_json({"model": model, "hardware": situation.hardware.name, **made.to_json()})
     else:
         _print_plan(made, model)
+
+
+def _check_alone(engine: EngineOptions, *others: Any) -> None:
+    """Refuse what the rows of a table say themselves."""
+    given = [field.name for field in fields(engine) if getattr(engine, field.name) != field.default]
+    if given not in ([], ["offload_dir"]) or any(others):
+        raise UsageError(
+            "--from-csv says for each row what to evaluate; leave everything out but --hardware and --json"
+        )
+
+
+def _check_search(engine: EngineOptions, gen_len: int, frontier: bool, picture: Path | None) -> None:
+    """Refuse what would have no effect, before anything is measured."""
+    from flexgen_helm.policy.policy import SCHEDULES, Policy
+
+    schedule, latency = engine.schedule or "auto", engine.max_latency
+    given = engine.policy is not None and engine.policy != "auto"
+    if given:
+        Policy.parse(str(engine.policy))
+    if schedule != "auto" and schedule not in SCHEDULES:
+        raise UsageError(f"schedule {schedule!r} is not known; take auto, {', '.join(SCHEDULES)}")
+    if latency is not None and not latency > 0:
+        raise UsageError(f"max_latency is {latency:g} s; it must be more than 0")
+    if latency is not None and given:
+        raise UsageError("max_latency is for the search; leave it or the policy out")
+    if schedule == "prefill-only" and gen_len > 1:
+        raise UsageError(
+            f"--gen-len is {gen_len} and the schedule prefill-only draws one token; take --schedule zigzag"
+        )
+    if schedule not in ("auto", "prefill-only") and gen_len == 1 and not given:
+        raise UsageError("a single token is searched for with prefill-only; leave --schedule out")
+    if picture is not None and not frontier:
+        raise UsageError(f"--picture {picture} is for a frontier; add --frontier")
+    if not frontier:
+        return
+    for flag, value in (
+        ("--policy", given),
+        ("--max-latency", latency is not None),
+        ("--schedule", schedule != "auto"),
+    ):
+        if value:
+            raise UsageError(f"--frontier searches under limits of its own; leave {flag} out")
+    if picture is not None and not picture.parent.is_dir():
+        raise UsageError(f"--picture {picture}: there is no folder {picture.parent}")
+
+
+def _precision(asked: str | None, suffix: str, compress: bool) -> str:
+    """The precision of the flags, or of the model's name; --compress packs what is not packed yet."""
+    from flexgen_helm.policy.plan import precision_named
+
+    name = asked or suffix
+    if not compress or precision_named(name).weights is not None:
+        return precision_named(name).name
+    if asked is not None:
+        raise UsageError(f"--compress is 4 bits and --precision {asked} is not; leave one of them out")
+    return name.replace("fp16", "4bit")
 
 
 def _situation(
@@ -79,7 +138,7 @@ def _situation(
 
     from flexgen_helm.checkpoint.catalogue import resolve
     from flexgen_helm.checkpoint.spec import read_spec
-    from flexgen_helm.policy.plan import simulated, situate
+    from flexgen_helm.policy.plan import check_device, simulated, situate
     from flexgen_helm.policy.workload import Workload
 
     for name, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):
@@ -87,21 +146,20 @@ def _situation(
             raise UsageError(f"{name} {value} is no length; it must be 1 or more")
     arguments = engine.engine_arguments()
     resolved = resolve(model)
-    precision = arguments.get("precision") or resolved.precision
-    if compress and precision == "fp16":
-        precision = "4bit"
+    precision = _precision(arguments.get("precision"), resolved.precision, compress)
+    limits, device, link = engine.limits(), arguments.get("device", "auto"), arguments.get("link_gb_s")
+    check_device(device, link, limits)
     spec, rest_dtype = read_spec(model)
     if prompt_len + gen_len > spec.max_positions:
         raise UsageError(f"{prompt_len} + {gen_len} tokens are beyond the {spec.max_positions} positions of {model}")
-    limits = engine.limits()
     profile = _profile(engine, hardware)
-    device = arguments.get("device", "auto")
     if device == "sim":
-        if limits.gpu is None:
-            raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
-        profile = simulated(profile, limits.gpu, arguments.get("link_gb_s"))
-    elif device == "cpu":
+        assert limits.gpu is not None
+        profile = simulated(profile, limits.gpu, link)
+    elif device.startswith("cpu"):
         profile = replace(profile, gpu=None, link=None)
+    elif device.startswith("cuda") and profile.gpu is None:
+        raise UsageError(f"device {device!r} was asked for and {profile.name} has no usable GPU; take --device cpu")
     situation = situate(
         spec,
         profile,
@@ -124,6 +182,8 @@ def _profile(engine: EngineOptions, hardware: str) -> HardwareProfile:
     from flexgen_helm.exec.profiling import measured_profile, profile_named
 
     if hardware != "measured":
+        if engine.offload_dir is not None:
+            raise UsageError(f"--offload-dir is a folder of this machine, not of {hardware}; leave one of them out")
         return profile_named(hardware, say)
     folder = home() / "offload" if engine.offload_dir is None else Path(engine.offload_dir)
     found = measured_profile(folder=folder, tell=say)
@@ -133,11 +193,9 @@ def _profile(engine: EngineOptions, hardware: str) -> HardwareProfile:
 
 def _make(engine: EngineOptions, situation: Situation, precision: str) -> Plan:
     from flexgen_helm.policy.plan import make_plan
-    from flexgen_helm.policy.policy import SCHEDULES, Policy
+    from flexgen_helm.policy.policy import Policy
 
     schedule = engine.schedule or "auto"
-    if schedule != "auto" and schedule not in SCHEDULES:
-        raise UsageError(f"schedule {schedule!r} is not known; take auto, {', '.join(SCHEDULES)}")
     given = engine.policy
     policy = None if given in (None, "auto") else Policy.parse(given)
     return make_plan(situation, precision, policy=policy, schedule=schedule, max_latency=engine.max_latency)  # type: ignore[arg-type]
@@ -222,18 +280,23 @@ def _print_table(found: dict[str, Any]) -> None:
 
 
 def _frontier(situation: Situation, precision: str, picture: Path | None, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from flexgen_helm.policy.frontier import points, write_picture
 
     found = points(situation, _POINTS)
-    if picture is not None:
-        write_picture(found, situation, picture)
-        say(f"the picture is in {picture}")
     if as_json:
         print_json({"hardware": situation.hardware.name, "precision": precision, "points": found})
-        return
+    else:
+        _print_points(found)
+    if picture is not None:
+        with writing(picture):
+            write_picture(found, situation, picture)
+        say(f"the picture is in {picture}")
+
+
+def _print_points(found: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(highlight=False)
     table = Table("latency of a block", "token/s", "block", "schedule", "wg/wc", "cg/cc", "hg/hc")
     for point in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -32,6 +33,27 @@ _WORDS = {
 }
 
 
+_DEVICE = re.compile(r"auto|sim|(cpu|cuda)(:\d+)?")
+
+
+def precision_named(name: str) -> Precision:
+    """Raises `UsageError` that names those that there are."""
+    if name not in PRECISIONS:
+        known = ", ".join(PRECISIONS)
+        raise UsageError(f"precision {name!r} is not available in this version; take one of {known}")
+    return PRECISIONS[name]
+
+
+def check_device(name: str, link_gb_s: tuple[float, float] | None, limits: MemoryLimits) -> None:
+    """Refuse a device that no machine has, and what does not go with it (`UsageError`)."""
+    if _DEVICE.fullmatch(name) is None:
+        raise UsageError(f"device {name!r} is not known; take auto, cpu, cuda[:i] or sim")
+    if name == "sim" and limits.gpu is None:
+        raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
+    if name != "sim" and link_gb_s is not None:
+        raise UsageError("only the simulated gpu takes a link's bandwidth; add --device sim or leave --link out")
+
+
 def less_margin(free: float, total: float) -> int:
     """What may be used of `free` bytes on a tier of `total`."""
     return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * total)))
@@ -60,14 +82,14 @@ def situate(
 ) -> Situation:
     """What the cost model needs. limits: None for what the machine has, less a margin (its disk: all that is free).
 
-    Raises `UsageError` for a negative limit.
+    Raises `UsageError` for a negative limit and for a precision that is not there.
     """
     compute = 4 if hardware.gpu is None or hardware.gpu.compute_dtype(rest_dtype) == "float32" else 2
     situation = Situation(
         spec,
         hardware,
         workload,
-        PRECISIONS[precision] if isinstance(precision, str) else precision,
+        precision_named(precision) if isinstance(precision, str) else precision,
         compute,
         {},
         overlap=overlap,
