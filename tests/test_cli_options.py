@@ -15,7 +15,7 @@ from flexgen_helm.core.errors import CheckpointError, Interrupted, RequestError,
 from flexgen_helm.core.files import replace_text
 from flexgen_helm.core.records import MemoryLimits, Progress
 
-COMMANDS = ["", "run", "generate", "perplexity", "fetch", "convert", "doctor", "bench"]
+COMMANDS = ["", "run", "generate", "perplexity", "plan", "fetch", "convert", "doctor", "bench"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -31,8 +31,9 @@ def test_help_imports_nothing_heavy(command):
     assert done.returncode == 0, done.stderr
     assert "Usage: flexgen-helm" in done.stdout and "\x1b[" not in done.stdout
     if command in ("run", "generate", "perplexity", "bench"):
-        for flag in ("--precision", "--kv-dtype", "--policy", "--gpu-memory", "--no-cpu-attention", "--dummy-weights"):
+        for flag in ("--precision", "--policy", "--gpu-memory", "--no-cpu-attention", "--dummy-weights"):
             assert flag in done.stdout
+    assert "kv-dtype" not in done.stdout  # every value of it is refused
 
 
 def test_version(capsys):
@@ -66,7 +67,7 @@ def test_what_is_no_size_says_how_to_write_one(text):
 
 
 ALL_FLAGS = EngineOptions(
-    precision="4bit", kv_dtype="fp16", policy="1x1,0,100,0,100,0,100", schedule="row", gpu_memory="1GiB", disk="5",
+    precision="4bit", policy="1x1,0,100,0,100,0,100", schedule="row", gpu_memory="1GiB", disk="5",
     offload_dir="x", device="sim", link="12,8.5", no_overlap=True, no_cpu_attention=True, dummy_weights=7,
     max_latency=9.0,
 )  # fmt: skip
@@ -90,6 +91,9 @@ def test_engine_and_deployments_take_every_argument():
     given = set(ALL_FLAGS.engine_arguments())
     assert given <= set(inspect.signature(Engine.from_pretrained).parameters)
     assert given <= set(ARGUMENTS)
+    assert "kv_dtype" in ARGUMENTS  # no flag has it; a deployment may say it and is told that it is not there
+    with pytest.raises(UsageError, match="kv_dtype 'fp16' is not available"):
+        Engine.from_pretrained("opt-125m", weights="dummy", kv_dtype="fp16")
 
 
 @pytest.mark.parametrize("link", ["12", "1,2,3", "a,b", "0,1", "inf,1", "nan,1"])

@@ -39,7 +39,6 @@ class EngineOptions:
         str | None,
         _flag("--precision", "fp16|fp16-s|4bit|4bit-s|paper-4bit", "Weights; default: the model name's suffix."),
     ] = None
-    kv_dtype: Annotated[str | None, _flag("--kv-dtype", "TYPE", "Type of the KV cache, for example fp16.")] = None
     policy: Annotated[
         str | None, _flag("--policy", "auto|GBSxNB,wg,wc,cg,cc,hg,hc", "Block size and placement, in percentages.")
     ] = None
@@ -83,7 +82,6 @@ class EngineOptions:
             "cpu_attention": False if self.no_cpu_attention else None,
             "weights": None if self.dummy_weights is None else "dummy",
             "seed": self.dummy_weights,
-            "kv_dtype": self.kv_dtype,
             "link_gb_s": _link(self.link),
             "max_latency": self.max_latency,
         }
