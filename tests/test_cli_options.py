@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -176,6 +177,22 @@ def test_a_traceback_is_shown_where_it_is_asked_for(monkeypatch, capsys):
 def test_fetch_prints_the_path(monkeypatch, capsys, tmp_path):
     assert cli.main(["fetch", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}\n"
+
+
+@pytest.mark.parametrize("command", ["profile", "bench"])
+def test_what_was_measured_is_printed_even_where_it_cannot_be_written(monkeypatch, capsys, tmp_path, command):
+    import flexgen_helm.benchmarks
+    from flexgen_helm.exec import profiling
+    from flexgen_helm.hardware.profile import load_profile
+
+    result = {"name": "measured", "rows": [], "ratios": {}}
+    monkeypatch.setattr(profiling, "measured_profile", lambda **settings: load_profile("laptop"))
+    monkeypatch.setattr(flexgen_helm.benchmarks, "load", lambda name: lambda options: result)
+    arguments = {"profile": [], "bench": ["any", "--json"]}[command]
+    assert cli.main([command, *arguments, "--out", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)
+    assert captured.err == f"flexgen-helm: {tmp_path} cannot be written: Is a directory\n"
 
 
 def test_run_passes_on_what_is_not_ours(monkeypatch):

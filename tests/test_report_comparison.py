@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+from flexgen_helm import cli
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.comparison_view import rows, speed_rows, to_html, to_json, to_markdown
@@ -242,6 +243,30 @@ def test_nothing_to_compare_is_one_sentence(tmp_path):
     write_accuracies(tmp_path, "4bit", [1, 0], model="other")
     with pytest.raises(UsageError, match="other in 4bit"):
         compare_suite(tmp_path)
+
+
+def test_the_command_that_is_suggested_is_not_refused(tmp_path):
+    with pytest.raises(UsageError, match="'foo' is no precision; take one of fp16, fp16-s, 4bit") as refused:
+        compare_suite(tmp_path, "foo")
+    assert "--precision foo" not in str(refused.value)
+    for baseline, pair in (("fp16", "fp16,4bit"), ("4bit-s", "4bit-s,4bit"), ("4bit", "4bit,fp16")):
+        with pytest.raises(UsageError, match=f"--precision {pair}$"):
+            compare_suite(tmp_path, baseline)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+@pytest.mark.parametrize("command, file", [("compare", "flexgen_compare.html"), ("report", "flexgen_report.json")])
+def test_a_page_that_cannot_be_written_takes_nothing_away(tmp_path, capsys, command, file, arguments):
+    """A folder where the file should be is refused to root too."""
+    suite = tmp_path / "runs" / "mine"
+    write_accuracies(suite, "fp16", [1, 0, 1])
+    write_accuracies(suite, "4bit", [1, 1, 0])
+    (suite / file).mkdir()
+    assert cli.main([command, "-o", str(tmp_path), "--suite", "mine", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert "exact_match" in captured.out and (not arguments or json.loads(captured.out))
+    assert captured.err == f"flexgen-helm: {suite / file} cannot be written: Is a directory\n"
+    assert not [path for path in suite.iterdir() if path.suffix == ".tmp"]
 
 
 def test_a_run_in_one_precision_only_is_named(tmp_path):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexgen_helm.cli.console import print_json, say
+from flexgen_helm.cli.console import print_json, say, writing
 from flexgen_helm.cli.engine_options import EngineOptions
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.core.files import replace_text
@@ -66,12 +66,13 @@ def bench(
             tell=say,
         )
     )
-    if out is not None:
-        replace_text(out, json.dumps(result, indent=2, allow_nan=False) + "\n")
     if as_json:
         print_json(result)
     else:
         _print_tables(result)
+    if out is not None:
+        with writing(out):
+            replace_text(out, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
 def _print_tables(result: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flexgen_helm.cli.console import print_json, say
+from flexgen_helm.cli.console import print_json, say, writing
 from flexgen_helm.cli.suite_options import DEFAULT_OUTPUT, OutputPath, SuiteName
 
 HTML_FILE = "flexgen_compare.html"
@@ -30,10 +30,11 @@ def compare(
 
     folder = output_path / "runs" / suite
     found = compare_suite(folder, baseline)
-    page = folder / HTML_FILE
-    replace_text(page, to_html(found, suite, baseline))
     if as_json:
         print_json(to_json(found, suite, baseline))
     else:
-        print(to_markdown(found, suite, baseline), end="")
+        print(to_markdown(found, suite, baseline), end="", flush=True)
+    page = folder / HTML_FILE
+    with writing(page):
+        replace_text(page, to_html(found, suite, baseline))
     say(f"The same with pictures: {page}")

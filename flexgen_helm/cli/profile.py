@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flexgen_helm.cli.console import print_json, say
+from flexgen_helm.cli.console import print_json, say, writing
 from flexgen_helm.core.errors import UsageError
 
 
@@ -28,6 +28,7 @@ def profile(
     if out is not None and not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.parent}")
     found = measured_profile(folder=offload_dir, fresh=not cached, tell=say).to_json()
-    if out is not None:
-        replace_text(out, json.dumps(found, indent=2) + "\n")
     print_json(found)
+    if out is not None:
+        with writing(out):
+            replace_text(out, json.dumps(found, indent=2) + "\n")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flexgen_helm.cli.console import print_json, say
+from flexgen_helm.cli.console import print_json, say, writing
 from flexgen_helm.cli.suite_options import DEFAULT_OUTPUT, OutputPath, SuiteName
 
 FILE = "flexgen_report"
@@ -30,12 +30,16 @@ def report(
     folder = output_path / "runs" / suite
     found = read_suite(folder)
     content, text = to_json(found), to_markdown(found)
-    replace_text(folder / f"{FILE}.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
-    replace_text(folder / f"{FILE}.md", text)
-    page = folder / f"{FILE}.html"
-    replace_text(page, to_html(found))
     if as_json:
         print_json(content)
     else:
-        print(text, end="")
+        print(text, end="", flush=True)
+    page = folder / f"{FILE}.html"
+    for path, written in (
+        (folder / f"{FILE}.json", json.dumps(content, indent=2, allow_nan=False) + "\n"),
+        (folder / f"{FILE}.md", text),
+        (page, to_html(found)),
+    ):
+        with writing(path):
+            replace_text(path, written)
     say(f"The same with pictures: {page}")

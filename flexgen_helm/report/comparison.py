@@ -130,6 +130,8 @@ def compare_suite(folder: Path, baseline: str = "fp16") -> list[ModelComparison]
 
     Raises `UsageError` where there is nothing to compare.
     """
+    if baseline not in PRECISIONS:
+        raise UsageError(f"the baseline {baseline!r} is no precision; take one of {', '.join(PRECISIONS)}")
     if not folder.is_dir():
         raise UsageError(f"there is no suite in {folder}; run one first, or name another folder with -o")
     runs = [run for run in map(_read, sorted(folder.iterdir())) if run is not None]
@@ -141,9 +143,10 @@ def compare_suite(folder: Path, baseline: str = "fp16") -> list[ModelComparison]
     if compared:
         return compared
     seen = ", ".join(f"{run.model} in {run.precision}" for run in {(r.model, r.precision): r for r in runs}.values())
+    other = "4bit" if baseline != "4bit" else "fp16"
     raise UsageError(
         f"nothing to compare in {folder}: it has {seen or 'no finished runs of flexgen models'}; run the same entries "
-        f"in two precisions, for example with flexgen-helm run --precision {baseline},4bit"
+        f"in two precisions, for example with flexgen-helm run --precision {baseline},{other}"
     )
 
 
