@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 
@@ -103,13 +104,51 @@ def test_a_model_of_an_earlier_call_is_taken_from_its_runs(suite):
     assert set(report.models) == {"tiny", "tiny-4bit"} and "tiny are those of the last block" in report.notes[0]
 
 
-def test_nothing_to_report_is_one_sentence(tmp_path, suite):
+def test_nothing_to_report_is_one_sentence(tmp_path):
     with pytest.raises(UsageError, match="no suite"):
         read_suite(tmp_path / "absent")
     with pytest.raises(UsageError, match="no finished runs"):
         read_suite(tmp_path)
-    (next(path for path in suite.iterdir() if path.is_dir()) / "stats.json").unlink()
-    assert "1 runs are not finished" in read_suite(suite).notes[0]
+
+
+GOES_ON = "the command that made the suite goes on with it"
+
+
+def test_runs_that_are_missing_are_named(suite):
+    """Failed ones, those without all files, and those that were never begun; other models' runs are no business."""
+    first, second, third, _ = sorted(path.name for path in suite.iterdir() if path.is_dir())
+    (suite / first / "stats.json").unlink()
+    (suite / second / "flexgen_run.json").unlink()
+    (suite / "mmlu:model=openai_gpt2").mkdir()
+    (suite / "eval_cache").mkdir()
+    (suite / "mmlu:model=flexgen_tiny").mkdir()
+    failing(suite, "mmlu:model=flexgen_tiny", "imdb:model=flexgen_tiny")
+    report = read_suite(suite)
+    assert report.notes[:4] == [
+        f"run mmlu:model=flexgen_tiny failed: {GOES_ON}",
+        f"run imdb:model=flexgen_tiny failed: {GOES_ON}",
+        f"run {first} is unfinished: {GOES_ON}",
+        f"run {second} is unfinished: {GOES_ON}",
+    ]
+    assert not any("openai" in note or "eval_cache" in note for note in report.notes)
+    assert f"- run {first} is unfinished: {GOES_ON}." in to_markdown(report) and first in to_html(report)
+
+
+def test_a_run_that_failed_over_its_older_figures_is_named_and_one_that_was_mended_is_not(suite):
+    old, new = sorted(path.name for path in suite.iterdir() if path.is_dir())[:2]
+    failing(suite, old, new)
+    (suite / new / "stats.json").write_text((suite / new / "stats.json").read_text())
+    os.utime(suite / old / "stats.json", (1e9, 1e9))
+    os.utime(suite / "flexgen_suite.json", (1.5e9, 1.5e9))
+    assert read_suite(suite).notes == [
+        f"run {old} failed in the last call, and its figures are of one before: {GOES_ON}"
+    ]
+
+
+def failing(suite, *names):
+    """The account of a call in which these runs failed."""
+    content = json.loads((suite / "flexgen_suite.json").read_text())
+    (suite / "flexgen_suite.json").write_text(json.dumps({**content, "failed": list(names)}))
 
 
 def test_what_padding_would_have_left():

@@ -15,6 +15,8 @@ from flexgen_helm.report.scores import RunScores, read_scores, reused_note
 
 SUITE_FILE = "flexgen_suite.json"
 BASELINE = "fp16"
+# In the name of a run of ours, as HELM writes it.
+_OURS = "model=flexgen_"
 
 
 @dataclass(frozen=True)
@@ -33,21 +35,20 @@ def read_suite(folder: Path) -> SuiteReport:
     """The report of the suite in `folder`. Raises `UsageError` where it has no finished run of ours."""
     if not folder.is_dir():
         raise UsageError(f"there is no suite in {folder}; run one first, or name another folder with -o")
-    runs, unfinished = [], 0
-    for path in sorted(path for path in folder.iterdir() if path.is_dir() and (path / "flexgen_run.json").exists()):
-        try:
-            runs.append(read_scores(path))
-        except (OSError, ValueError, KeyError):
-            unfinished += 1
+    runs, unfinished = [], []
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        scores = _finished(path)
+        if scores is not None:
+            runs.append(scores)
+        elif _OURS in path.name:
+            unfinished.append(path.name)
     if not runs:
         raise UsageError(f"{folder} has no finished runs of flexgen models; run the suite to its end first")
-    notes = [f"{unfinished} runs are not finished and are left out"] if unfinished else []
+    last_call = _last_call(folder)
+    notes = _missing(folder, [run.name for run in runs], unfinished, last_call.get("failed", []))
     if (reused := reused_note(runs)) is not None:
         notes.append(reused)
-    try:
-        models = json.loads((folder / SUITE_FILE).read_text(encoding="utf-8"))["models"]
-    except (OSError, ValueError, KeyError):
-        models = {}
+    models = last_call.get("models", {})
     models = {name: account for name, account in models.items() if "bytes" in account}
     # A plain helm-run, or one that was resumed: the engine's account of a block stands in each of its runs.
     others = {run.run["model"]: run.run for run in runs if "bytes" in run.run and run.run["model"] not in models}
@@ -59,6 +60,39 @@ def read_suite(folder: Path) -> SuiteReport:
     except UsageError:
         compared = ()
     return SuiteReport(folder.name, runs, models, compared, notes)
+
+
+def _finished(path: Path) -> RunScores | None:
+    """A finished run of ours, None for any other folder."""
+    try:
+        return read_scores(path) if (path / "flexgen_run.json").exists() else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _last_call(folder: Path) -> dict[str, Any]:
+    """What the last `flexgen-helm run` left of the suite as a whole; empty where there is nothing."""
+    try:
+        found = json.loads((folder / SUITE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _missing(folder: Path, finished: Sequence[str], unfinished: Sequence[str], failed: Sequence[str]) -> list[str]:
+    """A sentence for each run whose figures are not there, or are not those of the last call."""
+    goes_on = "the command that made the suite goes on with it"
+    notes = [f"run {name} failed: {goes_on}" for name in failed if name not in finished]
+    notes += [f"run {name} is unfinished: {goes_on}" for name in unfinished if name not in failed]
+    for name in failed:
+        # One that was finished since, by a plain helm-run, is newer than the account of the call in which it failed.
+        if name in finished and _written_ns(folder / name / "stats.json") < _written_ns(folder / SUITE_FILE):
+            notes.append(f"run {name} failed in the last call, and its figures are of one before: {goes_on}")
+    return notes
+
+
+def _written_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns
 
 
 def _finite(scores: Mapping[str, float]) -> dict[str, float | None]:
