@@ -44,7 +44,7 @@ def to_markdown(report: SuiteReport) -> str:
         rows = comparison_view.rows(found, BASELINE)
         parts += [f"## Precisions of {found.model}", markdown_table(comparison_view.TITLES, rows)]
         parts.append(markdown_table(comparison_view.SPEED_TITLES, comparison_view.speed_rows(found), right=4))
-        parts += [f"- {note}." for note in found.notes]
+        parts += [f"- {note}." for note in found.notes if note not in report.notes]
     parts += [f"- {note}." for note in report.notes]
     return "\n\n".join(parts) + "\n"
 
@@ -70,7 +70,8 @@ def to_html(report: SuiteReport) -> str:
             }
         )
     for found in report.compared:
-        sections.append(comparison_view.section(found, BASELINE, f"Precisions of {found.model}", first=False))
+        section = comparison_view.section(found, BASELINE, f"Precisions of {found.model}", first=False)
+        sections.append({**section, "notes": [note for note in found.notes if note not in report.notes]})
     return page(report.suite, _SUMMARY, sections)
 
 
