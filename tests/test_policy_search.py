@@ -151,19 +151,27 @@ ROOM = "make room on the disk or name another folder with --offload-dir"
     "machine, more, told, remedies",
     [
         # A limit beyond what there is gives nothing, and raising it is no way out.
-        ((18, 20), {"disk": 500}, "where this machine has 21,474,836,480", f"{ROOM}, take --precision 4bit, or"),
+        (
+            (18, 20),
+            {"disk": 500},
+            "where 21,474,836,480 are all that this machine has",
+            f"{ROOM}, take --precision 4bit, or",
+        ),
         ((18, 20), {}, "are allowed", f"{ROOM}, take --precision 4bit, or"),
         ((18, 20), {"name": "laptop"}, "are allowed", "name a machine with a larger disk, take --precision 4bit, or"),
         ((18, 100), {"disk": 20}, "where 21,474,836,480 are allowed", "raise --disk, take --precision 4bit, or"),
         ((18, 55), {"cpu": 2}, "are allowed", "raise --cpu-memory, take --precision 4bit, or"),
         ((18, 45), {"cpu": 1, "disk": 15}, "are allowed", "raise --cpu-memory and --disk, or"),
         ((18, 35), {"cpu": 1}, "are allowed", f"raise --cpu-memory and {ROOM}, take --precision 4bit, or"),
+        # What no limit would give is no advice: a machine keeps a margin.
+        ((18, 43), {}, "are allowed", f"{ROOM}, take --precision 4bit, or"),
+        ((18, 43), {"cpu": 15}, "are allowed", f"{ROOM}, take --precision 4bit, or"),
         # Where packed weights do not fit either, they are no advice.
         ((4, 10), {}, "are allowed", f"{ROOM}, or"),
         ((4, 10), {"precision": "4bit"}, "are allowed", f"{ROOM}, or"),
         # A simulated gpu is as large as the flag says; a machine's own memory is not.
-        ((18, 200), {"gpu_bytes": 10 << 20}, "where this machine has 10,485,760", "raise --gpu-memory, or"),
-        ((1, 200), {"cpu": 500}, "where this machine has", ""),
+        ((18, 200), {"gpu_bytes": 10 << 20}, "where 10,485,760 are allowed", "raise --gpu-memory, or"),
+        ((1, 200), {"cpu": 500}, "are all that this machine has", ""),
     ],
 )
 def test_only_what_would_help_is_advised(machine, more, told, remedies):

@@ -139,6 +139,7 @@ def _situation(
     from flexgen_helm.checkpoint.catalogue import resolve
     from flexgen_helm.checkpoint.spec import read_spec
     from flexgen_helm.policy.plan import check_device, simulated, situate
+    from flexgen_helm.policy.search import MEASURED
     from flexgen_helm.policy.workload import Workload
 
     for name, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):
@@ -159,7 +160,8 @@ def _situation(
     elif device.startswith("cpu"):
         profile = replace(profile, gpu=None, link=None)
     elif device.startswith("cuda") and profile.gpu is None:
-        raise UsageError(f"device {device!r} was asked for and {profile.name} has no usable GPU; take --device cpu")
+        where = "this machine" if profile.name == MEASURED else profile.name
+        raise UsageError(f"device {device!r} was asked for and {where} has no usable GPU; take --device cpu")
     situation = situate(
         spec,
         profile,

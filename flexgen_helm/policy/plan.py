@@ -15,13 +15,11 @@ from flexgen_helm.policy.cost import CACHE, HIDDEN, WEIGHTS
 from flexgen_helm.policy.placement import TIERS, Tier
 from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.predict import Prediction, capacity, placed_fractions, predict
-from flexgen_helm.policy.search import Found, search
+from flexgen_helm.policy.search import Found, less_margin, search
 from flexgen_helm.policy.situation import Situation
 from flexgen_helm.policy.workload import Workload
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
 
-# What a machine keeps for everything that is not ours: a share of its memory, and never less than this.
-MARGIN_SHARE, MARGIN_BYTES = 0.1, 1 << 30
 # A tier this full is one whose size decides.
 _FULL = 0.9
 _WORDS = {
@@ -52,11 +50,6 @@ def check_device(name: str, link_gb_s: tuple[float, float] | None, limits: Memor
         raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
     if name != "sim" and link_gb_s is not None:
         raise UsageError("only the simulated gpu takes a link's bandwidth; add --device sim or leave --link out")
-
-
-def less_margin(free: float, total: float) -> int:
-    """What may be used of `free` bytes on a tier of `total`."""
-    return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * total)))
 
 
 def simulated(hardware: HardwareProfile, gpu_bytes: int, link_gb_s: tuple[float, float] | None) -> HardwareProfile:

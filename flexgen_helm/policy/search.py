@@ -24,10 +24,10 @@ from flexgen_helm.policy.predict import Prediction, capacity, evaluate, predict
 from flexgen_helm.policy.situation import Shape, Situation
 from flexgen_helm.quant.precisions import PRECISIONS
 
-# A limit above this share of what the machine has is its own margin, and no one's wish.
-_MARGIN = 0.9
 # Name of the profile of the machine at hand.
 MEASURED = "measured"
+# What a machine keeps for everything that is not ours: a share of its memory, and never less than this.
+MARGIN_SHARE, MARGIN_BYTES = 0.1, 1 << 30
 # What 'auto' chooses from. Row by row is never better, and what the diagonal schedule's growing caches cost is not in
 # the model, so it is searched where it is asked for.
 AUTOMATIC: tuple[Schedule, ...] = ("zigzag", "prefill-only")
@@ -39,6 +39,11 @@ _ROUNDED = 12
 _EQUAL = 1e-6
 # Times that a tier's share of the weights is lowered until its whole matrices fit.
 _TRIES = 16
+
+
+def less_margin(free: float, total: float) -> int:
+    """What may be used of `free` bytes on a tier of `total`."""
+    return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * total)))
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,9 @@ def explain(situation: Situation, schedules: Sequence[Schedule], max_latency: fl
     if limit <= has - model.working[tier]:
         told = f"{needed:,.0f} where {limit:,.0f} are allowed"
     else:  # a limit above what the machine has gives nothing
-        machine = "this machine" if situation.hardware.name == MEASURED else situation.hardware.name
-        told = f"{needed + model.working[tier]:,.0f} where {machine} has {has:,.0f}"
+        where = "this machine" if situation.hardware.name == MEASURED else situation.hardware.name
+        room = "are allowed" if tier == "gpu" and _is_simulated(situation) else f"are all that {where} has"
+        told = f"{needed + model.working[tier]:,.0f} where {has:,.0f} {room}"
     if short[tier] > _noise(situation):
         missing = f"{short[tier]:,} bytes more on the {tier} tier ({told})"
     else:
@@ -158,11 +164,7 @@ def _remedies(situation: Situation, one: Shape, tier: Tier, short: Mapping[Tier,
     opened = _opened(situation, together)
     rest = _least_missing(opened, block_model(opened, one))[1]
     if not found and max(rest["gpu"], rest["cpu"]) <= noise:
-        held = [
-            other
-            for other in together
-            if short[other] > noise and situation.limits[other] < _MARGIN * capacity(situation, other)
-        ]
+        held = [other for other in together if short[other] > noise]
         if situation.hardware.name == MEASURED:
             more = "make room on the disk or name another folder with --offload-dir"
         else:
@@ -179,22 +181,26 @@ def _raise(tiers: Sequence[Tier]) -> str:
 
 
 def _opened(situation: Situation, tiers: Sequence[Tier]) -> Situation:
-    """With all that the machine has on `tiers`, as far as their limits can be raised to it."""
+    """With the limits of `tiers` raised as far as they should be."""
     for tier in tiers:
         if not _can_be_raised(situation, tier):
             continue
+        most = _most(situation, tier)
         if tier == "gpu" and _is_simulated(situation):
-            hardware = replace(situation.hardware, gpu=situation.hardware.cpu)
-            situation = replace(situation, hardware=hardware)
-        situation = replace(situation, limits={**situation.limits, tier: capacity(situation, tier)})
+            gpu = replace(situation.hardware.cpu, memory_bytes=int(most))
+            situation = replace(situation, hardware=replace(situation.hardware, gpu=gpu))
+        situation = replace(situation, limits={**situation.limits, tier: most})
     return situation
 
 
 def _can_be_raised(situation: Situation, tier: Tier) -> bool:
-    has = capacity(situation, tier)
-    if tier == "gpu" and _is_simulated(situation):
-        has = max(has, capacity(situation, "cpu"))
-    return situation.limits[tier] < has
+    return situation.limits[tier] < _most(situation, tier)
+
+
+def _most(situation: Situation, tier: Tier) -> float:
+    """What a limit may be raised to: more than no limit would give takes the machine its margin."""
+    has = capacity(situation, "cpu" if tier == "gpu" and _is_simulated(situation) else tier)
+    return less_margin(has, has if tier != "disk" else 0)
 
 
 def _is_simulated(situation: Situation) -> bool:
