@@ -35,8 +35,9 @@ from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.policy import workload as planner_workload
 from flexgen_helm.policy.memory import plan_memory
 from flexgen_helm.policy.placement import TIERS, AtRest, Tier, achieved, shares
+from flexgen_helm.policy.plan import precision_named
 from flexgen_helm.policy.policy import SCHEDULES, Policy, Schedule
-from flexgen_helm.quant.precisions import FP16, PRECISIONS, CacheFormat, Precision
+from flexgen_helm.quant.precisions import FP16, CacheFormat, Precision
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.store.hidden import HiddenStore
 from flexgen_helm.store.kv import KVCache
@@ -176,10 +177,8 @@ class Engine:
         """
         resolved = resolve(name_or_path, revision)
         wanted = precision or resolved.precision
-        if isinstance(wanted, str) and wanted not in PRECISIONS:
-            known = ", ".join(PRECISIONS)
-            raise UsageError(f"precision {wanted!r} is not available in this version; take one of {known}")
-        if not isinstance(wanted, str) and wanted.tables is not None:
+        used = precision_named(wanted) if isinstance(wanted, str) else wanted
+        if used.tables is not None:
             raise UsageError("tables and head are not computed packed; take a precision whose tables is None")
         if max_latency is not None and not max_latency > 0:
             raise UsageError(f"max_latency is {max_latency:g} s; it must be more than 0")
@@ -206,7 +205,7 @@ class Engine:
             overlap=overlap,
             cpu_attention=cpu_attention,
             max_latency=max_latency,
-            precision=PRECISIONS[wanted] if isinstance(wanted, str) else wanted,
+            precision=used,
         )
 
     def run(

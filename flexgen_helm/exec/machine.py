@@ -11,7 +11,7 @@ import torch
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.core.records import MemoryLimits
 from flexgen_helm.policy.placement import TIERS, Tier
-from flexgen_helm.policy.plan import less_margin
+from flexgen_helm.policy.plan import check_device, less_margin
 from flexgen_helm.store.link import CudaLink, Link, SimulatedLink
 
 
@@ -19,20 +19,12 @@ def computing(
     name: str, link_gb_s: tuple[float, float] | None, limits: MemoryLimits
 ) -> tuple[torch.device, Link | None]:
     """The device that computes, and the link to it: None where the host computes."""
+    check_device(name, link_gb_s, limits)
     if name == "sim":
-        if limits.gpu is None:
-            raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
         return torch.device("cpu"), SimulatedLink(*(link_gb_s or (None, None)))
-    if link_gb_s is not None:
-        raise UsageError("only the simulated gpu takes a link's bandwidth; add --device sim or leave --link out")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"device {name!r} is not known; take auto, cpu, cuda[:i] or sim") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {name!r} is not supported; take auto, cpu, cuda[:i] or sim")
+    device = torch.device(name)
     if device.type == "cpu":
         return device, None
     if not torch.cuda.is_available():
