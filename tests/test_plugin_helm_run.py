@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from flexgen_helm.plugin.registration import CLIENT_CLASS
+from flexgen_helm.scenarios import lambada
 
 MODEL = "flexgen/opt-125m"
 ENTRIES = [f"simple_mcqa:model={MODEL}", f"simple_mcqa_scored:model={MODEL}"]
@@ -105,6 +109,32 @@ def test_the_number_of_threads_changes_nothing(plain: Place, tmp_path: Path, thr
     events = place.events()
     assert (events["load"], events["block"]) == (1, 2)
     assert place.results() == plain.results()
+
+
+def write_deployments(place: Place, *entries: dict[str, Any]) -> Path:
+    """Entries of a user in `prod_env`, each with our client."""
+    path = place.folder / "prod_env" / "model_deployments.yaml"
+    path.parent.mkdir()
+    complete = [
+        {**entry, "client_spec": {"class_name": CLIENT_CLASS, "args": entry["client_spec"]}} for entry in entries
+    ]
+    path.write_text(yaml.safe_dump({"model_deployments": complete}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["lab/mine", "flexgen/mine"])
+def test_an_entry_of_the_user_needs_only_a_name_and_a_path(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LAMBADA asks for the window service and the tokenizer that the entry leaves open."""
+    (tmp_path / lambada.FILE).write_text('{"text": "one two three"}\n{"text": "four five six"}\n')
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
+    place = Place(tmp_path)
+    path = write_deployments(place, {"name": name, "client_spec": {"path": "opt-125m"}})
+    before = path.read_text()
+    place.run("suite", entries=[f"lambada:mode=accuracy,model={name}"])
+    assert place.events()["answer"] == 2
+    assert path.read_text() == before
 
 
 def test_a_suite_is_one_block_and_equals_plain_runs(plain: Place, tmp_path: Path) -> None:

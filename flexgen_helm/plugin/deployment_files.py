@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark.model_metadata_registry import get_model_metadata
 from helm.benchmark.tokenizer_config_registry import get_tokenizer_config
 from helm.common.hierarchical_logger import hwarn
 
 from flexgen_helm.core.files import replace_text
-from flexgen_helm.plugin import registration
 
 
 def merge(folder: Path, names: list[str]) -> None:
@@ -22,9 +22,11 @@ def merge(folder: Path, names: list[str]) -> None:
     """
     entries: dict[str, list[Any]] = {"model_deployments": [], "model_metadata": [], "tokenizer_configs": []}
     for name in names:
-        deployment = registration.deployment(name)
-        entries["model_deployments"].append(asdict(deployment))
-        entries["model_metadata"].append(asdict(get_model_metadata(name)))
+        deployment = deployments.get_model_deployment(name)
+        # Where the user has an entry for it, HELM makes what metadata it needs.
+        if name not in deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT:
+            entries["model_deployments"].append(asdict(deployment))
+            entries["model_metadata"].append(asdict(get_model_metadata(name)))
         if deployment.tokenizer_name and (config := get_tokenizer_config(deployment.tokenizer_name)):
             entries["tokenizer_configs"].append(asdict(config))
     for file, wanted in entries.items():

@@ -118,10 +118,17 @@ class _Suite:
     def run(self, args: Any) -> None:
         """HELM's `helm_run` with our second pass in its runner."""
         started = time.monotonic()
-        wanted = args.models_to_run
-        args.models_to_run = [renamed for name in wanted for renamed in self.rename(name)] if wanted else None
+        load_plugins = helm_run_module.load_entry_point_plugins
         make_specs = helm_run_module.run_entries_to_run_specs
         run_all = Runner.run_all
+
+        def load_plugins_late(**options: Any) -> list[Any]:
+            """Plugins are loaded after HELM has read `prod_env`, but ours was there before and registered nothing."""
+            plugins = load_plugins(**options)
+            registration.complete_file_deployments()
+            wanted = args.models_to_run or []
+            args.models_to_run = [renamed for name in wanted for renamed in self.rename(name)] or None
+            return plugins
 
         def renamed_specs(run_entries: list[RunEntry], **filters: Any) -> list[RunSpec]:
             entries = [
@@ -142,6 +149,7 @@ class _Suite:
 
         with ExitStack() as undo:
             undo.callback(self._close_blocks)
+            undo.enter_context(replaced(helm_run_module, "load_entry_point_plugins", load_plugins_late))
             undo.enter_context(replaced(helm_run_module, "run_entries_to_run_specs", renamed_specs))
             undo.enter_context(replaced(Runner, "run_all", run_together))
             undo.enter_context(observe_runs(self.records.append))
