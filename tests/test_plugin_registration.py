@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from flexgen_helm.core.errors import UnknownModelError, UsageError
 from flexgen_helm.core.records import MemoryLimits
 from flexgen_helm.plugin import deployment_files, models, registration
 from flexgen_helm.plugin.models import find_model
+from tests.conftest import TinyModel
 
 CLIENT = "flexgen_helm.plugin.client.FlexgenClient"
 
@@ -137,6 +140,70 @@ def test_files_for_commands_without_plugins(tmp_path: Path, monkeypatch: pytest.
         "flexgen/opt-350m",
     ]
     assert [file.name for file in tmp_path.iterdir() if file.suffix != ".yaml"] == []
+
+
+AFTER_FILES = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from helm.benchmark.config_registry import register_configs_from_directory
+from helm.benchmark.model_deployment_registry import get_model_deployment
+from helm.benchmark.model_metadata_registry import get_model_metadata
+from helm.benchmark.run import load_entry_point_plugins
+from helm.benchmark.tokenizer_config_registry import get_tokenizer_config
+register_configs_from_directory("prod_env")
+load_entry_point_plugins()
+from flexgen_helm.plugin import deployment_files
+deployment_files.merge(Path("prod_env"), sys.argv[1:])
+print(json.dumps([[get_model_deployment(name).max_request_length, get_tokenizer_config(name).end_of_text_token,
+                   get_model_metadata(name).num_parameters] for name in sys.argv[1:]]))
+"""
+
+
+def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(
+    tiny: Callable[[str], TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name of the user's file comes to mean another model; each look is a process of HELM's, in the same folder."""
+    first = tiny("llama").path
+    second = shutil.copytree(first, tmp_path / "second")
+    for name, changes in (("config.json", {"max_position_embeddings": 48, "num_hidden_layers": 2}),
+                          ("tokenizer_config.json", {"eos_token": "<|pad|>"})):  # fmt: skip
+        content = json.loads((first / name).read_text())
+        (second / name).write_text(json.dumps({**content, **changes}))
+    monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.yaml"))
+    theirs = (
+        "# mine\nmodel_deployments:\n- name: flexgen/own # keep\n  client_spec:\n    class_name: " + CLIENT + "\n"
+        "  max_sequence_length: 30\n"
+    )
+    file = tmp_path / "prod_env" / "model_deployments.yaml"
+    file.parent.mkdir()
+    file.write_text(theirs)
+
+    def look(path: Path) -> Any:
+        (tmp_path / "models.yaml").write_text(yaml.safe_dump({"m": str(path), "own": str(path)}))
+        done = subprocess.run([sys.executable, "-c", AFTER_FILES, "flexgen/m", "flexgen/own"], cwd=tmp_path,
+                              capture_output=True, text=True, timeout=60)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert file.read_text().startswith(theirs)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    (length, end, parameters), own = look(first)
+    assert (length, end, own[:2]) == (97, "<|endoftext|>", [31, "<|endoftext|>"])
+    written = {path.name: path.read_bytes() for path in file.parent.iterdir()}
+    assert look(first)[0] == [length, end, parameters]
+    assert {path.name: path.read_bytes() for path in file.parent.iterdir()} == written
+    (length, end, fewer), own = look(second)
+    assert (length, end, own[:2]) == (49, "<|pad|>", [31, "<|pad|>"])
+    assert fewer < parameters
+    says = {path.name: yaml.safe_load(path.read_text()) for path in file.parent.iterdir()}
+    assert [e["max_sequence_length"] for e in says["model_deployments.yaml"]["model_deployments"]] == [30, 48]
+    assert [e["end_of_text_token"] for e in says["tokenizer_configs.yaml"]["tokenizer_configs"]] == ["<|pad|>"] * 2
+    assert says["model_metadata.yaml"]["models"][0]["num_parameters"] == fewer
+    # What the user completes by hand is the user's.
+    changed = file.read_text().replace("max_request_length: 49", "max_request_length: 40")
+    file.write_text(changed)
+    assert look(first)[0][0] == 40
+    assert file.read_text() == changed
 
 
 @pytest.mark.parametrize("content", ["- a\n", "model_deployments: 3\n", "{", "model_deployments:\n- nameless: 1\n"])
