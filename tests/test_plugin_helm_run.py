@@ -137,6 +137,65 @@ def test_an_entry_of_the_user_needs_only_a_name_and_a_path(
     assert path.read_text() == before
 
 
+PRECISION = """
+import sys
+from tests import fake_engine
+from flexgen_helm.plugin import suite
+fake_engine.install()
+sys.exit(suite.main(sys.argv[2:], options={"precision": sys.argv[1]}))
+"""
+
+
+def run_in(place: Place, precision: str, name: str, expect: int) -> str:
+    """`flexgen-helm run --precision`; the name of its one model may be any."""
+    variables = {"FLEXGEN_HELM_HOME": str(place.folder / "home"), "FAKE_LOG": str(place.log), "HF_HUB_OFFLINE": "1",
+                 "FLEXGEN_HELM_MODELS": str(place.folder / "models.yaml"),
+                 "PYTHONPATH": str(SCRIPT.parents[1])}  # fmt: skip
+    command = [sys.executable, "-c", PRECISION, precision, "-r", f"simple_mcqa:model={name}", "-m", "2", "--suite", "s"]
+    done = subprocess.run(command, cwd=place.folder, env={**os.environ, **variables}, capture_output=True, text=True)
+    assert done.returncode == expect, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    "name, own, refused, taken",
+    [
+        ("lab/mine", "fp16", ["fp16,4bit", "paper-4bit"], "fp16"),
+        ("flexgen/mine", "fp16", ["fp16,4bit"], "fp16"),
+        ("lab/packed", "4bit", ["fp16"], "4bit"),
+        ("flexgen/small", "4bit", ["fp16,4bit", "fp16"], "4bit"),
+    ],
+)
+def test_a_precision_that_an_entry_decides_is_not_dropped_or_mislabelled(
+    name: str, own: str, refused: list[str], taken: str, tmp_path: Path
+) -> None:
+    place = Place(tmp_path)
+    (tmp_path / "models.yaml").write_text("small: {path: opt-125m, precision: 4bit}\n")
+    write_deployments(
+        place,
+        {"name": "lab/mine", "client_spec": {"path": "opt-125m"}},
+        {"name": "flexgen/mine", "client_spec": {"path": "opt-125m"}},
+        {"name": "lab/packed", "client_spec": {"path": "opt-125m", "precision": "4bit"}},
+    )
+    for precision in refused:
+        said = run_in(place, precision, name, expect=2)
+        assert f"--precision {precision} cannot change {name}" in said.splitlines()[-1]
+        assert f"says is {own}; " in said.splitlines()[-1]
+    assert place.events() == {}
+    run_in(place, taken, name, expect=0)
+    (file,) = (tmp_path / "benchmark_output" / "runs" / "s").glob("*/flexgen_run.json")
+    assert json.loads(file.read_text())["precision"] == taken
+
+
+def test_precisions_of_a_name_without_one_are_runs_of_their_own(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    (tmp_path / "models.yaml").write_text("mine: opt-125m\n")
+    run_in(place, "fp16,4bit", "flexgen/mine", expect=0)
+    files = (tmp_path / "benchmark_output" / "runs" / "s").glob("*/flexgen_run.json")
+    found = {file.parent.name.split("_", 2)[-1]: json.loads(file.read_text())["precision"] for file in files}
+    assert found == {"mine": "fp16", "mine-4bit": "4bit"}
+
+
 def test_a_suite_is_one_block_and_equals_plain_runs(plain: Place, tmp_path: Path) -> None:
     place = Place(tmp_path)
     output = place.run("suite", "-n", "4")

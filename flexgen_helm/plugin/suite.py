@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark import run as helm_run_module
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import Executor
@@ -30,6 +31,7 @@ from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 
+from flexgen_helm.checkpoint.catalogue import split_precision
 from flexgen_helm.core.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.plugin import deployment_files, hooks, interrupt, models, registration
 from flexgen_helm.plugin.run_record import RunRecord, merged, observe_runs, write_json
@@ -71,7 +73,7 @@ def main(
         for name in precisions:
             if name not in PRECISIONS:
                 raise UsageError(f"precision {name!r} is not known; take one or more of {', '.join(PRECISIONS)}")
-        models.override({**options, **({"precision": precisions[0]} if len(precisions) == 1 else {})})
+        models.override(options)  # precisions are in the models' names: results of two must not share a folder
         service.progress = progress
         service.resume()
         suite.run(args)
@@ -136,7 +138,10 @@ class _Suite:
                 for entry in run_entries
                 for description in self.rename(entry.description)
             ]
-            return make_specs(run_entries=entries, **filters)
+            run_specs = make_specs(run_entries=entries, **filters)
+            for run_spec in run_specs:
+                self.check_precision(run_spec.adapter_spec.model_deployment)
+            return run_specs
 
         def run_together(runner: Runner, run_specs: list[RunSpec]) -> None:
             self.begun = True
@@ -160,13 +165,37 @@ class _Suite:
                     write_json(self.folders[0].parent / SUITE_FILE, self.as_json(started))
 
     def rename(self, text: str) -> list[str]:
-        """Names as HELM needs them: `flexgen/org/repo` without its second slash, in each precision of the flags."""
+        """Names as HELM needs them: `flexgen/org/repo` without its second slash, in each precision of the flags.
+
+        A suffix would make another name of one that has an entry in `prod_env`: those are kept as they are."""
         text = _SLASH_NAME.sub(r"flexgen/\1--\2", text)
 
         def named(precision: str) -> str:
-            return _NAME.sub(lambda match: models.with_precision(match[0], precision), text)
+            return _NAME.sub(
+                lambda match: match[0] if _has_entry(match[0]) else models.with_precision(match[0], precision), text
+            )
 
         return list(dict.fromkeys(named(precision) for precision in self.precisions)) or [text]
+
+    def check_precision(self, name: str) -> None:
+        """Refuse the deployment `name` where `--precision` asks for what its entry decides otherwise: its runs would
+        be computed in one precision and filed under another, or written over those of another."""
+        model = registration.model_of(name) if self.precisions else None
+        if model is None:
+            return
+        own, asked = model.precision or "fp16", ",".join(self.precisions)
+        if _has_entry(name):
+            if self.precisions != [own]:
+                raise UsageError(
+                    f"--precision {asked} cannot change {name}, which its entry in model_deployments.yaml says is "
+                    f"{own}; give each precision an entry of its own, with `precision` in its args, and leave out "
+                    "--precision"
+                )
+        elif own != split_precision(name)[1]:
+            raise UsageError(
+                f"--precision {asked} cannot change {name}, which the file that FLEXGEN_HELM_MODELS names says is "
+                f"{own}; take `precision` out of its entry there, or leave out --precision"
+            )
 
     def collect(self, runner: Runner, run_specs: list[RunSpec]) -> None:
         """The first pass: announce the requests of all runs and wait until they are answered."""
@@ -280,6 +309,11 @@ class _Suite:
                 )
             else:
                 _say(f"{name}: {type(error).__name__}: {lines[0]}")
+
+
+def _has_entry(name: str) -> bool:
+    """Whether a user's file defines the deployment `name`; ours are generated and never in HELM's registry."""
+    return name in deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT
 
 
 def _write_deployments(local_path: Path, run_specs: list[RunSpec]) -> None:
