@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import yaml
 
 from flexgen_helm.plugin.registration import CLIENT_CLASS
 from flexgen_helm.scenarios import lambada
+from tests.conftest import TinyModel
 
 MODEL = "flexgen/opt-125m"
 ENTRIES = [f"simple_mcqa:model={MODEL}", f"simple_mcqa_scored:model={MODEL}"]
@@ -266,6 +268,37 @@ def test_what_goes_wrong_is_said_and_not_retried(tmp_path: Path) -> None:
     output = place.run("suite", entries=["simple_mcqa:model=flexgen/opt-126m"], expect=2)
     assert "did you mean opt-125m" in output.splitlines()[-1]
     assert place.events() == {}
+
+
+CLI = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
+
+
+def command_line(place: Place, *arguments: str, models: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """`flexgen-helm run` on the real engine."""
+    (place.folder / "models.yaml").write_text(yaml.safe_dump(models))
+    variables = {"FLEXGEN_HELM_HOME": str(place.folder / "home"), "HF_HUB_OFFLINE": "1",
+                 "FLEXGEN_HELM_MODELS": str(place.folder / "models.yaml")}  # fmt: skip
+    command = [sys.executable, "-c", CLI, "run", *arguments, "-m", "2", "--suite", "s"]
+    return subprocess.run(command, cwd=place.folder, env={**os.environ, **variables}, capture_output=True, text=True)
+
+
+def test_wrong_engine_flags_are_one_sentence_and_exit_code_2(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    entries = ["simple_mcqa:model=flexgen/good", "simple_mcqa_scored:model=flexgen/good"]
+    path = str(tiny("llama-untied-biases").path)
+    done = command_line(Place(tmp_path), "-r", *entries, "--policy", "nonsense", models={"good": path})
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("flexgen-helm: ")]
+    assert done.returncode == 2, done.stderr
+    assert "simple_mcqa:model=flexgen_good and 1 more: UsageError: --policy 'nonsense' is not of the form" in line
+    assert "Request" not in line
+
+    # A model that can be run is run beside one that cannot.
+    entries[1] = "simple_mcqa_scored:model=flexgen/bad"
+    models = {"good": path, "bad": {"path": path, "policy": "nonsense"}}
+    done = command_line(Place(tmp_path), "-r", *entries, models=models)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("flexgen-helm: ")]
+    assert done.returncode == 2, done.stderr
+    assert line.startswith("flexgen-helm: simple_mcqa_scored:model=flexgen_bad: UsageError: --policy 'nonsense'")
+    assert (Place(tmp_path).run_folder("simple_mcqa") / "stats.json").is_file()
 
 
 def test_a_failing_run_does_not_keep_the_others(tmp_path: Path) -> None:

@@ -78,6 +78,11 @@ class Block:
         done = (job for job in self._jobs if job.future.done() and job.future.exception() is None)
         return {job.key: job.future.result() for job in done}
 
+    def error(self) -> BaseException | None:
+        """What kept questions from being computed at all; the error of a single request is in its answer."""
+        errors = (job.future.exception() for job in self._jobs if job.future.done())
+        return next((error for error in errors if error is not None), None)
+
     def close(self) -> None:
         jobs, self._jobs = self._jobs, []
         self._service._release(jobs)

@@ -26,7 +26,7 @@ from typing import Any
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark import run as helm_run_module
 from helm.benchmark.adaptation.scenario_state import ScenarioState
-from helm.benchmark.executor import Executor
+from helm.benchmark.executor import Executor, ExecutorError
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
@@ -43,6 +43,7 @@ from flexgen_helm.report.throughput import versions
 
 _SLASH_NAME = re.compile(r"\bflexgen/([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
 _NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
+_REQUEST = re.compile(r" Request: \w*Request\(")  # what HELM's executor puts behind a message, with the whole prompt
 
 
 def main(
@@ -116,6 +117,7 @@ class _Suite:
         self._stages: dict[str, float] = {}
         self._answered = 0.0  # when all answers were there
         self._blocks: dict[str, Block] = {}
+        self._refused: dict[str, FlexgenError] = {}  # why a run's questions could not be computed in the first pass
 
     def run(self, args: Any) -> None:
         """HELM's `helm_run` with our second pass in its runner."""
@@ -225,6 +227,8 @@ class _Suite:
         service.flush()
         for block in self._blocks.values():
             block.wait()
+        errors = {name: block.error() for name, block in self._blocks.items()}
+        self._refused = {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
         # Further models are loaded between their blocks.
         load_s = min((service.loading_s(block.model, collected) for block in self._blocks.values()), default=0.0)
         self._answered = time.monotonic()
@@ -235,10 +239,14 @@ class _Suite:
         """`run_one` that remembers why it failed and lets go of the run's answers."""
 
         def run_one(run_spec: RunSpec) -> None:
+            refused = self._refused.get(run_spec.name)
             try:
+                if isinstance(refused, UsageError):
+                    raise refused  # as it would be again, after the model was loaded again
                 original(run_spec)
             except Exception as error:
-                self.failures[run_spec.name] = error
+                # HELM's own error is the text of ours and the whole request.
+                self.failures[run_spec.name] = refused if refused and isinstance(error, ExecutorError) else error
                 raise
             finally:
                 if run_spec.name in self._blocks:
@@ -297,18 +305,26 @@ class _Suite:
         return codes.pop() if len(codes) == 1 else 1
 
     def explain_failures(self) -> None:
-        """One line a failed run, and what to do where a metric only lacks data that it fetches when it is used."""
+        """A sentence for each failed run, those that failed alike together."""
+        alike: dict[str, list[str]] = {}
         for name, error in self.failures.items():
-            lines = str(error).strip().splitlines() or [""]
-            resource = re.search(r"Resource\s+(?:\x1b\[\d+m)*'?([\w/.-]+)", str(error))
-            if isinstance(error, LookupError) and resource:
-                _say(
-                    f"{name}: all answers are there and kept, but a metric needs NLTK's '{resource[1]}'. On a machine "
-                    f"with network: python -m nltk.downloader {resource[1]}; then the same command only computes "
-                    "the metrics."
-                )
-            else:
-                _say(f"{name}: {type(error).__name__}: {lines[0]}")
+            alike.setdefault(_explain(error), []).append(name)
+        for sentence, names in alike.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            _say(f"{names[0]}{more}: {sentence}")
+
+
+def _explain(error: Exception) -> str:
+    """What went wrong, and what to do where a metric only lacks data that it fetches when it is used."""
+    resource = re.search(r"Resource\s+(?:\x1b\[\d+m)*'?([\w/.-]+)", str(error))
+    if isinstance(error, LookupError) and resource:
+        return (
+            f"all answers are there and kept, but a metric needs NLTK's '{resource[1]}'. On a machine with network: "
+            f"python -m nltk.downloader {resource[1]}; then the same command only computes the metrics."
+        )
+    text = _REQUEST.split(str(error).strip())[0]
+    first = (text.splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"
 
 
 def _has_entry(name: str) -> bool:
