@@ -313,3 +313,20 @@ def test_a_failing_run_does_not_keep_the_others(tmp_path: Path) -> None:
     suite = json.loads((tmp_path / "benchmark_output/runs/s/flexgen_suite.json").read_text())
     assert len(suite["runs"]) == 2  # both were executed
     assert suite["failed"] == ["simple_short_answer_qa:model=flexgen_opt-125m"]
+
+
+def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody answers there
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in proxy.items():
+            patch.setenv(name, value)
+        output = place.run("suite", entries=[f"boolq:model={MODEL}", *ENTRIES], expect=1)
+    said = output.splitlines()[-1]
+    assert said.startswith(f"flexgen-helm: boolq:model={MODEL.replace('/', '_')}: the scenario's data could not be")
+    assert "URLError" in said and "Copy it into benchmark_output/scenarios/boolq from" in said
+    assert "2 runs in benchmark_output/runs/s" in output and "exact_match" in output
+    # What a run that fails now left in an earlier call is not shown as this call's.
+    place.run_folder("simple_mcqa_scored").rename(place.run_folder("boolq"))
+    output = place.run("suite", entries=[f"boolq:model={MODEL}", ENTRIES[0]], expect=1)
+    assert "1 runs in benchmark_output/runs/s" in output

@@ -30,6 +30,7 @@ from helm.benchmark.executor import Executor, ExecutorError
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
+from helm.common.object_spec import get_class_by_name
 
 from flexgen_helm.checkpoint.catalogue import split_precision
 from flexgen_helm.core.errors import FlexgenError, Interrupted, UsageError
@@ -44,6 +45,9 @@ from flexgen_helm.report.throughput import versions
 _SLASH_NAME = re.compile(r"\bflexgen/([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
 _NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
 _REQUEST = re.compile(r" Request: \w*Request\(")  # what HELM's executor puts behind a message, with the whole prompt
+
+# By name: of urllib, requests, httpx and the hub's client, none of which need be here.
+_NETWORK_ERRORS = {"URLError", "ConnectionError", "ConnectError", "TimeoutError", "gaierror", "LocalEntryNotFoundError"}
 
 
 def main(
@@ -84,9 +88,11 @@ def main(
         _say("Interrupted. Finished answers are kept: the same command continues where this one stopped.")
         return 130
     except FlexgenError as error:
+        suite.print_scores()
         _say(str(error))
         return error.exit_code
     except Exception as error:
+        suite.print_scores()
         if not suite.failures:
             _say(f"{type(error).__name__}: {error}")
         suite.explain_failures()
@@ -117,6 +123,8 @@ class _Suite:
         self._stages: dict[str, float] = {}
         self._answered = 0.0  # when all answers were there
         self._blocks: dict[str, Block] = {}
+        self._finished: list[Path] = []
+        self._data: dict[str, Path] = {}  # where the scenario of a run that failed looks for its data
         self._refused: dict[str, FlexgenError] = {}  # why a run's questions could not be computed in the first pass
 
     def run(self, args: Any) -> None:
@@ -151,7 +159,7 @@ class _Suite:
             _write_deployments(Path(args.local_path), run_specs)
             if not (runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url):
                 self.collect(runner, run_specs)
-            with replaced(runner, "run_one", self._finishing(runner.run_one)):
+            with replaced(runner, "run_one", self._finishing(runner)):
                 run_all(runner, run_specs)
 
         with ExitStack() as undo:
@@ -235,8 +243,9 @@ class _Suite:
         generate_s = self._answered - collected - load_s
         self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
 
-    def _finishing(self, original: Callable[[RunSpec], None]) -> Callable[[RunSpec], None]:
-        """`run_one` that remembers why it failed and lets go of the run's answers."""
+    def _finishing(self, runner: Runner) -> Callable[[RunSpec], None]:
+        """`run_one` that remembers how it ended and lets go of the run's answers."""
+        original = runner.run_one
 
         def run_one(run_spec: RunSpec) -> None:
             refused = self._refused.get(run_spec.name)
@@ -244,7 +253,9 @@ class _Suite:
                 if isinstance(refused, UsageError):
                     raise refused  # as it would be again, after the model was loaded again
                 original(run_spec)
+                self._finished.append(Path(runner.runs_path) / run_spec.name)
             except Exception as error:
+                self._data[run_spec.name] = _data_folder(runner, run_spec)
                 # HELM's own error is the text of ours and the whole request.
                 self.failures[run_spec.name] = refused if refused and isinstance(error, ExecutorError) else error
                 raise
@@ -277,12 +288,12 @@ class _Suite:
         }
 
     def print_scores(self) -> None:
-        """The scores of every run of this call, those skipped as completed included, on stdout."""
+        """The scores of this call's runs that did not fail, those skipped as completed included, on stdout."""
         from rich.console import Console
         from rich.table import Table
 
         finished = []
-        for folder in self.folders:
+        for folder in self._finished:
             try:
                 finished.append(read_scores(folder))
             except (OSError, ValueError, KeyError):
@@ -306,25 +317,60 @@ class _Suite:
 
     def explain_failures(self) -> None:
         """A sentence for each failed run, those that failed alike together."""
+        executed = {record.name for record in self.records}
         alike: dict[str, list[str]] = {}
         for name, error in self.failures.items():
-            alike.setdefault(_explain(error), []).append(name)
+            alike.setdefault(_explain(error, None if name in executed else self._data[name]), []).append(name)
         for sentence, names in alike.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             _say(f"{names[0]}{more}: {sentence}")
 
 
-def _explain(error: Exception) -> str:
-    """What went wrong, and what to do where a metric only lacks data that it fetches when it is used."""
+def _explain(error: Exception, data: Path | None) -> str:
+    """What went wrong, and what to do where only data is missing that HELM fetches when it is used: a scenario's,
+    which belongs into the folder `data`, or a metric's, where that is None because the run has its answers."""
+    text = _REQUEST.split(str(error).strip())[0]
+    said = f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"
     resource = re.search(r"Resource\s+(?:\x1b\[\d+m)*'?([\w/.-]+)", str(error))
     if isinstance(error, LookupError) and resource:
         return (
             f"all answers are there and kept, but a metric needs NLTK's '{resource[1]}'. On a machine with network: "
             f"python -m nltk.downloader {resource[1]}; then the same command only computes the metrics."
         )
-    text = _REQUEST.split(str(error).strip())[0]
-    first = (text.splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"
+    if not _is_of_the_network(error):
+        return said
+    if data is None:
+        return (
+            f"all answers are there and kept, but a metric could not download what it needs ({said}); where there is "
+            "a network, the same command only computes the metrics."
+        )
+    return (
+        f"the scenario's data could not be downloaded ({said}). Copy it into {data} from a machine that has it "
+        "(docs/helm.md), or go where there is a network; the same command then runs what is missing."
+    )
+
+
+def _is_of_the_network(error: BaseException | None) -> bool:
+    """Whether a connection failed, in the words of whichever library HELM downloads with."""
+    if isinstance(error, FlexgenError):
+        return False  # says itself what to do
+    while error is not None:
+        # HELM has some files fetched by a program and keeps only its exit code.
+        if re.match(r"Failed with exit code \d+: (wget|gdown)\b", str(error)):
+            return True
+        if _NETWORK_ERRORS & {base.__name__ for base in type(error).__mro__}:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _data_folder(runner: Runner, run_spec: RunSpec) -> Path:
+    """Where HELM keeps the data of a run's scenario."""
+    try:
+        name = str(get_class_by_name(run_spec.scenario_spec.class_name).name)
+    except Exception:  # the class cannot be imported, which is why the run failed, or names itself later
+        name = "NAME"
+    return Path(runner.output_path) / "scenarios" / name
 
 
 def _has_entry(name: str) -> bool:
