@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from flexgen_helm.plugin.registration import CLIENT_CLASS
+from flexgen_helm.report.suite import read_suite
 from flexgen_helm.scenarios import lambada
 from tests.conftest import TinyModel
 
@@ -330,3 +331,44 @@ def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(tmp_path:
     place.run_folder("simple_mcqa_scored").rename(place.run_folder("boolq"))
     output = place.run("suite", entries=[f"boolq:model={MODEL}", ENTRIES[0]], expect=1)
     assert "1 runs in benchmark_output/runs/s" in output
+
+
+def test_a_suite_in_several_calls_keeps_what_each_of_them_computed(
+    tiny: Callable[[str], TinyModel], tmp_path: Path
+) -> None:
+    place, models = Place(tmp_path), {"m": str(tiny("llama-untied-biases").path)}
+    entries = ["simple_mcqa:model=flexgen/m", "simple_mcqa_scored:model=flexgen/m"]
+
+    def call(*arguments: str) -> dict[str, Any]:
+        done = command_line(place, "-r", *arguments, models=models)
+        assert done.returncode == 0, done.stderr
+        content = json.loads((tmp_path / "benchmark_output/runs/s/flexgen_suite.json").read_text())
+        assert len(content["models"]) == 1
+        return dict(content)
+
+    def record() -> dict[str, Any]:
+        return dict(json.loads((place.run_folder("simple_mcqa") / "flexgen_run.json").read_text()))
+
+    first = call(entries[0])
+    own = record()
+    second = call(entries[1])
+    assert second["runs"] == [*first["runs"], "simple_mcqa_scored:model=flexgen_m"]
+    one, both = first["models"]["m"], second["models"]["m"]
+    assert both["roofline_s"] > one["roofline_s"] > 0
+    assert both["time_s"]["compute"] > one["time_s"]["compute"] > 0
+    assert both["workload"]["num_requests"] == second["totals"]["workload"]["num_requests"] == 2 + 4
+    # Nothing is computed twice, and nothing is lost by asking again.
+    again = call(*entries)
+    assert again["models"]["m"].keys() == both.keys() and again["runs"] == second["runs"]
+    for name in ("time_s", "bytes", "roofline_s", "peak_bytes", "predicted_latency_s", "workload"):
+        assert again["models"]["m"][name] == both[name]
+    assert again["models"]["m"]["latency_s"] == pytest.approx(both["latency_s"])
+    kept = record()
+    assert kept["num_reused"] == 2 and {name: kept[name] for name in own if name not in ("num_reused", "wall_s")} == {
+        name: own[name] for name in own if name not in ("num_reused", "wall_s")
+    }
+    report = read_suite(tmp_path / "benchmark_output/runs/s")
+    assert list(report.models) == ["m"] and not report.notes
+    # All of it anew is an account of its own.
+    anew = call(*entries, "--disable-cache")["models"]["m"]
+    assert anew["roofline_s"] == pytest.approx(both["roofline_s"], rel=0.2)

@@ -29,10 +29,11 @@ from helm.common.request import ErrorFlags, Request
 
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.core.errors import CheckpointError
-from flexgen_helm.core.records import Cost
+from flexgen_helm.core.records import Cost, GenerationResult
 from flexgen_helm.plugin import hooks, models, registration, service, suite
 from flexgen_helm.plugin.client import FlexgenClient
-from flexgen_helm.plugin.run_record import account
+from flexgen_helm.plugin.run_record import RunRecord, account
+from flexgen_helm.plugin.suite_account import suite_account
 from tests.fake_engine import MAX_POSITIONS, POISON, FakeEngine, FakeTokenizer
 
 MODEL = "flexgen/opt-125m"
@@ -265,6 +266,49 @@ def test_a_repetition_counts_its_tokens_and_costs_nothing() -> None:
     assert twice["efficiency"] == pytest.approx(28 / 30)
     assert twice["workload"]["prompt_tokens_computed"] == 8.0
     assert (twice["workload"]["num_requests"], twice["workload"]["num_unique"]) == (2, 1)
+
+
+def record_of(folder: Path, name: str, tokens: int, engine: dict[str, Any], fingerprint: str = "a") -> RunRecord:
+    """A run of one request, as it stands after HELM has executed it."""
+    model = models.ModelArguments("m", "opt-125m")
+    record = RunRecord(name, folder / name, model, engine=engine, fingerprint=fingerprint, keys=[name])
+    result = GenerationResult(cost=Cost(tokens, tokens, 2, tokens + 1, 3, 100.0, 1.0, 1.0, 1))
+    record.answers = {name: service.Answer(result, reused=not engine)}
+    record.directory.mkdir(parents=True, exist_ok=True)
+    record.write()
+    return record
+
+
+def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
+    def block(seconds: float, peak: int, predicted: float | None) -> dict[str, Any]:
+        times = {"compute": seconds, "wait": 0.5}
+        return {"bytes": {"disk_to_cpu": {"weights": 3}}, "time_s": times, "peak_bytes": {"cpu": peak, "gpu": 0},
+                "predicted_latency_s": predicted, "schedule": f"s{peak}"}  # fmt: skip
+
+    def call(*records: RunRecord, failed: tuple[str, ...] = ()) -> dict[str, Any]:
+        tried = [*(record.name for record in records), *failed]
+        content = suite_account(tmp_path, records, tried, failed)
+        (tmp_path / "flexgen_suite.json").write_text(json.dumps(content))
+        return content
+
+    first = call(record_of(tmp_path, "one", 10, block(4.0, 7, 3.0)), failed=("two",))
+    second = call(record_of(tmp_path, "two", 30, block(1.0, 5, 2.0)))
+    assert (first["failed"], second["failed"], second["runs"]) == (["two"], [], ["one", "two"])
+    found = second["models"]["m"]
+    assert found["bytes"] == {"disk_to_cpu": {"weights": 6}} and found["time_s"] == {"compute": 5.0, "wait": 1.0}
+    assert (found["peak_bytes"]["cpu"], found["schedule"], found["predicted_latency_s"]) == (7, "s5", 5.0)
+    assert found["workload"]["prompt_tokens"] == second["totals"]["workload"]["prompt_tokens"] == 40
+    assert found["padded_throughput"] == pytest.approx((40 + 2 + 6) / 4) and found["efficiency"] == 44 / 48
+    # In one batch with the longer one, the shorter one would have been padded more.
+    assert found["padding"]["to_longest"] == 1.0
+    again = call(record_of(tmp_path, "one", 10, {}))["models"]["m"]
+    assert again == found
+    assert call(record_of(tmp_path, "three", 5, block(1.0, 5, None)))["models"]["m"]["predicted_latency_s"] is None
+    # Other weights of the same name, and a file that is not ours.
+    other = call(record_of(tmp_path, "three", 5, block(9.0, 5, 1.0), fingerprint="b"))["models"]["m"]
+    assert other["time_s"]["compute"] == 9.0 and other["workload"]["num_requests"] == 1
+    (tmp_path / "flexgen_suite.json").write_text('{"runs": 3, "models": []}')
+    assert call(record_of(tmp_path, "one", 10, block(4.0, 7, 3.0)))["models"] == first["models"]
 
 
 def test_the_suite_writes_names_as_helm_needs_them() -> None:

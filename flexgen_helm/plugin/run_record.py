@@ -99,7 +99,17 @@ class RunRecord:
         return {**self.engine, **own, "versions": versions()}
 
     def write(self) -> None:
-        write_json(self.directory / RUN_FILE, self.as_json())
+        """A run that computed nothing keeps what the file says of the block that its answers are from."""
+        path = self.directory / RUN_FILE
+        write_json(path, {**({} if self.engine else self._before(path)), **self.as_json()})
+
+    def _before(self, path: Path) -> dict[str, Any]:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        same = isinstance(content, dict) and content.get("fingerprint") == self.fingerprint
+        return content if same else {}
 
 
 # The run that the current thread is in; None outside of runs of ours.

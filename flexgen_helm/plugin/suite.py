@@ -35,8 +35,9 @@ from helm.common.object_spec import get_class_by_name
 from flexgen_helm.checkpoint.catalogue import split_precision
 from flexgen_helm.core.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.plugin import deployment_files, hooks, interrupt, models, registration
-from flexgen_helm.plugin.run_record import RunRecord, merged, observe_runs, write_json
+from flexgen_helm.plugin.run_record import RunRecord, observe_runs, write_json
 from flexgen_helm.plugin.service import Block, get_service
+from flexgen_helm.plugin.suite_account import suite_account
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.scores import read_scores, table
 from flexgen_helm.report.suite import SUITE_FILE
@@ -270,20 +271,13 @@ class _Suite:
             self._blocks.popitem()[1].close()
 
     def as_json(self, started: float) -> dict[str, Any]:
-        """Totals over the runs of this call, which `started`; runs that were skipped as completed are not in it."""
+        """The suite's account after this call, which `started`; its runs that were skipped as completed are in it if
+        an earlier call's were. `wall_s` is this call's alone."""
         now = time.monotonic()
-        by_model: dict[str, list[RunRecord]] = {}
-        for record in self.records:
-            by_model.setdefault(record.model.name, []).append(record)
+        tried = [folder.name for folder in self.folders]
         return {
-            "runs": [record.name for record in self.records],
-            "failed": sorted(self.failures),
+            **suite_account(self.folders[0].parent, self.records, tried, self.failures),
             "wall_s": {"total": now - started, **self._stages, "finish": now - self._answered},
-            "totals": merged(self.records),
-            "models": {
-                name: {**get_service().account(records[0].model), **merged(records)}
-                for name, records in by_model.items()
-            },
             "versions": versions(),
         }
 
