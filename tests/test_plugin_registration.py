@@ -246,6 +246,23 @@ def test_registration_is_light_and_can_be_repeated() -> None:
     assert "cannot register" not in done.stdout + done.stderr
 
 
+EXPECT = """
+import sys
+from flexgen_helm.plugin.models import find_model
+from flexgen_helm.plugin.service import get_service
+get_service().expect(find_model("flexgen/m", {"path": sys.argv[1]}))
+names = set(vars(sys.modules["transformers"])) if "transformers" in sys.modules else set()
+print("PreTrainedTokenizerFast" in names and "AutoTokenizer" in names)
+"""
+
+
+def test_a_model_is_not_expected_before_its_tokenizer_can_be_imported(tiny: Callable[[str], TinyModel]) -> None:
+    """Else the engine's thread and HELM's ask `transformers` for the same name at once, and one gets none."""
+    command = [sys.executable, "-c", EXPECT, str(tiny("llama").path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "True", done.stderr
+
+
 def test_scenarios_are_refused_under_another_name() -> None:
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", "import scenarios"], cwd=root, capture_output=True, text=True)

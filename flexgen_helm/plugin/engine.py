@@ -27,9 +27,17 @@ class EngineLike(Protocol):
     def close(self) -> None: ...
 
 
-def import_engine() -> None:
-    """Torch and what else an engine needs: seconds of importing, which are best not spent beside other imports."""
+def import_engine(model: ModelArguments) -> None:
+    """Torch and what else an engine needs: seconds of importing, which are best not spent beside other imports.
+
+    `transformers` makes its names when they are first asked for. Where the engine's thread and HELM's ask at once,
+    one of them is told that there is no such name, and its run fails.
+    """
     import flexgen_helm.exec.engine  # noqa: F401
+    from flexgen_helm.checkpoint import catalogue
+
+    if catalogue.resolve(model.path, model.revision).kind not in ("gguf", "wheel"):  # those bring their tokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
 
 def load_engine(model: ModelArguments) -> EngineLike:

@@ -124,7 +124,7 @@ class Service:
         self._told.add(model)
         if engine_factory is load_engine:
             with suppress(Exception):
-                import_engine()  # here, so that two threads never import at once
+                import_engine(model)  # here, so that two threads never import at once
         with self._changed:
             self._expected = model
             self._awake()
