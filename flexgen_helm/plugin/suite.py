@@ -30,11 +30,11 @@ from helm.benchmark.executor import Executor, ExecutorError
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
-from helm.common.object_spec import get_class_by_name
 
 from flexgen_helm.checkpoint.catalogue import split_precision
 from flexgen_helm.core.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.plugin import deployment_files, hooks, interrupt, models, registration
+from flexgen_helm.plugin.failures import data_folder, explain
 from flexgen_helm.plugin.run_record import RunRecord, observe_runs, write_json
 from flexgen_helm.plugin.service import Block, get_service
 from flexgen_helm.plugin.suite_account import suite_account
@@ -45,10 +45,6 @@ from flexgen_helm.report.throughput import versions
 
 _SLASH_NAME = re.compile(r"\bflexgen/([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
 _NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
-_REQUEST = re.compile(r" Request: \w*Request\(")  # what HELM's executor puts behind a message, with the whole prompt
-
-# By name: of urllib, requests, httpx and the hub's client, none of which need be here.
-_NETWORK_ERRORS = {"URLError", "ConnectionError", "ConnectError", "TimeoutError", "gaierror", "LocalEntryNotFoundError"}
 
 
 def main(
@@ -256,7 +252,7 @@ class _Suite:
                 original(run_spec)
                 self._finished.append(Path(runner.runs_path) / run_spec.name)
             except Exception as error:
-                self._data[run_spec.name] = _data_folder(runner, run_spec)
+                self._data[run_spec.name] = data_folder(runner, run_spec)
                 # HELM's own error is the text of ours and the whole request.
                 self.failures[run_spec.name] = refused if refused and isinstance(error, ExecutorError) else error
                 raise
@@ -314,57 +310,10 @@ class _Suite:
         executed = {record.name for record in self.records}
         alike: dict[str, list[str]] = {}
         for name, error in self.failures.items():
-            alike.setdefault(_explain(error, None if name in executed else self._data[name]), []).append(name)
+            alike.setdefault(explain(error, None if name in executed else self._data[name]), []).append(name)
         for sentence, names in alike.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             _say(f"{names[0]}{more}: {sentence}")
-
-
-def _explain(error: Exception, data: Path | None) -> str:
-    """What went wrong, and what to do where only data is missing that HELM fetches when it is used: a scenario's,
-    which belongs into the folder `data`, or a metric's, where that is None because the run has its answers."""
-    text = _REQUEST.split(str(error).strip())[0]
-    said = f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"
-    resource = re.search(r"Resource\s+(?:\x1b\[\d+m)*'?([\w/.-]+)", str(error))
-    if isinstance(error, LookupError) and resource:
-        return (
-            f"all answers are there and kept, but a metric needs NLTK's '{resource[1]}'. On a machine with network: "
-            f"python -m nltk.downloader {resource[1]}; then the same command only computes the metrics."
-        )
-    if not _is_of_the_network(error):
-        return said
-    if data is None:
-        return (
-            f"all answers are there and kept, but a metric could not download what it needs ({said}); where there is "
-            "a network, the same command only computes the metrics."
-        )
-    return (
-        f"the scenario's data could not be downloaded ({said}). Copy it into {data} from a machine that has it "
-        "(docs/helm.md), or go where there is a network; the same command then runs what is missing."
-    )
-
-
-def _is_of_the_network(error: BaseException | None) -> bool:
-    """Whether a connection failed, in the words of whichever library HELM downloads with."""
-    if isinstance(error, FlexgenError):
-        return False  # says itself what to do
-    while error is not None:
-        # HELM has some files fetched by a program and keeps only its exit code.
-        if re.match(r"Failed with exit code \d+: (wget|gdown)\b", str(error)):
-            return True
-        if _NETWORK_ERRORS & {base.__name__ for base in type(error).__mro__}:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _data_folder(runner: Runner, run_spec: RunSpec) -> Path:
-    """Where HELM keeps the data of a run's scenario."""
-    try:
-        name = str(get_class_by_name(run_spec.scenario_spec.class_name).name)
-    except Exception:  # the class cannot be imported, which is why the run failed, or names itself later
-        name = "NAME"
-    return Path(runner.output_path) / "scenarios" / name
 
 
 def _has_entry(name: str) -> bool:

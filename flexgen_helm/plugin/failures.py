@@ -1,0 +1,64 @@
+"""Why a run of a suite failed, in a sentence that says what to do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from helm.benchmark.run_spec import RunSpec
+from helm.benchmark.runner import Runner
+from helm.common.object_spec import get_class_by_name
+
+from flexgen_helm.core.errors import FlexgenError
+
+_REQUEST = re.compile(r" Request: \w*Request\(")  # what HELM's executor puts behind a message, with the whole prompt
+
+# By name: of urllib, requests, httpx and the hub's client, none of which need be here.
+_NETWORK_ERRORS = {"URLError", "ConnectionError", "ConnectError", "TimeoutError", "gaierror", "LocalEntryNotFoundError"}
+
+
+def explain(error: Exception, data: Path | None) -> str:
+    """What went wrong, and what to do where only data is missing that HELM fetches when it is used: a scenario's,
+    which belongs into the folder `data`, or a metric's, where that is None because the run has its answers."""
+    text = _REQUEST.split(str(error).strip())[0]
+    said = f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"
+    resource = re.search(r"Resource\s+(?:\x1b\[\d+m)*'?([\w/.-]+)", str(error))
+    if isinstance(error, LookupError) and resource:
+        return (
+            f"all answers are there and kept, but a metric needs NLTK's '{resource[1]}'. On a machine with network: "
+            f"python -m nltk.downloader {resource[1]}; then the same command only computes the metrics."
+        )
+    if not _is_of_the_network(error):
+        return said
+    if data is None:
+        return (
+            f"all answers are there and kept, but a metric could not download what it needs ({said}); where there is "
+            "a network, the same command only computes the metrics."
+        )
+    return (
+        f"the scenario's data could not be downloaded ({said}). Copy it into {data} from a machine that has it "
+        "(docs/helm.md), or go where there is a network; the same command then runs what is missing."
+    )
+
+
+def _is_of_the_network(error: BaseException | None) -> bool:
+    """Whether a connection failed, in the words of whichever library HELM downloads with."""
+    if isinstance(error, FlexgenError):
+        return False  # says itself what to do
+    while error is not None:
+        # HELM has some files fetched by a program and keeps only its exit code.
+        if re.match(r"Failed with exit code \d+: (wget|gdown)\b", str(error)):
+            return True
+        if _NETWORK_ERRORS & {base.__name__ for base in type(error).__mro__}:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def data_folder(runner: Runner, run_spec: RunSpec) -> Path:
+    """Where HELM keeps the data of a run's scenario."""
+    try:
+        name = str(get_class_by_name(run_spec.scenario_spec.class_name).name)
+    except Exception:  # the class cannot be imported, which is why the run failed, or names itself later
+        name = "NAME"
+    return Path(runner.output_path) / "scenarios" / name
