@@ -39,7 +39,7 @@ from flexgen_helm.plugin.run_record import RunRecord, observe_runs, write_json
 from flexgen_helm.plugin.service import Block, get_service
 from flexgen_helm.plugin.suite_account import suite_account
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.scores import read_scores, table
+from flexgen_helm.report.scores import read_scores, reused_note, table
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import versions
 
@@ -291,7 +291,13 @@ class _Suite:
         if not finished:
             return
         titles, rows = table(finished)
-        drawn = Table(title=f"{len(finished)} runs in {self.folders[0].parent}", title_justify="left")
+        note = reused_note(finished)
+        drawn = Table(
+            title=f"{len(finished)} runs in {self.folders[0].parent}",
+            caption=None if note is None else f"{note}.",
+            title_justify="left",
+            caption_justify="left",
+        )
         for position, title in enumerate(titles):
             drawn.add_column(title, justify="left" if position < 2 else "right", overflow="fold")
         for row in rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ MAIN_METRICS = (
 # Both are also called `perplexity` for HELM's tables.
 _PRECISE_NAMES = ("target_perplexity", "token_perplexity")
 SHOWN = 3
-# Characters of a line of the note below the table, where no run's name is longer.
-_NOTE_WIDTH = 60
 
 
 @dataclass(frozen=True)
@@ -78,10 +75,9 @@ def reused_note(runs: Iterable[RunScores]) -> str | None:
 
 
 def table(runs: Iterable[RunScores]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Column titles, and a row of strings for every run, in human units; a last row where there is a note."""
-    some = list(runs)
+    """Column titles, and a row of strings for every run, in human units."""
     rows: list[tuple[str, ...]] = []
-    for run in some:
+    for run in runs:
         workload = run.run.get("workload", {})
         rows.append(
             (
@@ -93,10 +89,4 @@ def table(runs: Iterable[RunScores]) -> tuple[tuple[str, ...], list[tuple[str, .
                 f"{100 * run.run.get('efficiency', 1.0):.1f} %",
             )
         )
-    titles = ("run", "scores", "requests", "tokens", "tokens/s", "efficiency")
-    note = reused_note(some)
-    if note is not None:
-        # In lines, because the column would else become as wide as the sentence.
-        width = max(_NOTE_WIDTH, *(len(run.name) for run in some))
-        rows.append((textwrap.fill(f"{note}.", width), *[""] * (len(titles) - 1)))
-    return titles, rows
+    return ("run", "scores", "requests", "tokens", "tokens/s", "efficiency"), rows
