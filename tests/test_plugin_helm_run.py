@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from flexgen_helm.plugin.registration import CLIENT_CLASS
+from flexgen_helm.report.scores import reused_note
 from flexgen_helm.report.suite import read_suite
 from flexgen_helm.scenarios import lambada
 from tests.conftest import TinyModel
@@ -368,7 +369,7 @@ def test_a_suite_in_several_calls_keeps_what_each_of_them_computed(
         name: own[name] for name in own if name not in ("num_reused", "wall_s")
     }
     report = read_suite(tmp_path / "benchmark_output/runs/s")
-    assert list(report.models) == ["m"] and not report.notes
+    assert list(report.models) == ["m"] and report.notes == [reused_note(report.runs)]
     # All of it anew is an account of its own.
     anew = call(*entries, "--disable-cache")["models"]["m"]
     assert anew["roofline_s"] == pytest.approx(both["roofline_s"], rel=0.2)

@@ -6,6 +6,7 @@ pass. Streamed: batches as large as one reading of the weights is worth, and as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -89,17 +90,20 @@ def block_limits(
         waiting[tier] = min(share, most)
     # Newest tokens of a packed cache lie beside the computing, wherever the rest of it is: where that is elsewhere too,
     # half of the room is theirs.
-    row_tokens = -(-row_bytes // cache_bytes) + fill_tokens
     most_rows, divided = UNLIMITED, row_bytes and plan.cache[home] < 1
-    room = []
+    room: dict[Tier, float] = {}
     for tier, share in plan.cache.items():
         left = free[tier] - (waiting[tier] if plan.activations[tier] > 0 else 0) - (staged if tier == home else 0)
         if divided and tier == home:
             left /= 2
             most_rows = max(1, int(left // row_bytes))
         if share > 0:
-            room.append(max(0.0, left) / share)
-    tokens = int(min(room) / cache_bytes)
+            room[tier] = max(0.0, left) / share
+    tokens = int(min(room.values()) / cache_bytes)
+    nearer = min((size for tier, size in room.items() if tier != "disk"), default=math.inf)
+    if room.get("disk", math.inf) >= (1 + fill_tokens) * nearer:
+        fill_tokens = 0  # memory ends first, however full the pages are
+    row_tokens = -(-row_bytes // cache_bytes) + fill_tokens
     pass_tokens = PASS_TOKENS
     if schedule == "prefill-only":
         pass_tokens = UNLIMITED
