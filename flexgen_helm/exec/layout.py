@@ -13,7 +13,7 @@ from torch import Tensor
 from flexgen_helm.core.rows import Batch, Row, SlotGroup
 from flexgen_helm.models import attention, sparse
 from flexgen_helm.models.attention import Part, Scoring, Sight
-from flexgen_helm.policy.workspace import KEPT_MASK_BYTES
+from flexgen_helm.policy.workspace import KEPT_MASK_BYTES, SIGHT_ROWS
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.quant.tokens import TokenCodec
 from flexgen_helm.store.kv import KVCache
@@ -21,8 +21,6 @@ from flexgen_helm.store.kv import KVCache
 # Tokens from which on a segment in host memory is brought to them, instead of their queries to the host: keys and
 # values of a few hundred positions cross the link faster than a processor attends to them.
 _BROUGHT_FROM = 8
-# Queries of a prompt whose view of a packed cache is computed together: masks and keys of a few hundred tokens.
-_SIGHT_TOKENS = 256
 # Masks of such views are kept for lengths that come again in the next layer, up to so many bytes in all; those of
 # longer prompts are made for each layer, which costs a few percent of their attention.
 _KEPT_LENGTHS = 32
@@ -325,8 +323,8 @@ def _kept_sights(tokens: int, window: int | None, form: CacheFormat, device: tor
 
 
 def _made_sights(tokens: int, window: int | None, form: CacheFormat, device: torch.device) -> Iterator[Sight]:
-    for first in range(0, tokens, _SIGHT_TOKENS):
-        at = torch.arange(first, min(first + _SIGHT_TOKENS, tokens))
+    for first in range(0, tokens, SIGHT_ROWS):
+        at = torch.arange(first, min(first + SIGHT_ROWS, tokens))
         borders = torch.tensor([form.boundary(position) for position in at.tolist()])
         oldest = 0 if window is None else max(0, first - window + 1)
         low, high = int(borders[0]), int(borders[-1])

@@ -11,7 +11,7 @@ from flexgen_helm.quant.precisions import CacheFormat
 # Query rows of scores that exist at once (`models.attention`).
 _SCORE_ROWS = 1024
 # Queries of a prompt that look at a packed or sparse cache together (`exec.layout`), and bytes of masks that are kept.
-_SIGHT_ROWS, KEPT_MASK_BYTES = 256, 32 << 20
+SIGHT_ROWS, KEPT_MASK_BYTES = 256, 32 << 20
 # Elements of weights in the compute type: the tile that was upcast, and the copy that a product may pack.
 _TILES = 2 << 20
 
@@ -49,8 +49,8 @@ class Workspace:
             # Two masks on their way to one slice of queries, with its keys and values side by side; the scores of a
             # choice, which is made by sums, the largest, and once more without the others.
             kv = spec.num_kv_heads * spec.head_dim
-            choosing = 4 * 8 * spec.num_heads * _SIGHT_ROWS * prompt if self._cache.is_sparse else 0
-            packed = KEPT_MASK_BYTES + 2 * 4 * _SIGHT_ROWS * prompt + self._element * 4 * kv * prompt
+            choosing = 4 * 8 * spec.num_heads * SIGHT_ROWS * prompt if self._cache.is_sparse else 0
+            packed = KEPT_MASK_BYTES + 2 * 4 * SIGHT_ROWS * prompt + self._element * 4 * kv * prompt
             return self._layer(tokens, scores) + packed + choosing
         return self._layer(tokens, scores)
 
