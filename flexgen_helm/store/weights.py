@@ -2,8 +2,9 @@
 
 At rest a matrix keeps its 16-bit type, or is packed as the precision says: once, into a file that every tier is
 filled from. A product brings it to the compute type by row tile (`products`). Beside the computing device it may rest
-in the compute type instead, where there is room. Matrices of other tiers are streamed in (`stream`); rows of tables
-are gathered where they lie. Vectors are few and always rest beside the computing, in the compute type.
+in the compute type instead, where there is room, and laid out as products like it best. Matrices of other tiers are
+streamed in (`stream`); rows of tables are gathered where they lie. Vectors are few and always rest beside the
+computing, in the compute type.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.checkpoint.source import Checkpoint
+from flexgen_helm.hardware.rates import by_input
 from flexgen_helm.models.decoder import StageWeights
 from flexgen_helm.models.spec import EMBED, HEAD, TABLE, stage_tensor_shapes, stages
 from flexgen_helm.policy.placement import Tier
@@ -165,7 +167,8 @@ class PlacedWeights:
         if form is None and (len(shape) == 1 or tier == home):
             wanted = self._dtype if copies or len(shape) == 1 else self._rest
             self._claim(home, "weights", prod(shape) * wanted.itemsize)
-            self._home[name] = checkpoint.tensor(name).to(device=self._tiers.device, dtype=wanted)
+            held = checkpoint.tensor(name).to(device=self._tiers.device, dtype=wanted)
+            self._home[name] = _for_products(name, held) if copies else held
             return
         rests, dtype = shape, self._rest
         if form is not None:
@@ -178,7 +181,7 @@ class PlacedWeights:
             assert form is not None
             packed = self._read(checkpoint, name, shape, size).view(rests).to(self._tiers.device)
             if copies:
-                self._home[name] = unpacked(packed, form, shape[0], shape[1], self._dtype)
+                self._home[name] = _for_products(name, unpacked(packed, form, shape[0], shape[1], self._dtype))
             else:
                 self._home[name], self._forms[name] = packed, form
         else:
@@ -243,7 +246,7 @@ class PlacedWeights:
         """The matrices of a stage that are streamed, in the order in which the decoder asks for them."""
         names = [name for name, shape in stage_tensor_shapes(self._spec, stage).items() if len(shape) == 2]
         if stage == EMBED:
-            names = [name for name in names if "project" in name]  # tables are gathered from
+            names = [name for name in names if not _is_table(name)]
         if stage == HEAD and self._spec.tied_head:
             names.append(HEAD_MATRIX)
         found = []
@@ -296,6 +299,15 @@ class _Stage:
 
     def lookup(self, name: str, rows: Tensor) -> Tensor:
         return self._weights.gather(f"{self._stage}.{name}.weight", rows)
+
+
+def _is_table(name: str) -> bool:
+    """Whether rows are gathered from it."""
+    return name.startswith(f"{EMBED}.") and "project" not in name
+
+
+def _for_products(name: str, held: Tensor) -> Tensor:
+    return by_input(held) if held.dim() == 2 and not _is_table(name) else held
 
 
 class _Far(ABC):
