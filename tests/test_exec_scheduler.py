@@ -101,6 +101,33 @@ def test_everyone_is_served_within_the_limits(
     assert scheduler.num_running == 0 and scheduler.cache_tokens == 0
 
 
+def seated(lengths: list[int], cache_tokens: int, group_rows: int) -> list[list[int]]:
+    """Slots that the rows of each group need, where all prompts are let in by one pass."""
+    families = [make((length, 10, 0)) for length in sorted(lengths, reverse=True)]
+    scheduler = Scheduler(families, BlockLimits(10**6, 10**6, 10**6, cache_tokens, 10**6, group_rows=group_rows))
+    batches = scheduler.next_pass()
+    groups = {chunk.row.group: None for batch in batches for chunk in batch.chunks if chunk.row.group}
+    return [[row.cache_tokens for row in group.rows] for group in groups]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(20, 60), min_size=1, max_size=150), more=st.integers(0, 20_000))
+def test_large_groups_are_of_neighbours_and_a_small_part_of_the_cache(lengths, more):
+    room = 70 * len(lengths) + more
+    groups = seated(lengths, room, 128)
+    assert sorted(sum(groups, [])) == sorted(length + 9 for length in lengths)
+    for group in groups:
+        assert len(group) <= 32 or (len(group) * max(group) <= room / 8 and len(group) <= 128)
+        assert all(length >= 7 / 8 * max(group) for length in group[32:])
+
+
+def test_rows_of_one_length_share_a_group_where_there_is_room():
+    assert [len(group) for group in seated([50] * 100, 10**6, 128)] == [100]
+    assert [len(group) for group in seated([50] * 100, 10**6, 32)] == [32, 32, 32, 4]
+    assert [len(group) for group in seated([50] * 100, 8 * 59 * 40, 128)] == [40, 40, 20]
+    assert [len(group) for group in seated([500] * 40 + [50] * 60, 10**6, 128)] == [40, 60]
+
+
 @given(stages=st.integers(1, 6), batches=st.integers(1, 6))
 def test_schedules_visit_every_item_once_and_a_batch_in_order(stages, batches):
     for name in ("row", "zigzag"):

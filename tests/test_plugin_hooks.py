@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from helm.benchmark.adaptation.adapters.adapter_factory import AdapterFactory
 from helm.benchmark.adaptation.request_state import RequestState
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import ExecutionSpec, Executor, ExecutorError
+from helm.benchmark.metrics.metric import MetricSpec
 from helm.benchmark.model_deployment_registry import ClientSpec, ModelDeployment
 from helm.benchmark.run_spec_factory import construct_run_specs
 from helm.benchmark.runner import Runner
@@ -207,6 +210,35 @@ def unhooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(hooks, "hwarn", warnings.append)
     monkeypatch.setattr(hooks, "_warned", set())
     return warnings
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_metrics_are_imported_while_the_model_loads(
+    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    (tmp_path / "slow_metric.py").write_text(
+        "from helm.benchmark.metrics.basic_metrics import BasicReferenceMetric as SlowMetric\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "slow_metric", raising=False)
+    imported = []
+
+    def make(model: Any) -> FakeEngine:
+        end = time.monotonic() + 20
+        while not imported and time.monotonic() < end:
+            imported.extend(["slow_metric"] if "slow_metric" in sys.modules else [])
+            time.sleep(0.01)
+        engines.append(FakeEngine(model.name))
+        return engines[-1]
+
+    monkeypatch.setattr(service, "engine_factory", make)
+    metric = MetricSpec("slow_metric.SlowMetric", {})
+    spec = replace(run_spec(), metric_specs=[metric, MetricSpec("no_such_module.Metric", {})][: 2 if together else 1])
+    if together:
+        suite._Suite([]).collect(runner(tmp_path), [spec])  # the missing module is the second pass's to report
+    else:
+        runner(tmp_path).run_one(spec)
+    assert imported and engines[0].runs
 
 
 def test_hooks_go_on_once(unhooked: list[str]) -> None:

@@ -207,6 +207,17 @@ def test_metadata_equals_gguf_reader(tmp_path: Path) -> None:
     assert read_gguf_header(tmp_path / "m.gguf").metadata == want
 
 
+def test_a_header_is_read_once_until_the_file_changes(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "gpt2", ["a", "b"], [1, 1], tokenizer_pre="gpt-2")
+    first = read_gguf_header(path)
+    assert read_gguf_header(str(path)) is first
+    write_gguf(path, "gpt2", ["a", "c"], [1, 1], tokenizer_pre="gpt-2")
+    assert read_gguf_header(path).metadata["tokenizer.ggml.tokens"] == ["a", "c"]
+    path.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_gguf_header(path)
+
+
 # ---- the real one ----
 
 

@@ -7,8 +7,11 @@ This reader takes a tenth of a second; types, block sizes and dequantization sta
 from __future__ import annotations
 
 import mmap
+import os
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -46,26 +49,36 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """metadata: every key as a Python bool, int, float, str or list of these. tensors: by the file's own names."""
+    """metadata: every key as a Python bool, int, float, str or list of these. tensors: by the file's own names.
 
-    metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
+    Shared by all who read the file.
+    """
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
 
 
 def read_gguf_header(path: str | Path) -> GgufHeader:
-    """Read what precedes the tensors' data.
+    """Read what precedes the tensors' data; once, for model and tokenizer ask for it several times in a process.
 
     Raises `CheckpointError`, which names the file, if it is missing, not GGUF 2 or 3 in little-endian order,
     truncated or corrupt.
     """
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Cursor(data).header()
+        found = os.stat(path)
+        return _read(os.path.abspath(path), (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     # mmap refuses an empty file with ValueError, as an unknown type does
     except (ValueError, KeyError, struct.error, OverflowError, MemoryError) as error:
         raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from error
+
+
+@lru_cache(maxsize=1)  # a vocabulary is some 20 MB of strings
+def _read(path: str, identity: tuple[int, ...]) -> GgufHeader:
+    """identity: changes with the file's content."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Cursor(data).header()
 
 
 class _Cursor:

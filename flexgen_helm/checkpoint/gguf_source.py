@@ -29,8 +29,9 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self._file = ByteSource.of(path)
         header = _read_header(self._file)
-        metadata, stored = header.metadata, header.tensors
-        metadata["rope_factors"] = self._rope_factors(stored)
+        stored = header.tensors
+        found = {"tensor_names": frozenset(stored), "rope_factors": self._rope_factors(stored)}
+        metadata = {**header.metadata, **found}
         family, self.spec = _read_spec(path, metadata)
         self.tokenizer_path = path if "tokenizer.ggml.tokens" in metadata else None
         self._stored: dict[str, GgufTensor] = {}
@@ -116,7 +117,6 @@ def _read_header(file: ByteSource) -> GgufHeader:
         if tensor.offset + tensor.size > file.size:
             short = tensor.offset + tensor.size - file.size
             raise CheckpointError(f"{file.path} ends {short} bytes before the end of tensor {tensor.name}")
-    header.metadata["tensor_names"] = frozenset(header.tensors)
     return header
 
 

@@ -117,4 +117,5 @@ def block_limits(
         return BlockLimits(MAX_BATCH_TOKENS, policy.gpu_batch_size, rows, tokens, pass_tokens, *further)
     batch = STREAMED_BATCH_TOKENS if plan.streams else BATCH_TOKENS
     rows = min(most_rows, UNLIMITED if plan.streams else MAX_ROWS[home])
-    return BlockLimits(batch, batch, rows, tokens, pass_tokens, *further)
+    group = GROUP_ROWS if plan.streams or far else rows
+    return BlockLimits(batch, batch, rows, tokens, pass_tokens, *further, group_rows=group)

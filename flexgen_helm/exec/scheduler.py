@@ -15,8 +15,11 @@ from itertools import groupby
 from flexgen_helm.core.rows import Batch, Chunk, Family, Row, SlotGroup
 
 # Rows of one slot group: enough to make one attention call worth its overhead, few enough that rows of
-# neighbouring lengths (the queue is sorted) share a capacity.
+# neighbouring lengths (the queue is sorted) share a capacity, and that their memory comes back soon.
 GROUP_ROWS = 32
+# Where more are allowed, a larger group takes at most this share of the cache, and so much of a further row's slot may
+# stay unused.
+_LARGE_GROUP = 1 / 8
 UNLIMITED = 1 << 62
 
 
@@ -30,6 +33,7 @@ class BlockLimits:
     row takes beside its positions, in positions (the newest tokens of a packed cache, the last page of a prompt on the
     disk); step_tokens: what every step of a group takes beside its tokens (the last page of a step on the disk).
     max_tails: rows and prefixes whose newest tokens lie beside the computing, where the rest of their cache does not.
+    group_rows: of one slot group; beyond `GROUP_ROWS` only neighbours of nearly the same length.
     """
 
     batch_tokens: int
@@ -41,6 +45,7 @@ class BlockLimits:
     row_tokens: int = 0
     step_tokens: int = 0
     max_tails: int = UNLIMITED
+    group_rows: int = GROUP_ROWS
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class Scheduler:
                 break
             if prompt.keeps_cache:
                 alone = prompt.is_trunk  # what others read does not decode: it keeps to itself
-                if seats and (alone or len(seats) == min(GROUP_ROWS, self._limits.batch_rows)):
+                if seats and (alone or self._is_full([*seats, prompt])):
                     growth = self._seat(seats)
                     seats = []
                 # The seats of this pass become as wide as their widest row.
@@ -185,6 +190,17 @@ class Scheduler:
             self._seat(seats)
         assert admitted or self._groups or not self._waiting, "a family that fits alone is always admitted"
         return admitted
+
+    def _is_full(self, rows: list[Row]) -> bool:
+        """Whether the last of these rows is better seated in another group."""
+        limits = self._limits
+        if len(rows) > min(limits.group_rows, limits.batch_rows):
+            return True
+        if len(rows) <= GROUP_ROWS:
+            return False
+        widest = max(row.cache_tokens for row in rows)
+        uneven = rows[-1].cache_tokens < (1 - _LARGE_GROUP) * widest
+        return uneven or len(rows) * widest > _LARGE_GROUP * limits.cache_tokens
 
     def _seat(self, rows: list[Row]) -> list[int]:
         self._open(rows)

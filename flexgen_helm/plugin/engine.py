@@ -31,8 +31,11 @@ def import_engine(model: ModelArguments) -> None:
     """Torch and what else an engine needs: seconds of importing, which are best not spent beside other imports.
 
     `transformers` makes its names when they are first asked for. Where the engine's thread and HELM's ask at once,
-    one of them is told that there is no such name, and its run fails.
+    one of them is told that there is no such name, and its run fails. SciPy, which a search needs and HELM's metrics
+    too, has modules that import each other.
     """
+    import scipy.optimize  # noqa: F401
+
     import flexgen_helm.exec.engine  # noqa: F401
     from flexgen_helm.checkpoint import catalogue
 

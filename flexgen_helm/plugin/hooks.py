@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -31,6 +32,7 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 from helm.benchmark.window_services.tokenizer_service import TokenizerService
 from helm.common.hierarchical_logger import hwarn
+from helm.common.object_spec import get_class_by_name
 from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.core.errors import FlexgenError
@@ -86,6 +88,7 @@ def _announcing(original: Callable[..., ScenarioState]) -> Callable[..., Scenari
         with block:
             if record is not None:
                 record.execute_started = time.monotonic()
+                import_classes(record.metric_classes)
             state = original(self, *args, **kwargs)
             if record is not None:
                 record.execute_ended = time.monotonic()
@@ -144,7 +147,7 @@ def _recording(original: Callable[..., None]) -> Callable[..., None]:
             return original(self, run_spec)
         from flexgen_helm.plugin.metrics import metric_spec
 
-        record = RunRecord(run_spec.name, Path(self._get_run_path(run_spec)), model)
+        record = RunRecord(run_spec.name, Path(self._get_run_path(run_spec)), model, metric_classes(run_spec))
         if not (self.skip_completed_runs or self.cache_instances_only):  # else nothing may be asked
             get_service().expect(model)
         token = current_run.set(record)
@@ -154,6 +157,18 @@ def _recording(original: Callable[..., None]) -> Callable[..., None]:
             current_run.reset(token)
 
     return run_one
+
+
+def metric_classes(run_spec: RunSpec) -> list[str]:
+    return [spec.class_name for spec in run_spec.metric_specs]
+
+
+def import_classes(names: Iterable[str]) -> None:
+    """What HELM would import when it comes to the metrics (scikit-learn, NLTK: seconds): here it goes on while the
+    engine's thread loads the model. What cannot be imported is HELM's to report."""
+    for name in dict.fromkeys(names):
+        with suppress(Exception):
+            get_class_by_name(name)
 
 
 def model_of(run_spec: RunSpec) -> models.ModelArguments | None:

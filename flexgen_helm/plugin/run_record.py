@@ -50,11 +50,15 @@ def account(keys: Sequence[str], costs: Mapping[str, Cost]) -> dict[str, Any]:
 
 @dataclass
 class RunRecord:
-    """One HELM run while it runs. Filled by the hooks, in this order: times, keys and answers, the engine's part."""
+    """One HELM run while it runs. Filled by the hooks, in this order: times, keys and answers, the engine's part.
+
+    metric_classes: full names of the classes that HELM will score it with.
+    """
 
     name: str
     directory: Path
     model: ModelArguments
+    metric_classes: Sequence[str] = ()
     started: float = field(default_factory=time.monotonic)
     adapt_started: float | None = None
     execute_started: float | None = None

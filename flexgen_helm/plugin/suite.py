@@ -230,6 +230,9 @@ class _Suite:
         collected = time.monotonic()
         service = get_service()
         service.flush()
+        hooks.import_classes(
+            name for spec in run_specs if spec.name in self._blocks for name in hooks.metric_classes(spec)
+        )
         for block in self._blocks.values():
             block.wait()
         errors = {name: block.error() for name, block in self._blocks.items()}

@@ -7,7 +7,7 @@ come out in other pieces, although the number of tokens is often the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -82,7 +82,7 @@ def load_gguf_tokenizer(path: str | Path) -> GGUFTokenizer | None:
     )
 
 
-def _add_bos_and_eos(backend: Backend, meta: dict[str, Any], model: str, tokens: list[str]) -> None:
+def _add_bos_and_eos(backend: Backend, meta: Mapping[str, Any], model: str, tokens: list[str]) -> None:
     # Where the file does not say, llama.cpp's habit: sentencepiece and Llama 3 vocabularies have a BOS put in front.
     bos_is_usual = model == "llama" or meta.get(Keys.Tokenizer.PRE) in _LLAMA3
     bos = meta.get(Keys.Tokenizer.BOS_ID) if meta.get(Keys.Tokenizer.ADD_BOS, bos_is_usual) else None
@@ -136,7 +136,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 }
 
 
-def _byte_level_bpe(meta: dict[str, Any], tokens: list[str]) -> Backend:
+def _byte_level_bpe(meta: Mapping[str, Any], tokens: list[str]) -> Backend:
     pre = meta.get(Keys.Tokenizer.PRE, "default")
     if pre not in _PRE_TOKENIZERS:
         raise UnsupportedArchitectureError(
@@ -160,7 +160,7 @@ def _byte_level_bpe(meta: dict[str, Any], tokens: list[str]) -> Backend:
 # ---- sentencepiece BPE ("llama") ----
 
 
-def _sentencepiece_bpe(meta: dict[str, Any], tokens: list[str]) -> Backend:
+def _sentencepiece_bpe(meta: Mapping[str, Any], tokens: list[str]) -> Backend:
     vocab = _ids(tokens)
     merges = meta.get(Keys.Tokenizer.MERGES)
     pairs = _split_merges(merges) if merges else _merges_from_scores(vocab, meta[Keys.Tokenizer.SCORES])
@@ -187,7 +187,7 @@ def _merges_from_scores(vocab: dict[str, int], scores: Sequence[float]) -> list[
     return [(a, b) for *_, a, b in ranked]
 
 
-_MODELS: dict[str, Callable[[dict[str, Any], list[str]], Backend]] = {
+_MODELS: dict[str, Callable[[Mapping[str, Any], list[str]], Backend]] = {
     "gpt2": _byte_level_bpe,
     "llama": _sentencepiece_bpe,
 }
