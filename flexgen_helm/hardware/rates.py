@@ -36,7 +36,7 @@ def by_input(weight: Tensor) -> Tensor:
     """The same matrix [out, in], in memory one input after the other where that makes `linear` faster.
 
     oneDNN brings a matrix of a few rows' product into this order every time: in it already, products of 4 to 64 rows
-    run 1.2 to 1.5 times as fast, those of many rows no slower.
+    run up to 1.5 times as fast, those of many rows no slower.
     """
     import torch
 
