@@ -139,7 +139,7 @@ def _situation(
     from flexgen_helm.checkpoint.catalogue import resolve
     from flexgen_helm.checkpoint.spec import read_spec
     from flexgen_helm.policy.plan import check_device, simulated, situate
-    from flexgen_helm.policy.search import MEASURED
+    from flexgen_helm.policy.situation import MEASURED
     from flexgen_helm.policy.workload import Workload
 
     for name, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):

@@ -11,7 +11,8 @@ import torch
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.core.records import MemoryLimits
 from flexgen_helm.policy.placement import TIERS, Tier
-from flexgen_helm.policy.plan import check_device, less_margin
+from flexgen_helm.policy.plan import check_device
+from flexgen_helm.policy.situation import less_margin
 from flexgen_helm.store.link import CudaLink, Link, SimulatedLink
 
 

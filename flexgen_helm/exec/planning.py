@@ -24,7 +24,8 @@ from flexgen_helm.policy.placement import Tier
 from flexgen_helm.policy.plan import simulated, situate
 from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.predict import Prediction, predict
-from flexgen_helm.policy.search import AUTOMATIC, Found, search
+from flexgen_helm.policy.program import Found
+from flexgen_helm.policy.search import AUTOMATIC, search
 from flexgen_helm.policy.situation import Situation
 from flexgen_helm.policy.workload import Workload
 from flexgen_helm.quant.precisions import Precision

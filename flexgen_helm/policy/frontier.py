@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm.core.errors import MemoryLimitError
-from flexgen_helm.policy.search import Found, quickest_seconds, search
+from flexgen_helm.policy.program import Found, quickest_seconds
+from flexgen_helm.policy.search import AUTOMATIC, search
 from flexgen_helm.policy.situation import Situation
 
 # What whole matrices may cost a block that is exactly as quick as the linear program allows.
@@ -21,7 +22,7 @@ def points(situation: Situation, count: int) -> list[dict[str, Any]]:
     best = search(situation)
     found = [best]
     latency = _block_seconds(best)
-    least = min(latency, quickest_seconds(situation) or latency)
+    least = min(latency, quickest_seconds(situation, AUTOMATIC) or latency)
     # Equal steps in the logarithm: what is gained falls off as fast.
     for number in range(count - 1):
         limit = least * (latency / least) ** (number / (count - 1))

@@ -19,7 +19,7 @@ from math import prod
 
 from flexgen_helm.core.errors import MemoryLimitError
 from flexgen_helm.models.spec import stages, tensor_shapes
-from flexgen_helm.policy.placement import TIERS, AtRest, Tier, place, shares
+from flexgen_helm.policy.placement import TIERS, AtRest, Tier, limit_flag, place, shares
 from flexgen_helm.policy.policy import Policy
 
 Fractions = Mapping[Tier, float]
@@ -89,10 +89,9 @@ def plan_memory(
     needed = _needed(plan, sizes, vectors, home, unpacked)
     for tier in TIERS:
         if needed[tier] > limits[tier]:
-            flag = "--disk" if tier == "disk" else f"--{tier}-memory"
             raise MemoryLimitError(
                 f"the {tier} tier is limited to {limits[tier]:,} bytes, and the weights with their staging need "
-                f"{needed[tier]:,} there, {needed[tier] - limits[tier]:,} more: raise {flag}"
+                f"{needed[tier]:,} there, {needed[tier] - limits[tier]:,} more: raise {limit_flag(tier)}"
             )
     return plan
 

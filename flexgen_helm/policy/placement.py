@@ -16,6 +16,11 @@ Tier = Literal["gpu", "cpu", "disk"]
 TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
 
 
+def limit_flag(tier: Tier) -> str:
+    """The command line's flag that limits a tier."""
+    return "--disk" if tier == "disk" else f"--{tier}-memory"
+
+
 @dataclass(frozen=True)
 class AtRest:
     """Sizes of a model's tensors at rest. element_bytes: of a value that is not packed."""

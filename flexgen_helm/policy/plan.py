@@ -15,8 +15,9 @@ from flexgen_helm.policy.cost import CACHE, HIDDEN, WEIGHTS
 from flexgen_helm.policy.placement import TIERS, Tier
 from flexgen_helm.policy.policy import Policy, Schedule
 from flexgen_helm.policy.predict import Prediction, capacity, placed_fractions, predict
-from flexgen_helm.policy.search import Found, less_margin, search
-from flexgen_helm.policy.situation import Situation
+from flexgen_helm.policy.program import Found
+from flexgen_helm.policy.search import search
+from flexgen_helm.policy.situation import Situation, less_margin
 from flexgen_helm.policy.workload import Workload
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
 

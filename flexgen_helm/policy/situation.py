@@ -18,6 +18,16 @@ from flexgen_helm.policy.workload import Workload
 from flexgen_helm.policy.workspace import Workspace
 from flexgen_helm.quant.precisions import Precision
 
+# Name of the profile of the machine at hand.
+MEASURED = "measured"
+# What a machine keeps for everything that is not ours: a share of its memory, and never less than this.
+MARGIN_SHARE, MARGIN_BYTES = 0.1, 1 << 30
+
+
+def less_margin(free: float, total: float) -> int:
+    """What may be used of `free` bytes on a tier of `total`."""
+    return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * total)))
+
 
 @dataclass(frozen=True)
 class Runtime:

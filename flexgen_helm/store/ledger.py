@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flexgen_helm.core.errors import MemoryLimitError
+from flexgen_helm.policy.placement import Tier, limit_flag
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Ledger:
     limit: bytes, None for no limit. Kinds are words such as 'weights', 'cache', 'activations'.
     """
 
-    def __init__(self, tier: str, limit: int | None = None) -> None:
+    def __init__(self, tier: Tier, limit: int | None = None) -> None:
         self.tier = tier
         self.limit = limit
         self.peak = 0
@@ -47,10 +48,10 @@ class Ledger:
         """Claim bytes before allocating them; raises `MemoryLimitError` and changes nothing if they do not fit."""
         with self._lock:
             if self.limit is not None and self._in_use + num_bytes > self.limit:
-                flag = "--disk" if self.tier == "disk" else f"--{self.tier}-memory"
                 raise MemoryLimitError(
                     f"the {self.tier} tier is limited to {self.limit:,} bytes, of which {self._in_use:,} are in use; "
-                    f"{num_bytes:,} more bytes of {kind} do not fit: raise {flag} or take a smaller block"
+                    f"{num_bytes:,} more bytes of {kind} do not fit: raise {limit_flag(self.tier)} or take a smaller "
+                    "block"
                 )
             self._serial += 1
             allocation = Allocation(kind, num_bytes, self._serial)
