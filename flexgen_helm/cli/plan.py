@@ -79,18 +79,10 @@ def _check_alone(engine: EngineOptions, *others: Any) -> None:
 
 def _check_search(engine: EngineOptions, gen_len: int, frontier: bool, picture: Path | None) -> None:
     """Refuse what would have no effect, before anything is measured."""
-    from flexgen_helm.policy.policy import SCHEDULES, Policy
+    from flexgen_helm.policy.policy import chosen
 
     schedule, latency = engine.schedule or "auto", engine.max_latency
-    given = engine.policy is not None and engine.policy != "auto"
-    if given:
-        Policy.parse(str(engine.policy))
-    if schedule != "auto" and schedule not in SCHEDULES:
-        raise UsageError(f"schedule {schedule!r} is not known; take auto, {', '.join(SCHEDULES)}")
-    if latency is not None and not latency > 0:
-        raise UsageError(f"max_latency is {latency:g} s; it must be more than 0")
-    if latency is not None and given:
-        raise UsageError("max_latency is for the search; leave it or the policy out")
+    given = chosen(engine.policy or "auto", schedule, latency)[0] is not None
     if schedule == "prefill-only" and gen_len > 1:
         raise UsageError(
             f"--gen-len is {gen_len} and the schedule prefill-only draws one token; take --schedule zigzag"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -36,7 +36,7 @@ from flexgen_helm.policy import workload as planner_workload
 from flexgen_helm.policy.memory import plan_memory
 from flexgen_helm.policy.placement import TIERS, AtRest, Tier, achieved, shares
 from flexgen_helm.policy.plan import precision_named
-from flexgen_helm.policy.policy import SCHEDULES, Policy, Schedule
+from flexgen_helm.policy.policy import Policy, Schedule, chosen
 from flexgen_helm.quant.precisions import FP16, CacheFormat, Precision
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.store.hidden import HiddenStore
@@ -180,15 +180,9 @@ class Engine:
         used = precision_named(wanted) if isinstance(wanted, str) else wanted
         if used.tables is not None:
             raise UsageError("tables and head are not computed packed; take a precision whose tables is None")
-        if max_latency is not None and not max_latency > 0:
-            raise UsageError(f"max_latency is {max_latency:g} s; it must be more than 0")
-        if max_latency is not None and policy != "auto":
-            raise UsageError("max_latency is for the search; leave it or the policy out")
+        given, order = chosen(policy, schedule, max_latency)
         if kv_dtype is not None:
             raise UsageError(f"kv_dtype {kv_dtype!r} is not available in this version; leave it out")
-        if schedule != "auto" and schedule not in SCHEDULES:
-            raise UsageError(f"schedule {schedule!r} is not known; take auto, {', '.join(SCHEDULES)}")
-        parsed = None if policy == "auto" else Policy.parse(policy) if isinstance(policy, str) else policy
         where, link = computing(device, link_gb_s, limits)
         checkpoint = open_checkpoint(name_or_path, revision=revision, weights=weights, seed=seed)
         tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
@@ -199,8 +193,8 @@ class Engine:
             device=where,
             link=link,
             limits=limits,
-            policy=parsed,
-            schedule=None if schedule == "auto" else cast(Schedule, schedule),
+            policy=given,
+            schedule=order,
             folder=Path(offload_dir) if offload_dir is not None else home_folder() / "offload",
             overlap=overlap,
             cpu_attention=cpu_attention,

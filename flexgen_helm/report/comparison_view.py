@@ -167,5 +167,5 @@ def _picture(comparisons: Sequence[Comparison], title: str, ratio: bool) -> go.F
         showlegend=True,
     )
     figure.update_xaxes(title=title, type="log" if ratio else "linear")
-    figure.update_yaxes(automargin=True, categoryorder="array", categoryarray=names[::-1])
+    figure.update_yaxes(automargin=True, categoryorder="array", categoryarray=names, autorange="reversed")
     return figure
