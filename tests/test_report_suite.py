@@ -11,6 +11,7 @@ import pytest
 
 from flexgen_helm.core.errors import UsageError
 from flexgen_helm.core.records import Cost
+from flexgen_helm.report.page import page
 from flexgen_helm.report.scores import read_scores, reused_note, table
 from flexgen_helm.report.suite import read_suite, to_json
 from flexgen_helm.report.suite_view import to_html, to_markdown
@@ -150,6 +151,11 @@ def failing(suite, *names):
     """The account of a call in which these runs failed."""
     content = json.loads((suite / "flexgen_suite.json").read_text())
     (suite / "flexgen_suite.json").write_text(json.dumps({**content, "failed": list(names)}))
+
+
+def test_names_of_runs_break_behind_commas_and_what_they_hold_is_text():
+    made = page("t", "s", [{"title": "x", "tables": [(("run", "tokens"), [("mmlu:a=<b>,model=m", "1,234")])]}])
+    assert "<td>mmlu:<wbr>a=&lt;b&gt;,<wbr>model=m</td><td>1,234</td>" in made
 
 
 def test_what_padding_would_have_left():

@@ -153,6 +153,7 @@ def _picture(comparisons: Sequence[Comparison], title: str, ratio: bool) -> go.F
                 },
                 orientation="h",  # so that grouping sets precisions apart in height and leaves the values alone
                 mode="markers",
+                cliponaxis=False,  # a point on the edge is drawn whole
                 marker={"size": 9, "color": _COLOURS.get(precision)},
                 hovertemplate="%{y}: %{x:.4g}<extra>" + precision + "</extra>",
             )

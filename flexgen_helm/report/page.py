@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,14 @@ if TYPE_CHECKING:
 def page(title: str, summary: str, sections: Sequence[Mapping[str, Any]]) -> str:
     """A section has a `title`, and may have `pictures` (`figure_html`), `tables` of titles and rows, and `notes`."""
     from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup, escape
+
+    def breakable(text: str) -> Markup:
+        """Names of runs break behind a comma or a colon rather than within a word."""
+        return Markup("<wbr>").join(escape(part) for part in re.split("(?<=[,:])", text))
 
     environment = Environment(loader=PackageLoader("flexgen_helm.report"), autoescape=True, trim_blocks=True)
+    environment.filters["breakable"] = breakable
     return environment.get_template("page.html").render(title=title, summary=summary, sections=sections)
 
 
