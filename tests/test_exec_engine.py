@@ -18,6 +18,7 @@ from flexgen_helm.core.errors import (
     UnknownModelError,
     UsageError,
 )
+from flexgen_helm.exec.scheduler import Scheduler
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.quant.precisions import PAPER_GROUPS, Precision
 
@@ -305,3 +306,28 @@ def test_a_closed_engine_says_so(tiny):
     engine.close()
     with pytest.raises(FlexgenError, match="closed"):
         engine.run([])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "4bit"}, {"device": "sim", "limits": MemoryLimits(gpu=64 << 20)}]
+)
+def test_rows_of_one_length_decode_in_one_group_and_answer_as_alone(tiny, monkeypatch, options):
+    largest = []
+    original = Scheduler._open
+
+    def opened(scheduler, rows):
+        original(scheduler, rows)
+        largest.append(len(rows))
+
+    monkeypatch.setattr(Scheduler, "_open", opened)
+    requests = [
+        GenerationRequest(prompt_token_ids=[5 + i, *range(9, 49 + i % 2)], max_tokens=3 + i % 4, ignore_eos=True)
+        for i in range(80)
+    ]
+    with Engine.from_pretrained(tiny("llama").path, **options) as engine:
+        together = engine.run(requests)
+        assert max(largest) == 80
+        for request, result in zip(requests[::9], together[::9]):
+            (alone,) = engine.run([request])
+            assert result.completions[0].token_ids == alone.completions[0].token_ids
+            assert result.completions[0].logprobs == pytest.approx(alone.completions[0].logprobs, abs=1e-4)
