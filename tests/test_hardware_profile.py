@@ -100,3 +100,21 @@ def test_products_run_in_the_faster_of_16_bits_and_float32():
     assert gpu.compute_dtype("float16") == "float16"
     assert gpu.compute_dtype("bfloat16") == "float32"  # a T4 has no bfloat16
     assert replace(gpu, matmul_flops={"float32": Curve(((1, 1.0),))}).compute_dtype("float16") == "float32"
+
+
+@pytest.mark.parametrize("name", ["_onednn", "_blas"])
+def test_a_matrix_lies_as_the_product_that_is_used_reads_it_best(name, monkeypatch):
+    import torch
+
+    from flexgen_helm.hardware import rates
+
+    product = rates._onednn() if name == "_onednn" else rates._blas
+    if product is None:
+        pytest.skip("this PyTorch has no oneDNN")
+    monkeypatch.setattr(rates, "_fastest", lambda device, dtype: product)
+    weight, bias = torch.randn(7, 5), torch.randn(7)
+    held = rates.by_input(weight)
+    assert torch.equal(held, weight) and held.is_contiguous() == (name == "_blas")
+    for rows in (1, 3, 70):
+        x = torch.randn(rows, 5)
+        torch.testing.assert_close(rates.linear(x, held, bias), x @ weight.t() + bias, rtol=1e-5, atol=1e-5)
