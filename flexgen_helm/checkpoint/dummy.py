@@ -36,7 +36,7 @@ class DummyCheckpoint(Checkpoint):
     @property
     def fingerprint(self) -> str:
         # The spec's record spells every size; torch's version is in, for it decides the numbers drawn.
-        text = f"dummy 1 {self._seed} {self.rest_dtype} {torch.__version__} {self.spec!r}"
+        text = f"dummy 1 {self._seed} {self.rest_dtype} {torch.__version__} {self.spec.identity_text()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _where(self, name: str) -> str:

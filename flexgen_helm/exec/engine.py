@@ -31,6 +31,7 @@ from flexgen_helm.exec.run import OnResult, Run
 from flexgen_helm.exec.scheduler import BlockLimits
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.rates import compute_dtype, matmul_flops
+from flexgen_helm.identity import text_of
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.policy import workload as planner_workload
 from flexgen_helm.policy.memory import plan_memory
@@ -316,15 +317,13 @@ class Engine:
         return Rules(UNLIMITED, overhead=batch * layers, token_overhead=token * layers)
 
     def _identity(self, checkpoint: Checkpoint, precision: Precision) -> str:
-        parts = (
-            RESULTS_VERSION,
+        return engine_fingerprint(
             checkpoint.fingerprint,
             self.tokenizer.fingerprint if self.tokenizer else None,
-            precision.label,
+            precision,
             self._device.type,
             self._dtype,
         )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _block(self, cache: KVCache, prepared: Prepared) -> tuple[BlockLimits, Mapping[Tier, float]]:
         """Limits of a pass, and where hidden states wait."""
@@ -402,6 +401,15 @@ class Engine:
             },
             "versions": versions(),
         }
+
+
+def engine_fingerprint(
+    weights: str, tokenizer: str | None, precision: Precision, device_type: str, dtype: torch.dtype
+) -> str:
+    """The digest by which answers are cached: of everything that a result depends on beside the request."""
+    known = text_of((RESULTS_VERSION, weights, tokenizer, precision.label, device_type))
+    # The type stands without quotes, as torch prints it.
+    return hashlib.sha256(f"{known[:-1]}, {dtype})".encode()).hexdigest()
 
 
 def _asked(

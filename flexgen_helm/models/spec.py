@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from flexgen_helm.identity import record_text, same_names
+
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
 
 
@@ -38,6 +40,16 @@ class RopeSpec:
     magnitude: float = 1.0
     dim: int | None = None
 
+    def identity_text(self) -> str:
+        return record_text(
+            self,
+            "RopeSpec",
+            same_names(
+                "theta kind factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow truncate "
+                "factors magnitude dim"
+            ),
+        )
+
 
 @dataclass(frozen=True)
 class ExpertSpec:
@@ -51,6 +63,9 @@ class ExpertSpec:
     ffn_size: int
     normalize: bool = True
     dense_layers: tuple[int, ...] = ()
+
+    def identity_text(self) -> str:
+        return record_text(self, "ExpertSpec", same_names("count per_token ffn_size normalize dense_layers"))
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,18 @@ class ModelSpec:
     attn_softcap: float | None = None
     final_softcap: float | None = None
     experts: ExpertSpec | None = None
+
+    def identity_text(self) -> str:
+        return record_text(
+            self,
+            "ModelSpec",
+            same_names(
+                "family num_layers hidden_size num_heads num_kv_heads head_dim ffn_size vocab_size max_positions "
+                "embed_size norm norm_eps activation gated_mlp rope residual norm_affine final_norm qkv_bias out_bias "
+                "mlp_bias tied_head position_offset qk_norm windows local_rope alibi embed_norm embed_scale "
+                "norm_plus_one attn_scale attn_softcap final_softcap experts"
+            ),
+        )
 
     def layer_rope(self, layer: int) -> RopeSpec | None:
         """The rotation of this layer's queries and keys."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexgen_helm.core.errors import UsageError
+from flexgen_helm.identity import record_text, same_names
 
 Axis = Literal["in", "out"]
 Scales = Literal["pair", "word"]
@@ -46,6 +47,9 @@ class GroupFormat:
             raise UsageError("the least squared error is searched on the grid of 16-bit scales: take scales='word'")
         if self.fit == "half-quadratic" and self.scales != "pair":
             raise UsageError("half-quadratic fitting moves offsets in FP16: take scales='pair'")
+
+    def identity_text(self) -> str:
+        return record_text(self, "GroupFormat", same_names("bits group axis scales fit"))
 
     @property
     def scale_bytes(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flexgen_helm.core.errors import UsageError
+from flexgen_helm.identity import record_text, same_names, text_of
 from flexgen_helm.quant.formats import GroupFormat
 
 # Tokens of a plain cache that become old together where attention to the older ones is sparse: as of a packed one.
@@ -36,6 +37,9 @@ class CacheFormat:
             raise UsageError(f"a share of {self.value_share:g} of the values is not in (0, 1]")
         if self.is_sparse and (self.token_group == 1 or (self.values is not None and self.values.axis == "out")):
             raise UsageError("sparse attention needs groups of tokens, whose values are packed one by one")
+
+    def identity_text(self) -> str:
+        return record_text(self, "CacheFormat", same_names("keys values residual value_share"))
 
     @property
     def is_sparse(self) -> bool:
@@ -114,6 +118,9 @@ class Precision:
     tables: GroupFormat | None = None
     cache: CacheFormat | None = None
 
+    def identity_text(self) -> str:
+        return record_text(self, "Precision", same_names("name weights tables cache"))
+
     @property
     def label(self) -> str:
         """Name of the formats for fingerprints: another one for other formats."""
@@ -132,7 +139,7 @@ class Precision:
 
 
 def _digest(formats: object) -> str:
-    return hashlib.sha256(repr((_PACKING, formats)).encode()).hexdigest()[:8]
+    return hashlib.sha256(text_of((_PACKING, formats)).encode()).hexdigest()[:8]
 
 
 PAPER_GROUPS = GroupFormat(4, 64, "out", "pair", "range")

@@ -1,0 +1,174 @@
+"""What a user's disk keeps must survive a new version: packed weights and cached answers of version 0.1.0 are reused.
+
+`data/identities_of_0_1_0.json` holds digests that 0.1.0 computed, `data/written_by_0_1_0.zip` what it wrote for the
+model that `write_model` makes: packed weights of three precisions, and the answers to `REQUESTS`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexgen_helm.checkpoint.entries import CATALOGUE
+from flexgen_helm.core.records import GenerationRequest
+from flexgen_helm.exec.journal import Journal, journal_path
+from flexgen_helm.identity import record_text, same_names, text_of
+from flexgen_helm.models.spec import RopeSpec
+from flexgen_helm.plugin.convert import _key
+from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
+
+DATA = Path(__file__).parent / "data"
+GOLDEN: dict[str, Any] = json.loads((DATA / "identities_of_0_1_0.json").read_text())
+REQUESTS = [
+    GenerationRequest(prompt_token_ids=(5, 9, 33, 2), max_tokens=6),
+    GenerationRequest(prompt_token_ids=(7, 8, 60), max_tokens=0, echo_logprobs=True),
+    GenerationRequest(prompt_token_ids=(1, 2, 3), max_tokens=4, temperature=0.8, top_p=0.9, seed=5, n=2),
+]
+OWN = Precision(
+    "own",
+    GroupFormat(3, 128, "in", "pair", "half-quadratic"),
+    GroupFormat(8),
+    CacheFormat(GroupFormat(2, 16, "out"), None, residual=7),
+)
+
+
+def write_model(folder: Path) -> Path:
+    """A Llama of one layer whose every byte follows from this function."""
+    from safetensors.numpy import save_file
+
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
+        "rope_theta": 10000.0, "eos_token_id": 0, "torch_dtype": "float16",
+    }  # fmt: skip
+    layer = "model.layers.0."
+    shapes = {
+        "model.embed_tokens.weight": (64, 32), "model.norm.weight": (32,),
+        f"{layer}input_layernorm.weight": (32,), f"{layer}post_attention_layernorm.weight": (32,),
+        f"{layer}self_attn.q_proj.weight": (32, 32), f"{layer}self_attn.k_proj.weight": (16, 32),
+        f"{layer}self_attn.v_proj.weight": (16, 32), f"{layer}self_attn.o_proj.weight": (32, 32),
+        f"{layer}mlp.gate_proj.weight": (64, 32), f"{layer}mlp.up_proj.weight": (64, 32),
+        f"{layer}mlp.down_proj.weight": (32, 64),
+    }  # fmt: skip
+    words, tensors = np.random.Philox(key=17), {}
+    for name, shape in shapes.items():
+        uniform = (words.random_raw(int(np.prod(shape))) >> np.uint64(40)).astype(np.float64) / 2**24 - 0.5
+        values = uniform if len(shape) > 1 else 1 + uniform
+        tensors[name] = (values * 0.6).astype(np.float16).reshape(shape)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True))
+    return folder
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_labels_of_precisions_are_those_of_0_1_0(name: str) -> None:
+    assert [PRECISIONS[name].label, PRECISIONS[name].weights_label] == GOLDEN["precisions"][name]
+
+
+def test_labels_of_own_formats_are_those_of_0_1_0() -> None:
+    assert [OWN.label, OWN.weights_label] == GOLDEN["own"]
+
+
+@pytest.mark.parametrize("name", GOLDEN["specs"])
+def test_architecture_records_have_the_texts_of_0_1_0(name: str) -> None:
+    """They are part of the fingerprint of dummy weights."""
+    text = CATALOGUE[name].spec.identity_text()
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == GOLDEN["specs"][name]
+
+
+def test_engine_fingerprints_and_request_keys_are_those_of_0_1_0() -> None:
+    import torch
+
+    from flexgen_helm.exec.engine import engine_fingerprint
+
+    assert engine_fingerprint("w" * 64, None, PRECISIONS["4bit"], "cpu", torch.float32) == GOLDEN["engine"]
+    on_gpu = engine_fingerprint("w" * 64, "t" * 64, PRECISIONS["fp16"], "cuda", torch.float16)
+    assert on_gpu == GOLDEN["engine_cuda"]
+    sampled = GenerationRequest(
+        prompt_token_ids=(7,), max_tokens=0, temperature=0.7, top_p=0.9, seed=11, stop=("\n", "x"), n=3,
+        echo_logprobs=True,
+    )  # fmt: skip
+    greedy = GenerationRequest(prompt_token_ids=(1, 2, 3), max_tokens=4)
+    assert [_key(greedy), _key(sampled)] == GOLDEN["requests"]
+
+
+@pytest.mark.parametrize("change", [dict(theta=5e5), dict(kind="linear"), dict(dim=8), dict(truncate=False)])
+def test_every_changed_value_changes_the_text(change: dict[str, Any]) -> None:
+    assert replace(RopeSpec(), **change).identity_text() != RopeSpec().identity_text()
+
+
+@dataclass(frozen=True)
+class Later:
+    """A record that had one field in its first version."""
+
+    renamed: int
+    added: float | None = None
+
+
+def test_new_fields_count_only_where_they_say_something() -> None:
+    def text(record: Later) -> str:
+        return record_text(record, "First", {"old_name": "renamed"})
+
+    assert text(Later(1)) == "First(old_name=1)"
+    assert text(Later(1, 0.5)) == "First(old_name=1, added=0.5)"
+
+
+def test_values_without_a_text_of_their_own_are_refused() -> None:
+    with pytest.raises(TypeError, match="Later has no text"):
+        text_of((1, Later(1)))
+    with pytest.raises(TypeError, match="dict has no text"):
+        text_of({})
+    assert same_names("a b") == {"a": "a", "b": "b"}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "4bit", "paper-4bit"])
+def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexgen_helm import Engine, Policy
+    from flexgen_helm.store.disk import WeightFiles
+
+    with zipfile.ZipFile(DATA / "written_by_0_1_0.zip") as file:
+        file.extractall(tmp_path / "written")
+    model, offload = write_model(tmp_path / "model"), tmp_path / "written/offload"
+    monkeypatch.setattr(WeightFiles, "_write", lambda *_: pytest.fail("weights of 0.1.0 were written again"))
+    policy = Policy(4, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)  # all weights on the disk
+    with Engine.from_pretrained(model, precision=precision, policy=policy, offload_dir=offload, device="cpu") as engine:
+        computed = engine.run(REQUESTS)
+        path = journal_path(tmp_path / "written/home", engine.fingerprint)
+    assert path.is_file(), "the engine has another fingerprint"
+    with Journal(path) as journal:
+        kept = journal.get_many(map(_key, REQUESTS))
+        assert not journal.ignored_rows
+    for request, result in zip(REQUESTS, computed):
+        was = kept[_key(request)]
+        assert [c.token_ids for c in was.completions] == [c.token_ids for c in result.completions]
+        for before, now in zip(was.completions, result.completions):
+            assert now.logprobs == pytest.approx(before.logprobs, abs=1e-5)
+        if request.echo_logprobs:
+            assert was.prompt_logprobs is not None and result.prompt_logprobs is not None
+            assert result.prompt_logprobs[1:] == pytest.approx(was.prompt_logprobs[1:], abs=1e-5)
+
+
+def test_a_model_of_other_bytes_does_not_reuse_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inverse: the guard of the test above can fail."""
+    from flexgen_helm import Engine, Policy
+    from flexgen_helm.store.disk import WeightFiles
+
+    with zipfile.ZipFile(DATA / "written_by_0_1_0.zip") as file:
+        file.extractall(tmp_path / "written")
+    model = write_model(tmp_path / "model")
+    with (model / "config.json").open("a") as file:
+        file.write("\n")
+    monkeypatch.setattr(WeightFiles, "_write", lambda *_: (_ for _ in ()).throw(RuntimeError("written again")))
+    policy = Policy(4, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)
+    with pytest.raises(RuntimeError, match="written again"):
+        Engine.from_pretrained(model, policy=policy, offload_dir=tmp_path / "written/offload", device="cpu")
