@@ -45,8 +45,8 @@ class RopeSpec:
             self,
             "RopeSpec",
             same_names(
-                "theta kind factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow truncate "
-                "factors magnitude dim"
+                "theta kind factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow "
+                "truncate factors magnitude dim"
             ),
         )
 
