@@ -49,12 +49,13 @@ lint: install
 
 # Rewrites the README's table of models from the tests' own tiny models.
 model-table: install
-	$(BIN)/python -m tests.model_table
+	$(BIN)/python -m tests.helpers.model_table
 
 bench: model
 	$(BIN)/flexgen-helm bench clients -o clients.json
 
-# Uses the Python at hand and installs nothing: a GPU machine may have torch but neither HELM nor a network.
+# Uses the Python at hand and installs nothing: a GPU machine may have torch but neither HELM nor a network. So it
+# collects no other files than those of GPU tests, which import neither.
 gpu-check:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "gpu-check needs a CUDA device, and torch finds none here")'
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -rs tests/test_gpu_parity.py
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -rs $(wildcard tests/*/test_gpu_*.py)

@@ -24,8 +24,8 @@ from flexgen_helm.models.spec import RopeSpec
 from flexgen_helm.plugin.convert import _key
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
+from tests.helpers.paths import DATA
 
-DATA = Path(__file__).parent / "data"
 GOLDEN: dict[str, Any] = json.loads((DATA / "identities_of_0_1_0.json").read_text())
 REQUESTS = [
     GenerationRequest(prompt_token_ids=(5, 9, 33, 2), max_tokens=6),

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.helpers.paths import ROOT
+
 PROBE = """
 import importlib.metadata as metadata, importlib.resources as resources, sys
 import flexgen_helm, flexgen_helm.benchmarks, flexgen_helm.runs

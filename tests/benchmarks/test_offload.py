@@ -1,0 +1,350 @@
+"""`bench offload` and `bench ablation` on tiny models: their structure and arithmetic. Nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from math import prod
+
+import pytest
+
+from flexgen_helm.benchmarks import (
+    Options,
+    ablation,
+    accelerate_task,
+    kernels,
+    memory_group,
+    offload,
+    packed,
+    process,
+    roofline,
+)
+from flexgen_helm.benchmarks.engine_task import prompts, run_engine
+from flexgen_helm.benchmarks.roofline import Shapes
+from flexgen_helm.checkpoint.catalogue import resolve
+from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.core.errors import FlexgenError, UsageError
+from flexgen_helm.models.spec import tensor_shapes
+from flexgen_helm.policy.policy import Policy
+from tests.helpers.paths import ROOT
+
+SHAPES = Shapes(batch_rows=3, batches=2, prefill_rows=2, prompt=5, output=4)
+
+
+def opt_350m():
+    return open_checkpoint("opt-350m", weights="dummy").spec
+
+
+def record(latency, prefill, decode, rows=6, read=0, wait=0.0):
+    return {
+        "latency_s": latency,
+        "prefill_s": prefill,
+        "decode_s": decode,
+        "rows": rows,
+        "prompt_tokens": rows * 5,
+        "output_tokens": rows * 4,
+        "bytes": {"disk_to_cpu": {"weights": read, "cache": 0, "activations": 0}},
+        "time_s": {"wait": wait},
+        "achieved_placement": {},
+        "resident_bytes": 1,
+        "group_peak_bytes": 2,
+        "hardware": {"device": "cpu"},
+    }
+
+
+def test_break_even():
+    # 160 Gflop/s and 0.8 GB/s: a parameter of 2 bytes arrives in 2.5 ns, in which 400 operations are 200 rows' work.
+    assert roofline.break_even_rows(160e9, 2, 0.8e9) == pytest.approx(200)
+
+
+def test_the_bound_of_a_pass_is_its_slower_half():
+    computing = {"prefill": 10.0, "decode": 6.0}
+    # 3 decode passes (the first of 4 tokens comes with the prompts), each reading 4 GB at 1 GB/s
+    assert roofline.bound_seconds(SHAPES, computing, 4 * 10**9, 1e9) == {"prefill": 10.0, "decode": 12.0, "total": 22.0}
+    assert roofline.bound_seconds(SHAPES, computing, 0, 1e9) == {"prefill": 10.0, "decode": 6.0, "total": 16.0}
+
+
+def test_a_blocks_operations_are_added_up():
+    operations = {
+        "prefill_products": 1.0,
+        "prefill_attention": 0.1,
+        "decode_products": 0.5,
+        "decode_attention": 0.01,
+        "head": 2.0,
+    }
+    found = roofline.block_seconds(SHAPES, operations, layers=7)
+    # 6 rows: 3 batches of prompts, 2 of decoding, 1 group of rows; the head once a batch of rows and pass
+    assert found["prefill"] == pytest.approx(3 * 7 * 1.0 + 6 * 7 * 0.1 + 2 * 2.0)
+    assert found["decode"] == pytest.approx(3 * (2 * 7 * 0.5 + 1 * 7 * 0.01 + 2 * 2.0))
+
+
+def test_a_layers_products_are_all_its_matrices():
+    spec = opt_350m()
+    layer = sum(prod(shape) for shape in roofline.layer_matrices(spec))
+    assert 2 * layer * spec.num_layers == spec.linear_flops_per_token
+    assert 2 * sum(prod(shape) for shape in roofline.head_matrices(spec)) == spec.head_flops_per_token
+
+
+@pytest.mark.parametrize("rows", [8, 64, 352])
+def test_the_offloaded_setting_keeps_its_limit(rows):
+    spec = opt_350m()
+    shapes = Shapes(rows // 2, 2, 1, 64, 32)
+    setting = offload.offloaded(spec, shapes, 0.25)
+    weights = 2 * sum(prod(shape) for shape in tensor_shapes(spec).values())
+    cache = rows * 95 * spec.num_layers * 2 * spec.hidden_size * 4
+    assert setting.limit == int(0.25 * weights) + cache and setting.weights == weights
+    assert setting.policy.block_size == rows and setting.policy.cc == 1.0
+    assert 0.75 * weights < setting.streamed_bytes <= weights
+
+
+def test_the_whole_block_is_under_way_at_once(tiny, tmp_path, small_ring):
+    """The limit leaves room for every row's cache: one pass of prompts, and one for each further token."""
+    model = tiny("opt")
+    spec = open_checkpoint(model.path, weights="dummy").spec
+    setting = offload.offloaded(spec, Shapes(20, 2, 20, 4, 12), 2.4)  # a ring of whole pages for tiny matrices
+    found = run_engine(
+        model=str(model.path),
+        engine={"policy": offload.policy_text(setting.policy), "schedule": "zigzag", "offload_dir": str(tmp_path)},
+        limits={"cpu": setting.limit},
+        rows=40,
+        prompt=4,
+        output=12,
+    )
+    assert found["peak_bytes"]["cpu"] <= setting.limit and found["output_tokens"] == 480
+    # Each weight once a pass, in 12 passes; the rest are rows of tables, which are gathered.
+    assert 12 <= found["bytes"]["disk_to_cpu"]["weights"] / setting.streamed_bytes < 18
+
+
+def test_prompts_share_no_beginning():
+    found = prompts(50, 4, 1000)
+    assert len({ids[0] for ids in found}) == 50 and all(len(ids) == 4 for ids in found)
+    assert found == prompts(50, 4, 1000)
+
+
+def assemble(peers, notes=()):
+    found = {
+        offload.IN_MEMORY: [record(10.0, 4.0, 5.0), record(12.0, 4.0, 5.0), record(11.0, 6.0, 5.0)],
+        offload.OFFLOADED: [record(20.0, 8.0, 10.0, read=3 * 10**9, wait=2.0)],
+        offload.ROW_BY_ROW: [record(44.0, 8.0, 30.0)],
+    }
+    bounds = {label: {"prefill": 4.0, "decode": 5.0, "total": 9.0} for label in found}
+    setting = offload.offloaded(opt_350m(), Shapes(3, 2, 2, 64, 32), 0.25)
+    rates = {"product_flops": 1e11, "disk_bytes_s": 1e9}
+    workload = offload.Workload(peer_rows=(4, 16))
+    return offload.assemble(workload, SHAPES, setting, rates, {}, 100.0, found, bounds, peers, notes)
+
+
+def test_the_result_has_the_format_of_benchmarks():
+    found = assemble({"ours": {}, "accelerate": {}}, ["SKIPPED, Accelerate: not here"])
+    assert {"name", "hardware", "versions", "rows", "ratios"} <= set(found)
+    assert all({"label", "median", "min", "max", "n"} <= set(row) for row in found["rows"])
+    rows = {row["label"]: row for row in found["rows"]}
+    assert [rows[label]["median"] for label in ("in memory", "in memory: prefill", "in memory: decode")] == [11, 4, 5]
+    assert rows["offloaded"]["tokens_per_s"] == 24 / 20 and rows["offloaded"]["wait_s"] == 2.0
+    assert rows["offloaded: prefill"]["tokens_per_s"] == 30 / 8
+    assert rows["offloaded: decode"]["tokens_per_s"] == 18 / 10, "the first token of a row comes with its prompt"
+    assert rows["offloaded"]["of_bound"] == 9 / 18 and rows["offloaded: decode"]["of_bound"] == 5 / 10
+    ratios = found["ratios"]
+    assert ratios["offloaded_to_in_memory"] == 11 / 20 and ratios["offloaded_to_in_memory_decode"] == 5 / 10
+    assert ratios["zigzag_to_row_by_row"] == 44 / 20
+    assert not any("accelerate" in name for name in ratios) and "SKIPPED, Accelerate: not here" in found["notes"]
+    json.dumps(found, allow_nan=False)
+
+
+def test_each_side_is_taken_at_its_best():
+    ours = {4: [record(2.0, 1.0, 1.0, rows=4)], 16: [record(4.0, 1.0, 1.0, rows=16)]}
+    theirs = {4: [record(8.0, 1.0, 1.0, rows=4)], 16: [record(40.0, 1.0, 1.0, rows=16)]}
+    found = assemble({"ours": ours, "accelerate": theirs})["ratios"]
+    assert found["accelerate_at_batch_4"] == (16 / 2) / (16 / 8)
+    assert found["accelerate_at_best_batch"] == (64 / 4) / (16 / 8)
+    # a size at which one side ran out of memory has no ratio
+    assert "accelerate_at_batch_4" not in offload.peer_ratios({"ours": {}, "accelerate": theirs}, 4)
+
+
+def test_without_a_memory_group_the_comparison_is_skipped_visibly(monkeypatch, tmp_path):
+    def refuse(limit):
+        raise memory_group.GroupUnavailable("no memory controller here")
+
+    monkeypatch.setattr(offload, "MemoryGroup", refuse)
+    monkeypatch.setattr(accelerate_task, "missing", lambda: None)
+    told = []
+    peers, notes = offload.against_accelerate(offload.Workload(), opt_350m(), tmp_path, told.append)
+    assert peers == {"ours": {}, "accelerate": {}}
+    assert notes == told == ["SKIPPED, Accelerate: no memory controller here"]
+
+
+def test_without_accelerate_the_comparison_is_skipped_visibly(monkeypatch, tmp_path):
+    monkeypatch.setattr(accelerate_task, "find_spec", lambda package: None)
+    notes = offload.against_accelerate(offload.Workload(), opt_350m(), tmp_path, lambda line: None)[1]
+    assert len(notes) == 1 and "not installed: transformers, accelerate" in notes[0]
+
+
+def files(tmp_path, mounts, own):
+    (tmp_path / "mounts").write_text(mounts)
+    (tmp_path / "own").write_text(own)
+    return tmp_path / "mounts", tmp_path / "own"
+
+
+def test_a_group_lies_below_ours_in_version_1_and_beside_it_in_version_2(tmp_path):
+    first, second = tmp_path / "memory", tmp_path / "unified"
+    (first / "mine").mkdir(parents=True)
+    (second / "slice" / "mine").mkdir(parents=True)
+    (second / "slice" / "cgroup.subtree_control").write_text("cpu memory\n")
+    v1 = f"cgroup {first} cgroup rw,relatime,memory 0 0\n"
+    v2 = f"cgroup2 {second} cgroup2 rw 0 0\n"
+    own = "4:memory:/mine\n0::/slice/mine\n"
+    assert memory_group._parent(*files(tmp_path, v2 + v1, own)) == (first / "mine", 1)
+    assert memory_group._parent(*files(tmp_path, v2, own)) == (second / "slice", 2)
+    with pytest.raises(memory_group.GroupUnavailable, match="mounted"):
+        memory_group._parent(*files(tmp_path, "proc /proc proc rw 0 0\n", own))
+    with memory_group.MemoryGroup(5, *files(tmp_path, v1, own)) as group:
+        (made,) = (first / "mine").iterdir()
+        assert (made / "memory.limit_in_bytes").read_text() == "5" and group.peak is None
+        command = group.enter([sys.executable, "-c", "print(7)"])
+        assert subprocess.run(command, capture_output=True, text=True).stdout == "7\n"
+        assert int((made / "cgroup.procs").read_text()) > 0
+
+
+def crash():
+    raise ValueError("the reason")
+
+
+def disappear():
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def add(a, b):
+    return {"sum": a + b}
+
+
+def test_a_measurement_runs_in_its_own_process(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+    assert process.in_own_process(add, {"a": 2, "b": 3}) == {"sum": 5}
+    with pytest.raises(FlexgenError, match="the reason"):
+        process.in_own_process(crash, {})
+    with pytest.raises(process.ProcessKilled):
+        process.in_own_process(disappear, {})
+
+
+def test_both_benchmarks_take_no_engine_flags_that_would_change_the_workload():
+    for module in (offload, ablation):
+        with pytest.raises(UsageError, match="device"):
+            module.run(Options(engine={"device": "cpu"}))
+
+
+def test_kernels_measures_every_implementation():
+    result = kernels.run(Options(quick=True, repeats=1))
+    json.dumps(result, allow_nan=False)
+    labels = [row["label"] for row in result["rows"]]
+    assert sum("plain torch" in label for label in labels) == 2 == sum("compiled loop" in label for label in labels)
+    assert sum(label.startswith("product 8 tokens") for label in labels) == 3
+    assert all(row["median"] > 0 for row in result["rows"]) and "packed_overhead_8_tokens" in result["ratios"]
+    with pytest.raises(UsageError, match="device"):
+        kernels.run(Options(engine={"device": "cpu"}))
+
+
+def in_this_process(function, arguments, group=None, environment=None):
+    return function(**json.loads(json.dumps(arguments)))
+
+
+def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
+    monkeypatch.setattr(offload, "in_own_process", in_this_process)
+    monkeypatch.setattr(accelerate_task, "missing", lambda: "left out by the test")
+    workload = offload.Workload(
+        model=str(tiny("opt").path),
+        prompt=6,
+        output=3,
+        rows=5,
+        row_batches=2,
+        repeats=2,
+        disk_file=1 << 20,
+        weights_share=1.6,
+        packed=(),
+    )
+    told = []
+    found = offload.measure(workload, tmp_path, told.append)
+    rows = {row["label"]: row for row in found["rows"]}
+    assert set(rows) == {
+        f"{label}{phase}"
+        for label in ("in memory", "offloaded", "row by row")
+        for phase in ("", ": prefill", ": decode")
+    }
+    assert found["block"]["batch_rows"] == 5 and found["block"]["batches"] == 1
+    assert rows["in memory"]["n"] == 2 and rows["in memory"]["read_gb"] == 0
+    assert rows["offloaded"]["read_gb"] > 0 and rows["row by row"]["read_gb"] > rows["offloaded"]["read_gb"]
+    assert any(line.startswith("SKIPPED, Accelerate: left out") for line in found["notes"])
+    assert any(line.startswith("offloaded: ") for line in told)
+    json.dumps(found, allow_nan=False)
+
+
+def test_both_precisions_get_the_same_limits_and_fill_them():
+    spec = resolve("opt-350m").entry.spec
+    for case in packed.CASES:
+        (plain, limits), (in_4_bits, same) = (packed.setting(spec, side, case) for side in packed.SIDES)
+        assert limits == same
+        shares = [Policy.parse(text) for text in (plain, in_4_bits)]
+        near = [policy.wg if case.link_gb_s else policy.wc for policy in shares]
+        assert 0 <= near[0] < 0.25 and near[1] > 2 * near[0]
+
+
+def test_four_bits_are_measured_beside_fp16(tmp_path, monkeypatch):
+    seconds = {"fp16": iter((6.0, 9.0, 3.0)), "4bit": iter((2.0, 3.0, 4.0))}
+
+    def answer(function, arguments):
+        assert arguments["warm"] and arguments["limits"]
+        latency = next(seconds[arguments["engine"]["precision"]])
+        return {"latency_s": latency, "output_tokens": 12, "time_s": {"wait": 0.0}, "bytes": {}}
+
+    monkeypatch.setattr(packed, "in_own_process", answer)
+    spec = resolve("opt-350m").entry.spec
+    rows, ratios = packed.measure("opt-350m", spec, tmp_path, 3, packed.CASES[:1], lambda line: None)
+    assert [(row["label"], row["median"]) for row in rows] == [
+        ("fp16, behind 0.25 GB/s", 6.0),
+        ("4bit, behind 0.25 GB/s", 3.0),
+    ]
+    assert ratios == {"packed_link": 2.0}
+
+
+def test_the_scaled_machine_keeps_the_papers_proportions():
+    paper, spec = ablation.Paper(), resolve("opt-125m").entry.spec
+    link, gpu = ablation.scaled_machine(spec, paper, 50e9)
+    assert link * 1e9 / 50e9 == pytest.approx(12.89 * 2**30 / 4.3e12)
+    assert gpu / (2 * spec.num_parameters) == pytest.approx(16 / 60, rel=1e-6)
+    workload = ablation.Workload()
+    prompt = ablation.scaled_prompt(spec, workload, paper)
+    ours = (prompt + workload.output / 2) * 2 * spec.hidden_size * 4 / (12 * spec.hidden_size**2 * 2)
+    theirs = (512 + 16) * 2 * 7168 * 2 / (12 * 7168**2 * 2)
+    assert ours == pytest.approx(theirs, rel=0.05)
+    flops = ablation.decode_flops(spec, 48, {"decode_products": 0.5})
+    assert flops == pytest.approx(48 * spec.linear_flops_per_token / spec.num_layers / 0.5)
+
+
+def test_ablation_sets_each_ratio_beside_the_papers():
+    variants = ablation.variants(ablation.Workload())
+    found = {variant.label: [record(10.0, 1, 1)] for variant in variants}
+    found["no overlap"] = [record(20.0, 1, 1), record(16.0, 1, 1), record(40.0, 1, 1)]
+    scaled = {"link_gb_s": 0.2, "gpu_bytes": 1e6, "decode_flops": 5e10, "prompt": 20}
+    result = ablation.assemble(ablation.Workload(), variants, found, scaled)
+    rows = {row["label"]: row for row in result["rows"]}
+    assert rows["all techniques"]["ratio"] == rows["all techniques"]["paper"] == 1.0
+    assert rows["no overlap"]["ratio"] == 0.5 == result["ratios"]["no_overlap"]
+    assert rows["no overlap"]["paper"] == 5.86 / 7.32 and rows["no overlap"]["median"] == 20 / 24
+    assert "paper" not in rows["half on the disk"]
+    json.dumps(result, allow_nan=False)
+
+
+def test_ablation_runs_every_variant(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(ablation, "in_own_process", in_this_process)
+    monkeypatch.setattr(ablation, "scaled_machine", lambda *given: (1.0, 64 << 20))
+    workload = ablation.Workload(str(tiny("opt").path), 2, 2, prompt=6, output=3, repeats=1, decode_flops=1e12)
+    found = ablation.measure(workload, tmp_path, Options())
+    rows = {row["label"]: row for row in found["rows"]}
+    assert set(rows) == {variant.label for variant in ablation.variants(workload)}
+    assert rows["half on the disk"]["bytes"]["disk_to_cpu"]["weights"] > 0
+    assert rows["all techniques"]["bytes"]["disk_to_cpu"]["weights"] == 0
+    assert rows["no cpu attention"]["bytes"]["cpu_to_gpu"]["cache"] > 0
+    assert rows["all techniques"]["bytes"]["cpu_to_gpu"]["cache"] == 0

@@ -1,0 +1,759 @@
+"""Pickled checkpoints: the same bits as safetensors, one tensor's memory, nothing executed, nothing half done."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from flexgen_helm import cli
+from flexgen_helm.checkpoint import convert as module
+from flexgen_helm.checkpoint.convert import convert
+from flexgen_helm.checkpoint.fetch import fetch
+from flexgen_helm.checkpoint.folder import INDEX, PICKLE, PICKLE_INDEX, TOKENIZER_FILES
+from flexgen_helm.checkpoint.manifest import MANIFEST, hub_conversion
+from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.paths import home
+from flexgen_helm.core.errors import CheckpointError, UnsafePickleError, UnsupportedArchitectureError, UsageError
+
+transformers = pytest.importorskip("transformers")
+
+COMMIT, LATER = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
+SIZES: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 31,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+
+
+def llama_tensors(config: dict[str, Any] = SIZES, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
+    """A random Llama under the names of its published checkpoints, its head being the embedding itself."""
+    torch.manual_seed(5)
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    for layer in range(config["num_hidden_layers"]):
+        here = f"model.layers.{layer}."
+        shapes |= {here + f"self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"}
+        shapes |= {here + f"mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+        shapes |= {here + "mlp.down_proj.weight": (hidden, ffn)}
+        shapes |= {here + f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
+
+
+def write_pickled(folder: Path, tensors: dict[str, Any] | None = None, shards: int = 1, **config: Any) -> Path:
+    """A model folder as published before safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = llama_tensors() if tensors is None else tensors
+    (folder / "config.json").write_text(json.dumps({**SIZES, **config}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "README.md").write_text("not part of the model")
+    torch.save([1, 2], folder / "training_args.bin")
+    if shards == 1:
+        torch.save(tensors, folder / PICKLE)
+        return folder
+    names = [f"pytorch_model-{i + 1:05}-of-{shards:05}.bin" for i in range(shards)]
+    weight_map = {name: names[i * shards // len(tensors)] for i, name in enumerate(tensors)}
+    for file in names:
+        torch.save({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+    (folder / PICKLE_INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return folder
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a converted folder, read by the safetensors library."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.parent.glob(f".{folder.name}*"))
+
+
+# --- the same bits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["opt", "opt-350m", "opt-untied", "llama", "llama-untied-biases"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_transformers_loads_the_same_bits(
+    tmp_path: Path, tiny: Callable[[str], Any], variant: str, shards: int
+) -> None:
+    original = tiny(variant).path
+    tensors = load_file(original / "model.safetensors")
+    config = json.loads((original / "config.json").read_text())
+    head = next((name for name in tensors if name.endswith("embed_tokens.weight")), "")
+    tensors.setdefault("lm_head.weight", tensors[head])
+    folder = write_pickled(tmp_path / "m", tensors, shards, **config)
+    for name in TOKENIZER_FILES:
+        if (original / name).is_file():
+            shutil.copy(original / name, folder / name)
+    done = convert(folder, shard_bytes=20_000)
+    assert len(list(done.path.glob("*.safetensors"))) > 1 and (done.path / INDEX).is_file()
+
+    def load(path: Path) -> dict[str, torch.Tensor]:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", local_files_only=True, output_loading_info=True
+        )
+        assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+        return model.state_dict()
+
+    expected, found = load(original), load(done.path)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    ours, theirs = open_checkpoint(done.path), open_checkpoint(original)
+    for name in theirs.shapes:
+        assert torch.equal(ours.tensor(name), theirs.tensor(name)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_values_types_and_names_stay_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = llama_tensors(dtype=dtype)
+    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].t()
+    tensors["buffer.odd"] = torch.tensor([True, False, True])
+    tensors["buffer.scalar"] = torch.tensor(7)
+    tensors["buffer.empty"] = torch.zeros(0, 3)
+    tensors["buffer.slice"] = tensors["model.norm.weight"][3:9]
+    expected = {name: tensor.clone() for name, tensor in tensors.items() if name != "lm_head.weight"}
+    done = convert(write_pickled(tmp_path / "m", {**tensors, "epoch": 3, "args": {"lr": 0.1}}))
+    found = stored(done.path)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    assert done.left_out == ("epoch", "args")
+    assert done.size == sum(tensor.nbytes for tensor in expected.values())
+    with safe_open(done.path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    checkpoint = open_checkpoint(done.path)
+    checkpoint.verify()
+    assert checkpoint.rest_dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
+
+
+def test_a_shared_head_is_dropped_only_where_the_model_ties_it(tmp_path: Path) -> None:
+    assert "lm_head.weight" not in stored(convert(write_pickled(tmp_path / "tied")).path)
+    untied = convert(write_pickled(tmp_path / "untied", tie_word_embeddings=False))
+    assert "lm_head.weight" in stored(untied.path)
+    open_checkpoint(untied.path).verify()
+    apart = {**llama_tensors(), "lm_head.weight": torch.ones(31, 16, dtype=torch.float16)}
+    assert "lm_head.weight" in stored(convert(write_pickled(tmp_path / "apart", apart)).path)
+
+
+def test_two_conversions_of_the_same_files_are_the_same_bytes(tmp_path: Path) -> None:
+    folder = write_pickled(tmp_path / "m", shards=2)
+    one, two = convert(folder, tmp_path / "one").path, convert(folder, tmp_path / "two").path
+    assert sorted(p.name for p in one.iterdir()) == sorted(p.name for p in two.iterdir())
+    for file in one.iterdir():
+        assert file.read_bytes() == (two / file.name).read_bytes()
+    assert not {"README.md", "training_args.bin", PICKLE} & {p.name for p in one.iterdir()}
+    assert open_checkpoint(one).fingerprint == open_checkpoint(two).fingerprint
+    changed = llama_tensors()
+    changed["model.norm.weight"][0] += 1
+    other = convert(write_pickled(tmp_path / "other", changed)).path
+    assert open_checkpoint(other).fingerprint != open_checkpoint(one).fingerprint
+
+
+# --- memory and disk ----------------------------------------------------------------------------------------------
+
+MEASURED = """
+import sys
+from flexgen_helm.checkpoint import convert as module, pickles
+module.convert(sys.argv[2])
+module.MAPPED_BYTES = 24 << 20
+if sys.argv[1] == "careless":
+    real = pickles.torch.load
+    pickles.torch.load = lambda file, **options: real(file, **{**options, "mmap": False})
+print("warm", flush=True); sys.stdin.readline()
+print(module.convert(sys.argv[3], shard_bytes=64 << 20).path, flush=True); sys.stdin.readline()
+"""
+
+
+def resident(process: int) -> dict[str, int]:
+    """Bytes of private memory and of mapped files in a process, as the system counts them."""
+    lines = (line.split() for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return {words[0]: int(words[1]) << 10 for words in lines if words[0] in ("RssAnon:", "RssFile:")}
+
+
+@pytest.mark.parametrize("how", ["as it is", "careless"])
+def test_memory_stays_at_one_tensor(tmp_path: Path, how: str) -> None:
+    """Sampled from outside while a checkpoint of 13 times the bound is converted; whoever reads it whole is caught."""
+    bound = 16 << 20
+    config = {**SIZES, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 8192}
+    tensors = llama_tensors(config)
+    turned = "model.layers.1.mlp.up_proj.weight"
+    tensors[turned] = tensors[turned].t().contiguous().t()  # the one kind that needs a copy: 8 MiB
+    folder = write_pickled(tmp_path / "large", tensors, **config)
+    assert (folder / PICKLE).stat().st_size > 13 * bound
+    del tensors
+    command = [sys.executable, "-c", MEASURED, how, str(write_pickled(tmp_path / "small")), str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin and child.stdout
+        assert child.stdout.readline() == "warm\n"
+        before = peak = resident(child.pid)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        samples = 0
+        while not select.select([child.stdout], [], [], 0.002)[0]:
+            now = resident(child.pid)
+            peak = {kind: max(peak[kind], now[kind]) for kind in peak}
+            samples += 1
+        line = child.stdout.readline()
+        child.stdin.write("\n")
+        child.stdin.flush()
+    assert child.returncode == 0 and samples > 20
+    private, mapped = (peak[kind] - before[kind] for kind in ("RssAnon:", "RssFile:"))
+    if how == "careless":
+        assert private > 13 * bound
+    else:
+        assert private < bound and mapped < 3 * bound, f"{private / 2**20:.1f} and {mapped / 2**20:.1f} MiB"
+    open_checkpoint(line.strip()).verify()
+
+
+def test_a_full_disk_is_known_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_pickled(tmp_path / "m")
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(
+        CheckpointError, match=r"takes [\d,]+ bytes and 1,000 are free.*[\d,]+ bytes are missing.*--out"
+    ):
+        convert(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not leftovers(tmp_path / "out")
+
+
+def test_a_disk_that_fills_meanwhile_leaves_nothing(tmp_path: Path) -> None:
+    folder = write_pickled(tmp_path / "m")
+    code = (
+        "import resource, signal, sys\nfrom flexgen_helm.cli import main\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))\n"
+        "sys.exit(main(['convert', sys.argv[1], '--out', sys.argv[2]]))"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "cannot be written: File too large" in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists() and not leftovers(tmp_path / "out")
+
+
+# --- interruption -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["_reserve", "_fill", "_write_file", "_put_in_place"])
+def test_interrupted_anywhere_leaves_nothing_and_starts_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = write_pickled(tmp_path / "m"), tmp_path / "out"
+    calls, real = [0], getattr(module, place)
+
+    def interrupted(*given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == (1 if place == "_put_in_place" else 2):
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(module, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(module.convert, "__defaults__", (None, None, None, 2000))
+    monkeypatch.setattr(module, place, interrupted)
+    assert cli.main(["convert", str(folder), "--out", str(out)]) == 130
+    assert not out.exists() and not leftovers(out)
+    monkeypatch.setattr(module, place, real)
+    assert cli.main(["convert", str(folder), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    open_checkpoint(out).verify()
+
+
+@pytest.mark.parametrize("place", ["_fill", "_write_file", "_put_in_place"])
+def test_killed_it_leaves_nothing_that_opens(tmp_path: Path, place: str) -> None:
+    folder, out = write_pickled(tmp_path / "m"), tmp_path / "out"
+    code = (
+        "import os, signal, sys\nfrom flexgen_helm.checkpoint import convert as module\n"
+        f"module.{place} = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "module.convert(sys.argv[1], module.Path(sys.argv[2]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder), str(out)], timeout=60)
+    assert done.returncode == -signal.SIGKILL and not out.exists()
+    assert leftovers(out) == [".out.partial"]
+    if place != "_put_in_place":  # there everything is complete but the name
+        with pytest.raises(CheckpointError):
+            open_checkpoint(tmp_path / ".out.partial").verify()
+    convert(folder, out)
+    assert not leftovers(out)
+    open_checkpoint(out).verify()
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+def age(folder: Path) -> None:
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - 60, time.time() - 60))
+
+
+def test_a_folder_finds_its_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_pickled(tmp_path / "m")
+    age(folder)
+    with pytest.raises(CheckpointError, match="flexgen-helm convert"):
+        open_checkpoint(folder)
+    done = convert(folder)
+    assert done.path.is_relative_to(home())
+    assert fetch(folder) == done.path
+    checkpoint = open_checkpoint(folder)
+    checkpoint.verify()
+    assert checkpoint.origin == "m" and checkpoint.tokenizer_path == done.path
+    monkeypatch.setattr(module, "_write", lambda *given: pytest.fail("converted again"))
+    assert convert(folder) == done
+    monkeypatch.undo()
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+
+    # Another checkpoint in the same folder: never the old conversion, and convert makes the new one.
+    changed = llama_tensors()
+    changed["model.norm.weight"][0] += 1
+    write_pickled(folder, changed)
+    with pytest.raises(CheckpointError, match=rf"{PICKLE} has changed since it was converted.*convert .*/m` again"):
+        open_checkpoint(folder)
+    again = convert(folder)
+    assert again.path == done.path and not leftovers(done.path)
+    assert open_checkpoint(folder).fingerprint != checkpoint.fingerprint
+    # The pickle may be deleted then; safetensors beside it are preferred from then on.
+    (folder / PICKLE).unlink()
+    assert fetch(folder) == done.path
+    shutil.copy(done.path / "model.safetensors", folder)
+    assert fetch(folder) == folder
+
+
+def test_an_existing_folder_of_something_else_is_not_touched(tmp_path: Path) -> None:
+    folder, other = write_pickled(tmp_path / "m"), write_pickled(tmp_path / "n")
+    with pytest.raises(UsageError, match="exists and is no conversion; name another folder with --out"):
+        convert(folder, folder)
+    convert(folder, tmp_path / "out")
+    with pytest.raises(UsageError, match="conversion of another model"):
+        convert(other, tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    open_checkpoint(convert(folder, tmp_path / "empty").path).verify()
+
+
+def test_nothing_to_convert_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_pickled(tmp_path / "m")
+    done = convert(folder)
+    gguf = tmp_path / "m.gguf"
+    gguf.write_bytes(b"GGUF")
+    for name in (str(done.path), str(gguf), "smollm2-135m-instruct-q4_1"):
+        assert cli.main(["convert", name]) == 2
+        assert "nothing needs converting" in capsys.readouterr().err
+    assert cli.main(["convert", "opt-175b"]) == 2
+    assert "not published" in capsys.readouterr().err
+    (folder / PICKLE).unlink()
+    with pytest.raises(CheckpointError, match="has no pickled weights"):
+        convert(folder)
+    for name in ("a.bin", "b.bin"):
+        (folder / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"has 2 pickled files \(a\.bin, b\.bin\)"):
+        convert(folder)
+
+
+def test_json_and_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_pickled(tmp_path / "m", {**llama_tensors(), "epoch": 1})
+    assert cli.main(["convert", str(folder), "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["origin"] == "m" and found["left_out"] == ["epoch"] and Path(found["path"]).is_dir()
+    assert "left out, being no tensors: epoch" in said.err
+    code = (
+        "import sys\nfrom flexgen_helm.cli import main\nmain(['convert', '--help'])\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+# --- traps and damage ---------------------------------------------------------------------------------------------
+
+
+class Trap:
+    """Would create a file where unpickling runs what it names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+class Unknown:
+    """Harmless, but no tensor."""
+
+
+@pytest.mark.parametrize("where", ["entry", "whole", "shard"])
+def test_a_booby_trapped_pickle_is_refused_and_runs_nothing(
+    tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = tmp_path / "ran"
+    folder = write_pickled(tmp_path / "m", shards=2 if where == "shard" else 1)
+    file = sorted(folder.glob("pytorch_model*.bin"))[-1]
+    tensors = torch.load(file, weights_only=True)
+    torch.save(Trap(ran) if where == "whole" else {**tensors, "trap": Trap(ran)}, file)
+    assert cli.main(["convert", str(folder)]) == 1
+    said = capsys.readouterr().err
+    assert file.name in said and "posix.system" in said and "nothing of it was executed" in said
+    assert "weights_only` set to `False`" not in said, "torch's advice to load it all the same is not passed on"
+    assert not ran.exists() and not list((home() / "converted").rglob("*.safetensors"))
+    torch.load(file, weights_only=False)  # the trap works where nobody guards it
+    assert ran.exists()
+
+
+def test_an_unknown_class_is_refused_by_name(tmp_path: Path) -> None:
+    folder = write_pickled(tmp_path / "m", {**llama_tensors(), "thing": Unknown()})
+    with pytest.raises(UnsafePickleError, match=r"pytorch_model\.bin asks for .*checkpoint\.test_convert\.Unknown"):
+        convert(folder)
+
+
+def test_pickles_are_opened_in_one_place_and_guarded() -> None:
+    package = Path(module.__file__).parents[1]
+    found = {}
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                found[path.name] = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            assert not (isinstance(node, ast.ImportFrom) and node.module == "torch" and "load" in ast.unparse(node))
+    assert found == {"pickles.py": {"map_location": "'cpu'", "weights_only": "True", "mmap": "True"}}
+
+
+def test_an_old_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_pickled(tmp_path / "m")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(UsageError, match=r"torch 2\.9\.1.*2\.10 or later"):
+        convert(folder)
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    folder = write_pickled(tmp_path / "m")
+    content = (folder / PICKLE).read_bytes()
+    for cut in sorted({0, 1, 3, len(content) - 1, *(len(content) * i // 24 for i in range(24))}):
+        (folder / PICKLE).write_bytes(content[:cut])
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+            convert(folder)
+
+
+def test_a_flipped_bit_in_a_pickled_tensor_names_file_and_tensor(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    folder = write_pickled(tmp_path / "m", tensors)
+    content = (folder / PICKLE).read_bytes()
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+        place = content.index(tensors[name].numpy().tobytes())
+        damaged = bytearray(content)
+        damaged[place + 5] ^= 4
+        (folder / PICKLE).write_bytes(bytes(damaged))
+        with pytest.raises(CheckpointError, match=rf"pytorch_model\.bin is damaged.*tensor {name}"):
+            convert(folder)
+    damaged = bytearray(content)
+    damaged[content.index(b"model.norm.weight")] ^= 1
+    (folder / PICKLE).write_bytes(bytes(damaged))
+    with pytest.raises(CheckpointError, match=r"damaged in .*data\.pkl"):
+        convert(folder)
+
+
+def test_a_hash_in_a_link_stands_for_the_checksums(tmp_path: Path) -> None:
+    """A folder of links into the hub's store, named by path: the hash is compared, not only believed."""
+    folder = write_pickled(tmp_path / "m")
+    content = (folder / PICKLE).read_bytes()
+    blob = tmp_path / hashlib.sha256(content).hexdigest()
+    (folder / PICKLE).rename(blob)
+    (folder / PICKLE).symlink_to(blob)
+    convert(folder, tmp_path / "out")
+    blob.write_bytes(content[:2000] + bytes([content[2000] ^ 1]) + content[2001:])
+    with pytest.raises(CheckpointError, match=rf"{PICKLE} is damaged.*{blob.name[:16]}"):
+        convert(folder, tmp_path / "other")
+
+
+def test_a_home_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_pickled(tmp_path / "m")
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(folder / "config.json" / "below a file"))
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        convert(folder, tmp_path / "out")
+
+
+def test_a_second_process_is_told_of_the_first(tmp_path: Path) -> None:
+    folder = write_pickled(tmp_path / "m")
+    with (
+        module._alone(tmp_path / "out"),
+        pytest.raises(UsageError, match="another process is converting into .*out; wait"),
+    ):
+        convert(folder, tmp_path / "out")
+
+
+def test_other_formats_are_refused_by_what_they_are(tmp_path: Path) -> None:
+    folder = write_pickled(tmp_path / "m")
+    file = folder / PICKLE
+    torch.save(llama_tensors(), file, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"before PyTorch 1\.6.*torch\.save"):
+        convert(folder)
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
+        convert(folder)
+    file.write_text("<html>")
+    with pytest.raises(CheckpointError, match="no PyTorch checkpoint"):
+        convert(folder)
+    torch.save([torch.zeros(2)], file)
+    with pytest.raises(CheckpointError, match="contains a list, not tensors by name"):
+        convert(folder)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("m/data.pkl", b"x" * 100)
+    with pytest.raises(CheckpointError, match=r"compresses m/data\.pkl"):
+        convert(folder)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(1).expand(1 << 40), "repeats 4 stored bytes"),
+        (torch.eye(3).to_sparse(), "sparse_coo"),
+        (torch.zeros(3, dtype=torch.complex64), "has the type complex64"),
+    ],
+)
+def test_tensors_that_are_no_plain_values_are_named(tmp_path: Path, tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"tensor odd .*{message}"):
+        convert(write_pickled(tmp_path / "m", {**llama_tensors(), "odd": tensor}))
+
+
+def test_what_the_model_needs_is_checked_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_fill", lambda *given: pytest.fail("written"))
+    tensors = llama_tensors()
+    tensors.pop("model.norm.weight")
+    with pytest.raises(CheckpointError, match=r"lacks the tensor model\.norm\.weight"):
+        convert(write_pickled(tmp_path / "lacking", tensors))
+    with pytest.raises(CheckpointError, match=r"asks for \[99, 16\]"):
+        convert(write_pickled(tmp_path / "shape", vocab_size=99))
+    with pytest.raises(UnsupportedArchitectureError, match="MambaForCausalLM"):
+        convert(write_pickled(tmp_path / "foreign", architectures=["MambaForCausalLM"]))
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("absent.bin", "absent.bin, which is missing"),
+        ("../outside.bin", "outside the folder"),
+        ("/etc/hostname", "outside the folder"),
+    ],
+)
+def test_an_index_may_name_only_files_of_the_folder(tmp_path: Path, place: str, message: str) -> None:
+    folder = write_pickled(tmp_path / "m", shards=2)
+    torch.save(llama_tensors(), tmp_path / "outside.bin")
+    index = json.loads((folder / PICKLE_INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = place
+    (folder / PICKLE_INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        convert(folder)
+
+
+def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
+    folder = write_pickled(tmp_path / "m", shards=2)
+    index = json.loads((folder / PICKLE_INDEX).read_text())
+    first, second = sorted(set(index["weight_map"].values()))
+    index["weight_map"]["model.embed_tokens.weight"] = second
+    (folder / PICKLE_INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"{second} lacks the tensor model\.embed_tokens\.weight"):
+        convert(folder)
+
+
+# --- damage to a conversion ---------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_names_file_and_tensor_while_loading(tmp_path: Path) -> None:
+    done = convert(write_pickled(tmp_path / "m"), tmp_path / "out", shard_bytes=2000).path
+    places = json.loads((done / MANIFEST).read_text())["tensors"]
+    for name, ours in (
+        ("model.layers.1.mlp.up_proj.weight", "layers.1.mlp.up.weight"),
+        ("model.norm.weight", "head.norm.weight"),
+    ):
+        file = done / places[name]["file"]
+        content = file.read_bytes()
+        damaged = bytearray(content)
+        damaged[places[name]["offset"] + places[name]["bytes"] - 2] ^= 1  # the lowest bit: finite as before
+        file.write_bytes(bytes(damaged))
+        checkpoint = open_checkpoint(done)
+        with pytest.raises(CheckpointError, match=rf"tensor {name} of .*{file.name} is damaged"):
+            checkpoint.tensor(ours)
+        with pytest.raises(CheckpointError, match=rf"tensor {name} of"):
+            checkpoint.verify()
+        file.write_bytes(content)
+    open_checkpoint(done).verify()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", MANIFEST])
+def test_damage_to_the_small_parts_is_refused_when_opening(tmp_path: Path, name: str) -> None:
+    done = convert(write_pickled(tmp_path / "m")).path
+    content = bytearray((done / name).read_bytes())
+    if name == MANIFEST:
+        content[content.rindex(b'"sha256": "') + 11] ^= 1  # another digit, or no digit: never the right one
+    elif name == "model.safetensors":
+        content[content.index(b"pt")] ^= 1  # in the header
+    else:
+        content += b" "
+    (done / name).write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match=r"is damaged|no readable JSON|has changed"):
+        open_checkpoint(done).verify()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "flexgen_helm conversion 1"}'])
+def test_an_unusable_manifest_is_refused(tmp_path: Path, content: str) -> None:
+    done = convert(write_pickled(tmp_path / "m")).path
+    (done / MANIFEST).write_text(content)
+    with pytest.raises(CheckpointError, match=MANIFEST):
+        open_checkpoint(done)
+
+
+def test_tensors_are_hashed_at_the_first_load_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = convert(write_pickled(tmp_path / "m"), shard_bytes=2000).path
+    age(done)
+    hashed: list[str] = []
+    from flexgen_helm.checkpoint import manifest
+
+    real = manifest._require
+    monkeypatch.setattr(
+        manifest,
+        "_require",
+        lambda path, digest, known, what="": (hashed.append(what), real(path, digest, known, what)),
+    )
+
+    def load() -> int:
+        hashed.clear()
+        checkpoint = open_checkpoint(done)
+        for name in checkpoint.shapes:
+            checkpoint.tensor(name)
+        return sum(what.startswith("tensor") for what in hashed)
+
+    tensors = len(open_checkpoint(done).shapes)
+    assert (load(), load()) == (tensors, 0)
+    hashed.clear()
+    open_checkpoint(done).verify()
+    assert sum(what.startswith("tensor") for what in hashed) == tensors, "verify looks again"
+    file = sorted(done.glob("*.safetensors"))[0]
+    os.utime(file, (time.time() - 30, time.time() - 30))
+    assert 0 < load() < tensors, "another date, another look"
+
+
+# --- the hub ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A hub with one repository of pickled shards, reached without a network; `asked` lists what was downloaded."""
+    cache, source = tmp_path / "hub", write_pickled(tmp_path / "published", shards=2)
+    (source / "pytorch_model-00009-of-00009.bin").write_bytes(b"not in the index")
+    state = SimpleNamespace(commit=COMMIT, online=True, asked=[], cache=cache, source=source)
+
+    class Api:
+        def model_info(self, repo: str, revision: str | None = None, **options: Any) -> SimpleNamespace:
+            if not state.online:
+                raise ConnectionError
+            files = [SimpleNamespace(rfilename=f.name, size=f.stat().st_size) for f in source.iterdir()]
+            return SimpleNamespace(sha=state.commit, siblings=files)
+
+    real = huggingface_hub.snapshot_download
+
+    def download(repo: str, revision: str | None = None, **options: Any) -> str:
+        if options.get("local_files_only"):
+            return real(repo, revision=revision, **options)
+        assert state.online
+        folder = cache / "models--org--repo" / "snapshots" / str(revision)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in source.iterdir():
+            if any(Path(file.name).match(pattern) for pattern in options["allow_patterns"]):
+                state.asked.append(file.name)
+                shutil.copy(file, folder / file.name)
+        return str(folder)
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return state
+
+
+def test_a_hub_model_is_converted_once_and_found_by_its_name(hub: SimpleNamespace) -> None:
+    with pytest.raises(CheckpointError, match="flexgen-helm convert org--repo"):
+        fetch("org/repo")
+    assert not hub.asked, "pickles are fetched under convert only"
+    lines: list[str] = []
+    done = convert("flexgen/org--repo", progress=lines.append)
+    assert done.path == hub_conversion("org/repo", COMMIT) and done.origin == f"org/repo@{COMMIT}"
+    pickles = {name for name in hub.asked if name.endswith(".bin")}
+    assert pickles == {"pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"}
+    assert COMMIT in lines[0] and "hf cache rm" in lines[-1]
+    manifest = json.loads((done.path / MANIFEST).read_text())
+    assert set(manifest["sources"]) == pickles
+    for name in ("org/repo", "flexgen/org--repo-4bit"):
+        checkpoint = open_checkpoint(name)
+        checkpoint.verify()
+        assert checkpoint.origin == f"org/repo@{COMMIT}"
+    # Without a network, and without the pickles, the name and the branch mean the same commit.
+    hub.online = False
+    shutil.rmtree(hub.cache)
+    for revision in (None, "main", COMMIT):
+        assert fetch("org/repo", revision) == done.path
+    with pytest.raises(CheckpointError, match="org/repo at v2"):
+        fetch("org/repo", "v2")
+
+
+def test_a_later_commit_is_another_model(hub: SimpleNamespace) -> None:
+    first = convert("org/repo")
+    hub.commit = LATER
+    with pytest.raises(CheckpointError, match="flexgen-helm convert org--repo"):
+        fetch("org/repo")
+    assert fetch("org/repo", COMMIT) == first.path
+    second = convert("org/repo")
+    assert second.path.name == LATER and fetch("org/repo") == second.path
+
+
+def test_cached_pickles_are_converted_without_a_network(hub: SimpleNamespace) -> None:
+    convert("org/repo", home() / "elsewhere")
+    hub.online, hub.asked = False, []
+    assert convert("org/repo").path == hub_conversion("org/repo", COMMIT)
+    shard = hub.cache / "models--org--repo" / "snapshots" / COMMIT / "pytorch_model-00002-of-00002.bin"
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=rf"{shard.name}, which is missing"):
+        convert("org/repo", home() / "third")
+
+
+def test_the_hub_is_asked_for_nothing_in_vain(hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hub.source / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UsageError, match="nothing needs converting"):
+        convert("org/repo")
+    assert not hub.asked
+    (hub.source / "model.safetensors").unlink()
+    monkeypatch.setattr("flexgen_helm.checkpoint.hub.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(CheckpointError, match=r"and its conversion take [\d,]+ bytes and 1,000 are free.*missing"):
+        convert("org/repo")
+    assert not any(name.endswith(".bin") for name in hub.asked)
+    monkeypatch.undo()
+
+
+def test_a_foreign_architecture_is_refused_before_its_weights_come(hub: SimpleNamespace) -> None:
+    config = {**SIZES, "architectures": ["MambaForCausalLM"]}
+    (hub.source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedArchitectureError, match="MambaForCausalLM"):
+        convert("org/repo")
+    assert not any(name.endswith(".bin") for name in hub.asked)

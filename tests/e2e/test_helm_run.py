@@ -1,0 +1,322 @@
+"""Real `helm-run` and `flexgen-helm run` in processes of their own, on the fake engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flexgen_helm.plugin.registration import CLIENT_CLASS
+from flexgen_helm.report.scores import reused_note
+from flexgen_helm.report.suite import read_suite
+from flexgen_helm.scenarios import lambada
+from tests.helpers.helm_runs import ENTRIES, MODEL, Place, stats_of
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny_models import TinyModel
+
+REQUESTS = 6 + 12  # of six instances: one request each, and one for each of two answers
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A finished `helm-run -n 4`."""
+    place = Place(tmp_path_factory.mktemp("plain"))
+    place.run("run", "-n", "4")
+    return place
+
+
+def test_a_plain_run_batches_and_reports(plain: Place) -> None:
+    events = plain.events()
+    assert (events["load"], events["block"]) == (1, 2)
+    for name in ("simple_mcqa", "simple_mcqa_scored"):
+        folder = plain.run_folder(name)
+        record = json.loads((folder / "flexgen_run.json").read_text())
+        stats = {s["name"]["name"]: s for s in json.loads((folder / "stats.json").read_text())}
+        assert stats["flexgen_padded_throughput"]["mean"] == pytest.approx(record["padded_throughput"])
+        assert stats["flexgen_efficiency"]["name"]["split"] == "test"
+        assert 0 < record["efficiency"] < 1 and record["policy"] == "fake" and record["precision"] == "fp16"
+        assert record["workload"]["num_requests"] == (6 if name == "simple_mcqa" else 12)
+        assert set(record["wall_s"]) == {"data", "adapt", "load", "generate", "metrics"}
+        assert stats["exact_match"]["count"] == 1
+    generated = stats_of(plain.run_folder("simple_mcqa"))
+    assert {"finish_reason_length", "finish_reason_stop"} & set(generated)
+
+
+@pytest.mark.parametrize("threads", ["1", "64"])
+def test_the_number_of_threads_changes_nothing(plain: Place, tmp_path: Path, threads: str) -> None:
+    place = Place(tmp_path)
+    place.run("run", "-n", threads)
+    events = place.events()
+    assert (events["load"], events["block"]) == (1, 2)
+    assert place.results() == plain.results()
+
+
+def write_deployments(place: Place, *entries: dict[str, Any]) -> Path:
+    """Entries of a user in `prod_env`, each with our client."""
+    path = place.folder / "prod_env" / "model_deployments.yaml"
+    path.parent.mkdir()
+    complete = [
+        {**entry, "client_spec": {"class_name": CLIENT_CLASS, "args": entry["client_spec"]}} for entry in entries
+    ]
+    path.write_text(yaml.safe_dump({"model_deployments": complete}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["lab/mine", "flexgen/mine"])
+def test_an_entry_of_the_user_needs_only_a_name_and_a_path(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LAMBADA asks for the window service and the tokenizer that the entry leaves open."""
+    (tmp_path / lambada.FILE).write_text('{"text": "one two three"}\n{"text": "four five six"}\n')
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
+    place = Place(tmp_path)
+    path = write_deployments(place, {"name": name, "client_spec": {"path": "opt-125m"}})
+    before = path.read_text()
+    place.run("suite", entries=[f"lambada:mode=accuracy,model={name}"])
+    assert place.events()["answer"] == 2
+    assert path.read_text() == before
+
+
+PRECISION = """
+import sys
+from tests.helpers import fake_engine
+from flexgen_helm.plugin import suite
+fake_engine.install()
+sys.exit(suite.main(sys.argv[2:], options={"precision": sys.argv[1]}))
+"""
+
+
+def run_in(place: Place, precision: str, name: str, expect: int) -> str:
+    """`flexgen-helm run --precision`; the name of its one model may be any."""
+    variables = {"FLEXGEN_HELM_HOME": str(place.folder / "home"), "FAKE_LOG": str(place.log), "HF_HUB_OFFLINE": "1",
+                 "FLEXGEN_HELM_MODELS": str(place.folder / "models.yaml"),
+                 "PYTHONPATH": str(ROOT)}  # fmt: skip
+    command = [sys.executable, "-c", PRECISION, precision, "-r", f"simple_mcqa:model={name}", "-m", "2", "--suite", "s"]
+    done = subprocess.run(command, cwd=place.folder, env={**os.environ, **variables}, capture_output=True, text=True)
+    assert done.returncode == expect, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    "name, own, refused, taken",
+    [
+        ("lab/mine", "fp16", ["fp16,4bit", "paper-4bit"], "fp16"),
+        ("flexgen/mine", "fp16", ["fp16,4bit"], "fp16"),
+        ("lab/packed", "4bit", ["fp16"], "4bit"),
+        ("flexgen/small", "4bit", ["fp16,4bit", "fp16"], "4bit"),
+    ],
+)
+def test_a_precision_that_an_entry_decides_is_not_dropped_or_mislabelled(
+    name: str, own: str, refused: list[str], taken: str, tmp_path: Path
+) -> None:
+    place = Place(tmp_path)
+    (tmp_path / "models.yaml").write_text("small: {path: opt-125m, precision: 4bit}\n")
+    write_deployments(
+        place,
+        {"name": "lab/mine", "client_spec": {"path": "opt-125m"}},
+        {"name": "flexgen/mine", "client_spec": {"path": "opt-125m"}},
+        {"name": "lab/packed", "client_spec": {"path": "opt-125m", "precision": "4bit"}},
+    )
+    for precision in refused:
+        said = run_in(place, precision, name, expect=2)
+        assert f"--precision {precision} cannot change {name}" in said.splitlines()[-1]
+        assert f"says is {own}; " in said.splitlines()[-1]
+    assert place.events() == {}
+    run_in(place, taken, name, expect=0)
+    (file,) = (tmp_path / "benchmark_output" / "runs" / "s").glob("*/flexgen_run.json")
+    assert json.loads(file.read_text())["precision"] == taken
+
+
+def test_precisions_of_a_name_without_one_are_runs_of_their_own(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    (tmp_path / "models.yaml").write_text("mine: opt-125m\n")
+    run_in(place, "fp16,4bit", "flexgen/mine", expect=0)
+    files = (tmp_path / "benchmark_output" / "runs" / "s").glob("*/flexgen_run.json")
+    found = {file.parent.name.split("_", 2)[-1]: json.loads(file.read_text())["precision"] for file in files}
+    assert found == {"mine": "fp16", "mine-4bit": "4bit"}
+
+
+def test_a_suite_is_one_block_and_equals_plain_runs(plain: Place, tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    output = place.run("suite", "-n", "4")
+    events = place.events()
+    assert (events["load"], events["block"]) == (1, 1), output
+    assert place.results() == plain.results()
+    suite = json.loads((tmp_path / "benchmark_output/runs/s/flexgen_suite.json").read_text())
+    assert len(suite["runs"]) == 2 and suite["totals"]["workload"]["num_requests"] == events["answer"]
+    assert suite["models"]["opt-125m"]["schedule"] == "row"
+    wall = suite["wall_s"]
+    assert set(wall) == {"total", "collect", "load", "generate", "finish"}
+    assert 0 < sum(wall.values()) - wall["total"] < wall["total"]
+    assert f"name: {MODEL}" in (tmp_path / "prod_env/model_deployments.yaml").read_text()
+
+    # Completed runs are skipped without a model, and a run that lost a file is not completed.
+    place.run("suite", "--skip-completed-runs")
+    assert place.events() == {}
+    (place.run_folder("simple_mcqa") / "per_instance_stats.json").unlink()
+    place.run("suite", "--skip-completed-runs")
+    assert place.events() == {"load": 1, "close": 1}  # its answers were in the journal
+
+
+def test_a_rerun_computes_nothing_unless_the_cache_is_disabled(plain: Place) -> None:
+    before, _ = plain.results(), plain.events()
+    plain.run("run")
+    assert plain.events()["answer"] == 0
+    assert plain.results() == before
+    assert json.loads((plain.run_folder("simple_mcqa") / "flexgen_run.json").read_text())["num_reused"] == 6
+    plain.run("run", "--disable-cache")
+    assert plain.events()["answer"] == REQUESTS
+    assert plain.results() == before
+
+
+def test_a_dry_run_loads_no_engine(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.run("suite", "--dry-run", entries=ENTRIES[:1])
+    assert place.events() == {}
+    assert (place.run_folder("simple_mcqa") / "stats.json").is_file()
+
+
+@pytest.mark.parametrize("kind, threads, code", [("run", "1", None), ("run", "64", None), ("suite", "4", 130)])
+def test_ctrl_c_ends_soon_and_the_rerun_computes_the_rest(
+    kind: str, threads: str, code: int | None, tmp_path: Path, plain: Place
+) -> None:
+    place = Place(tmp_path)
+    arguments = ("-r", *ENTRIES, "-m", "6", "--suite", "s", "-n", threads)
+    process = place.start(kind, *arguments, delay_s=0.4)
+    limit = time.monotonic() + 60
+    while place.events(clear=False)["answer"] < 3 and time.monotonic() < limit:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    output = process.communicate(timeout=30)[0]
+    assert time.monotonic() - started < 10
+    assert process.returncode != 0 and (code is None or process.returncode == code), output
+    assert "Retrying" not in output
+    first = place.events()["answer"]
+    assert 3 <= first < REQUESTS
+    place.run(kind, "-n", threads)
+    assert place.events()["answer"] == REQUESTS - first
+    assert place.results() == plain.results()
+
+
+def test_what_goes_wrong_is_said_and_not_retried(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    output = place.run("run", entries=["simple_mcqa:model=flexgen/opt-126m"], expect=1)
+    assert "UnknownModelError: model 'opt-126m' is not known; did you mean opt-125m" in output
+    output = place.run("suite", entries=["simple_mcqa:model=flexgen/opt-126m"], expect=2)
+    assert "did you mean opt-125m" in output.splitlines()[-1]
+    assert place.events() == {}
+
+
+CLI = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
+
+
+def command_line(place: Place, *arguments: str, models: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """`flexgen-helm run` on the real engine."""
+    (place.folder / "models.yaml").write_text(yaml.safe_dump(models))
+    variables = {"FLEXGEN_HELM_HOME": str(place.folder / "home"), "HF_HUB_OFFLINE": "1",
+                 "FLEXGEN_HELM_MODELS": str(place.folder / "models.yaml")}  # fmt: skip
+    command = [sys.executable, "-c", CLI, "run", *arguments, "-m", "2", "--suite", "s"]
+    return subprocess.run(command, cwd=place.folder, env={**os.environ, **variables}, capture_output=True, text=True)
+
+
+def test_wrong_engine_flags_are_one_sentence_and_exit_code_2(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    entries = ["simple_mcqa:model=flexgen/good", "simple_mcqa_scored:model=flexgen/good"]
+    path = str(tiny("llama-untied-biases").path)
+    done = command_line(Place(tmp_path), "-r", *entries, "--policy", "nonsense", models={"good": path})
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("flexgen-helm: ")]
+    assert done.returncode == 2, done.stderr
+    assert "simple_mcqa:model=flexgen_good and 1 more: UsageError: --policy 'nonsense' is not of the form" in line
+    assert "Request" not in line
+
+    # A model that can be run is run beside one that cannot.
+    entries[1] = "simple_mcqa_scored:model=flexgen/bad"
+    models = {"good": path, "bad": {"path": path, "policy": "nonsense"}}
+    done = command_line(Place(tmp_path), "-r", *entries, models=models)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("flexgen-helm: ")]
+    assert done.returncode == 2, done.stderr
+    assert line.startswith("flexgen-helm: simple_mcqa_scored:model=flexgen_bad: UsageError: --policy 'nonsense'")
+    assert (Place(tmp_path).run_folder("simple_mcqa") / "stats.json").is_file()
+
+
+def test_a_failing_run_does_not_keep_the_others(tmp_path: Path) -> None:
+    """BLEU's data cannot be fetched: answers are kept, the message says what is missing, other runs are written."""
+    place = Place(tmp_path)
+    entries = [f"simple_short_answer_qa:model={MODEL}", ENTRIES[1]]
+    output = place.run("suite", entries=entries, expect=1)
+    assert "python -m nltk.downloader punkt" in output and "answers are there and kept" in output
+    assert (place.run_folder("simple_mcqa_scored") / "stats.json").is_file()
+    assert not (place.run_folder("simple_short_answer_qa") / "stats.json").exists()
+    assert place.events()["block"] == 1
+    suite = json.loads((tmp_path / "benchmark_output/runs/s/flexgen_suite.json").read_text())
+    assert len(suite["runs"]) == 2  # both were executed
+    assert suite["failed"] == ["simple_short_answer_qa:model=flexgen_opt-125m"]
+
+
+def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody answers there
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in proxy.items():
+            patch.setenv(name, value)
+        output = place.run("suite", entries=[f"boolq:model={MODEL}", *ENTRIES], expect=1)
+    said = output.splitlines()[-1]
+    assert said.startswith(f"flexgen-helm: boolq:model={MODEL.replace('/', '_')}: the scenario's data could not be")
+    assert "URLError" in said and "Copy it into benchmark_output/scenarios/boolq from" in said
+    assert "2 runs in benchmark_output/runs/s" in output and "exact_match" in output
+    # What a run that fails now left in an earlier call is not shown as this call's.
+    place.run_folder("simple_mcqa_scored").rename(place.run_folder("boolq"))
+    output = place.run("suite", entries=[f"boolq:model={MODEL}", ENTRIES[0]], expect=1)
+    assert "1 runs in benchmark_output/runs/s" in output
+
+
+def test_a_suite_in_several_calls_keeps_what_each_of_them_computed(
+    tiny: Callable[[str], TinyModel], tmp_path: Path
+) -> None:
+    place, models = Place(tmp_path), {"m": str(tiny("llama-untied-biases").path)}
+    entries = ["simple_mcqa:model=flexgen/m", "simple_mcqa_scored:model=flexgen/m"]
+
+    def call(*arguments: str) -> dict[str, Any]:
+        done = command_line(place, "-r", *arguments, models=models)
+        assert done.returncode == 0, done.stderr
+        content = json.loads((tmp_path / "benchmark_output/runs/s/flexgen_suite.json").read_text())
+        assert len(content["models"]) == 1
+        return dict(content)
+
+    def record() -> dict[str, Any]:
+        return dict(json.loads((place.run_folder("simple_mcqa") / "flexgen_run.json").read_text()))
+
+    first = call(entries[0])
+    own = record()
+    second = call(entries[1])
+    assert second["runs"] == [*first["runs"], "simple_mcqa_scored:model=flexgen_m"]
+    one, both = first["models"]["m"], second["models"]["m"]
+    assert both["roofline_s"] > one["roofline_s"] > 0
+    assert both["time_s"]["compute"] > one["time_s"]["compute"] > 0
+    assert both["workload"]["num_requests"] == second["totals"]["workload"]["num_requests"] == 2 + 4
+    # Nothing is computed twice, and nothing is lost by asking again.
+    again = call(*entries)
+    assert again["models"]["m"].keys() == both.keys() and again["runs"] == second["runs"]
+    for name in ("time_s", "bytes", "roofline_s", "peak_bytes", "predicted_latency_s", "workload"):
+        assert again["models"]["m"][name] == both[name]
+    assert again["models"]["m"]["latency_s"] == pytest.approx(both["latency_s"])
+    kept = record()
+    assert kept["num_reused"] == 2 and {name: kept[name] for name in own if name not in ("num_reused", "wall_s")} == {
+        name: own[name] for name in own if name not in ("num_reused", "wall_s")
+    }
+    report = read_suite(tmp_path / "benchmark_output/runs/s")
+    assert list(report.models) == ["m"] and report.notes == [reused_note(report.runs)]
+    # All of it anew is an account of its own.
+    anew = call(*entries, "--disable-cache")["models"]["m"]
+    assert anew["workload"] == both["workload"]
+    # Each process measures its own rate, so this one's is taken back out.
+    assert anew["roofline_s"] * anew["hardware"]["matmul_flops"] == pytest.approx(anew["flops"], rel=1e-3)

@@ -1,0 +1,194 @@
+"""LAMBADA and WikiText-2 through real `helm-run`: figures against a direct computation, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+import flexgen_helm.plugin  # noqa: F401
+from flexgen_helm.core.records import GenerationRequest
+from flexgen_helm.report.scores import read_scores
+from flexgen_helm.scenarios import lambada, wikitext
+from tests.helpers import fake_engine
+from tests.helpers.data_sets import FAKE_ENTRIES, FAKE_PASSAGES, PAGES, WORDS, Score, rolling_logprob, write_data
+from tests.helpers.helm_runs import MODEL, Place, figures
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny_models import TinyModel
+
+PREFIX = 2  # of the fake tokenizer, whose tokens are characters
+
+
+def expected_wikitext(
+    pages: Sequence[str], encode: Callable[[str], list[int]], prefix: int, length: int, score: Score
+) -> dict[str, float]:
+    texts = [wikitext.detokenize(page) for page in pages]
+    loss = -sum(rolling_logprob(encode(text), prefix, length, score) for text in texts)
+    # White space at either end of a page separates an empty word.
+    words = sum(len(page.split()) + page[0].isspace() + page[-1].isspace() for page in pages)
+    size = sum(len(page.encode()) for page in pages)
+    return {
+        "word_perplexity": math.exp(loss / words),
+        "byte_perplexity": math.exp(loss / size),
+        "bits_per_byte": loss / size / math.log(2),
+        "token_perplexity": math.exp(loss / sum(len(encode(text)) for text in texts)),
+    }
+
+
+# ---- on the fake engine ----
+
+
+def fake_score(ids: list[int]) -> list[float]:
+    scored = fake_engine.answer(GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True))
+    return [0.0 if logprob is None else logprob for logprob in scored.prompt_logprobs or ()]
+
+
+@pytest.fixture(scope="module")
+def suite(fake_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """All entries in one `flexgen-helm run`."""
+    place = Place(tmp_path_factory.mktemp("suite"))
+    place.run("suite", entries=FAKE_ENTRIES)
+    return place
+
+
+def folder_of(place: Place, entry: str) -> Path:
+    return place.folder / "benchmark_output" / "runs" / "s" / entry.replace("/", "_")
+
+
+def test_a_suite_equals_plain_runs_whatever_the_number_of_threads(suite: Place, tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.run("run", "-n", "1", entries=FAKE_ENTRIES)
+    assert place.results() == suite.results()
+    assert len(place.results()) == len(FAKE_ENTRIES)
+
+
+def test_wikitext_is_scored_by_the_definition(suite: Place) -> None:
+    for entry, length in ((FAKE_ENTRIES[2], wikitext.MAX_LENGTH), (FAKE_ENTRIES[3], 50)):
+        found = figures(folder_of(suite, entry))
+        expected = expected_wikitext(PAGES, lambda text: list(map(ord, text)), PREFIX, length, fake_score)
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+        assert found["perplexity"] == found["token_perplexity"]
+        assert found["num_instances"] == len(PAGES)
+    short, long = (figures(folder_of(suite, entry))["word_perplexity"] for entry in FAKE_ENTRIES[2:])
+    assert short != pytest.approx(long, rel=1e-6)  # the windows matter
+
+
+def test_lambada_is_scored_by_the_definition(suite: Place) -> None:
+    losses = []
+    for passage in FAKE_PASSAGES:
+        context, target = lambada.split_passage(passage)
+        losses.append(-sum(fake_score(list(map(ord, passage)))[len(context) :]))
+    found = figures(folder_of(suite, FAKE_ENTRIES[1]))
+    assert found["target_perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-9)
+    assert found["perplexity"] == found["target_perplexity"]
+    assert figures(folder_of(suite, FAKE_ENTRIES[0]))["exact_match"] == 0.0  # the fake knows no 'w'
+
+
+def test_every_instance_has_its_sums_for_paired_comparisons(suite: Place) -> None:
+    for entry, name in ((FAKE_ENTRIES[0], "exact_match"), (FAKE_ENTRIES[1], "logprob"), (FAKE_ENTRIES[2], "logprob")):
+        rows = json.loads((folder_of(suite, entry) / "per_instance_stats.json").read_text())
+        named = [row for row in rows if any(stat["name"]["name"] == name for stat in row["stats"])]
+        instances = len(PAGES) if entry.startswith("wikitext") else len(FAKE_PASSAGES)
+        assert len({row["instance_id"] for row in named}) == len(named) == instances
+
+
+def test_the_summary_leads_with_the_precise_names(suite: Place) -> None:
+    shown = [list(read_scores(folder_of(suite, entry)).scores) for entry in FAKE_ENTRIES[:3]]
+    assert shown == [["exact_match"], ["target_perplexity"], ["word_perplexity", "token_perplexity", "bits_per_byte"]]
+
+
+def test_files_of_a_run_name_no_folder_of_this_machine(suite: Place) -> None:
+    for entry in FAKE_ENTRIES:
+        assert str(ROOT) not in (folder_of(suite, entry) / "scenario.json").read_text()
+
+
+def test_without_data_a_suite_refuses_in_one_sentence_and_other_runs_are_kept(
+    suite: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    place = Place(tmp_path)
+    entries = [f"simple_mcqa:model={MODEL}", FAKE_ENTRIES[0], FAKE_ENTRIES[2]]
+    output = place.run("suite", entries=entries, expect=2)
+    for line in output.splitlines()[-2:]:
+        assert "UsageError: the data of" in line and "FLEXGEN_HELM_DATA" in line and "from the hub" in line
+    assert (place.run_folder("simple_mcqa") / "stats.json").is_file()
+    assert place.events()["answer"] == 6
+
+
+# ---- on a real engine ----
+
+
+def tiny_passages(
+    model: TinyModel, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]
+) -> list[str]:
+    """Passages of which some end in what the model says, of one token and of two, and some do not."""
+    rng, found, hits = random.Random(5), [], {1: 0, 2: 0}
+    for _ in range(4000):
+        context = " ".join(rng.choices(WORDS, k=6))
+        ids = encode(context)
+        for length in (1, 2):
+            ids = [*ids, int(model.logprobs(ids)[-1].argmax())]
+            target = decode(ids[-length:])
+            word = target[:1] == " " and target[1:].isalpha() and encode(context + target) == ids
+            if word and hits[length] < 3:
+                hits[length] += 1
+                found.append(context + target)
+        if min(hits.values()) == 3:
+            break
+    assert hits[1], "no passage of the tiny model can be right"
+    return found + [" ".join(rng.choices(WORDS, k=7)) for _ in range(6)]
+
+
+def test_figures_of_a_real_engine_are_those_of_transformers(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    """The whole way: data, prompts, engine, metrics, with windows bounded by 96 positions."""
+    from flexgen_helm.text.tokenizer import Tokenizer
+
+    model = tiny("llama")
+    tokenizer = Tokenizer.from_path(model.path)
+    assert tokenizer is not None
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def score(ids: list[int]) -> list[float]:
+        logprobs = model.logprobs(ids)
+        return [0.0, *(logprobs[i, token].item() for i, token in enumerate(ids[1:]))]
+
+    passages = tiny_passages(model, encode, tokenizer.decode)
+    data = write_data(tmp_path / "data", passages, PAGES)
+    (tmp_path / "models.yaml").write_text(json.dumps({"tiny": {"path": str(model.path)}}))
+    variables = {"FLEXGEN_HELM_DATA": str(data), "FLEXGEN_HELM_MODELS": str(tmp_path / "models.yaml"),
+                 "FLEXGEN_HELM_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    runs = ["lambada:mode=accuracy,model=flexgen/tiny", "lambada:mode=perplexity,model=flexgen/tiny",
+            "wikitext:model=flexgen/tiny"]  # fmt: skip
+    main = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", main, "run", "-r", *runs, "-m", "100", "--suite", "s"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    accuracy, perplexity, pages = (
+        figures(tmp_path / "benchmark_output" / "runs" / "s" / run.replace("/", "_")) for run in runs
+    )
+
+    hits, losses = 0, []
+    for passage in passages:
+        context, target = (len(encode(part)) for part in lambada.split_passage(passage))
+        ids = encode(passage)
+        target = len(ids) - context
+        hits += model.logprobs(ids)[context - 1 : -1].argmax(-1).tolist() == ids[context:]
+        losses.append(-sum(score(ids)[-target:]))
+    assert 0 < hits < len(passages)
+    assert accuracy["exact_match"] == hits / len(passages)
+    assert perplexity["target_perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+    expected = expected_wikitext(PAGES, encode, encode("<|endoftext|>")[0], 96, score)
+    assert {name: pages[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    # Inverse: windows of another length give another figure.
+    other = expected_wikitext(PAGES, encode, encode("<|endoftext|>")[0], 48, score)
+    assert pages["word_perplexity"] != pytest.approx(other["word_perplexity"], rel=1e-4)

@@ -1,0 +1,77 @@
+"""How much a pass may hold: a planned block's hidden states and cache share the room as the plan counted on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flexgen_helm.exec.block import HIDDEN_SHARE, Workload, block_limits
+from flexgen_helm.policy.memory import MemoryPlan
+from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.predict import predict
+from tests.helpers.situations import small
+
+NEAR = {"gpu": 1.0, "cpu": 0.0, "disk": 0.0}
+HOST = {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}
+FREE = {"gpu": 1_000_000, "cpu": 100_000_000, "disk": 0}
+ASKED = Workload(longest=20, prompt_tokens=1600)
+
+
+def limits(policy, plan, host_attends=True, schedule="zigzag"):
+    return block_limits(plan, policy, schedule, ASKED, FREE, "gpu", 1200, 100, 500, 0, host_attends)
+
+
+@pytest.fixture
+def plan() -> MemoryPlan:
+    return MemoryPlan(weights={}, cache=HOST, activations=NEAR, staging_bytes=1, compute_copies=False)
+
+
+def test_a_planned_block_is_let_in_whole(plan):
+    """Its hidden states may take what the block's cache leaves, here everything: 1600 x 500 bytes of a million."""
+    policy = Policy(100, 1, 0, 1, 0, 1, 1, 0)
+    assert limits(policy, plan).pass_tokens == 1600
+    assert limits(None, plan).pass_tokens == HIDDEN_SHARE * 1_000_000 // 500  # nobody counted
+
+
+def test_what_the_cache_needs_is_left_to_it(plan):
+    policy = Policy(30, 1, 0, 1, 1, 0, 1, 0)  # 30 x 20 x 1200 bytes of cache
+    found = limits(policy, replace(plan, cache=NEAR))
+    assert found.pass_tokens == (1_000_000 - 720_000) // 500
+    assert found.cache_tokens >= 600
+
+
+def test_newest_tokens_of_a_packed_cache_keep_their_room(plan):
+    """30 rows of 20 positions, and 10,000 bytes each beside the computing."""
+    policy = Policy(30, 1, 0, 1, 1, 0, 1, 0)
+    near = replace(plan, cache=NEAR)
+    found = block_limits(near, policy, "zigzag", ASKED, {**FREE, "gpu": 1_300_000}, "gpu", 1200, 100, 500, 10_000, True)
+    assert found.pass_tokens == (1_300_000 - 720_000 - 300_000) // 500
+    assert found.cache_tokens >= 30 * (20 + 10_000 // 1200)
+
+
+def test_where_all_prompts_are_under_way_prefixes_keep_their_room(plan):
+    policy = Policy(30, 1, 0, 1, 1, 0, 1, 0)
+    found = limits(policy, replace(plan, cache=NEAR), schedule="prefill-only")
+    assert found.cache_tokens == int((1 - HIDDEN_SHARE) * 1_000_000 / 1200)
+
+
+def test_groups_that_the_host_attends_to_need_no_staging(plan):
+    policy = Policy(100, 1, 0, 1, 0, 1, 1, 0)
+    tight = {**FREE, "gpu": 800_000}
+    pair = [
+        block_limits(plan, policy, "zigzag", ASKED, tight, "gpu", 1200, 100, 500, 0, attends).pass_tokens
+        for attends in (True, False)
+    ]
+    assert pair == [1600, (800_000 - 2 * 32 * 21 * 100) // 500]
+
+
+def test_prompts_beyond_one_batch_wait_even_in_a_block_of_one():
+    """A planner that counted only one token a row filled the gpu with weights, and the block came in eight pieces."""
+    situation = small(200, 400)
+    rows = situation.workload.num_sequences
+    tokens = rows * situation.workload.computed
+    bound = replace(situation, runtime=replace(situation.runtime, max_batch_tokens=int(tokens) - 1))
+    policy = Policy(rows, 1, 0, 1, 0, 1, 1, 0)
+    found = [predict(each, policy, "zigzag").memory["gpu"].peak for each in (situation, bound)]
+    assert found[1] - found[0] >= 0.9 * (tokens - rows) * situation.spec.hidden_size * situation.compute_bytes

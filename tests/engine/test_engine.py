@@ -1,0 +1,332 @@
+"""What users meet: documented results at the edges, and bad input that fails alone, clearly and at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from flexgen_helm import Engine, FlexgenError, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.core.errors import (
+    Interrupted,
+    MemoryLimitError,
+    NumericalError,
+    RequestError,
+    UnknownModelError,
+    UsageError,
+)
+from flexgen_helm.exec.scheduler import Scheduler
+from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.quant.precisions import PAPER_GROUPS, Precision
+from tests.helpers.tiny_models import build_tiny
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        yield engine
+
+
+def test_a_bad_request_fails_alone(engine):
+    good = GenerationRequest(prompt="the quick", max_tokens=3)
+    bad = [
+        GenerationRequest(prompt="a", prompt_token_ids=[1]),
+        GenerationRequest(),
+        GenerationRequest(prompt="a", max_tokens=-1),
+        GenerationRequest(prompt="a", n=0),
+        GenerationRequest(prompt="a", temperature=math.nan),
+        GenerationRequest(prompt="a", top_p=0.0),
+        GenerationRequest(prompt="a", stop=[""]),
+        GenerationRequest(prompt="a", stop="\n"),
+        GenerationRequest(prompt="a" * 500, max_tokens=90),
+        GenerationRequest(prompt_token_ids=[5, 99999]),
+        GenerationRequest(prompt="lone \ud800 surrogate"),
+    ]
+    alone = engine.run([good])[0]
+    results = engine.run([good, *bad, good])
+    for result in (results[0], results[-1]):
+        assert result.completions == alone.completions
+    for result in results[1:-1]:
+        assert isinstance(result.error, RequestError) and result.completions == ()
+    assert "96 tokens" in str(results[9].error)
+
+
+def test_edges_have_documented_results(engine):
+    prompt = [7, 8, 9]
+    nothing, score, one, last = engine.run(
+        [
+            GenerationRequest(prompt_token_ids=prompt, max_tokens=0),
+            GenerationRequest(prompt_token_ids=prompt, max_tokens=0, echo_logprobs=True, n=2),
+            GenerationRequest(prompt_token_ids=prompt[:1], max_tokens=0, echo_logprobs=True),
+            GenerationRequest(prompt_token_ids=[3] * 97, max_tokens=0, echo_logprobs=True),
+        ]
+    )
+    assert [c.finish_reason for c in nothing.completions] == ["length"] and nothing.completions[0].text == ""
+    assert nothing.prompt_logprobs is None and nothing.prompt_token_ids == (7, 8, 9)
+    assert len(score.completions) == 2 and len(score.prompt_logprobs) == 3
+    assert one.prompt_logprobs == (None,)
+    assert last.error is None and len(last.prompt_logprobs) == 97  # the last token is scored, never fed
+
+
+def test_an_empty_prompt_is_conditioned_on_the_token_that_begins_texts(engine):
+    empty, explicit = engine.run(
+        [
+            GenerationRequest(prompt="", max_tokens=5, echo_logprobs=True),
+            GenerationRequest(prompt_token_ids=[0], max_tokens=5),
+        ]
+    )
+    assert empty.error is None and empty.prompt_token_ids == () and empty.prompt_logprobs == ()
+    assert empty.completions[0].token_ids == explicit.completions[0].token_ids
+
+
+def test_eos_ends_a_completion_and_is_not_part_of_it(tiny):
+    """Every token that greedy decoding draws is declared EOS in turn: the text ends right before it."""
+    request = GenerationRequest(prompt_token_ids=[7, 8, 9], max_tokens=6)
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        free = engine.run([dataclasses.replace(request, ignore_eos=True)])[0].completions[0]
+        engine.tokenizer.eos_ids = frozenset([free.token_ids[3]])
+        cut = free.token_ids.index(free.token_ids[3])
+        ended = engine.run([request])[0].completions[0]
+    assert ended.finish_reason == "endoftext"
+    assert ended.token_ids == free.token_ids[:cut] and len(ended.logprobs) == cut
+
+
+def test_stop_strings_cut_text_and_tokens(engine):
+    free = engine.run([GenerationRequest(prompt="the", max_tokens=20, ignore_eos=True)])[0].completions[0]
+    for start in range(1, len(free.text) - 1):
+        stop = free.text[start : start + 2]
+        if "\ufffd" in stop:
+            continue
+        stopped = engine.run([GenerationRequest(prompt="the", max_tokens=20, stop=[stop], ignore_eos=True)])[0]
+        completion = stopped.completions[0]
+        assert completion.finish_reason == "stop"
+        assert completion.text == free.text[: free.text.index(stop)]
+        kept = len(completion.token_ids)
+        assert completion.token_ids == free.token_ids[:kept] and completion.logprobs == free.logprobs[:kept]
+
+
+def test_results_are_reported_as_they_finish(engine):
+    seen = {}
+    progress = []
+    requests = [GenerationRequest(prompt_token_ids=[5 + i], max_tokens=1 + 3 * i) for i in range(6)]
+    results = engine.run(requests, on_result=seen.__setitem__, progress=progress.append)
+    assert list(seen) == sorted(seen, key=lambda place: requests[place].max_tokens)
+    assert [seen[place] for place in range(6)] == results
+    assert progress[-1].done_requests == 6 and progress[-1].done_tokens <= progress[-1].total_tokens
+    assert [p.done_tokens for p in progress] == sorted(p.done_tokens for p in progress)
+
+
+def test_an_interrupted_run_keeps_what_is_finished_and_frees_its_cache(engine):
+    seen = {}
+    requests = [GenerationRequest(prompt_token_ids=[5 + i], max_tokens=2 + 5 * i, ignore_eos=True) for i in range(6)]
+    with pytest.raises(Interrupted):
+        engine.run(requests, on_result=seen.__setitem__, should_stop=lambda: len(seen) == 3)
+    assert set(seen) == {0, 1, 2}
+    engine.ledger.check({"weights": engine.ledger.in_use})
+    full = engine.run(requests)
+    assert [full[place].completions for place in seen] == [result.completions for result in seen.values()]
+
+
+def test_equal_requests_are_computed_once(engine):
+    requests = [GenerationRequest(prompt_token_ids=[4, 5, 6, 7], max_tokens=5)] * 9
+    results = engine.run(requests)
+    assert len({result.completions for result in results}) == 1
+    workload = engine.last_run["workload"]
+    assert (workload["num_requests"], workload["num_unique"]) == (9, 1)
+    assert workload["prompt_tokens"] == 36 and math.isclose(workload["prompt_tokens_computed"], 4)
+
+
+def test_the_run_record_adds_up(engine):
+    requests = [GenerationRequest(prompt_token_ids=[4] * (3 + i), max_tokens=i, ignore_eos=True) for i in range(5)]
+    results = engine.run(requests)
+    record = engine.last_run
+    json.dumps(record, allow_nan=False)
+    assert record["workload"]["prompt_tokens"] == sum(3 + i for i in range(5))
+    assert record["workload"]["output_tokens"] == sum(range(5))
+    assert math.isclose(sum(r.cost.prefill_s for r in results), record["prefill_s"])
+    assert record["prefill_s"] + record["decode_s"] <= record["latency_s"]
+    assert record["efficiency"] == 1.0
+    assert math.isclose(record["actual_throughput"], (25 + 10) / record["latency_s"])
+
+
+def test_values_that_are_not_finite_fail_loudly_and_alone(tiny):
+    """A token whose embedding overflows: requests with it fail and name the stage, their batch-mates do not."""
+    poisoned = 77
+    requests = [GenerationRequest(prompt_token_ids=[9, 10 + i], max_tokens=6) for i in range(4)]
+    needle = GenerationRequest(prompt_token_ids=[9, poisoned, 9], max_tokens=6)
+    with Engine.from_pretrained(tiny("opt").path) as engine:
+        before = engine.run(requests)
+        table = engine._weights._home["embed.tokens.weight"]
+        table[poisoned] = math.inf
+        results = engine.run([*requests[:2], needle, *requests[2:]])
+    bad = results.pop(2)
+    assert isinstance(bad.error, NumericalError) and "layers.0" in str(bad.error)
+    for a, b in zip(before, results):
+        # the tied head's poisoned column makes the others' logits infinite only if they attend to it
+        assert b.error is None or isinstance(b.error, NumericalError)
+        if b.error is None:
+            assert a.completions[0].token_ids == b.completions[0].token_ids
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_logit_that_is_not_finite_is_no_score(tiny, monkeypatch, value):
+    """An infinite logit would make all other tokens' log-probabilities minus infinity, which is no answer."""
+    honest = Decoder.head
+
+    def head(self, weights, hidden):
+        logits = honest(self, weights, hidden)
+        logits[0, 5] = value
+        return logits
+
+    monkeypatch.setattr(Decoder, "head", head)
+    request = GenerationRequest(prompt_token_ids=[9, 10, 11, 12], max_tokens=0, echo_logprobs=True)
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        assert isinstance(engine.run([request])[0].error, NumericalError)
+
+
+def test_one_rows_fault_does_not_reach_its_slot_group(tiny, monkeypatch):
+    """A row that turns non-finite while decoding shares its slot group; the freed slot must not poison the mover."""
+    requests = [GenerationRequest(prompt_token_ids=[9, 10 + i, 20], max_tokens=12, ignore_eos=True) for i in range(5)]
+    from flexgen_helm.exec.executor import Executor
+
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        before = engine.run(requests)
+        honest = Executor._layer
+        calls = []
+
+        def poison(self, state, stage):
+            honest(self, state, stage)
+            if stage == 1 and state.layout.decodes:
+                calls.append(None)
+                if len(calls) == 4:
+                    state.hidden = state.hidden.clone()
+                    state.hidden[1] = math.nan
+
+        monkeypatch.setattr(Executor, "_layer", poison)
+        after = engine.run(requests)
+    failed = [place for place, result in enumerate(after) if result.error]
+    assert len(failed) == 1 and isinstance(after[failed[0]].error, NumericalError)
+    for place, result in enumerate(after):
+        if place not in failed:
+            assert result.completions[0].token_ids == before[place].completions[0].token_ids
+
+
+def test_memory_limits_are_refused_before_loading_and_enforced(tiny):
+    path = tiny("llama").path
+    with pytest.raises(MemoryLimitError, match="raise --cpu-memory"):
+        Engine.from_pretrained(path, limits=MemoryLimits(cpu=1000))
+    with Engine.from_pretrained(path) as engine:
+        weights = engine.ledger.in_use
+        per_token = engine.spec.kv_bytes_per_token(4)
+    with Engine.from_pretrained(path, limits=MemoryLimits(cpu=2 * weights)) as engine:
+        room = (engine.ledger.limit - engine.ledger.in_use) // per_token
+        many = [GenerationRequest(prompt_token_ids=[5] * 30, max_tokens=40, seed=i, temperature=1.0) for i in range(40)]
+        assert all(result.error is None for result in engine.run(many))
+        assert engine.ledger.peak <= engine.ledger.limit
+    assert room > 0
+
+
+def test_a_request_beyond_the_cache_limit_is_refused_alone(tiny):
+    path = tiny("llama").path
+    with Engine.from_pretrained(path) as engine:
+        copies, per_token = engine.ledger.in_use, engine.spec.kv_bytes_per_token(4)
+    with Engine.from_pretrained(path, limits=MemoryLimits(cpu=2 * copies + 4)) as engine:
+        other = engine.ledger.claim("other", engine.ledger.free - 20 * per_token)
+        small, large = engine.run(
+            [
+                GenerationRequest(prompt_token_ids=[5] * 5, max_tokens=10),
+                GenerationRequest(prompt_token_ids=[5] * 50, max_tokens=10),
+            ]
+        )
+        engine.ledger.release(other)
+    assert small.error is None and "59 tokens" in str(large.error)
+
+
+def test_what_this_version_cannot_do_is_refused(tiny):
+    path = tiny("llama").path
+    for arguments in (
+        {"precision": "3bit"},
+        {"precision": Precision("packed tables", tables=PAPER_GROUPS)},
+        {"schedule": "spiral"},
+        {"device": "tpu"},
+        {"device": "sim"},
+        {"policy": "4x1,50,50"},
+        {"policy": "0x1,0,100,0,100,0,100"},
+    ):
+        with pytest.raises(UsageError):
+            Engine.from_pretrained(path, **arguments)
+    with pytest.raises(UnknownModelError, match="smollm2"):
+        Engine.from_pretrained("smollm2-135")
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="--device cpu"):
+            Engine.from_pretrained(path, device="cuda")
+
+
+def test_policies_are_validated():
+    policy = Policy.parse("48x3,20,80,0,100,0,100")
+    assert (policy.block_size, policy.wg, policy.wd, policy.cc) == (144, 0.2, 0.0, 1.0)
+    for text in ("", "x", "1x1", "1x1,1,2,3,4,5", "1x1,90,20,0,100,0,100", "ax1,0,100,0,100,0,100"):
+        with pytest.raises(UsageError):
+            Policy.parse(text)
+
+
+def test_without_tokenizer_files_token_ids_work(tmp_path):
+    model = build_tiny(tmp_path, "opt", tokenizer=False)
+    with Engine.from_pretrained(model.path) as engine:
+        ids, text, stop = engine.run(
+            [
+                GenerationRequest(prompt_token_ids=[5, 6], max_tokens=4),
+                GenerationRequest(prompt="hello"),
+                GenerationRequest(prompt_token_ids=[5], stop=["x"]),
+            ]
+        )
+    assert len(ids.completions[0].token_ids) == 4 and ids.completions[0].text == ""
+    assert "no tokenizer" in str(text.error) and "no tokenizer" in str(stop.error)
+
+
+def test_dummy_weights_run_and_differ_by_seed():
+    request = GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=8, ignore_eos=True)
+    found = []
+    for seed in (0, 0, 1):
+        with Engine.from_pretrained("opt-125m", weights="dummy", seed=seed) as engine:
+            result = engine.run([request])[0]
+            assert result.error is None
+            found.append((engine.fingerprint, result.completions[0]))
+    assert found[0] == found[1] and found[0][0] != found[2][0]
+    assert found[0][1].token_ids != found[2][1].token_ids
+
+
+def test_a_closed_engine_says_so(tiny):
+    engine = Engine.from_pretrained(tiny("opt").path)
+    engine.close()
+    engine.close()
+    with pytest.raises(FlexgenError, match="closed"):
+        engine.run([])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "4bit"}, {"device": "sim", "limits": MemoryLimits(gpu=64 << 20)}]
+)
+def test_rows_of_one_length_decode_in_one_group_and_answer_as_alone(tiny, monkeypatch, options):
+    largest = []
+    original = Scheduler._open
+
+    def opened(scheduler, rows):
+        original(scheduler, rows)
+        largest.append(len(rows))
+
+    monkeypatch.setattr(Scheduler, "_open", opened)
+    requests = [
+        GenerationRequest(prompt_token_ids=[5 + i, *range(9, 49 + i % 2)], max_tokens=3 + i % 4, ignore_eos=True)
+        for i in range(80)
+    ]
+    with Engine.from_pretrained(tiny("llama").path, **options) as engine:
+        together = engine.run(requests)
+        assert max(largest) == 80
+        for request, result in zip(requests[::9], together[::9]):
+            (alone,) = engine.run([request])
+            assert result.completions[0].token_ids == alone.completions[0].token_ids
+            assert result.completions[0].logprobs == pytest.approx(alone.completions[0].logprobs, abs=1e-4)

@@ -1,0 +1,158 @@
+"""The engine against `transformers` in float32, and against itself in other company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm.models import attention
+from tests.helpers.parity import TOLERANCE, assert_equals_reference, prompts
+from tests.helpers.tiny_models import VARIANTS
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("batch", [1, 17])
+def test_scores_and_greedy_tokens_equal_transformers(tiny, variant, batch):
+    model = tiny(variant)
+    asked = prompts(batch, 70, seed=batch)
+    requests = [
+        GenerationRequest(
+            prompt_token_ids=p, max_tokens=(0, 1, 7, 20)[i % 4], echo_logprobs=i % 3 != 1, ignore_eos=True
+        )
+        for i, p in enumerate(asked, start=2)
+    ]
+    with Engine.from_pretrained(model.path) as engine:
+        results = engine.run(requests)
+    for prompt, request, result in zip(asked, requests, results):
+        assert len(result.completions[0].token_ids) == request.max_tokens
+        assert_equals_reference(model, prompt, request, result)
+
+
+requests_strategy = st.lists(
+    st.builds(
+        dict,
+        length=st.integers(1, 40),
+        max_tokens=st.sampled_from([0, 1, 2, 5, 17]),
+        n=st.sampled_from([1, 1, 1, 3]),
+        temperature=st.sampled_from([0.0, 0.0, 0.8]),
+        top_p=st.sampled_from([1.0, 0.7]),
+        echo_logprobs=st.booleans(),
+        seed=st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.fixture(scope="module")
+def needle(tiny):
+    """A request, and its answer when it is alone."""
+    request = GenerationRequest(prompt_token_ids=prompts(1, 30, seed=5)[0], max_tokens=12, echo_logprobs=True)
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        return request, engine.run([request])[0]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    drawn=requests_strategy,
+    schedule=st.sampled_from(["row", "zigzag"]),
+    policy=st.sampled_from(["auto", "1x1,0,100,0,100,0,100", "2x3,0,100,0,100,0,100", "5x2,0,100,0,100,0,100"]),
+    cache_tokens=st.sampled_from([80, 150, 100_000]),
+    place=st.integers(0, 11),
+)
+def test_a_needle_in_any_company_keeps_its_answer(tiny, needle, drawn, schedule, policy, cache_tokens, place):
+    """Whatever its neighbours, the schedule, the block and the memory limit: same tokens, same log-probabilities."""
+    request, alone = needle
+    haystack = []
+    for i, d in enumerate(drawn):
+        length = d.pop("length")
+        haystack.append(GenerationRequest(prompt_token_ids=prompts(1, length, seed=i)[0], **d))
+    haystack.insert(min(place, len(haystack)), request)
+    model = tiny("llama")
+    with Engine.from_pretrained(model.path) as probe:
+        limit = probe.ledger.in_use + cache_tokens * probe.spec.kv_bytes_per_token(4)
+    limits = MemoryLimits(cpu=max(limit, 2 * probe_bytes(model)))
+    with Engine.from_pretrained(model.path, schedule=schedule, policy=policy, limits=limits) as engine:
+        result = engine.run(haystack)[haystack.index(request)]
+        engine.ledger.check({"weights": engine.ledger.in_use})
+    assert result.completions[0].token_ids == alone.completions[0].token_ids
+    assert max_difference(result, alone) < TOLERANCE
+
+
+def probe_bytes(model) -> int:
+    return sum(4 * p.numel() for p in model.reference.parameters())
+
+
+def max_difference(a, b) -> float:
+    pairs = [
+        *zip(a.prompt_logprobs[1:], b.prompt_logprobs[1:]),
+        *zip(a.completions[0].logprobs, b.completions[0].logprobs),
+    ]
+    return max(abs(x - y) for x, y in pairs)
+
+
+def test_the_needle_test_would_notice_a_leak(tiny, needle, monkeypatch):
+    """The guard's inverse: without the mask over longer neighbours' columns the needle's answer changes."""
+    request, alone = needle
+    honest = attention.cached
+    monkeypatch.setattr(attention, "cached", lambda q, k, v, scoring, at, mask: honest(q, k, v, scoring, at, None))
+    others = [GenerationRequest(prompt_token_ids=p, max_tokens=12) for p in prompts(5, 40, seed=9)]
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        result = engine.run([*others, request])[-1]
+    assert max_difference(result, alone) > 10 * TOLERANCE
+
+
+def test_the_same_plan_gives_the_same_bits(tiny):
+    requests = [
+        GenerationRequest(prompt_token_ids=p, max_tokens=9, temperature=0.7 * (i % 2), echo_logprobs=True)
+        for i, p in enumerate(prompts(13, 50))
+    ]
+    with Engine.from_pretrained(tiny("opt").path) as engine:
+        first, second = engine.run(requests), engine.run(requests)
+    for a, b in zip(first, second):
+        assert (a.completions, a.prompt_logprobs) == (b.completions, b.prompt_logprobs)
+
+
+@pytest.mark.parametrize(
+    "variant", ["llama", "opt", "mistral", "qwen3-windows", "gemma2", "gemma3", "bloom", "pythia", "qwen3-moe"]
+)
+def test_completions_share_their_prompt_and_equal_single_ones(tiny, variant):
+    """n continuations over one cached prompt are scored as `transformers` scores each of them alone."""
+    model = tiny(variant)
+    prompt = prompts(1, 40, seed=3)[0]
+    request = GenerationRequest(prompt_token_ids=prompt, max_tokens=15, n=5, temperature=1.0, seed=11, ignore_eos=True)
+    with Engine.from_pretrained(model.path) as engine:
+        result = engine.run([request])[0]
+        computed = engine.last_run["workload"]["prompt_tokens_computed"]
+    assert computed == len(prompt)
+    assert len({c.token_ids for c in result.completions}) > 1
+    for completion in result.completions:
+        reference = model.logprobs(prompt + list(completion.token_ids))
+        for i, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs)):
+            assert abs(logprob - reference[len(prompt) - 1 + i, token].item()) < TOLERANCE
+
+
+def test_weights_at_rest_in_16_bits_give_the_same_numbers(tiny):
+    """A limit without room for compute copies: products upcast by row tile."""
+    model = tiny("llama")
+    request = GenerationRequest(prompt_token_ids=prompts(1, 60)[0], max_tokens=8, echo_logprobs=True)
+    with Engine.from_pretrained(model.path) as engine:
+        roomy, full = engine.run([request])[0], engine.ledger.by_kind()["weights"]
+    with Engine.from_pretrained(model.path, limits=MemoryLimits(cpu=int(full * 1.9))) as engine:
+        assert engine.ledger.by_kind()["weights"] < 0.6 * full
+        tight = engine.run([request])[0]
+    assert tight.completions[0].token_ids == roomy.completions[0].token_ids
+    assert max_difference(tight, roomy) < 1e-5
+
+
+def test_tiles_join_to_the_whole_product(monkeypatch):
+    from flexgen_helm.store import products
+
+    monkeypatch.setattr(products, "TILE_ELEMENTS", 100)
+    x, w, b = torch.randn(70, 24), torch.randn(31, 24).half(), torch.randn(31)
+    expected = x.double() @ w.double().t() + b.double()
+    assert (products.product(x, w, b).double() - expected).abs().max() < 1e-4
+    assert (products.product(x[:3], w, b).double() - expected[:3]).abs().max() < 1e-4

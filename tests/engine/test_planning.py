@@ -1,0 +1,226 @@
+"""What an engine does with plans: weights, blocks, predictions beside measurements, and learning."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm.core.errors import MemoryLimitError, UsageError
+from flexgen_helm.exec import engine as engine_module
+from flexgen_helm.exec import profiling
+from flexgen_helm.exec.planning import corrected, corrections
+from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.policy.policy import Policy
+from flexgen_helm.policy.predict import predict
+from tests.helpers.situations import small
+
+
+def requests(count, prompt=12, new=4):
+    return [
+        GenerationRequest(prompt_token_ids=[2 + (5 * i + j) % 300 for j in range(prompt)], max_tokens=new)
+        for i in range(count)
+    ]
+
+
+def streamed_limit(path):
+    """A limit that the weights exceed."""
+    from flexgen_helm.checkpoint.spec import read_spec
+    from flexgen_helm.policy.placement import AtRest
+
+    return int(0.9 * sum(AtRest(read_spec(path)[0]).matrices.values()))
+
+
+@pytest.mark.parametrize("new", [1, 4])
+def test_auto_plans_weights_and_block_and_answers_the_same(tiny, tmp_path, monkeypatch, new):
+    monkeypatch.setattr("flexgen_helm.policy.memory.MIN_STAGING_BYTES", 1 << 15)
+    path = tiny("llama").path
+    asked = requests(9, new=new)
+    with Engine.from_pretrained(path, device="cpu") as near:
+        expected = [result.completions[0].token_ids for result in near.run(asked)]
+        assert near.last_run["predicted_latency_s"] > 0 and near.last_run["schedule"] == "row"
+    limits = MemoryLimits(cpu=streamed_limit(path))
+    with Engine.from_pretrained(path, device="cpu", limits=limits, offload_dir=tmp_path) as engine:
+        assert [result.completions[0].token_ids for result in engine.run(asked)] == expected
+        record = engine.last_run
+    assert record["schedule"] == ("prefill-only" if new == 1 else record["schedule"])
+    assert record["achieved_placement"]["weights"]["disk"] > 0
+    assert record["policy"]["gpu_batch_size"] >= 1 and record["predicted"]["latency_s"] > 0
+    planned = record["policy"]["wc"]
+    assert record["achieved_placement"]["weights"]["cpu"] == pytest.approx(planned, abs=0.02)
+
+
+def test_no_run_is_judged_by_the_plan_of_the_last(tiny, tmp_path, monkeypatch):
+    """Scoring is planned as prefill-only; the run that follows may generate."""
+    monkeypatch.setattr("flexgen_helm.policy.memory.MIN_STAGING_BYTES", 1 << 15)
+    path = tiny("llama").path
+    scored = [replace(request, max_tokens=0, echo_logprobs=True) for request in requests(9)]
+    limits = MemoryLimits(cpu=streamed_limit(path))
+    with Engine.from_pretrained(path, device="cpu", limits=limits, offload_dir=tmp_path) as engine:
+        assert engine.run(scored)[0].error is None and engine.last_run["schedule"] == "prefill-only"
+        assert [result.error for result in engine.run(requests(9))] == [None] * 9
+        assert engine.last_run["schedule"] != "prefill-only"
+
+
+def test_a_latency_that_nothing_meets_is_refused(tiny, tmp_path):
+    path = tiny("llama").path
+    with pytest.raises(MemoryLimitError, match="within 1e-09 s"):
+        Engine.from_pretrained(path, device="cpu", offload_dir=tmp_path, max_latency=1e-9)
+    with pytest.raises(UsageError, match="more than 0"):
+        Engine.from_pretrained(path, device="cpu", max_latency=0.0)
+    with pytest.raises(UsageError, match="for the search"):
+        Engine.from_pretrained(path, device="cpu", max_latency=1.0, policy="1x1,0,100,0,100,0,100")
+
+
+def test_rates_move_towards_what_was_measured():
+    situation = small(200, 400)
+    policy = Policy(24, 1, 0.5, 0.5, 0, 1, 0, 1)
+    # Over prompts this machine computes at 0.4 of the rate that was measured, over single tokens at 0.6.
+    truth = replace(situation, hardware=corrected(situation.hardware, {"prefill": 0.4, "decode": 0.6}))
+    measured = predict(truth, policy, "zigzag")
+    blocks = measured.latency_s / (measured.prefill_s + measured.decode_s)
+    record = {"latency_s": measured.latency_s, "time_s": {"wait": 0.0}}
+    record.update({f"{name}_s": blocks * phase["compute"] for name, phase in measured.seconds.items()})
+    errors = []
+    learner = situation
+    for _ in range(6):
+        told = predict(learner, policy, "zigzag")
+        errors.append(abs(told.latency_s / measured.latency_s - 1))
+        learner = replace(learner, hardware=corrected(learner.hardware, corrections(told, record)))
+    assert errors[0] > 0.3 and errors[-1] < 0.1 and errors == sorted(errors, reverse=True)
+    learnt = learner.hardware
+    assert learnt.prefill_share == pytest.approx(0.4, rel=0.05) and learnt.decode_share == pytest.approx(0.6, rel=0.05)
+
+
+def test_a_pass_of_both_kinds_corrects_both():
+    """The diagonal schedule's passes carry prompts and single tokens, and are told as decoding."""
+    situation = small(200, 400)
+    told = predict(situation, Policy(24, 1, 0.5, 0.5, 0, 1, 0, 1), "diagonal")
+    assert not told.seconds["prefill"].get("compute")
+    spent = told.latency_s / told.decode_s * told.seconds["decode"]["compute"]
+    found = corrections(
+        told, {"latency_s": 2 * told.latency_s, "time_s": {"wait": 0.0}, "prefill_s": spent, "decode_s": spent}
+    )
+    assert found == {"prefill": pytest.approx(0.5**0.5), "decode": pytest.approx(0.5**0.5)}
+
+
+def test_a_wait_corrects_the_channel_and_not_the_computing():
+    situation = small(60, 100)
+    policy = Policy(1, 1, 0.0, 0.2, 0, 1, 0, 1)
+    told = predict(situation, policy, "zigzag")
+    slow = 3 * told.latency_s
+    blocks = told.latency_s / (told.prefill_s + told.decode_s)
+    spent = blocks * sum(phase["compute"] for phase in told.seconds.values())
+    record = {"latency_s": slow, "time_s": {"wait": 0.9 * slow}, "prefill_s": 0.0, "decode_s": 0.9 * slow + spent}
+    factors = corrections(told, record)
+    slowest = max(("disk_read", "to_gpu"), key=lambda name: sum(phase[name] for phase in told.seconds.values()))
+    assert factors[slowest] < 0.9 and factors.get("decode", 1.0) > 0.7
+
+
+def quick_profile(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+    monkeypatch.setattr(profiling, "_READ_BYTES", 64 << 20)
+    monkeypatch.setattr(profiling, "_ROWS", (1, 64, 256))
+    monkeypatch.setattr(profiling, "_WIDTH", 256)
+
+
+def test_this_machine_is_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiling, "others_share", lambda: 0.0)
+    quick_profile(tmp_path, monkeypatch)
+    told = []
+    found = profiling.measured_profile(tell=told.append)
+    assert len(told) == 1 and not list((tmp_path / "offload").iterdir())
+    assert found.cpu.matmul_flops["float32"].best > 1e8 and found.disk.read_bytes_s > 1e6
+    assert 0.5 <= found.disk.duplex <= 1 and 0 <= found.overlap <= 1
+    assert profiling.measured_profile(tell=told.append) == found and len(told) == 1
+    kept = tmp_path / "profile.json"
+    kept.write_text(kept.read_text().replace('"cores"', '"horses"'))  # another machine
+    profiling.measured_profile(tell=told.append)
+    assert len(told) == 2
+    kept.write_text("{")
+    profiling.measured_profile(tell=told.append)
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize("shares", [(0.6, 0.0), (0.0, 0.6)])
+def test_what_is_measured_on_a_busy_machine_is_not_kept(shares, tmp_path, monkeypatch):
+    quick_profile(tmp_path, monkeypatch)
+    found, told = iter(shares * 2), []
+    monkeypatch.setattr(profiling, "others_share", lambda: next(found))
+    profiling.measured_profile(tell=told.append)
+    assert not (tmp_path / "profile.json").exists()
+    assert "60%" in told[-1] and "not kept" in told[-1] and "flexgen-helm profile" in told[-1]
+    profiling.measured_profile(fresh=True, tell=told.append)  # asked for by name
+    assert (tmp_path / "profile.json").exists() and "kept as you asked" in told[-1]
+
+
+def test_other_programs_are_noticed():
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    ) as busy:
+        busy.stdout.readline()
+        share = profiling.others_share()
+        busy.kill()
+    assert share > 0.25 / psutil.cpu_count()
+
+
+def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeypatch, caplog):
+    monkeypatch.delenv("FLEXGEN_HELM_HARDWARE")
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profiling, "measure", full)
+    monkeypatch.setattr(engine_module, "_WORTH_MEASURING_S", 0.0)
+    with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
+        assert all(result.error is None for result in engine.run(requests(3)))
+        assert engine.last_run["predicted_latency_s"] is None
+        engine.run(requests(3))
+    assert sum("cannot be measured" in record.message for record in caplog.records) == 1
+
+
+def test_the_machine_is_not_measured_for_the_prediction_of_a_short_run(tiny, tmp_path, monkeypatch):
+    monkeypatch.delenv("FLEXGEN_HELM_HARDWARE")
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+    monkeypatch.setattr(profiling, "measure", lambda folder: pytest.fail("measured"))
+    with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
+        engine.run(requests(3))
+        assert engine.last_run["predicted_latency_s"] is None
+        profiling.keep_profile(load_profile("laptop"), tmp_path / "offload")
+        engine.run(requests(3))
+        assert engine.last_run["predicted_latency_s"] > 0
+
+
+def test_a_named_machine_that_is_unknown_is_refused_before_anything_runs(tiny, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "t5")
+    with pytest.raises(UsageError, match="t5"):
+        Engine.from_pretrained(tiny("llama").path, device="cpu")
+
+
+def test_a_named_machine_takes_the_place_of_this_one(monkeypatch):
+    assert profiling.profile_named("t4", print) == load_profile("t4")
+    with pytest.raises(UsageError, match="t5"):
+        profiling.profile_named("t5", print)
+
+
+def test_the_share_of_overlap_is_learnt_from_what_did_not_hide():
+    situation = small(200, 400)
+    policy = Policy(24, 1, 0.2, 0.8, 0, 1, 0, 1)
+    truth = replace(situation, hardware=replace(situation.hardware, overlap=0.5))
+    measured = predict(truth, policy, "zigzag")
+    blocks = measured.latency_s / (measured.prefill_s + measured.decode_s)
+    seconds = {"prefill_s": blocks * measured.prefill_s, "decode_s": blocks * measured.decode_s}
+    computed = blocks * sum(phase["compute"] for phase in measured.seconds.values())
+    record = {"latency_s": measured.latency_s, "time_s": {"wait": sum(seconds.values()) - computed}, **seconds}
+    learner = situation
+    for _ in range(6):
+        told = predict(learner, policy, "zigzag")
+        learner = replace(learner, hardware=corrected(learner.hardware, corrections(told, record)))
+    assert learner.hardware.overlap == pytest.approx(0.5, abs=0.1)
+    assert predict(learner, policy, "zigzag").latency_s == pytest.approx(measured.latency_s, rel=0.05)
+    # Without overlap there is none to learn.
+    still = replace(situation, overlap=False)
+    assert "overlap" not in corrections(predict(still, policy, "zigzag"), record)

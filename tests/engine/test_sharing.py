@@ -1,0 +1,486 @@
+"""Shared prefixes: the answers of requests that are computed alone, for fewer tokens, on every path."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.exec import engine as engine_module
+from flexgen_helm.exec.block import UNLIMITED
+from flexgen_helm.exec.prefixes import Rules, plan_prefixes
+from flexgen_helm.exec.prepare import share
+from flexgen_helm.models import attention
+from flexgen_helm.quant.precisions import PRECISIONS, Precision
+from flexgen_helm.store.ledger import Ledger
+from tests.helpers.faults import replaced
+from tests.helpers.offload import MIB, offloaded, policies
+from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
+from tests.helpers.parity import assert_equals_reference, assert_same
+from tests.helpers.tiny_models import VARIANTS, VOCABULARY
+
+
+@pytest.fixture(autouse=True)
+def sharing(monkeypatch):
+    at_no_cost(monkeypatch)
+
+
+def at_no_cost(monkeypatch):
+    """However tiny the models are, that one token is saved is worth it."""
+    monkeypatch.setattr(engine_module, "_SEGMENT_S", 0.0)
+    monkeypatch.setattr(engine_module, "_SEGMENT_FLOPS", 0.0)
+
+
+def alone(monkeypatch):
+    """The engine as if nothing were worth sharing."""
+    monkeypatch.setattr(engine_module, "_SEGMENT_S", 1e9)
+
+
+def tree(seed: int = 0, count: int = 12) -> list[list[int]]:
+    """Prompts that share beginnings at several depths; one is the beginning of others, two are equal."""
+    draw = random.Random(seed)
+
+    def some(longest):
+        return [draw.randrange(2, VOCABULARY) for _ in range(draw.randint(1, longest))]
+
+    first = some(12)
+    made = [first, [*first, 5], [*first, 5]]
+    while len(made) < count:
+        stem = draw.choice(made)
+        made.append([*stem[: draw.randint(0, len(stem))], *some(9)][:50])
+    return made
+
+
+def requests_of(prompts, seed: int = 0) -> list[GenerationRequest]:
+    draw = random.Random(seed)
+    return [
+        GenerationRequest(
+            prompt_token_ids=prompt, max_tokens=draw.choice([0, 0, 1, 2, 7]), echo_logprobs=draw.random() < 0.5,
+            n=draw.choice([1, 1, 3]), temperature=draw.choice([0.0, 0.9]), seed=i, ignore_eos=draw.random() < 0.7,
+        )
+        for i, prompt in enumerate(prompts)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shared_prefixes_equal_the_reference(tiny, variant):
+    model = tiny(variant)
+    requests = [
+        GenerationRequest(prompt_token_ids=prompt, max_tokens=3, echo_logprobs=True, ignore_eos=True)
+        for prompt in tree()
+    ]
+    with Engine.from_pretrained(model.path) as engine:
+        results = engine.run(requests)
+        engine.ledger.check({"weights": engine.ledger.in_use})
+        computed = engine.last_run["workload"]["prompt_tokens_computed"]
+    assert computed < 0.8 * sum(len(prompt) for prompt in tree())
+    for request, result in zip(requests, results):
+        assert_equals_reference(model, request.prompt_token_ids, request, result)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    policy=policies(),
+    schedule=st.sampled_from(["row", "zigzag", "diagonal"]),
+    device=st.sampled_from(["cpu", "sim"]),
+    variant=st.sampled_from(["llama", "opt", "gemma2", "bloom", "mixtral"]),
+    overlap=st.booleans(),
+    cpu_attention=st.booleans(),
+    home=st.sampled_from([4, 8, 64]),
+    seed=st.integers(0, 5),
+)
+def test_any_placement_with_shared_prefixes(
+    tiny, tmp_path, monkeypatch, policy, schedule, device, variant, overlap, cpu_attention, home, seed
+):
+    limits = MemoryLimits(gpu=home * MIB, cpu=(64 if device == "sim" else home) * MIB, disk=256 * MIB)
+    options = dict(schedule=schedule, device=device, overlap=overlap, cpu_attention=cpu_attention, limits=limits)
+    requests = requests_of(tree(seed), seed)
+    with offloaded(tiny, variant, tmp_path, policy, **options) as engine:
+        found = engine.run(requests)
+    with monkeypatch.context() as patch:
+        alone(patch)
+        with Engine.from_pretrained(tiny(variant).path) as engine:
+            expected = engine.run(requests)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("schedule", ["row", "zigzag"])
+def test_a_prefix_without_a_head_is_followed_by_batches_with_one(tiny, tmp_path, monkeypatch, schedule):
+    """What is brought ahead for the next pass holds whether its batches need the head or not."""
+    requests = requests_of(tree(4), 4)
+    policy = Policy(1, 1, 0, 0, 0, 0, 0, 0)
+    with offloaded(tiny, "llama-untied-biases", tmp_path, policy, schedule=schedule) as engine:
+        found = engine.run(requests)
+    alone(monkeypatch)
+    with Engine.from_pretrained(tiny("llama-untied-biases").path) as engine:
+        assert_same(found, engine.run(requests))
+
+
+@pytest.mark.parametrize("schedule", ["row", "zigzag", "prefill-only"])
+def test_scores_of_choices_share_their_question(tiny, tmp_path, monkeypatch, schedule):
+    """What is computed is the plan's: a question once, and each branch its last shared token again."""
+    draw = random.Random(3)
+    question = [draw.randrange(2, VOCABULARY) for _ in range(30)]
+    requests = [
+        GenerationRequest(prompt_token_ids=[*question, *choice], max_tokens=0, echo_logprobs=True)
+        for choice in ([7, 8, 9], [7, 8, 4], [11], [12, 13])
+    ]
+    policy = Policy(2, 2, 0, 0, 0, 1, 0, 1)
+    with offloaded(tiny, "llama", tmp_path, policy, schedule=schedule) as engine:
+        results = engine.run(requests)
+        computed = engine.last_run["workload"]["prompt_tokens_computed"]
+        costs = [result.cost for result in results]
+    # [question less its last] 29, [last, 7] 2 for two of them, then [8, …]: 8 9 and 8 4 feed one each (their last
+    # token predicts nothing), last 11 feeds 1, last 12 13 feeds 2.
+    assert computed == pytest.approx(29 + 2 + 1 + 1 + 1 + 2)
+    assert sum(cost.flops for cost in costs) == pytest.approx(engine.last_run["flops"])
+    alone(monkeypatch)
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        assert_same(results, engine.run(requests))
+        assert engine.last_run["workload"]["prompt_tokens_computed"] == sum(
+            len(request.prompt_token_ids) - 1 for request in requests
+        )
+
+
+def scoring(count: int = 8) -> list[GenerationRequest]:
+    draw = random.Random(8)
+    stem = [draw.randrange(2, VOCABULARY) for _ in range(40)]
+    tails = [[10 + i, *(draw.randrange(2, VOCABULARY) for _ in range(i % 4))] for i in range(count)]
+    whole = [[*stem[:25], 9, *tail] if i % 3 == 0 else [*stem, *tail] for i, tail in enumerate(tails)]
+    return [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in whole]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "channels"])
+@pytest.mark.parametrize("cache", [(100, 0), (0, 100), (0, 0)])
+def test_scoring_keeps_one_layer_of_its_prefixes(tiny, tmp_path, monkeypatch, packed, precision, cache):
+    """On every tier; what is claimed is one layer's bytes."""
+    taken, honest = [], Ledger.claim
+
+    def claim(self, kind, num_bytes):
+        if kind == "cache":
+            taken.append((self.tier, num_bytes))
+        return honest(self, kind, num_bytes)
+
+    monkeypatch.setattr(Ledger, "claim", claim)
+    policy = Policy(3, 4, 0, 1, cache[0] / 100, cache[1] / 100, 0, 1)
+    limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)
+    requests = scoring()
+    options = dict(schedule="prefill-only", device="sim", limits=limits, precision=precision)
+    with offloaded(tiny, "llama", tmp_path, policy, **options) as engine:
+        found = engine.run(requests)
+        assert engine.last_run["workload"]["prompt_tokens_computed"] < 200
+        layer = engine.spec.kv_bytes_per_token(4) // engine.spec.num_layers
+    if precision == "fp16" and cache != (0, 0):
+        # 24 tokens of all, and behind them 1 and 15 of a part each.
+        assert sum(num_bytes for _, num_bytes in taken) == (24 + 1 + 15) * layer
+    with monkeypatch.context() as patch:
+        alone(patch)
+        with Engine.from_pretrained(tiny("llama").path, precision=precision, offload_dir=tmp_path) as engine:
+            assert_near(found, engine.run(requests))
+
+
+def test_memory_that_runs_out_at_the_end_brings_prefixes_back(tiny, tmp_path, monkeypatch):
+    """Of a prefix only the last layer is there when a batch behind it must go through all layers again."""
+    from flexgen_helm.models.decoder import Decoder
+
+    honest, calls = Decoder.head, []
+
+    def head(self, weights, hidden):
+        calls.append(len(hidden))
+        if len(calls) == 4:
+            raise MemoryError
+        return honest(self, weights, hidden)
+
+    requests = scoring()
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        alone(monkeypatch)
+        expected = engine.run(requests)
+    at_no_cost(monkeypatch)
+    monkeypatch.setattr(Decoder, "head", head)
+    with offloaded(tiny, "llama", tmp_path, Policy(3, 4, 0, 1, 0, 1, 0, 1), schedule="prefill-only") as engine:
+        assert_same(engine.run(requests), expected)
+        assert engine.last_run["halvings"] == 1
+        engine.ledger.check({"weights": engine.ledger.in_use})
+
+
+@pytest.mark.parametrize("precision", ["fp16", "channels"])
+@pytest.mark.parametrize("cache", [(1, 0), (0, 1), (0, 0)])
+def test_memory_that_runs_out_between_layers_leaves_no_layer_behind(
+    tiny, tmp_path, monkeypatch, packed, precision, cache
+):
+    """Of prefixes one layer exists, by one name for all: what was brought of the layer that broke off is not read as
+    the next pass's first one."""
+    requests, honest = scoring(), attention.shared
+    policy = Policy(3, 4, 0, 1, *cache, 0, 1)
+    limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)
+    options = dict(schedule="prefill-only", device="sim", limits=limits, precision=precision, cpu_attention=False)
+    with offloaded(tiny, "llama", tmp_path, policy, **options) as engine:
+        with monkeypatch.context() as patch:
+            count = replaced(patch, attention, "shared", 1 << 30, MemoryError)
+            expected = engine.run(requests)
+        for at in range(0, count.calls, 3):
+            with monkeypatch.context() as patch:
+                replaced(patch, attention, "shared", at, MemoryError)
+                assert_near(engine.run(requests), expected)
+            assert engine.last_run["halvings"] == 1
+    assert attention.shared is honest and count.calls > 6
+
+
+def test_completions_of_prompts_that_share_their_beginning(tiny, monkeypatch):
+    prompts = [[5, 6, 7, 8, 9, *tail] for tail in ([1, 2], [1, 3], [4])]
+    requests = [
+        GenerationRequest(
+            prompt_token_ids=p, max_tokens=8, n=4, temperature=1.0, seed=i, echo_logprobs=True, ignore_eos=i > 0
+        )
+        for i, p in enumerate(prompts)
+    ]
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        found = engine.run(requests)
+        engine.ledger.check({"weights": engine.ledger.in_use})
+        alone(monkeypatch)
+        assert_same(found, engine.run(requests))
+
+
+def test_little_memory_still_answers_everything(tiny, tmp_path, monkeypatch):
+    """A cache that holds hardly more than the largest request: prefixes come and go, or are not shared."""
+    prompts, asked = tree(9, 20), []
+    for i, prompt in enumerate(prompts):
+        more = dict(max_tokens=1 + i % 6, n=1 + i % 2, temperature=0.5, seed=i)
+        asked.append(GenerationRequest(prompt_token_ids=prompt, ignore_eos=True, **more))
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        whole = engine.ledger.in_use
+        alone(monkeypatch)
+        expected = engine.run(asked)
+    at_no_cost(monkeypatch)
+    largest = max(len(p) for p in prompts) + 12
+    token = 2 * 3 * 64 * 4
+    for tokens in (largest, 2 * largest, 4 * largest):
+        limits = MemoryLimits(cpu=int(whole * 1.3) + tokens * token)
+        with Engine.from_pretrained(tiny("llama").path, limits=limits, offload_dir=tmp_path) as engine:
+            assert_same(engine.run(asked), expected)
+            assert engine.ledger.peak <= limits.cpu
+            engine.ledger.check({"weights": engine.ledger.in_use})
+
+
+# ---- packed caches: prefixes end where a group of tokens does ----
+
+PACKED = {name: form for name, form in FORMATS.items() if not form.is_sparse}
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    for name, form in FORMATS.items():
+        monkeypatch.setitem(PRECISIONS, name, Precision(name, cache=form))
+
+
+def long_tree(seed: int = 0, count: int = 10) -> list[list[int]]:
+    """Prompts of up to 85 tokens that share beginnings of all lengths."""
+    draw = random.Random(seed)
+    made = [[draw.randrange(2, VOCABULARY) for _ in range(60)]]
+    while len(made) < count:
+        stem = draw.choice(made)
+        tail = [draw.randrange(2, VOCABULARY) for _ in range(draw.randint(1, 25))]
+        made.append([*stem[: draw.randint(0, len(stem))], *tail][:85])
+    return made
+
+
+def logprobs(results):
+    found = []
+    for result in results:
+        assert result.error is None
+        found += [x for x in result.prompt_logprobs or () if x is not None]
+        found += [x for completion in result.completions for x in completion.logprobs]
+    return found
+
+
+def assert_near(found, expected, drawn=True):
+    """As far as a value between two codes allows, which may fall to either side (`helpers/packed_caches.py`)."""
+    if drawn:
+        assert [[c.token_ids for c in r.completions] for r in found] == [
+            [c.token_ids for c in r.completions] for r in expected
+        ]
+    ours, theirs = logprobs(found), logprobs(expected)
+    apart = [abs(x - y) for x, y in zip(ours, theirs, strict=True)]
+    assert sum(apart) / len(apart) < MEAN and max(apart) < LARGEST, (sum(apart) / len(apart), max(apart))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    policy=policies(),
+    schedule=st.sampled_from(["row", "zigzag", "diagonal"]),
+    device=st.sampled_from(["cpu", "sim"]),
+    variant=st.sampled_from(["llama", "opt", "gemma2", "bloom"]),
+    name=st.sampled_from(list(PACKED)),
+    seed=st.integers(0, 5),
+)
+def test_packed_prefixes_are_seen_as_own_tokens_are(
+    tiny, tmp_path, monkeypatch, packed, policy, schedule, device, variant, name, seed
+):
+    """Prompts are scored and go on for a few tokens, over prefixes behind each other and completions of one prompt."""
+    draw = random.Random(seed)
+    requests = [
+        GenerationRequest(
+            prompt_token_ids=prompt, max_tokens=draw.choice([0, 1, 5, 9]), n=draw.choice([1, 1, 3]), seed=i,
+            temperature=draw.choice([0.0, 0.9]), echo_logprobs=True, ignore_eos=True,
+        )
+        for i, prompt in enumerate(long_tree(seed))
+    ]  # fmt: skip
+    limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)
+    options = dict(schedule=schedule, device=device, limits=limits, precision=name)
+    with offloaded(tiny, variant, tmp_path, policy, **options) as engine:
+        found = engine.run(requests)
+        shared = engine.last_run["workload"]["prompt_tokens_computed"]
+    with monkeypatch.context() as patch:
+        alone(patch)
+        with Engine.from_pretrained(tiny(variant).path, precision=name, offload_dir=tmp_path) as engine:
+            expected = engine.run(requests)
+            assert shared < engine.last_run["workload"]["prompt_tokens_computed"]
+    assert_near(found, expected)
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "bloom"])
+def test_scores_behind_packed_prefixes(tiny, tmp_path, monkeypatch, packed, variant, name):
+    """prefill-only, where every prefix stays for the whole data set; and an inverse."""
+    requests = [
+        GenerationRequest(prompt_token_ids=prompt, max_tokens=0, echo_logprobs=True) for prompt in long_tree(3, 14)
+    ]
+    runs = {}
+    for what in ("shared", "alone", "plain"):
+        with monkeypatch.context() as patch:
+            if what != "shared":
+                alone(patch)
+            precision = "fp16" if what == "plain" else name
+            with Engine.from_pretrained(
+                tiny(variant).path, precision=precision, offload_dir=tmp_path, schedule="prefill-only"
+            ) as engine:
+                runs[what] = engine.run(requests)
+    assert_near(runs["shared"], runs["alone"])
+    with pytest.raises(AssertionError):
+        assert_near(runs["shared"], runs["plain"])
+
+
+def test_sparse_attention_shares_nothing(tiny, tmp_path, packed):
+    requests = [GenerationRequest(prompt_token_ids=p, max_tokens=2, ignore_eos=True) for p in long_tree()]
+    with Engine.from_pretrained(tiny("llama").path, precision="sparse", offload_dir=tmp_path) as engine:
+        assert all(result.error is None for result in engine.run(requests))
+        assert engine.last_run["workload"]["prompt_tokens_computed"] == sum(map(len, long_tree()))
+
+
+def test_completions_of_a_packed_prompt_compute_its_groups_once(tiny, tmp_path, packed):
+    """Each completion computes what is left behind the last group that ends before the prompt's last token."""
+    request = GenerationRequest(
+        prompt_token_ids=[3 + i % 50 for i in range(70)], max_tokens=6, n=4, temperature=1.0, ignore_eos=True
+    )
+    with Engine.from_pretrained(tiny("llama").path, precision="channels", offload_dir=tmp_path) as engine:
+        (result,) = engine.run([request])
+        assert result.error is None and len(result.completions) == 4
+        assert engine.last_run["workload"]["prompt_tokens_computed"] == pytest.approx(64 + 4 * 6)
+        engine.ledger.check({"weights": engine.ledger.in_use})
+
+
+def test_little_memory_with_a_packed_cache_refuses_nobody_for_a_prefix(tiny, tmp_path, monkeypatch, packed):
+    prompts = long_tree(4, 12)
+    asked = [GenerationRequest(prompt_token_ids=p, max_tokens=3, ignore_eos=True) for p in prompts]
+    with Engine.from_pretrained(tiny("llama").path, precision="channels", offload_dir=tmp_path) as engine:
+        whole = engine.ledger.in_use
+        alone(monkeypatch)
+        expected = engine.run(asked)
+    at_no_cost(monkeypatch)
+    answered = 0
+    for kib in (70, 110, 200, 400):
+        limits = MemoryLimits(cpu=int(whole * 1.3) + kib * 1024)
+        with monkeypatch.context() as patch:
+            alone(patch)
+            with Engine.from_pretrained(
+                tiny("llama").path, precision="channels", limits=limits, offload_dir=tmp_path
+            ) as engine:
+                before = engine.run(asked)
+        with Engine.from_pretrained(
+            tiny("llama").path, precision="channels", limits=limits, offload_dir=tmp_path
+        ) as engine:
+            after = engine.run(asked)
+            assert engine.ledger.peak <= limits.cpu
+        refused = [result.error is not None for result in before]
+        assert [result.error is not None for result in after] == refused
+        kept = [i for i, out in enumerate(refused) if not out]
+        answered += len(kept)
+        if kept:
+            assert_near([after[i] for i in kept], [expected[i] for i in kept])
+    assert answered
+
+
+@pytest.mark.parametrize("schedule", ["prefill-only", "zigzag"])
+@pytest.mark.parametrize("room", [0.05, 0.1, 0.3])
+def test_prefixes_whose_newest_tokens_do_not_fit_beside_the_computing(tiny, tmp_path, packed, schedule, room):
+    """A packed cache elsewhere leaves the newest tokens of every prefix on the computing's tier: as many are shared
+    as it holds."""
+    draw = random.Random(3)
+    stems = [[draw.randrange(2, VOCABULARY) for _ in range(40)] for _ in range(60)]
+    prompts = [[*stem, *(draw.randrange(2, VOCABULARY) for _ in range(3))] for stem in stems for _ in range(2)]
+    if schedule == "prefill-only":
+        asked = [GenerationRequest(prompt_token_ids=p, max_tokens=0, echo_logprobs=True) for p in prompts]
+    else:
+        asked = [GenerationRequest(prompt_token_ids=p, max_tokens=4, ignore_eos=True) for p in prompts]
+    with Engine.from_pretrained(tiny("llama").path, precision="channels", offload_dir=tmp_path) as engine:
+        whole = engine.ledger.in_use
+        expected = engine.run(asked)
+        assert engine.last_run["workload"]["prompt_tokens_computed"] < 60 * 55
+    limits = MemoryLimits(gpu=whole + int(room * MIB), cpu=64 * MIB, disk=64 * MIB)
+    options = dict(precision="channels", device="sim", limits=limits, schedule=schedule)
+    with offloaded(tiny, "llama", tmp_path, Policy(4, 4, 1, 0, 0, 1, 1, 0), **options) as engine:
+        assert_near(engine.run(asked), expected)
+        computed = engine.last_run["workload"]["prompt_tokens_computed"]
+        assert computed < sum(map(len, prompts)) - 32  # some are shared all the same
+        if schedule == "prefill-only" and room == 0.05:
+            assert computed > 60 * 60  # and not all
+
+
+def test_a_value_that_is_not_finite_in_a_prefix_fails_its_users_alone(tiny, monkeypatch):
+    from flexgen_helm.models.decoder import Decoder
+
+    honest = Decoder.embed
+
+    def broken(self, weights, token_ids, positions):
+        hidden = honest(self, weights, token_ids, positions)
+        return hidden.masked_fill((token_ids == 77)[:, None], float("nan"))
+
+    monkeypatch.setattr(Decoder, "embed", broken)
+    requests = [
+        GenerationRequest(prompt_token_ids=[*stem, *tail], max_tokens=3, ignore_eos=True)
+        for stem in ([77, 6, 7, 8], [9, 6, 7, 8])
+        for tail in ([1, 2], [1, 3], [4])
+    ]
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        results = engine.run(requests)
+        engine.ledger.check({"weights": engine.ledger.in_use})
+    assert [result.error is not None for result in results] == [True] * 3 + [False] * 3
+
+
+def test_what_is_planned_is_told_to_the_planner(tiny):
+    """The workload that predictions are made for has the tokens that will be computed."""
+    prompts = [[*range(2, 30), 40 + i] for i in range(6)]
+    requests = [GenerationRequest(prompt_token_ids=p, max_tokens=1, ignore_eos=True) for p in prompts]
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        from flexgen_helm.exec.prepare import prepare
+
+        prepared = prepare(requests, engine.spec, engine.tokenizer, "row")
+        asked = engine_module._asked(prepared, Rules(UNLIMITED, 0.0), True, None)
+        assert asked.computed * asked.num_sequences == pytest.approx(28 + 6)
+        assert engine_module._asked(prepared, Rules(UNLIMITED, 0.0), False, None).computed == 29
+        packed = engine_module._asked(prepared, Rules(UNLIMITED, 0.0), True, FORMATS["channels"])
+        assert packed.computed * packed.num_sequences == pytest.approx(16 + 6 * 13)
+        assert len(share(prepared.running, Rules(10, 0.0))) == 6 and plan_prefixes([], Rules(10, 0.0)) == []
+
+
+def test_completions_are_predicted_as_they_are_computed(tiny):
+    requests = [GenerationRequest(prompt_token_ids=[5] * 20, max_tokens=4, n=3, temperature=1.0, ignore_eos=True)]
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        from flexgen_helm.exec.prepare import prepare
+
+        prepared = prepare(requests, engine.spec, engine.tokenizer, "row")
+        asked = engine_module._asked(prepared, Rules(UNLIMITED, 0.0), True, None)
+        assert (asked.num_sequences, asked.computed * 3) == (3, pytest.approx(20))

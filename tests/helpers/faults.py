@@ -1,0 +1,29 @@
+"""Calls that fail when they are told to."""
+
+from __future__ import annotations
+
+
+class Once:
+    """Passes calls on; the one numbered `at` raises first (or does its work and raises then)."""
+
+    def __init__(self, honest, at: int, error, after: bool = False) -> None:
+        self._honest, self._at, self._error, self._after = honest, at, error, after
+        self.calls = 0
+
+    @property
+    def raised(self) -> bool:
+        return self.calls > self._at
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls - 1 == self._at:
+            if self._after:
+                self._honest(*args, **kwargs)
+            raise self._error()
+        return self._honest(*args, **kwargs)
+
+
+def replaced(patch, owner, name: str, at: int, error, after: bool = False) -> Once:
+    once = Once(getattr(owner, name), at, error, after)
+    patch.setattr(owner, name, (lambda *a, **k: once(*a, **k)) if isinstance(owner, type) else once)
+    return once

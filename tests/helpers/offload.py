@@ -1,0 +1,42 @@
+"""Requests of every kind, and engines that keep what they need elsewhere."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
+from tests.helpers.parity import prompts
+
+MIB = 1 << 20
+
+
+def workload(seed: int = 0, count: int = 9, longest: int = 40) -> list[GenerationRequest]:
+    draw = random.Random(seed)
+    return [
+        GenerationRequest(
+            prompt_token_ids=prompt, max_tokens=draw.choice([0, 1, 2, 7, 12]), echo_logprobs=draw.random() < 0.5,
+            n=draw.choice([1, 1, 3]), temperature=draw.choice([0.0, 0.9]), seed=i, ignore_eos=draw.random() < 0.7,
+        )
+        for i, prompt in enumerate(prompts(count, longest, seed))
+    ]  # fmt: skip
+
+
+def offloaded(tiny, variant, folder: Path, policy: Policy | str, **settings):
+    settings = {"limits": MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB), **settings}
+    return Engine.from_pretrained(tiny(variant).path, policy=policy, offload_dir=folder, **settings)
+
+
+thirds = st.sampled_from([0.0, 0.0, 0.3, 0.5, 1.0])
+
+
+@st.composite
+def policies(draw):
+    def pair():
+        gpu = draw(thirds)
+        return gpu, min(draw(thirds), 1.0 - gpu)
+
+    (wg, wc), (cg, cc), (hg, hc) = pair(), pair(), pair()
+    return Policy(draw(st.integers(1, 6)), draw(st.integers(1, 4)), wg, wc, cg, cc, hg, hc)

@@ -1,0 +1,39 @@
+"""Prompts, and what counts as the same answer: `transformers`' and another engine's."""
+
+from __future__ import annotations
+
+import random
+
+from tests.helpers.tiny_models import VOCABULARY
+
+TOLERANCE = 1e-4
+
+
+def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(2, VOCABULARY) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+def assert_equals_reference(model, prompt, request, result):
+    """Scores of the prompt, greedy tokens and their log-probabilities equal `transformers` on the same tokens."""
+    assert result.error is None, result.error
+    ids = list(result.completions[0].token_ids)
+    reference = model.logprobs(prompt + ids)
+    if request.echo_logprobs:
+        assert result.prompt_logprobs[0] is None and len(result.prompt_logprobs) == len(prompt)
+        for i, score in enumerate(result.prompt_logprobs[1:]):
+            assert abs(score - reference[i, prompt[i + 1]].item()) < TOLERANCE
+    for i, (token, logprob) in enumerate(zip(ids, result.completions[0].logprobs)):
+        row = reference[len(prompt) - 1 + i]
+        assert row.max().item() - row[token].item() < 1e-5  # the argmax, or its equal
+        assert abs(logprob - row[token].item()) < TOLERANCE
+
+
+def assert_same(found, expected, tolerance=TOLERANCE):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.error is None) == (theirs.error is None), (ours.error, theirs.error)
+        for a, b in zip(ours.completions, theirs.completions, strict=True):
+            assert a.token_ids == b.token_ids and a.finish_reason == b.finish_reason
+            assert all(abs(x - y) <= tolerance for x, y in zip(a.logprobs, b.logprobs, strict=True))
+        for x, y in zip((ours.prompt_logprobs or ())[1:], (theirs.prompt_logprobs or ())[1:], strict=True):
+            assert abs(x - y) <= tolerance

@@ -1,0 +1,261 @@
+"""Tiny random checkpoints of every family, with a real tokenizer; `VARIANTS` switch every feature on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 320
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A folder with a random checkpoint, and the `transformers` model in float32 from the same 16-bit weights."""
+
+    path: Path
+    reference: Any
+
+    def text_parameters(self) -> Any:
+        """The reference's parameters, each once, without an image encoder's."""
+        for name, parameter in self.reference.named_parameters():
+            if "vision_tower" not in name and "multi_modal_projector" not in name:
+                yield parameter
+
+    def logprobs(self, token_ids: list[int]) -> Any:
+        """Log-probabilities [T, V] that `transformers` gives after each token."""
+        import torch
+
+        with torch.no_grad():
+            return torch.log_softmax(self.reference(torch.tensor([token_ids])).logits[0].float(), dim=-1)
+
+
+def llama_config(**changes: Any) -> Any:
+    from transformers import LlamaConfig
+
+    settings: dict[str, Any] = dict(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=96, tie_word_embeddings=True, initializer_range=0.15,
+        bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    return LlamaConfig(**{**settings, **changes})
+
+
+def opt_config(**changes: Any) -> Any:
+    from transformers import OPTConfig
+
+    settings: dict[str, Any] = dict(
+        vocab_size=VOCABULARY, hidden_size=48, ffn_dim=80, num_hidden_layers=3, num_attention_heads=6,
+        max_position_embeddings=96, word_embed_proj_dim=48, init_std=0.15, bos_token_id=0, eos_token_id=0,
+        pad_token_id=1,
+    )  # fmt: skip
+    return OPTConfig(**{**settings, **changes})
+
+
+def config_like_llama(kind: str, **changes: Any) -> Any:
+    """A configuration of the class `kind` with the sizes of `llama_config`."""
+    import transformers
+
+    settings = llama_config().to_diff_dict()
+    del settings["model_type"]
+    return getattr(transformers, kind)(**{**settings, **changes})
+
+
+def gpt2_config(**changes: Any) -> Any:
+    from transformers import GPT2Config
+
+    settings: dict[str, Any] = dict(
+        vocab_size=VOCABULARY, n_embd=48, n_layer=3, n_head=6, n_positions=96, initializer_range=0.15,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2Config(**{**settings, **changes})
+
+
+def neox_config(**changes: Any) -> Any:
+    from transformers import GPTNeoXConfig
+
+    settings: dict[str, Any] = dict(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3,
+        max_position_embeddings=96, initializer_range=0.15, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPTNeoXConfig(**{**settings, **changes})
+
+
+def bloom_config(**changes: Any) -> Any:
+    from transformers import BloomConfig
+
+    settings: dict[str, Any] = dict(
+        vocab_size=VOCABULARY, hidden_size=48, n_layer=3, n_head=6, initializer_range=0.15, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return BloomConfig(**{**settings, **changes})
+
+
+def gemma_config(kind: str, **changes: Any) -> Any:
+    return config_like_llama(
+        kind,
+        **{
+            **dict(head_dim=16, num_hidden_layers=4, sliding_window=9, query_pre_attn_scalar=20, pad_token_id=1),
+            **changes,
+        },
+    )
+
+
+def gemma3_with_images() -> Any:
+    """As the sizes from 4B on are published: the text model beside an image encoder."""
+    from transformers import Gemma3Config
+
+    text = gemma_config("Gemma3TextConfig", sliding_window_pattern=2).to_dict()
+    vision = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    return Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=3)
+
+
+LONGROPE: dict[str, Any] = dict(
+    rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75,
+    short_factor=[1.0 + i / 4 for i in range(6)], long_factor=[2.0 + i for i in range(6)],
+)  # fmt: skip
+YARN: dict[str, Any] = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=24)
+VARIANTS: dict[str, Callable[[], Any]] = {
+    "llama": llama_config,
+    "llama-untied-biases": lambda: llama_config(
+        tie_word_embeddings=False, attention_bias=True, mlp_bias=True, num_key_value_heads=6
+    ),
+    "llama-wide-heads": lambda: llama_config(head_dim=16, num_key_value_heads=1),
+    "llama3-rope": lambda: llama_config(
+        rope_parameters=dict(
+            rope_type="llama3",
+            rope_theta=10000.0,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        )
+    ),  # fmt: skip
+    "llama-linear-rope": lambda: llama_config(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)),
+    "llama-yarn-rope": lambda: llama_config(rope_parameters=YARN),
+    "mistral": lambda: config_like_llama("MistralConfig", head_dim=None, sliding_window=11),
+    "mistral-no-window": lambda: config_like_llama(
+        "MistralConfig", head_dim=None, sliding_window=None, tie_word_embeddings=False
+    ),
+    "qwen2": lambda: config_like_llama("Qwen2Config"),
+    "qwen2-windows": lambda: config_like_llama(
+        "Qwen2Config", use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen3": lambda: config_like_llama("Qwen3Config", head_dim=16),
+    "qwen3-windows": lambda: config_like_llama(
+        "Qwen3Config", head_dim=8, attention_bias=True, use_sliding_window=True, sliding_window=7, max_window_layers=2
+    ),
+    "qwen3-yarn-rope": lambda: config_like_llama(
+        "Qwen3Config", head_dim=16, rope_parameters={**YARN, "beta_slow": 0.1, "attention_factor": 1.2}
+    ),
+    "mixtral": lambda: config_like_llama(
+        "MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=13
+    ),
+    "qwen3-moe": lambda: config_like_llama(
+        "Qwen3MoeConfig",
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        attention_bias=True,
+    ),
+    "qwen3-moe-raw-weights": lambda: config_like_llama(
+        "Qwen3MoeConfig",
+        head_dim=8,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=12,
+    ),
+    "gemma2": lambda: gemma_config("Gemma2Config", attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma3": lambda: gemma_config(
+        "Gemma3TextConfig",
+        final_logit_softcapping=3.0,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=50000.0, factor=8.0),
+            sliding_attention=dict(rope_type="default", rope_theta=100.0),
+        ),
+    ),
+    "gemma3-with-images": gemma3_with_images,
+    "phi3": lambda: config_like_llama("Phi3Config", sliding_window=15, pad_token_id=1),
+    "phi3-longrope": lambda: config_like_llama(
+        "Phi3Config",
+        head_dim=16,
+        hidden_size=96,
+        rope_parameters=LONGROPE,
+        max_position_embeddings=400,
+        original_max_position_embeddings=96,
+        pad_token_id=1,
+        tie_word_embeddings=False,
+    ),
+    "gpt2": gpt2_config,
+    "gpt2-untied": lambda: gpt2_config(n_inner=70, tie_word_embeddings=False, scale_attn_weights=False),
+    "pythia": neox_config,
+    "gpt-neox-one-after-the-other": lambda: neox_config(
+        use_parallel_residual=False,
+        attention_bias=False,
+        hidden_act="gelu_fast",
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="linear", rope_theta=5000.0, factor=2.0, partial_rotary_factor=0.5),
+    ),
+    "bloom": bloom_config,
+    "bloom-untied": lambda: bloom_config(tie_word_embeddings=False, n_head=4),
+    "opt": opt_config,
+    "opt-350m": lambda: opt_config(word_embed_proj_dim=24, do_layer_norm_before=False),
+    "galactica": lambda: opt_config(activation_function="gelu", enable_bias=False),
+    "opt-plain-norms": lambda: opt_config(layer_norm_elementwise_affine=False),
+    "opt-untied": lambda: opt_config(tie_word_embeddings=False),
+}
+
+
+def build_tiny(folder: Path, variant: str, tokenizer: bool = True) -> TinyModel:
+    """Save a random model of a variant and its tokenizer below `folder`."""
+    model = save_random(folder, VARIANTS[variant](), seed=list(VARIANTS).index(variant))
+    if tokenizer:
+        save_tokenizer(folder)
+    return TinyModel(folder, model)
+
+
+def save_random(folder: Path, config: Any, seed: int) -> Any:
+    """Save a model whose parameters, norms and biases too, are random; returns it in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name and "weight" in name))
+            elif not parameter.any():
+                parameter.normal_(0.0, 0.15)
+    model.to(torch.float16).save_pretrained(folder)
+    # Loaded anew: casting a model rounds its rotary frequencies too, which no checkpoint contains.
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of `VOCABULARY` tokens, trained on a few sentences; id 0 ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = ["the quick brown fox jumps over the lazy dog", "question: answer: the the and of a to in is that it was"]
+    backend.train_from_iterator(text * 4, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(folder)

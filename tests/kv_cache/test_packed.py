@@ -1,0 +1,296 @@
+"""The packed KV cache: what every query sees, against a slow direct formula, and the same on every path."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.core.errors import NumericalError, UsageError
+from flexgen_helm.exec import layout
+from flexgen_helm.exec.layout import _packed_prompt
+from flexgen_helm.models.attention import Scoring
+from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.quant import precisions
+from flexgen_helm.quant.packed import pack, unpack
+from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
+from flexgen_helm.quant.tokens import TokenCodec
+from flexgen_helm.store.ledger import Ledger
+from tests.helpers.offload import MIB, offloaded, policies
+from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
+from tests.helpers.parity import prompts
+
+
+@pytest.fixture(autouse=True)
+def formats(monkeypatch):
+    """Precisions whose cache alone is packed, in groups so small that tiny prompts fill some."""
+    monkeypatch.setattr(precisions, "_PLAIN_GROUP", 16)
+    for name, form in FORMATS.items():
+        monkeypatch.setitem(PRECISIONS, name, Precision(name, cache=form))
+
+
+def packed_tokens(x, form):
+    """What packing leaves of x [S, Hk, D], by the definition."""
+    if form is None:
+        return x
+    tokens, heads, dim = x.shape
+    if form.axis == "in":
+        return unpack(pack(x.reshape(-1, dim), form), form, tokens * heads, dim).view(x.shape)
+    whole = tokens // form.group * form.group
+    flat = x.reshape(tokens, heads * dim)
+    if not whole:
+        return x
+    return torch.cat((unpack(pack(flat[:whole], form), form, whole, heads * dim), flat[whole:])).view(x.shape)
+
+
+def direct(q, k, v, form, scale, window, slopes):
+    """Each query alone, in double precision: keys and values before its boundary packed, the others as they are."""
+    k_packed, v_packed = packed_tokens(k, form.keys), packed_tokens(v, form.values)
+    out = torch.empty_like(q)
+    group = q.shape[1] // k.shape[1]
+    for p in range(q.shape[0]):
+        border = form.boundary(p)
+        first = 0 if window is None else max(0, p - window + 1)
+        keys = torch.cat((k_packed[:border], k[border : p + 1]))[first:].double().repeat_interleave(group, 1)
+        values = torch.cat((v_packed[:border], v[border : p + 1]))[first:].double().repeat_interleave(group, 1)
+        scores = torch.einsum("hd,shd->hs", q[p].double(), keys) * scale
+        if slopes is not None:
+            scores = scores + slopes[:, None].double() * (torch.arange(first, p + 1) - p)
+        older = max(0, border - first)
+        for head in range(k.shape[1]):
+            mine = slice(head * group, (head + 1) * group)
+            order = torch.softmax(scores[mine, :older], -1).sum(0).argsort(descending=True)
+            dropped = order[math.ceil(Fraction(str(form.value_share)) * older) :]
+            scores[mine, dropped] = -math.inf
+        out[p] = torch.einsum("hs,shd->hd", torch.softmax(scores, -1), values).float()
+    return out
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(st.integers(1, 90), st.sampled_from([None, 1, 7, 40]), st.booleans(), st.integers(0, 5))
+@settings(deadline=None, max_examples=12)
+def test_a_prompt_sees_what_the_definition_says(name, tokens, window, alibi, seed):
+    form, draw = FORMATS[name], torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(tokens, heads, 16, generator=draw) for heads in (4, 2, 2))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
+    codec = TokenCodec(form, 2, 16, torch.float32)
+    found, _ = _packed_prompt(q, k, v, Scoring(0.25, slopes=slopes), window, codec)
+    expected = direct(q, k, v, form, 0.25, window, slopes)
+    assert (found - expected).abs().max() < 1e-5
+    if tokens > 40 and window is None:
+        other = direct(q, k, v, replace(form, residual=form.residual + form.token_group), 0.25, window, slopes)
+        assert (found - other).abs().max() > 1e-3  # the comparison would notice another window
+
+
+@given(st.sampled_from(list(FORMATS)), st.integers(1, 5), st.integers(0, 5))
+@settings(deadline=None, max_examples=20)
+def test_token_groups_come_back(name, groups, seed):
+    form = FORMATS[name]
+    codec = TokenCodec(form, 3, 16, torch.float32)
+    draw = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(groups * codec.group_tokens, 3, 16, generator=draw) for _ in range(2))
+    packed = codec.pack(k, v)
+    assert packed.shape == (groups, codec.group_bytes) and packed.dtype == torch.uint8
+    unpacked = codec.unpack_keys(packed[None])[0], codec.unpack_values(packed[None])[0]
+    sides = zip(unpacked, codec.seen(k, v), (k, v), (form.keys, form.values))
+    for found, seen, x, part in sides:
+        assert torch.equal(found, packed_tokens(x, part)) and torch.equal(seen, found)
+    if name != "paper":
+        assert codec.group_bytes == pytest.approx(2 * codec.group_tokens * 48 * form.bytes_per_value(4))
+        assert codec.taken_bytes == codec.group_bytes if form.value_share == 1 else codec.key_bytes
+    if form.value_share < 1:
+        tokens = torch.randint(0, groups * codec.group_tokens, (2, 3, 7), generator=draw)
+        picked = codec.unpack_picked(codec.pick_values(torch.stack((packed, packed)), tokens))
+        for row, head in itertools.product(range(2), range(3)):
+            assert torch.equal(picked[row, head], unpacked[1][tokens[row, head], head])
+
+
+def test_masks_of_long_prompts_are_not_kept(monkeypatch):
+    """They grow with the square of the length, for every length, beside what the ledgers count."""
+    form = FORMATS["channels"]
+    layout._kept_sights.cache_clear()
+    held = 0
+    for tokens in (*range(100, 700, 20), 900, 2000):
+        sights = list(layout._sights(tokens, None, form, torch.device("cpu")))
+        assert [sight.queries.stop for sight in sights][-1] == tokens
+        held += sum(sight.mask.numel() * 4 for sight in sights) * (tokens < 725)
+    kept = layout._kept_sights.cache_info()
+    assert kept.currsize == 30 and held < layout.KEPT_MASK_BYTES
+
+
+def asked(seed=0, count=7, most=30):
+    return [
+        GenerationRequest(prompt_token_ids=prompt, max_tokens=most, ignore_eos=True)
+        for prompt in prompts(count, 60, seed)
+    ]
+
+
+def rescored(requests, results):
+    whole = [[*r.prompt_token_ids, *a.completions[0].token_ids] for r, a in zip(requests, results)]
+    return [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in whole]
+
+
+def differences(requests, results, scored):
+    """Between the log-probabilities that were drawn with, and those of the same tokens in a prompt."""
+    found = []
+    for request, result, score in zip(requests, results, scored, strict=True):
+        assert result.error is None and score.error is None
+        told = score.prompt_logprobs[len(request.prompt_token_ids) :]
+        found += [abs(x - y) for x, y in zip(result.completions[0].logprobs, told, strict=True)]
+    return sum(found) / len(found), max(found)
+
+
+def assert_same(requests, results, scored):
+    mean, largest = differences(requests, results, scored)
+    assert mean < MEAN and largest < LARGEST, (mean, largest)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "4bit", "paper-4bit"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_a_value_that_cannot_be_packed_fails_its_request_alone(tiny, tmp_path, monkeypatch, name, value):
+    """1e30 is finite, but beyond every scale; what it leads to is a number or an error, of that request."""
+    honest = Decoder.embed
+
+    def broken(self, weights, token_ids, positions):
+        return honest(self, weights, token_ids, positions).masked_fill((token_ids == 77)[:, None], value)
+
+    monkeypatch.setattr(Decoder, "embed", broken)
+    clean = [GenerationRequest(prompt_token_ids=[100 + (7 * i + 3 * j) % 200 for j in range(70)], max_tokens=20,
+                               ignore_eos=True) for i in range(4)]  # fmt: skip
+    bad = GenerationRequest(prompt_token_ids=[5, 77, *clean[0].prompt_token_ids], max_tokens=20)
+    with Engine.from_pretrained(tiny("llama").path, precision=name, offload_dir=tmp_path) as engine:
+        expected = engine.run(clean)
+        found = engine.run([*clean[:2], bad, *clean[2:]])
+    failed = found.pop(2)
+    assert [r.completions[0].token_ids for r in found] == [r.completions[0].token_ids for r in expected]
+    if not math.isfinite(value):
+        assert isinstance(failed.error, NumericalError)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "4bit", "4bit-s", "paper-4bit"])
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "bloom"])
+def test_decoding_sees_what_scoring_sees(tiny, tmp_path, variant, name):
+    """Log-probabilities of drawn tokens, from the cache, are those of the same tokens in a prompt, without one."""
+    requests = asked()
+    with Engine.from_pretrained(tiny(variant).path, precision=name, offload_dir=tmp_path) as engine:
+        results = engine.run(requests)
+        scored = engine.run(rescored(requests, results))
+        assert_same(requests, results, scored)
+        engine.ledger.check({"weights": engine.ledger.in_use})
+    if name in FORMATS:
+        with Engine.from_pretrained(tiny(variant).path) as engine:
+            mean, _ = differences(requests, results, engine.run(rescored(requests, results)))
+            assert mean > 5 * MEAN  # another view is noticed
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    policy=policies(),
+    schedule=st.sampled_from(["row", "zigzag", "diagonal"]),
+    device=st.sampled_from(["cpu", "sim"]),
+    variant=st.sampled_from(["llama", "opt", "gemma2", "bloom"]),
+    name=st.sampled_from(list(FORMATS)),
+    overlap=st.booleans(),
+    home=st.sampled_from([8, 64]),
+)
+def test_any_placement_sees_the_same(tiny, tmp_path, policy, schedule, device, variant, name, overlap, home):
+    requests = asked(1, most=20)
+    limits = MemoryLimits(gpu=home * MIB, cpu=64 * MIB, disk=256 * MIB)
+    options = dict(schedule=schedule, device=device, limits=limits, precision=name, overlap=overlap)
+    with offloaded(tiny, variant, tmp_path, policy, **options) as engine:
+        results = engine.run(requests)
+        cache = engine.last_run["achieved_placement"]["cache"]
+        assert sum(cache.values()) == pytest.approx(1.0)
+    with Engine.from_pretrained(tiny(variant).path, precision=name, offload_dir=tmp_path) as engine:
+        scored = engine.run(rescored(requests, results))
+    assert_same(requests, results, scored)
+
+
+def test_sparse_attention_brings_only_the_values_it_takes(tiny, tmp_path, monkeypatch):
+    """Over the link to host memory: all keys, and of the values the share."""
+    brought = {}
+    prompt = [3 + i % 50 for i in range(85)]
+    for share in (0.1, 1.0):
+        form = replace(FORMATS["sparse channels"], value_share=share)
+        monkeypatch.setitem(PRECISIONS, "share", Precision("share", cache=form))
+        limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB)
+        with offloaded(
+            tiny, "opt", tmp_path, Policy(1, 1, 1, 0, 0, 1, 1, 0), device="sim", limits=limits, precision="share"
+        ) as engine:
+            (result,) = engine.run([GenerationRequest(prompt_token_ids=prompt, max_tokens=9, ignore_eos=True)])
+            assert result.error is None
+            brought[share] = engine.last_run["bytes"]["cpu_to_gpu"]["cache"]
+            codec = TokenCodec(form, engine.spec.num_kv_heads, engine.spec.head_dim, torch.float32)
+            layers, token_value = engine.spec.num_layers, engine.spec.kv_size * (4 + 16 / 8) / 8
+    keys = values = 0
+    for position in range(85, 93):
+        older = codec.stored_before(position)
+        keys += older // codec.group_tokens * codec.key_bytes
+        values += math.ceil(Fraction("0.1") * older) * token_value
+    assert brought[0.1] == layers * (keys + values)
+    assert brought[1.0] > 1.5 * brought[0.1]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, -0.1])
+def test_a_share_of_values_is_a_share(share):
+    with pytest.raises(UsageError, match="share"):
+        CacheFormat(None, None, 4, value_share=share)
+    with pytest.raises(UsageError, match="groups of tokens"):
+        replace(FORMATS["paper"], value_share=0.1)
+
+
+def test_several_completions_of_a_prompt(tiny, tmp_path):
+    """They cannot share its groups of tokens, and are what each would be alone."""
+    prompt = prompts(1, 60, 4)[0]
+    settings = dict(max_tokens=25, temperature=1.0, n=3, seed=5, echo_logprobs=True)
+    request = GenerationRequest(prompt_token_ids=prompt, **settings)
+    with Engine.from_pretrained(tiny("llama").path, precision="channels", offload_dir=tmp_path) as engine:
+        (found,) = engine.run([request])
+        assert len({c.token_ids for c in found.completions}) == 3 and len(found.prompt_logprobs) == len(prompt)
+        for completion in found.completions:
+            score = GenerationRequest(
+                prompt_token_ids=[*prompt, *completion.token_ids], max_tokens=0, echo_logprobs=True
+            )
+            told = engine.run([score])[0].prompt_logprobs[len(prompt) :]
+            assert all(abs(x - y) < LARGEST for x, y in zip(completion.logprobs, told))
+
+
+def test_what_a_packed_cache_takes(tiny, tmp_path, monkeypatch):
+    """The ledger's bytes are the formula's: packed groups of the slots, and a ring for the newest tokens."""
+    form = FORMATS["channels"]
+    requests = [GenerationRequest(prompt_token_ids=[3] * 40, max_tokens=9, ignore_eos=True)] * 1
+    model, claimed, honest = tiny("llama"), [], Ledger.claim
+
+    def claim(self, kind, num_bytes):
+        claimed.append((self.tier, kind, num_bytes))
+        return honest(self, kind, num_bytes)
+
+    monkeypatch.setattr(Ledger, "claim", claim)
+    with Engine.from_pretrained(
+        model.path, precision="channels", offload_dir=tmp_path, policy=Policy(1, 1, 0, 1, 0, 1, 0, 1)
+    ) as engine:
+        engine.run(requests)
+        spec, codec = engine.spec, TokenCodec(form, engine.spec.num_kv_heads, engine.spec.head_dim, torch.float32)
+        assert codec.group_tokens == 16 and codec.tail_tokens == 20
+        groups = (40 + 9 - 1) // 16
+        ring = 2 * 20 * spec.kv_size * 4
+        taken = sum(num_bytes for tier, kind, num_bytes in claimed if (tier, kind) == ("cpu", "cache"))
+        assert taken == spec.num_layers * (groups * codec.group_bytes + ring)
+        values = 2 * 16 * spec.kv_size
+        assert codec.group_bytes * 8 / values == pytest.approx((4 + 32 / 16 + 4 + 16 / 8) / 2)
+
+
+def test_a_limit_that_is_too_small_is_told(tiny, tmp_path):
+    request = GenerationRequest(prompt_token_ids=[3] * 60, max_tokens=30, ignore_eos=True)
+    with Engine.from_pretrained(
+        tiny("llama").path, precision="both", offload_dir=tmp_path, limits=MemoryLimits(cpu=150_000)
+    ) as engine:
+        (result,) = engine.run([request])
+    assert result.error is not None and "KV cache" in str(result.error)

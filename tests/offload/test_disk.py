@@ -1,0 +1,466 @@
+"""The disk tier: what is written is read, directly or not; what breaks is one clear sentence; dead runs are swept."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm.core.errors import DiskFullError, OffloadError
+from flexgen_helm.store import disk
+from flexgen_helm.store.disk import DirectFile, OffloadDirectory, WeightFiles
+from flexgen_helm.store.ring import ALIGNMENT, aligned, pages
+from tests.helpers.paths import ROOT
+
+FINGERPRINT = "f" * 64
+
+
+def page(*values: int) -> torch.Tensor:
+    """Aligned bytes, a page for each value."""
+    held = pages(len(values) * ALIGNMENT)
+    for i, value in enumerate(values):
+        held[i * ALIGNMENT : (i + 1) * ALIGNMENT] = value
+    return held
+
+
+def without_direct_io(monkeypatch):
+    """As a file system that refuses direct I/O, which creates the file all the same."""
+    honest = os.open
+
+    def refusing(path, flags, *rest, **named):
+        if flags & os.O_DIRECT:
+            os.close(honest(path, flags & ~os.O_DIRECT, *rest, **named))
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+        return honest(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+
+@pytest.fixture(params=["direct", "through the cache"])
+def mode(request, monkeypatch):
+    if request.param != "direct":
+        without_direct_io(monkeypatch)
+    return request.param
+
+
+def test_what_is_written_is_read_and_lies_in_the_file(tmp_path, mode):
+    path = tmp_path / "f"
+    file = DirectFile(path, 5 * ALIGNMENT - 7, create=True)
+    if mode != "direct":
+        assert not file.direct
+    assert path.stat().st_size == 5 * ALIGNMENT == path.stat().st_blocks * 512, "blocks are not set aside"
+    file.write(ALIGNMENT, page(3, 4))
+    file.write(0, page(1))
+    found = page(9, 9, 9)
+    file.read(0, found)
+    assert torch.equal(found, page(1, 3, 4))
+    # Independent of our reading.
+    assert path.read_bytes() == bytes(page(1, 3, 4, 0, 0).numpy())
+    file.close()
+    again = DirectFile(path, 5 * ALIGNMENT - 7, create=False)
+    again.read(2 * ALIGNMENT, found[:ALIGNMENT])
+    assert int(found[0]) == 4
+    again.close(delete=True)
+    assert not path.exists()
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(writes=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4), st.integers(0, 255)), max_size=12))
+def test_any_order_of_writes_leaves_the_last_of_each_page(tmp_path, mode, monkeypatch, writes):
+    monkeypatch.setattr(disk, "_CHUNK", 2 * ALIGNMENT)
+    path = tmp_path / f"f{time.monotonic_ns()}"
+    file = DirectFile(path, 8 * ALIGNMENT, create=True)
+    expected = torch.zeros(8 * ALIGNMENT, dtype=torch.uint8)
+    for first, count, value in writes:
+        count = min(count, 8 - first)
+        file.write(first * ALIGNMENT, page(*[value] * count))
+        expected[first * ALIGNMENT : (first + count) * ALIGNMENT] = value
+    found = page(*range(8))
+    file.read(0, found)
+    file.close(delete=True)
+    assert torch.equal(found, expected)
+
+
+def test_a_file_cut_short_is_named_when_opened_and_when_read(tmp_path, mode):
+    path = tmp_path / "f"
+    file = DirectFile(path, 4 * ALIGNMENT, create=True)
+    for size in (2 * ALIGNMENT, 2 * ALIGNMENT + 100, 0):
+        os.truncate(path, size)
+        with pytest.raises(OffloadError, match=r"f ends \d+ bytes early; delete it and run again"):
+            file.read(0, page(0, 0, 0, 0))
+    file.close()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OffloadError, match="shorter than its 16,384 bytes; delete it"):
+        DirectFile(path, 4 * ALIGNMENT, create=False)
+    with pytest.raises(OffloadError, match="absent cannot be used: No such file"):
+        DirectFile(tmp_path / "absent", 1, create=False)
+    with pytest.raises(OffloadError, match="File exists"):
+        DirectFile(path, 1, create=True)
+    assert path.exists(), "another's file was deleted"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch, mode):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(DiskFullError, match=r"bytes free, and 12,288 are needed for f; free some.*--offload-dir"):
+        DirectFile(tmp_path / "f", 3 * ALIGNMENT, create=True)
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before, "an open descriptor keeps the blocks"
+    assert DiskFullError.exit_code == OffloadError.exit_code == 1
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+import torch
+from flexgen_helm.store.disk import OffloadDirectory
+from flexgen_helm.store.ring import pages
+where = OffloadDirectory(Path(sys.argv[1]))
+file = where.scratch("cache-1", 8192)
+mine = pages(8192)
+mine.fill_(int(sys.argv[2]))
+print(where.run.name, flush=True)
+for line in sys.stdin:
+    file.write(0, mine)
+    found = pages(8192)
+    file.read(0, found)
+    print(torch.equal(found, mine), flush=True)
+file.close(delete=True)
+where.close()
+"""
+
+
+def holder(folder: Path, value: int = 1) -> tuple[subprocess.Popen[str], str]:
+    """A process that holds a run in the directory, and the run's name."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder), str(value)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, cwd=ROOT,
+    )  # fmt: skip
+    return process, process.stdout.readline().strip()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.name != ".lock"}
+
+
+def test_a_dead_run_is_swept_away_and_a_living_one_stays(tmp_path):
+    dead, dead_run = holder(tmp_path)
+    living, living_run = holder(tmp_path, 2)
+    dead.send_signal(signal.SIGKILL)
+    dead.wait(30)
+    assert names(tmp_path) >= {dead_run, f"{dead_run}.lock"}
+    (tmp_path / "run-1-0").mkdir()  # its lock was lost: nobody holds it
+    mine = OffloadDirectory(tmp_path)
+    assert names(tmp_path) == {mine.run.name, f"{mine.run.name}.lock", living_run, f"{living_run}.lock"}
+    assert (tmp_path / living_run / "cache-1").stat().st_size == 8192
+    out, _ = living.communicate("x\n", timeout=30)
+    assert out.split() == ["True"] and living.returncode == 0
+    mine.close()
+    assert names(tmp_path) == set()
+
+
+def test_two_processes_work_side_by_side(tmp_path):
+    """They begin at the same moment, write the same names, and read what they wrote themselves."""
+    holders = [holder(tmp_path, value) for value in (1, 2)]
+    assert len({run for _, run in holders}) == 2
+    for _ in range(20):
+        for process, _ in holders:
+            process.stdin.write("x\n")
+            process.stdin.flush()
+    for process, _ in holders:
+        out, _ = process.communicate(timeout=30)
+        assert out.split() == ["True"] * 20 and process.returncode == 0
+    assert names(tmp_path) == set()
+
+
+def test_a_name_that_another_container_holds_is_passed_over(tmp_path, monkeypatch):
+    """Two containers over one directory can give two processes the same number."""
+    numbers = iter([7, 7, 8])
+    monkeypatch.setattr(disk, "_serials", numbers)
+    first, second = OffloadDirectory(tmp_path), OffloadDirectory(tmp_path)
+    assert {first.run.name, second.run.name} == {f"run-{os.getpid()}-7", f"run-{os.getpid()}-8"}
+    second.close()
+    first.close()
+
+
+def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match=r"file/below cannot be used \(Not a directory\); name another"):
+        OffloadDirectory(tmp_path / "file" / "below")
+
+
+def test_a_directory_that_vanishes_is_one_sentence(tmp_path):
+    where = OffloadDirectory(tmp_path / "x")
+    shutil.rmtree(tmp_path / "x")
+    with pytest.raises(OffloadError, match=r"cache-1 cannot be used: No such file or directory"):
+        where.scratch("cache-1", 8192)
+    where.close()
+    OffloadDirectory(tmp_path / "x").close()  # made anew
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_directory_is_one_sentence(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OffloadError, match=r"cannot be used \(Permission denied\); name another"):
+        OffloadDirectory(tmp_path / "below")
+    with pytest.raises(OffloadError, match=r"cannot be used \(Permission denied\); name another"):
+        OffloadDirectory(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["open", "mkdir"])
+def test_a_refusal_of_the_system_is_one_sentence(tmp_path, monkeypatch, call):
+    """Also for root, to whom no directory is unwritable."""
+
+    def refuse(*args, **named):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(OffloadError, match=r"cannot be (used|created)( \(|: )Permission denied"):
+        OffloadDirectory(tmp_path / "x").weights(FINGERPRINT, "float16")
+    monkeypatch.undo()
+    files = WeightFiles(tmp_path / "w", FINGERPRINT, "float16")
+    monkeypatch.setattr(os, call, refuse)
+    if call == "open":
+        with pytest.raises(OffloadError, match=r"a cannot be used: Permission denied"):
+            files.ensure("a", 8, iter(()))
+
+
+# Weights files.
+
+
+def matrix(seed: int, size: int = 3000) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).half()
+
+
+class Asked:
+    """Pieces of a tensor that know whether they were asked for."""
+
+    def __init__(self, tensor: torch.Tensor, cut: int = 1000) -> None:
+        self.tensor, self.cut, self.was = tensor, cut, False
+
+    def __iter__(self):
+        self.was = True
+        yield from self.tensor.split(self.cut)
+
+
+def ensured(folder: Path, pieces: Asked, fingerprint: str = FINGERPRINT, form: str = "float16"):
+    """The tensor that the file holds, through `WeightFiles` alone."""
+    files = WeightFiles(folder, fingerprint, form)
+    size = pieces.tensor.numel() * 2
+    file = files.ensure("a.weight", size, pieces)
+    held = pages(aligned(size))
+    file.read(0, held)
+    file.close()
+    files.verify("a.weight")
+    return held[:size].view(torch.float16)
+
+
+def test_weights_are_written_once_and_reused(tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(disk, "_CHUNK", 2 * ALIGNMENT)
+    first, second = Asked(matrix(1, 20_000), 999), Asked(matrix(1, 20_000))
+    assert torch.equal(ensured(tmp_path, first), first.tensor) and first.was
+    assert torch.equal(ensured(tmp_path, second), first.tensor) and not second.was
+    assert {path.name for path in tmp_path.iterdir()} == {"a.weight", "manifest.json", "manifest.lock"}
+
+
+def change(folder: Path, **changes) -> None:
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
+
+
+DAMAGES = {
+    "cut short": lambda folder: os.truncate(folder / "a.weight", ALIGNMENT),
+    "longer": lambda folder: os.truncate(folder / "a.weight", 3 * ALIGNMENT),
+    "gone": lambda folder: (folder / "a.weight").unlink(),
+    "unknown to the manifest": lambda folder: change(folder, files={}),
+    "of another size": lambda folder: change(folder, files={"a.weight": {"size": 5998, "sha256": ""}}),
+    "a manifest of another model": lambda folder: change(folder, fingerprint="e" * 64),
+    "a manifest of another type": lambda folder: change(folder, form="bfloat16"),
+    "a manifest cut short": lambda folder: os.truncate(folder / "manifest.json", 40),
+    "a manifest that is a list": lambda folder: (folder / "manifest.json").write_text("[]"),
+    "a manifest of strings": lambda folder: change(folder, files={"a.weight": "6000"}),
+    "a manifest whose files are a list": lambda folder: change(folder, files=[]),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_what_the_manifest_does_not_know_is_written_again(tmp_path, damage):
+    ensured(tmp_path, Asked(matrix(1)))
+    damage(tmp_path)
+    again = Asked(matrix(2))  # another content shows whose bytes are read
+    assert torch.equal(ensured(tmp_path, again), again.tensor) and again.was
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert (manifest["fingerprint"], manifest["form"]) == (FINGERPRINT, "float16")
+
+
+def test_models_do_not_share_files(tmp_path):
+    where = OffloadDirectory(tmp_path)
+    size = 6000
+    for seed, fingerprint in ((1, "a" * 64), (2, "b" * 64), (1, "a" * 64)):
+        file = where.weights(fingerprint, "float16").ensure("a.weight", size, Asked(matrix(seed)))
+        held = pages(aligned(size))
+        file.read(0, held)
+        assert torch.equal(held[:size].view(torch.float16), matrix(seed))
+        file.close()
+    where.close()
+    assert names(tmp_path) == {f"weights-{'a' * 32}-float16", f"weights-{'b' * 32}-float16"}
+
+
+def test_a_changed_byte_is_found_by_the_hash(tmp_path):
+    ensured(tmp_path, Asked(matrix(1)))
+    files = WeightFiles(tmp_path, FINGERPRINT, "float16")
+    files.verify("a.weight")
+    data = bytearray((tmp_path / "a.weight").read_bytes())
+    data[100] ^= 1
+    (tmp_path / "a.weight").write_bytes(data)
+    with pytest.raises(OffloadError, match="a.weight was changed or damaged; delete it"):
+        files.verify("a.weight")
+
+
+def test_a_writer_that_fails_leaves_nothing_and_what_a_killed_one_left_goes(tmp_path):
+    class Failing:
+        def __iter__(self):
+            yield matrix(1)[:1000]
+            raise RuntimeError("the checkpoint is gone")
+
+    files = WeightFiles(tmp_path, FINGERPRINT, "float16")
+    with pytest.raises(RuntimeError):
+        files.ensure("a.weight", 6000, Failing())
+    assert {path.name for path in tmp_path.iterdir()} == {"manifest.lock"}
+    for left in ("a.weight.part", "b.weight.part", ".manifest.json.1.2.tmp"):
+        (tmp_path / left).write_bytes(b"x")
+    ensured(tmp_path, Asked(matrix(1)))
+    assert {path.name for path in tmp_path.iterdir()} == {"a.weight", "manifest.json", "manifest.lock"}
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import torch
+from flexgen_helm.store.disk import WeightFiles
+generator = torch.Generator().manual_seed(1)
+tensor = torch.randn(200_000, generator=generator).half()
+files = WeightFiles(Path(sys.argv[1]), "f" * 64, "float16")
+print("ready", flush=True)
+sys.stdin.readline()
+for i in range(6):
+    files.ensure(f"m{i}", 400_000, tensor.split(5000)).close()
+    files.verify(f"m{i}")
+"""
+
+
+def test_two_writers_of_the_same_weights_do_not_disturb_each_other(tmp_path):
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                         text=True, cwd=ROOT)
+        for _ in range(2)
+    ]  # fmt: skip
+    for writer in writers:
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    files = json.loads((tmp_path / "manifest.json").read_text())["files"]
+    assert set(files) == {f"m{i}" for i in range(6)} and len({file["sha256"] for file in files.values()}) == 1
+
+
+# A disk that is really full.
+
+ENGINE = """
+import resource, sys
+from flexgen_helm import Engine, FlexgenError, GenerationRequest, MemoryLimits, Policy
+model, folder, limit, policy = sys.argv[1:]
+if int(limit):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+try:
+    with Engine.from_pretrained(model, policy=policy, schedule="zigzag", offload_dir=folder,
+                                limits=MemoryLimits(cpu=64 << 20, disk=256 << 20)) as engine:
+        requests = [GenerationRequest(prompt_token_ids=[5 + i] * 60, max_tokens=20) for i in range(8)]
+        print([result.completions[0].token_ids for result in engine.run(requests)])
+except FlexgenError as error:
+    print(type(error).__name__, error)
+    sys.exit(error.exit_code)
+"""
+# All weights, or the whole cache, or all hidden states on the disk.
+ON_DISK = {
+    "weights": "4x2,0,0,0,100,0,100",
+    "cache": "4x2,0,100,0,0,0,100",
+    "activations": "4x2,0,100,0,100,0,0",
+}
+
+
+def run_engine(model: Path, folder: Path, limit: int, policy: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", ENGINE, str(model), str(folder), str(limit), policy], capture_output=True, text=True,
+        timeout=120, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def answers(tiny, folder: Path, on_disk: str | None) -> list[tuple[int, ...]]:
+    """What the engine draws, here in this process."""
+    policy, limits = ON_DISK[on_disk] if on_disk else "auto", MemoryLimits(cpu=64 << 20, disk=256 << 20)
+    with Engine.from_pretrained(tiny("llama").path, policy=policy, offload_dir=folder, limits=limits) as engine:
+        requests = [GenerationRequest(prompt_token_ids=[5 + i] * 60, max_tokens=20) for i in range(8)]
+        return [result.completions[0].token_ids for result in engine.run(requests)]
+
+
+def test_a_file_limit_is_an_error_of_its_own_and_nothing_is_left(tiny, tmp_path):
+    """By `ulimit -f`, which every system has: the first file that grows too large is refused."""
+    done = run_engine(tiny("llama").path, tmp_path, 8192, ON_DISK["weights"])
+    assert done.returncode == 1 and done.stderr == "", done.stderr
+    assert done.stdout.startswith("DiskFullError") and "ulimit -f" in done.stdout and done.stdout.count("\n") == 1
+    (weights,) = names(tmp_path)
+    assert not [path for path in (tmp_path / weights).iterdir() if path.name.endswith((".part", ".tmp"))]
+    # The same directory serves once there is room.
+    assert answers(tiny, tmp_path, "weights") == answers(tiny, tmp_path / "unused", None)
+    assert not (tmp_path / "unused").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mount.returncode:
+        pytest.skip(f"no small file system can be mounted here: {mount.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["weights", "cache"])
+def test_a_full_disk_ends_the_run_with_one_sentence(tiny, small_disk, kind):
+    (small_disk / "ballast").write_bytes(bytes(150_000))
+    done = run_engine(tiny("llama").path, small_disk, 0, ON_DISK[kind])
+    assert done.returncode == 1 and done.stderr == "", done.stderr
+    assert done.stdout.startswith("DiskFullError") and "bytes free" in done.stdout and done.stdout.count("\n") == 1
+    left = [path for path in small_disk.rglob("*") if path.name.startswith("run-") or path.suffix in (".part", ".tmp")]
+    assert left == []
+
+
+def test_a_disk_with_room_is_no_error(tiny, small_disk):
+    """The guard's inverse."""
+    assert answers(tiny, small_disk, "activations") == answers(tiny, small_disk, None)
+    assert names(small_disk) == set()

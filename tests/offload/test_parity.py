@@ -1,0 +1,86 @@
+"""Any placement, schedule, block and limit: the same answers as in memory."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm import Engine, MemoryLimits, Policy
+from tests.helpers.offload import MIB, offloaded, policies, workload
+from tests.helpers.parity import assert_same
+from tests.helpers.tiny_models import VARIANTS
+
+
+@pytest.fixture(scope="module")
+def in_memory(tiny):
+    """in_memory(variant, seed) -> what the resident engine answers."""
+    known = {}
+
+    def get(variant, seed=0):
+        if (variant, seed) not in known:
+            with Engine.from_pretrained(tiny(variant).path) as engine:
+                known[variant, seed] = engine.run(workload(seed))
+        return known[variant, seed]
+
+    return get
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
+    """No matrix, no key and no hidden state stays in memory."""
+    policy = Policy(3, 2, wg=0, wc=0, cg=0, cc=0, hg=0, hc=0)
+    with offloaded(tiny, variant, tmp_path, policy, schedule="zigzag") as engine:
+        found = engine.run(workload())
+        moved = engine.last_run["bytes"]
+        assert engine.last_run["achieved_placement"]["weights"]["disk"] == 1.0
+        assert moved["disk_to_cpu"]["weights"] > 0 and moved["cpu_to_disk"]["cache"] > 0
+        assert moved["disk_to_cpu"]["activations"] == moved["cpu_to_disk"]["activations"] > 0
+    assert_same(found, in_memory(variant))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    policy=policies(),
+    schedule=st.sampled_from(["row", "zigzag", "diagonal"]),
+    device=st.sampled_from(["cpu", "sim"]),
+    variant=st.sampled_from(["llama", "opt", "gemma2", "bloom", "mixtral"]),
+    overlap=st.booleans(),
+    cpu_attention=st.booleans(),
+    home=st.sampled_from([4, 8, 64]),
+    seed=st.integers(0, 3),
+)
+def test_any_placement_gives_the_answers_of_the_resident_engine(
+    tiny, in_memory, tmp_path, policy, schedule, device, variant, overlap, cpu_attention, home, seed
+):
+    limits = MemoryLimits(gpu=home * MIB, cpu=(64 if device == "sim" else home) * MIB, disk=256 * MIB)
+    options = dict(schedule=schedule, device=device, overlap=overlap, cpu_attention=cpu_attention, limits=limits)
+    with offloaded(tiny, variant, tmp_path, policy, **options) as engine:
+        found = engine.run(workload(seed))
+    assert_same(found, in_memory(variant, seed))
+
+
+def test_overlap_changes_no_bit_whatever_the_delays(tiny, tmp_path, monkeypatch):
+    """Random delays in every transfer, several times: the same bits as without overlap."""
+    from flexgen_helm.store import disk, link
+
+    policy = Policy(3, 2, wg=0.3, wc=0.3, cg=0.3, cc=0.3, hg=0.3, hc=0.3)
+    with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", device="sim", overlap=False) as engine:
+        expected = engine.run(workload(5))
+    draw = random.Random(1)
+
+    def slow(honest):
+        def delayed(*args, **kwargs):
+            time.sleep(draw.random() * 0.003)
+            return honest(*args, **kwargs)
+
+        return delayed
+
+    monkeypatch.setattr(disk.DirectFile, "_transfer", slow(disk.DirectFile._transfer))
+    monkeypatch.setattr(link.SimulatedLink, "_copy", slow(link.SimulatedLink._copy))
+    for _ in range(3):
+        with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", device="sim") as engine:
+            assert_same(engine.run(workload(5)), expected, tolerance=0.0)

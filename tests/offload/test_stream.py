@@ -1,0 +1,305 @@
+"""The streamer: what is used is what rests elsewhere, each byte is fetched as often as promised, and nothing hangs."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import zlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm.store.ring import ALIGNMENT, Ring
+from flexgen_helm.store.stream import Matrix, Streamer, staged_bytes
+from flexgen_helm.store.traffic import Traffic
+from tests.helpers.threads import in_thread
+
+WAIT_S = 20.0
+
+
+class Source:
+    """Matrices of known bytes, and a count of what was fetched of each; slow and failing as told."""
+
+    def __init__(self, seed: int = 0, slowest: float = 0.0) -> None:
+        self._random, self._slowest = random.Random(seed), slowest
+        self._lock = threading.Lock()
+        self.fetched: dict[str, int] = {}
+        self.content: dict[str, torch.Tensor] = {}
+        self.fail_at: int | None = None  # number of the fetch that fails
+        self.fetches = 0
+
+    def matrix(self, stage: str, name: str, rows: int, row_bytes: int, tile_rows: int) -> Matrix:
+        full = f"{stage}.{name}"
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{full} {rows}".encode()))
+        content = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, generator=generator)
+        self.content[full] = content
+        self.fetched[full] = 0
+
+        def fetch(first: int, count: int, staging: torch.Tensor) -> torch.Tensor:
+            with self._lock:
+                number, self.fetches = self.fetches, self.fetches + 1
+                self.fetched[full] += count * row_bytes
+                pause = self._random.random() * self._slowest
+            time.sleep(pause)
+            if number == self.fail_at:
+                raise OSError("the disk is gone")
+            found = staging[: count * row_bytes].view(count, row_bytes)
+            return found.copy_(content[first : first + count])
+
+        return Matrix(name, rows, row_bytes, tile_rows, fetch)
+
+
+def use(streamer: Streamer, source: Source, stage: str, names: list[str], slow: float = 0.0) -> None:
+    """One use of a stage, in which every byte that arrives is compared."""
+    with streamer.using(stage) as rows:
+        for name in names:
+            expected, at = source.content[f"{stage}.{name}"], 0
+            for first, found in rows(name):
+                assert first == at and bool((found == expected[first : first + len(found)]).all())
+                at += len(found)
+                time.sleep(slow)
+                # Still there when the product that reads it ends.
+                assert bool((found == expected[first : first + len(found)]).all())
+            assert at == len(expected)
+
+
+def within(seconds: float, work):
+    """The work's result; a test that hangs fails instead."""
+    thread, found = in_thread(work)
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+@st.composite
+def passes(draw):
+    """Stages with their matrices (rows, bytes a row, rows a tile), and how often each is used in a pass."""
+    stages = {}
+    for number in range(draw(st.integers(1, 5))):
+        stages[f"s{number}"] = [
+            (f"m{i}", draw(st.integers(1, 30)), draw(st.integers(1, 900)), draw(st.integers(1, 30)))
+            for i in range(draw(st.integers(1, 4)))
+        ]
+    uses = {stage: draw(st.integers(1, 3)) for stage in stages}
+    return stages, uses
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    drawn=passes(),
+    extra_pages=st.integers(0, 40),
+    repeats=st.integers(1, 3),
+    overlap=st.booleans(),
+    ahead=st.booleans(),
+    slowest=st.sampled_from([0.0, 0.0, 0.001]),
+    skip=st.sampled_from([0.0, 0.0, 0.4]),
+    seed=st.integers(0, 99),
+)
+def test_every_use_gets_the_bytes_and_each_is_fetched_as_promised(
+    drawn, extra_pages, repeats, overlap, ahead, slowest, skip, seed
+):
+    stages, uses = drawn
+    source, choice = Source(seed, slowest), random.Random(seed)
+    matrices = {stage: [source.matrix(stage, *shape) for shape in shapes] for stage, shapes in stages.items()}
+    units = {stage: [size for m in found for size in m.unit_bytes()] for stage, found in matrices.items()}
+    capacity = max(size for sizes in units.values() for size in sizes) + extra_pages * ALIGNMENT
+    keeps = {stage: sum(sizes) + max(sizes) <= capacity for stage, sizes in units.items()}
+    ring = Ring(capacity)
+    asked: dict[str, int] = dict.fromkeys(source.fetched, 0)  # bytes that were wanted, by the promise
+
+    def run():
+        streamer = Streamer(ring, Traffic(), overlap)
+        for number in range(repeats):
+            for stage in stages:
+                assert streamer.visit(stage, matrices[stage], uses[stage])
+            if ahead and number + 1 < repeats and not streamer.expects:
+                for stage in stages:  # as `PlacedWeights.begin` announces a pass that is certain to follow
+                    assert streamer.visit(stage, matrices[stage], None) == keeps[stage]
+                    if not keeps[stage]:
+                        break
+            for stage in stages:
+                wanted: set[str] = set()
+                for _ in range(uses[stage]):
+                    names = [m.name for m in matrices[stage] if choice.random() >= skip]
+                    use(streamer, source, stage, names)
+                    wanted.update(names)
+                    if not keeps[stage]:
+                        for name in names:
+                            asked[f"{stage}.{name}"] += source.content[f"{stage}.{name}"].numel()
+                if keeps[stage]:
+                    for name in wanted:
+                        asked[f"{stage}.{name}"] += source.content[f"{stage}.{name}"].numel()
+        streamer.close()
+
+    within(WAIT_S, run)
+    assert ring.in_use == 0
+    if skip and overlap:  # what nobody wants may have been on its way already, but never more than once a round
+        for name, size in asked.items():
+            stage = name.partition(".")[0]
+            most = repeats * (1 if keeps[stage] else uses[stage]) * source.content[name].numel()
+            assert size <= source.fetched[name] <= most
+    else:
+        assert source.fetched == asked
+
+
+@settings(max_examples=30, deadline=None)
+@given(drawn=passes(), extra_pages=st.integers(0, 20), overlap=st.booleans(), fail_at=st.integers(0, 12))
+def test_an_error_of_a_fetch_surfaces_at_the_use_and_the_streamer_goes_on(drawn, extra_pages, overlap, fail_at):
+    stages, uses = drawn
+    source = Source()
+    matrices = {stage: [source.matrix(stage, *shape) for shape in shapes] for stage, shapes in stages.items()}
+    largest = max(size for found in matrices.values() for m in found for size in m.unit_bytes())
+    ring = Ring(largest + extra_pages * ALIGNMENT)
+    source.fail_at = fail_at
+
+    def one_pass(streamer):
+        for stage in stages:
+            streamer.visit(stage, matrices[stage], uses[stage])
+        for stage in stages:
+            for _ in range(uses[stage]):
+                use(streamer, source, stage, [m.name for m in matrices[stage]])
+
+    def run():
+        streamer = Streamer(ring, Traffic(), overlap)
+        try:
+            one_pass(streamer)
+            failed = False
+        except OSError:
+            failed = True
+        assert failed == (source.fetches > fail_at)
+        streamer.cancel()
+        assert ring.in_use == 0
+        source.fail_at = None
+        one_pass(streamer)
+        streamer.close()
+
+    within(WAIT_S, run)
+    assert ring.in_use == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    drawn=passes(), extra_pages=st.integers(0, 20), overlap=st.booleans(), stop=st.integers(0, 20), closes=st.booleans()
+)
+def test_a_pass_that_is_broken_off_anywhere_leaves_an_empty_ring(drawn, extra_pages, overlap, stop, closes):
+    """Also where computing on a row tile fails, as it does when memory runs out."""
+    stages, uses = drawn
+    source = Source(seed=stop, slowest=0.001)
+    matrices = {stage: [source.matrix(stage, *shape) for shape in shapes] for stage, shapes in stages.items()}
+    largest = max(size for found in matrices.values() for m in found for size in m.unit_bytes())
+    ring = Ring(largest + extra_pages * ALIGNMENT)
+    left = stop
+
+    def broken_pass(streamer):
+        nonlocal left
+        for stage in stages:
+            streamer.visit(stage, matrices[stage], uses[stage])
+        for stage in stages:
+            for _ in range(uses[stage]):
+                with streamer.using(stage) as rows:
+                    for matrix in matrices[stage]:
+                        for _ in rows(matrix.name):
+                            left -= 1
+                            if left < 0:
+                                raise MemoryError
+
+    def run():
+        streamer = Streamer(ring, Traffic(), overlap)
+        try:
+            broken_pass(streamer)
+        except MemoryError as error:
+            kept = error  # with its traceback, so that nothing is tidied up by the collector
+            assert kept is not None
+            if closes:
+                streamer.close()
+            else:
+                streamer.cancel()
+            assert ring.in_use == 0
+        if not closes:
+            for stage in stages:
+                streamer.visit(stage, matrices[stage], 1)
+            for stage in stages:
+                use(streamer, source, stage, [m.name for m in matrices[stage]])
+        streamer.close()
+
+    within(WAIT_S, run)
+    assert ring.in_use == 0
+
+
+def test_loading_goes_on_while_a_stage_is_used():
+    """The next stage arrives during the use of this one; without overlap it does not."""
+    for overlap in (True, False):
+        source = Source()
+        matrices = {s: [source.matrix(s, "m", 4, 500, 2)] for s in ("a", "b")}
+        streamer = Streamer(Ring(16 * ALIGNMENT), Traffic(), overlap)
+        for stage in matrices:
+            streamer.visit(stage, matrices[stage], 1)
+        with streamer.using("a") as rows:
+            deadline = time.monotonic() + (5.0 if overlap else 0.1)
+            while source.fetched["b.m"] < 2000 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert (source.fetched["b.m"] == 2000) == overlap
+            assert len(list(rows("m"))) == 2
+        use(streamer, source, "b", ["m"])
+        streamer.close()
+
+
+def test_a_pass_that_is_expected_is_loaded_before_its_uses_are_known():
+    source = Source()
+    matrix = source.matrix("a", "m", 4, 500, 4)
+    streamer = Streamer(Ring(16 * ALIGNMENT), Traffic(), True)
+    assert streamer.visit("a", [matrix], None) and streamer.expects
+    deadline = time.monotonic() + 5.0
+    while not source.fetched["a.m"] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert streamer.visit("a", [matrix], 2) and not streamer.expects
+    use(streamer, source, "a", ["m"])
+    use(streamer, source, "a", ["m"])
+    assert source.fetched == {"a.m": 2000}
+    streamer.visit("a", [matrix], None)
+    with pytest.raises(AssertionError, match="was expected next"):
+        streamer.visit("b", [matrix], 1)
+    streamer.close()
+
+
+def test_a_unit_beyond_the_ring_surfaces_instead_of_hanging():
+    source = Source()
+    matrix = source.matrix("a", "m", 1, 5 * ALIGNMENT, 1)
+    streamer = Streamer(Ring(2 * ALIGNMENT), Traffic(), True)
+    streamer.visit("a", [matrix], 1)
+    with pytest.raises(AssertionError, match="in a ring of"):
+        within(WAIT_S, lambda: use(streamer, source, "a", ["m"]))
+    within(WAIT_S, streamer.close)
+
+
+def test_waiting_is_told_apart_from_loading():
+    source = Source(slowest=0.05)
+    matrix = source.matrix("a", "m", 8, 500, 1)
+    traffic = Traffic()
+    streamer = Streamer(Ring(16 * ALIGNMENT), traffic, True)
+    streamer.visit("a", [matrix], 1)
+    use(streamer, source, "a", ["m"])
+    streamer.close()
+    spent = traffic.seconds()
+    assert 0 < spent["wait_weights"] <= spent["load_weights"]
+
+
+def test_the_byte_count_would_notice_a_matrix_that_is_fetched_again():
+    """The guard's inverse: a stage that does not fit is fetched for each use, one that fits once."""
+    found = []
+    for pages in (4, 64):
+        source = Source()
+        matrix = source.matrix("a", "m", 4, 500, 1)
+        assert staged_bytes(1, 500) == 3 * ALIGNMENT
+        streamer = Streamer(Ring(pages * ALIGNMENT), Traffic(), True)
+        streamer.visit("a", [matrix], 3)
+        for _ in range(3):
+            use(streamer, source, "a", ["m"])
+        streamer.close()
+        found.append(source.fetched["a.m"])
+    assert found == [6000, 2000]

@@ -1,0 +1,176 @@
+"""HELM requests to questions and answers to results: every field honoured or refused, as HELM's metrics read them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from helm.common.image_generation_parameters import ImageGenerationParameters
+from helm.common.media_object import MediaObject, MultimediaObject
+from helm.common.request import Request, RequestResult
+from helm.common.response_format import ResponseFormat
+from helm.proxy.retry import NonRetriableException
+
+from flexgen_helm.core.errors import MemoryLimitError, RequestError
+from flexgen_helm.core.records import GenerationResult
+from flexgen_helm.plugin.convert import Question, ask, failure, no_embedding, reply
+from tests.helpers.fake_engine import MAX_POSITIONS, POISON, FakeTokenizer, answer
+
+PLAIN = Request(model="flexgen/x", model_deployment="flexgen/x", prompt="Is 2 even?", temperature=0, max_tokens=8)
+SCORE = replace(PLAIN, echo_prompt=True, max_tokens=0)
+
+
+def question(request: Request, tokenizer: FakeTokenizer | None = None) -> Question:
+    return ask(request, tokenizer or FakeTokenizer(), MAX_POSITIONS)
+
+
+def result(request: Request, tokenizer: FakeTokenizer | None = None) -> RequestResult:
+    tokenizer = tokenizer or FakeTokenizer()
+    asked = ask(request, tokenizer, MAX_POSITIONS)
+    return reply(request, asked, answer(asked.request), False, tokenizer)
+
+
+# What is asked
+
+
+def test_top_k_per_token_does_not_restrict_sampling() -> None:
+    warm = replace(PLAIN, temperature=1.0, top_p=0.9)
+    assert question(warm) == question(replace(warm, top_k_per_token=5))
+    assert question(warm).request.top_p == 0.9
+    assert question(warm).request.temperature == 1.0
+
+
+def test_sampling_is_seeded_by_the_request_alone() -> None:
+    warm = replace(PLAIN, temperature=1.0)
+    seeds = [question(r).request.seed for r in (warm, replace(warm, random="1"), replace(warm, prompt="other"))]
+    assert len(set(seeds)) == 3
+    assert question(warm).request.seed == seeds[0]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert question(replace(PLAIN, random="1")).key == question(PLAIN).key  # greedy: nothing to draw
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"prompt": "x"}, {"max_tokens": 9}, {"temperature": 0.5}, {"top_p": 0.5}, {"stop_sequences": ["\n"]},
+     {"echo_prompt": True}],
+)  # fmt: skip
+def test_keys_tell_requests_apart(change: dict[str, Any]) -> None:
+    assert question(replace(PLAIN, **change)).key != question(PLAIN).key
+
+
+def test_greedy_completions_are_copies_and_sampled_ones_are_not() -> None:
+    greedy = result(replace(PLAIN, num_completions=3))
+    assert [c.text for c in greedy.completions] == [greedy.completions[0].text] * 3
+    assert question(replace(PLAIN, num_completions=3)).request.n == 1
+    sampled = result(replace(PLAIN, num_completions=3, temperature=1.0))
+    assert len({c.text for c in sampled.completions}) == 3
+
+
+def test_chat_goes_through_the_template_without_a_second_bos() -> None:
+    chat = replace(PLAIN, prompt="", messages=[{"role": "user", "content": "Hi"}])
+    asked = question(chat, FakeTokenizer(adds_bos=True, chat_template="yes"))
+    assert asked.request.prompt_token_ids == tuple(map(ord, "<user>Hi<assistant>"))
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"prompt": "", "multimodal_prompt": MultimediaObject([MediaObject("text/plain", "a")])}, "multimodal_prompt"),
+        ({"image_generation_parameters": ImageGenerationParameters()}, "image_generation_parameters"),
+        ({"response_format": ResponseFormat(json_schema={})}, "response_format"),
+        ({"prompt": "", "messages": [{"role": "user", "content": "Hi"}]}, "no chat template"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "Exactly one of"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"num_completions": 0}, "num_completions is 0"),
+        ({"num_completions": 0, "temperature": 1.0}, "n is 0"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"stop_sequences": [""]}, "stop string"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(NonRetriableException, match=says):
+        question(replace(PLAIN, **change))
+
+
+# What comes back
+
+
+def test_result_is_plain_data() -> None:
+    got = result(replace(SCORE, max_tokens=4))
+    assert got.success
+    json.dumps(asdict(got), allow_nan=False)
+    assert all(type(token.logprob) is float for token in got.completions[0].tokens)
+    assert got.completions[0].finish_reason == {"reason": "length"}
+    assert got.completions[0].logprob == sum(token.logprob for token in got.completions[0].tokens)
+    assert got.batch_size and got.batch_request_time == got.request_time * got.batch_size  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("prompt", ["Is 2 even?", "\x01Is 2 even?", "", "é☃"])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_echo_returns_exactly_the_prompts_own_tokens(adds_bos: bool, prompt: str, max_tokens: int) -> None:
+    tokenizer = FakeTokenizer(adds_bos)
+    request = replace(SCORE, prompt=prompt, max_tokens=max_tokens)
+    asked = question(request, tokenizer)
+    ids = list(asked.request.prompt_token_ids or ())
+    plain = tokenizer.encode(prompt, add_special_tokens=False)
+    assert ids == ([tokenizer.bos_id] if adds_bos and not prompt.startswith("\x01") else []) + plain
+    output = result(request, tokenizer).completions[0]
+    assert [token.text for token in output.tokens[: len(plain)]] == tokenizer.token_texts(plain)
+    assert len(output.tokens) == len(plain) + max_tokens
+    assert output.text.startswith(prompt)
+    if plain:
+        conditioned = len(ids) > len(plain)
+        assert (output.tokens[0].logprob == 0.0) != conditioned
+        assert all(token.logprob < 0 for token in output.tokens[1:])
+
+
+@pytest.mark.parametrize("slack, context", [(0, 0), (1, 1)])
+def test_a_full_window_leaves_no_room_for_bos(slack: int, context: int) -> None:
+    tokenizer = FakeTokenizer(adds_bos=True)
+    request = replace(SCORE, prompt="a" * (MAX_POSITIONS + 1 - slack))
+    assert len(question(request, tokenizer).request.prompt_token_ids or ()) == len(request.prompt) + context
+    assert result(request, tokenizer).success
+
+
+def test_nothing_asked_for() -> None:
+    output = result(replace(PLAIN, max_tokens=0)).completions[0]
+    assert (output.text, output.tokens, output.finish_reason) == ("", [], {"reason": "length"})
+
+
+def test_a_score_that_is_incomplete_is_never_returned() -> None:
+    short = replace(answer(question(SCORE).request), prompt_logprobs=(None, -1.0))
+    with pytest.raises(RequestError, match="were to be scored"):
+        reply(SCORE, question(SCORE), short, False, FakeTokenizer())
+
+
+CHAT = replace(PLAIN, prompt="", messages=[{"role": "user", "content": "a" * MAX_POSITIONS}])
+
+
+@pytest.mark.parametrize(
+    "request_, fatal",
+    [
+        (replace(PLAIN, prompt="a" * (MAX_POSITIONS + 2)), True),
+        (replace(SCORE, prompt="a" * (MAX_POSITIONS + 2)), True),
+        (replace(PLAIN, prompt=POISON), True),
+        (CHAT, False),  # HELM fits no chats, and an empty answer is judged by its text alone
+        (replace(CHAT, messages=[{"role": "user", "content": POISON}]), True),
+    ],
+)
+def test_errors_always_say_whether_they_are_fatal_and_are_never_retried(request_: Request, fatal: bool) -> None:
+    got = result(request_, FakeTokenizer(chat_template="yes"))
+    assert not got.success and got.error and not got.completions
+    assert got.error_flags is not None
+    assert (got.error_flags.is_retriable, got.error_flags.is_fatal) == (False, fatal)
+
+
+def test_other_failures_are_flagged_too() -> None:
+    for got in (no_embedding(), failure("x"), reply(PLAIN, question(PLAIN), GenerationResult(error=MemoryLimitError()),
+                                                    False, FakeTokenizer())):  # fmt: skip
+        assert not got.success
+        assert got.error_flags is not None
+        assert (got.error_flags.is_retriable, got.error_flags.is_fatal) == (False, True)

@@ -1,0 +1,358 @@
+"""The hooks on HELM's private functions: what they guard against, and what they leave behind when killed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helm.benchmark import model_deployment_registry as deployments
+from helm.benchmark import runner as helm_runner
+from helm.benchmark import tokenizer_config_registry as tokenizers
+from helm.benchmark.adaptation.adapter_spec import AdapterSpec
+from helm.benchmark.adaptation.adapters.adapter_factory import AdapterFactory
+from helm.benchmark.adaptation.request_state import RequestState
+from helm.benchmark.adaptation.scenario_state import ScenarioState
+from helm.benchmark.executor import ExecutionSpec, Executor, ExecutorError
+from helm.benchmark.metrics.metric import MetricSpec
+from helm.benchmark.model_deployment_registry import ClientSpec, ModelDeployment
+from helm.benchmark.run_spec_factory import construct_run_specs
+from helm.benchmark.runner import Runner
+from helm.benchmark.scenarios.scenario import Input, Instance
+from helm.benchmark.tokenizer_config_registry import TokenizerConfig, TokenizerSpec
+from helm.common.authentication import Authentication
+from helm.common.cache_backend_config import SqliteCacheBackendConfig
+from helm.common.object_spec import parse_object_spec
+from helm.common.request import ErrorFlags, Request
+
+import flexgen_helm.plugin  # noqa: F401
+from flexgen_helm.core.errors import CheckpointError
+from flexgen_helm.core.records import Cost, GenerationResult
+from flexgen_helm.plugin import hooks, models, registration, service, suite
+from flexgen_helm.plugin.client import FlexgenClient
+from flexgen_helm.plugin.run_record import RunRecord, account
+from flexgen_helm.plugin.suite_account import suite_account
+from tests.helpers.fake_engine import MAX_POSITIONS, POISON, FakeEngine, FakeTokenizer
+
+MODEL = "flexgen/opt-125m"
+FILES = ["run_spec.json", "scenario.json", "scenario_state.json", "stats.json", "per_instance_stats.json"]
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeEngine]]:
+    """A service of its own on fakes; the engines that it made."""
+    made: list[FakeEngine] = []
+
+    def make(model: Any) -> FakeEngine:
+        made.append(FakeEngine(model.name))
+        return made[-1]
+
+    own = service.Service()
+    facts = models.ModelFacts("x", MAX_POSITIONS, 1, False)
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(service, "_service", own)
+    monkeypatch.setattr(service, "engine_factory", make)
+    monkeypatch.setattr(models, "tokenizer", lambda model: FakeTokenizer())
+    monkeypatch.setattr(models, "facts", lambda model: facts)
+    registration.deployment.cache_clear()
+    yield made
+    registration.deployment.cache_clear()
+    own.close()
+
+
+def execution(tmp_path: Path, **changes: Any) -> ExecutionSpec:
+    cache = SqliteCacheBackendConfig(str(tmp_path))
+    spec = ExecutionSpec(None, Authentication(""), str(tmp_path / "prod_env"), 4, sqlite_cache_backend_config=cache)
+    return replace(spec, **changes)
+
+
+def runner(tmp_path: Path, **changes: Any) -> Runner:
+    return Runner(execution(tmp_path, **changes), str(tmp_path / "out"), "s", False, False, False, False, True)
+
+
+def run_spec(instances: int = 4) -> Any:
+    spec = construct_run_specs(parse_object_spec(f"simple_mcqa:model={MODEL}"))[0]
+    return replace(spec, adapter_spec=replace(spec.adapter_spec, max_eval_instances=instances))
+
+
+def state(*requests: Request, deployment: str = MODEL) -> ScenarioState:
+    adapter = AdapterSpec(model=deployment, model_deployment=deployment)
+    states = [
+        RequestState(Instance(Input(str(i)), [], id=str(i)), None, None, 0, None, request, None, 0, False)
+        for i, request in enumerate(requests)
+    ]
+    return ScenarioState(adapter, states)
+
+
+def request(prompt: str, **changes: Any) -> Request:
+    return Request(model=MODEL, model_deployment=MODEL, prompt=prompt, temperature=0, max_tokens=2, **changes)
+
+
+def test_equal_requests_of_a_run_are_computed_once(engines: list[FakeEngine], tmp_path: Path) -> None:
+    done = Executor(execution(tmp_path)).execute(state(*(request(p) for p in "abab")))
+    assert [len(run) for run in engines[0].runs] == [2]
+    assert [s.result.completions[0].text for s in done.request_states if s.result][:2] * 2 == [
+        s.result.completions[0].text for s in done.request_states if s.result
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad, says",
+    [
+        (request(POISON), "not finite"),
+        (request("a" * 5000), "do not fit"),
+        (request("x", presence_penalty=1.0), "presence_penalty is not supported"),
+        (replace(request(""), messages=[{"role": "user", "content": "a"}]), "no chat template"),
+        (request("x", embedding=True), "embedding"),
+    ],
+)
+def test_a_bad_request_ends_its_run_at_once_and_its_mates_are_kept(
+    engines: list[FakeEngine], tmp_path: Path, bad: Request, says: str
+) -> None:
+    executor = Executor(execution(tmp_path, parallelism=1))
+    with pytest.raises(ExecutorError, match=says):
+        executor.execute(state(request("good"), bad))
+    assert executor.execute(state(request("good"))).request_states[0].result.cached  # type: ignore[union-attr]
+
+
+def test_a_client_whose_model_cannot_be_read_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(model: Any) -> Any:
+        raise CheckpointError("the tokenizer is damaged")
+
+    monkeypatch.setattr(models, "tokenizer", broken)
+    got = FlexgenClient(MODEL).make_request(request("a"))
+    assert got.error == "the tokenizer is damaged" and got.error_flags == ErrorFlags(False, True)
+
+
+def test_nothing_is_announced_where_nothing_is_ours(engines: list[FakeEngine], tmp_path: Path) -> None:
+    executor = Executor(execution(tmp_path))
+    assert hooks.announce(Executor(execution(tmp_path, dry_run=True)), state(request("a"))) is None
+    assert hooks.announce(executor, state(request("a"), deployment="simple/model1")) is None
+    assert hooks.announce(executor, state(request("a"), deployment="flexgen/unknown-model")) is None
+    assert engines == []
+
+
+# Files
+
+
+def test_a_run_that_is_killed_between_two_files_is_not_complete(
+    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same run three times: finished, killed after each number of files, and finished again."""
+    bench, spec, real = runner(tmp_path), run_spec(), hooks.replace_text
+    folder = Path(bench._get_run_path(spec))
+    bench.run_one(spec)
+    assert sorted(FILES + ["flexgen_run.json"]) == sorted(path.name for path in folder.iterdir())
+    for kept in range(len(FILES)):
+        allowed = iter(range(kept))
+
+        def killed(path: Path, content: str, allowed: Iterator[int] = allowed) -> None:
+            if next(allowed, None) is None:
+                raise KeyboardInterrupt
+            real(path, content)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(hooks, "replace_text", killed)
+            with pytest.raises(KeyboardInterrupt):
+                bench.run_one(spec)
+        assert not bench._is_run_completed(str(folder))
+    bench.run_one(spec)
+    assert bench._is_run_completed(str(folder))
+    for name in FILES:
+        json.loads((folder / name).read_text())
+    assert not list(folder.glob(".*"))
+
+
+def test_without_the_hook_such_a_run_looks_complete(engines: list[FakeEngine], tmp_path: Path) -> None:
+    """The inverse: HELM's own writer leaves the old last file in place."""
+    bench, spec = runner(tmp_path), run_spec()
+    folder = Path(bench._get_run_path(spec))
+    bench.run_one(spec)
+    helm_runner.write.__wrapped__(str(folder / "run_spec.json"), "{}")  # type: ignore[attr-defined]
+    assert bench._is_run_completed(str(folder))
+
+
+def test_runs_of_other_clients_are_left_alone(
+    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ClientSpec("helm.clients.simple_client.SimpleClient")
+    other = ModelDeployment("simple/model1", client, tokenizer_name="simple/tokenizer1", max_sequence_length=2048)
+    tokenizer = TokenizerConfig("simple/tokenizer1", TokenizerSpec("helm.tokenizers.simple_tokenizer.SimpleTokenizer"))
+    monkeypatch.setitem(deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT, other.name, other)
+    monkeypatch.setitem(tokenizers.TOKENIZER_NAME_TO_CONFIG, tokenizer.name, tokenizer)
+    bench = runner(tmp_path)
+    spec = run_spec()
+    spec = replace(spec, name="other", adapter_spec=replace(spec.adapter_spec, model="simple/model1",
+                                                            model_deployment="simple/model1"))  # fmt: skip
+    bench.run_one(spec)
+    folder = Path(bench._get_run_path(spec))
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert "flexgen" not in (folder / "run_spec.json").read_text()
+
+
+# Guards
+
+
+@pytest.fixture
+def unhooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """HELM as it comes, and the warnings that installing the hooks gives."""
+    warnings: list[str] = []
+    monkeypatch.setattr(Executor, "execute", Executor.execute.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(Runner, "run_one", Runner.run_one.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(helm_runner, "write", helm_runner.write.__wrapped__)  # type: ignore[attr-defined]
+    plain = AdapterFactory.get_adapter.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(AdapterFactory, "get_adapter", staticmethod(plain))
+    monkeypatch.setattr(hooks, "hwarn", warnings.append)
+    monkeypatch.setattr(hooks, "_warned", set())
+    return warnings
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_metrics_are_imported_while_the_model_loads(
+    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    (tmp_path / "slow_metric.py").write_text(
+        "from helm.benchmark.metrics.basic_metrics import BasicReferenceMetric as SlowMetric\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "slow_metric", raising=False)
+    imported = []
+
+    def make(model: Any) -> FakeEngine:
+        end = time.monotonic() + 20
+        while not imported and time.monotonic() < end:
+            imported.extend(["slow_metric"] if "slow_metric" in sys.modules else [])
+            time.sleep(0.01)
+        engines.append(FakeEngine(model.name))
+        return engines[-1]
+
+    monkeypatch.setattr(service, "engine_factory", make)
+    metric = MetricSpec("slow_metric.SlowMetric", {})
+    spec = replace(run_spec(), metric_specs=[metric, MetricSpec("no_such_module.Metric", {})][: 2 if together else 1])
+    if together:
+        suite._Suite([]).collect(runner(tmp_path), [spec])  # the missing module is the second pass's to report
+    else:
+        runner(tmp_path).run_one(spec)
+    assert imported and engines[0].runs
+
+
+def test_hooks_go_on_once(unhooked: list[str]) -> None:
+    hooks.install()
+    first = Executor.execute, Runner.run_one
+    hooks.install()
+    assert (Executor.execute, Runner.run_one) == first and Executor.execute.flexgen_helm  # type: ignore[attr-defined]
+    assert unhooked == []
+
+
+def run_one_of_tomorrow(self: Runner, run_spec: Any, attempt: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "owner, name, value",
+    [(Runner, "run_one", run_one_of_tomorrow), (helm_runner, "write", lambda content: None), (helm_runner, "write", 3)],
+)
+def test_a_helm_that_changed_is_left_untouched_with_one_warning(
+    unhooked: list[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any
+) -> None:
+    monkeypatch.setattr(owner, name, value)
+    execute = Executor.execute
+    hooks.install()
+    hooks.install()
+    assert Executor.execute is execute and getattr(owner, name) is value
+    assert len(unhooked) == 1 and "does not know this version of HELM" in unhooked[0]
+
+
+def test_without_hooks_the_idle_flush_still_makes_batches(
+    unhooked: list[str], engines: list[FakeEngine], tmp_path: Path
+) -> None:
+    executor = Executor(execution(tmp_path, parallelism=8))
+    executor.execute(state(*(request(str(i)) for i in range(16))))
+    blocks = [len(run) for run in engines[0].runs]
+    assert sum(blocks) == 16 and len(blocks) <= 8
+
+
+def test_an_unknown_call_is_passed_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(hooks, "hwarn", warnings.append)
+    monkeypatch.setattr(hooks, "_warned", set())
+    execute = hooks._announcing(lambda self, *args, **kwargs: (args, kwargs))  # type: ignore[arg-type, return-value]
+    assert execute(None, 1, more=2) == ((1,), {"more": 2})
+    assert execute(None, 1, more=2) == ((1,), {"more": 2})
+    assert len(warnings) == 1
+
+
+# Accounts and the suite's small parts
+
+
+def test_a_repetition_counts_its_tokens_and_costs_nothing() -> None:
+    cost = Cost(10, 8.0, 4, 11.0, 5.0, 100.0, 1.0, 1.0, 2)
+    once, twice = account(["a"], {"a": cost}), account(["a", "a", "failed"], {"a": cost})
+    assert (once["latency_s"], twice["latency_s"]) == (2.0, 2.0)
+    assert once["padded_throughput"] == 8.0 and once["actual_throughput"] == 7.0
+    assert once["efficiency"] == pytest.approx(14 / 16)
+    assert twice["efficiency"] == pytest.approx(28 / 30)
+    assert twice["workload"]["prompt_tokens_computed"] == 8.0
+    assert (twice["workload"]["num_requests"], twice["workload"]["num_unique"]) == (2, 1)
+
+
+def record_of(folder: Path, name: str, tokens: int, engine: dict[str, Any], fingerprint: str = "a") -> RunRecord:
+    """A run of one request, as it stands after HELM has executed it."""
+    model = models.ModelArguments("m", "opt-125m")
+    record = RunRecord(name, folder / name, model, engine=engine, fingerprint=fingerprint, keys=[name])
+    result = GenerationResult(cost=Cost(tokens, tokens, 2, tokens + 1, 3, 100.0, 1.0, 1.0, 1))
+    record.answers = {name: service.Answer(result, reused=not engine)}
+    record.directory.mkdir(parents=True, exist_ok=True)
+    record.write()
+    return record
+
+
+def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
+    def block(seconds: float, peak: int, predicted: float | None) -> dict[str, Any]:
+        times = {"compute": seconds, "wait": 0.5}
+        return {"bytes": {"disk_to_cpu": {"weights": 3}}, "time_s": times, "peak_bytes": {"cpu": peak, "gpu": 0},
+                "predicted_latency_s": predicted, "schedule": f"s{peak}"}  # fmt: skip
+
+    def call(*records: RunRecord, failed: tuple[str, ...] = ()) -> dict[str, Any]:
+        tried = [*(record.name for record in records), *failed]
+        content = suite_account(tmp_path, records, tried, failed)
+        (tmp_path / "flexgen_suite.json").write_text(json.dumps(content))
+        return content
+
+    first = call(record_of(tmp_path, "one", 10, block(4.0, 7, 3.0)), failed=("two",))
+    second = call(record_of(tmp_path, "two", 30, block(1.0, 5, 2.0)))
+    assert (first["failed"], second["failed"], second["runs"]) == (["two"], [], ["one", "two"])
+    found = second["models"]["m"]
+    assert found["bytes"] == {"disk_to_cpu": {"weights": 6}} and found["time_s"] == {"compute": 5.0, "wait": 1.0}
+    assert (found["peak_bytes"]["cpu"], found["schedule"], found["predicted_latency_s"]) == (7, "s5", 5.0)
+    assert found["workload"]["prompt_tokens"] == second["totals"]["workload"]["prompt_tokens"] == 40
+    assert found["padded_throughput"] == pytest.approx((40 + 2 + 6) / 4) and found["efficiency"] == 44 / 48
+    # In one batch with the longer one, the shorter one would have been padded more.
+    assert found["padding"]["to_longest"] == 1.0
+    again = call(record_of(tmp_path, "one", 10, {}))["models"]["m"]
+    assert again == found
+    assert call(record_of(tmp_path, "three", 5, block(1.0, 5, None)))["models"]["m"]["predicted_latency_s"] is None
+    # Other weights of the same name, and a file that is not ours.
+    other = call(record_of(tmp_path, "three", 5, block(9.0, 5, 1.0), fingerprint="b"))["models"]["m"]
+    assert other["time_s"]["compute"] == 9.0 and other["workload"]["num_requests"] == 1
+    (tmp_path / "flexgen_suite.json").write_text('{"runs": 3, "models": []}')
+    assert call(record_of(tmp_path, "one", 10, block(4.0, 7, 3.0)))["models"] == first["models"]
+
+
+def test_the_suite_writes_names_as_helm_needs_them() -> None:
+    text = "mmlu:subject=a,model=flexgen/facebook/opt-125m,data_augmentation=x"
+    assert suite._Suite([]).rename(text) == [text.replace("facebook/opt", "facebook--opt")]
+    assert suite._Suite(["4bit"]).rename("x:model=flexgen/opt-125m,a=b") == ["x:model=flexgen/opt-125m-4bit,a=b"]
+    both = suite._Suite(["fp16", "4bit", "fp16"])
+    assert both.rename("x:model=flexgen/opt-125m,a=b") == [f"x:model=flexgen/opt-125m{s},a=b" for s in ("", "-4bit")]
+    assert both.rename("x:model=openai/gpt2") == ["x:model=openai/gpt2"]
+
+
+def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite.main(["--no-such-flag"]) == 2
+    assert suite.main([]) == 2  # helm-run's -m is mandatory
+    assert "required" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""Packed weights in the engine: against `transformers` with the same matrices, and on any tier."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm.policy.placement import AtRest
+from flexgen_helm.quant.packed import pack, unpack
+from flexgen_helm.quant.precisions import FP16, PRECISIONS
+from tests.helpers.offload import MIB, offloaded, policies, workload
+from tests.helpers.parity import assert_equals_reference, assert_same, prompts
+from tests.helpers.tiny_models import TinyModel
+
+PACKED = [name for name, precision in PRECISIONS.items() if precision.weights is not None]
+
+
+@pytest.fixture(autouse=True)
+def whole_cache(monkeypatch):
+    """Only the weights are packed: `tests/kv_cache` is about the cache."""
+    for name in PACKED:
+        monkeypatch.setitem(PRECISIONS, name, replace(PRECISIONS[name], cache=None))
+
+
+def with_packed_layers(model: TinyModel, precision: str, spoil: bool = False) -> TinyModel:
+    """`transformers` with every linear map of its layers replaced by what packing leaves of it."""
+    form, found = PRECISIONS[precision].weights, copy.deepcopy(model)
+    for name, module in found.reference.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in f".{name}":
+            rows, width = module.weight.shape
+            module.weight.data = unpack(pack(module.weight.data, form), form, rows, width)
+            if spoil:
+                module.weight.data[0, 0] += 0.5 * module.weight.data.abs().max()
+    return found
+
+
+def ask(variant):
+    asked = prompts(5, 40, seed=3)
+    return asked, [
+        GenerationRequest(prompt_token_ids=p, max_tokens=6, echo_logprobs=True, ignore_eos=True) for p in asked
+    ]
+
+
+@pytest.mark.parametrize("precision", PACKED)
+@pytest.mark.parametrize("variant", ["llama", "opt", "qwen3", "gemma2"])
+def test_scores_equal_transformers_with_the_same_matrices(tiny, tmp_path, variant, precision):
+    asked, requests = ask(variant)
+    reference = with_packed_layers(tiny(variant), precision)
+    # Where they rest packed, and where there is room for copies in the compute type.
+    for memory in (None, MemoryLimits(cpu=int(1.5 * sum(AtRest(engine_spec(tiny(variant))).matrices.values())))):
+        options = {} if memory is None else {"limits": memory}
+        with Engine.from_pretrained(tiny(variant).path, precision=precision, offload_dir=tmp_path, **options) as engine:
+            assert bool(engine._weights._forms) == (memory is not None)
+            for prompt, request, result in zip(asked, requests, engine.run(requests)):
+                assert_equals_reference(reference, prompt, request, result)
+
+
+def engine_spec(model):
+    from flexgen_helm.checkpoint.spec import read_spec
+
+    return read_spec(model.path)[0]
+
+
+def test_the_comparison_notices_a_single_weight(tiny, tmp_path):
+    asked, requests = ask("llama")
+    spoilt = with_packed_layers(tiny("llama"), "4bit", spoil=True)
+    with Engine.from_pretrained(tiny("llama").path, precision="4bit", offload_dir=tmp_path) as engine:
+        results = engine.run(requests)
+    with pytest.raises(AssertionError):
+        for prompt, request, result in zip(asked, requests, results):
+            assert_equals_reference(spoilt, prompt, request, result)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    policy=policies(),
+    schedule=st.sampled_from(["row", "zigzag", "diagonal"]),
+    device=st.sampled_from(["cpu", "sim"]),
+    variant=st.sampled_from(["llama", "opt", "mixtral", "bloom"]),
+    precision=st.sampled_from(PACKED),
+    home=st.sampled_from([4, 64]),
+)
+def test_any_placement_gives_the_answers_of_the_resident_engine(
+    tiny, tmp_path, policy, schedule, device, variant, precision, home
+):
+    with Engine.from_pretrained(tiny(variant).path, precision=precision, offload_dir=tmp_path) as engine:
+        expected = engine.run(workload(1))
+    limits = MemoryLimits(gpu=home * MIB, cpu=64 * MIB, disk=256 * MIB)
+    options = dict(schedule=schedule, device=device, limits=limits, precision=precision)
+    with offloaded(tiny, variant, tmp_path, policy, **options) as engine:
+        assert_same(engine.run(workload(1)), expected)
+
+
+def test_what_travels_and_lies_on_the_disk_is_packed(tiny, tmp_path):
+    """Bytes of a pass are the packed sizes; the conversion happens once, and each format has its own files."""
+    from flexgen_helm import Policy
+
+    requests = [GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=1, ignore_eos=True)]
+    policy = Policy(1, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)
+    spec = engine_spec(tiny("llama"))
+    for name in ("fp16", *PACKED):
+        rest = AtRest(spec, PRECISIONS[name])
+        with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", precision=name) as engine:
+            engine.run(requests)
+            read = engine.last_run["bytes"]["disk_to_cpu"]["weights"]
+        head = rest.matrices["embed.tokens.weight"] if spec.tied_head else rest.stage_bytes("head")
+        table_rows = 3 * spec.embed_size * 2  # of the prompt's tokens
+        layers = sum(rest.stage_bytes(f"layers.{i}") for i in range(spec.num_layers))
+        assert read in (layers + head + table_rows, layers + head + rest.matrices["embed.tokens.weight"])
+    folders = [path for path in tmp_path.iterdir() if path.name.startswith("weights-")]
+    assert len(folders) == 1 + len({PRECISIONS[name].weights_label for name in PACKED}) == 3
+    before = {file: file.stat().st_mtime_ns for folder in folders for file in folder.iterdir()}
+    with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", precision="4bit") as engine:
+        engine.run(requests)
+    after = {file: file.stat().st_mtime_ns for folder in folders for file in folder.iterdir()}
+    assert {f: t for f, t in after.items() if f.suffix != ".lock"} == {
+        f: t for f, t in before.items() if f.suffix != ".lock"
+    }
+
+
+def test_precisions_have_their_own_fingerprints_and_labels(tiny, tmp_path):
+    found = set()
+    for name in PRECISIONS:
+        with Engine.from_pretrained(tiny("llama").path, precision=name, offload_dir=tmp_path) as engine:
+            found.add(engine.fingerprint)
+            assert engine.precision == name
+    assert len(found) == len(PRECISIONS) == len({p.label for p in PRECISIONS.values()})
+    assert FP16.form("layers.0.attn.q.weight") is None
+    ours = PRECISIONS["4bit"]
+    assert ours.form("layers.0.mlp.experts.3.up.weight") == ours.weights
+    assert ours.form("layers.0.mlp.router.weight") is None is ours.form("embed.tokens.weight")

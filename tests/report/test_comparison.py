@@ -1,0 +1,278 @@
+"""`compare`: paired figures against direct formulas, on folders as HELM writes them, and the command on them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from flexgen_helm import cli
+from flexgen_helm.core.errors import UsageError
+from flexgen_helm.report.comparison import compare_suite
+from flexgen_helm.report.comparison_view import rows, speed_rows, to_html, to_json, to_markdown
+from tests.helpers.suites import accuracies, write_run
+
+
+def write_accuracies(suite, precision, right, **more):
+    right = np.asarray(right)
+    return write_run(suite, "mc:mode=a", precision, {"exact_match": right.mean()}, accuracies(right), **more)
+
+
+def test_accuracies_are_compared_by_instance(tmp_path):
+    draw = np.random.default_rng(0)
+    base = (draw.random(800) < 0.6).astype(float)
+    other = np.where(draw.random(800) < 0.1, 1 - base, base)
+    other[:60] = 0.0
+    write_accuracies(tmp_path, "fp16", base)
+    write_accuracies(tmp_path, "4bit", other, tokens=500, latency=0.5)
+    (found,) = compare_suite(tmp_path)
+    (each,) = found.comparisons
+    lost, won = int(((base == 1) & (other == 0)).sum()), int(((base == 0) & (other == 1)).sum())
+    assert (each.run, each.metric, each.precision, each.instances) == ("mc:mode=a", "exact_match", "4bit", 800)
+    assert each.change == pytest.approx(other.mean() - base.mean()) and each.kind == "difference"
+    assert (each.test.name, each.test.lost, each.test.won) == ("McNemar", lost, won)
+    smaller = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
+    assert each.test.p_value == pytest.approx(min(1.0, 2 * smaller))
+    # The percentile interval of a mean is the normal one when there are many instances.
+    error = 1.96 * (other - base).std() / math.sqrt(800)
+    assert each.interval == pytest.approx((each.change - error, each.change + error), abs=0.15 * error)
+    speeds = {speed.precision: speed.tokens_per_s for speed in found.speeds}
+    assert speeds == {"fp16": 500.0, "4bit": 1000.0}
+
+
+def pages(logprobs, words, tokens):
+    return {
+        f"id{i}": {"logprob": x, "num_words": float(w), "num_perplexity_tokens": float(t), "num_bytes": 5.0 * w}
+        for i, (x, w, t) in enumerate(zip(logprobs, words, tokens))
+    }
+
+
+def perplexities(instances):
+    totals = {name: sum(own[name] for own in instances.values()) for name in next(iter(instances.values()))}
+    loss = -totals["logprob"]
+    return {
+        "word_perplexity": math.exp(loss / totals["num_words"]),
+        "bits_per_byte": loss / totals["num_bytes"] / math.log(2),
+        "token_perplexity": math.exp(loss / totals["num_perplexity_tokens"]),
+    }
+
+
+def test_perplexities_are_compared_as_ratios_of_the_whole(tmp_path):
+    draw = np.random.default_rng(1)
+    words = draw.integers(500, 5000, 62)
+    tokens = words * 1.3
+    losses = words * draw.normal(3.5, 0.2, 62)
+    sides = {
+        "fp16": pages(-losses, words, tokens),
+        "4bit": pages(-losses - words * draw.normal(0.05, 0.02, 62), words, tokens),
+    }
+    for precision, instances in sides.items():
+        write_run(tmp_path, "wikitext:", precision, perplexities(instances), instances)
+    (found,) = compare_suite(tmp_path)
+    changes = {each.metric: each for each in found.comparisons}
+    told = {precision: perplexities(instances) for precision, instances in sides.items()}
+    word = changes["word_perplexity"]
+    assert word.kind == "ratio" and word.run == "wikitext"
+    assert word.change == pytest.approx(told["4bit"]["word_perplexity"] / told["fp16"]["word_perplexity"])
+    assert word.interval[0] < word.change < word.interval[1] and word.interval[1] - word.interval[0] < 0.02
+    assert word.test.name == "permutation" and word.test.p_value < 0.001
+    assert changes["bits_per_byte"].change == pytest.approx(
+        told["4bit"]["bits_per_byte"] - told["fp16"]["bits_per_byte"]
+    )
+
+
+def test_noise_is_not_called_a_difference(tmp_path):
+    """The inverse: equal on average, both intervals and tests say so; and equal throughout."""
+    draw = np.random.default_rng(2)
+    losses = draw.normal(5, 1, 400)
+    for precision, shift in (("fp16", 0.0), ("4bit", draw.normal(0, 0.3, 400)), ("4bit-s", 0.0)):
+        shift = shift - np.mean(shift)
+        instances = {f"id{i}": {"logprob": float(-x)} for i, x in enumerate(losses + shift)}
+        mean = np.mean([own["logprob"] for own in instances.values()])
+        write_run(tmp_path, "lambada", precision, {"target_perplexity": math.exp(-mean)}, instances)
+    (found,) = compare_suite(tmp_path)
+    noisy, same = found.comparisons
+    assert noisy.interval[0] < 1 < noisy.interval[1] and noisy.test.p_value > 0.5
+    assert same.interval == (1.0, 1.0) and same.test.p_value == 1.0
+
+
+def test_only_shared_instances_count_and_the_rest_is_told(tmp_path):
+    write_accuracies(tmp_path, "fp16", [1, 1, 0, 0])
+    write_accuracies(tmp_path, "4bit", [1, 0])
+    (found,) = compare_suite(tmp_path)
+    (each,) = found.comparisons
+    assert (each.instances, each.baseline, each.value) == (2, 1.0, 0.5)
+    assert any("2 instances" in note and "fp16" in note for note in found.notes)
+
+
+def test_a_change_stands_below_the_baseline_that_it_is_against(tmp_path):
+    """fp16 and 4bit share 12 instances, paper-4bit has 8 of them: fp16 is 0.5 over the first and 0.375 over these."""
+    base = [1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0]
+    write_accuracies(tmp_path, "fp16", base)
+    write_accuracies(tmp_path, "4bit", base)
+    write_accuracies(tmp_path, "4bit-s", base)
+    write_accuracies(tmp_path, "paper-4bit", [1, 1, 1, 1, 1, 0, 0, 0])
+    (found,) = compare_suite(tmp_path)
+    assert [row[:4] for row in rows(found, "fp16")] == [
+        ("mc:mode=a (12 instances)", "exact_match", "fp16", "0.5000"),
+        ("", "", "4bit", "0.5000"),
+        ("", "", "4bit-s", "0.5000"),
+        ("mc:mode=a (8 instances)", "exact_match", "fp16", "0.3750"),
+        ("", "", "paper-4bit", "0.6250"),
+    ]
+    for text in (to_markdown([found], "s", "fp16"), to_html([found], "s", "fp16")):
+        assert "(8 instances)" in text and "0.3750" in text and "+0.2500" in text
+
+
+def test_every_figure_says_its_instances_again_where_they_change(tmp_path):
+    for precision, count in (("fp16", 6), ("4bit", 6), ("paper-4bit", 4)):
+        instances = pages([-10.0 - i for i in range(count)], [4] * count, [5] * count)
+        write_run(tmp_path, "wikitext", precision, perplexities(instances), instances)
+    (found,) = compare_suite(tmp_path)
+    told = [row[0] for row in rows(found, "fp16") if row[2] == "fp16"]
+    assert told == ["wikitext (6 instances)", "wikitext (4 instances)"] * 3
+    (tmp_path / "wikitext,model=flexgen_tiny-paper-4bit" / "stats.json").unlink()
+    (found,) = compare_suite(tmp_path)
+    assert [row[0] for row in rows(found, "fp16") if row[2] == "fp16"] == ["wikitext (6 instances)", "", ""]
+
+
+def test_a_figure_that_is_no_mean_is_not_compared_over_other_instances(tmp_path):
+    for precision, count in (("fp16", 5), ("4bit", 3)):
+        scores = {"exact_match": 1.0, "classification_macro_f1": 0.1 * count}
+        write_run(tmp_path, "boolq", precision, scores, accuracies([1] * count))
+    (found,) = compare_suite(tmp_path)
+    assert [each.metric for each in found.comparisons] == ["exact_match"]
+    assert any("classification_macro_f1" in note and "4bit" in note for note in found.notes)
+
+
+def test_a_figure_that_is_no_mean_has_no_interval(tmp_path):
+    for precision, f1 in (("fp16", 0.7), ("4bit", 0.6)):
+        instances = {f"id{i}": {"classification_macro_f1": 0.1 * i} for i in range(5)}
+        write_run(tmp_path, "boolq", precision, {"classification_macro_f1": f1}, instances)
+    (found,) = compare_suite(tmp_path)
+    (each,) = found.comparisons
+    assert each.change == pytest.approx(-0.1) and each.interval is None and each.test is None
+    assert "no interval" in to_markdown([found], "s", "fp16")
+
+
+def test_one_instance_is_shown_without_an_interval(tmp_path):
+    for precision, loss in (("fp16", 10.0), ("4bit", 12.0)):
+        instances = pages([-loss], [4], [5])
+        write_run(tmp_path, "wikitext", precision, perplexities(instances), instances)
+    write_accuracies(tmp_path, "fp16", [1])
+    write_accuracies(tmp_path, "4bit", [0])
+    (found,) = compare_suite(tmp_path)
+    word = next(each for each in found.comparisons if each.metric == "word_perplexity")
+    assert word.change == pytest.approx(math.exp(0.5)) and word.interval is None and word.test is None
+    assert "no interval: one instance" in to_markdown([found], "s", "fp16")
+    assert "one instance" in to_html([found], "s", "fp16")
+
+
+def test_speeds_that_are_not_of_the_same_work_are_told(tmp_path):
+    write_accuracies(tmp_path, "fp16", [1, 0, 1])
+    write_accuracies(tmp_path, "4bit", [1, 1, 0])
+    (found,) = compare_suite(tmp_path)
+    assert not found.notes and "whatever instances" in to_markdown([found], "s", "fp16")
+    write_accuracies(tmp_path, "paper-4bit", [1, 1])
+    (found,) = compare_suite(tmp_path)
+    work = "fp16 has 3 instances of 1 run, 4bit has 3 instances of 1 run, paper-4bit has 2 instances of 1 run"
+    assert any("not of the same work" in note and work in note for note in found.notes)
+    assert [row[:2] for row in speed_rows(found)] == [("fp16", "3"), ("4bit", "3"), ("paper-4bit", "2")]
+
+
+def test_seconds_of_an_earlier_run_are_told(tmp_path):
+    write_accuracies(tmp_path, "fp16", [1, 0, 1])
+    write_accuracies(tmp_path, "4bit", [1, 1, 0], reused=2)
+    (found,) = compare_suite(tmp_path)
+    (note,) = found.notes
+    assert note.startswith("2 of 6 answers come from earlier runs") and "--disable-cache" in note
+    assert [row[-1] for row in speed_rows(found)] == ["500", "500 *"]
+    assert to_json([found], "s", "fp16")["models"]["tiny"]["speed"][1]["num_reused"] == 2
+    assert note in to_markdown([found], "s", "fp16") and note in to_html([found], "s", "fp16")
+
+
+def test_nothing_to_compare_is_one_sentence(tmp_path):
+    with pytest.raises(UsageError, match="no suite"):
+        compare_suite(tmp_path / "absent")
+    with pytest.raises(UsageError, match="no finished runs"):
+        compare_suite(tmp_path)
+    write_accuracies(tmp_path, "fp16", [1, 0])
+    with pytest.raises(UsageError, match="tiny in fp16; run the same"):
+        compare_suite(tmp_path)
+    write_accuracies(tmp_path, "4bit", [1, 0], model="other")
+    with pytest.raises(UsageError, match="other in 4bit"):
+        compare_suite(tmp_path)
+
+
+def test_the_command_that_is_suggested_is_not_refused(tmp_path):
+    with pytest.raises(UsageError, match="'foo' is no precision; take one of fp16, fp16-s, 4bit") as refused:
+        compare_suite(tmp_path, "foo")
+    assert "--precision foo" not in str(refused.value)
+    for baseline, pair in (("fp16", "fp16,4bit"), ("4bit-s", "4bit-s,4bit"), ("4bit", "4bit,fp16")):
+        with pytest.raises(UsageError, match=f"--precision {pair}$"):
+            compare_suite(tmp_path, baseline)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+@pytest.mark.parametrize("command, file", [("compare", "flexgen_compare.html"), ("report", "flexgen_report.json")])
+def test_a_page_that_cannot_be_written_takes_nothing_away(tmp_path, capsys, command, file, arguments):
+    """A folder where the file should be is refused to root too."""
+    suite = tmp_path / "runs" / "mine"
+    write_accuracies(suite, "fp16", [1, 0, 1])
+    write_accuracies(suite, "4bit", [1, 1, 0])
+    (suite / file).mkdir()
+    assert cli.main([command, "-o", str(tmp_path), "--suite", "mine", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert "exact_match" in captured.out and (not arguments or json.loads(captured.out))
+    assert captured.err == f"flexgen-helm: {suite / file} cannot be written: Is a directory\n"
+    assert not [path for path in suite.iterdir() if path.suffix == ".tmp"]
+
+
+def test_a_run_in_one_precision_only_is_named(tmp_path):
+    write_accuracies(tmp_path, "fp16", [1, 0])
+    write_accuracies(tmp_path, "4bit", [1, 1])
+    write_run(tmp_path, "boolq", "4bit", {"exact_match": 1.0}, accuracies([1]))
+    (found,) = compare_suite(tmp_path)
+    assert len(found.comparisons) == 1 and any("boolq" in note for note in found.notes)
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path):
+    write_accuracies(tmp_path, "fp16", [1, 0, 1])
+    write_accuracies(tmp_path, "4bit", [1, 1, 0])
+    html = to_html(compare_suite(tmp_path), "<suite>", "fp16")
+    outside = re.sub(r"<script[^>]*>.*?</script>", "", html, flags=re.DOTALL)
+    assert "<h1>&lt;suite&gt;" in html and not re.search(r"<(script|link|img)\b", outside)
+    assert not re.search(r"<script[^>]+src=", html)
+    assert "0.6667" in html and "1 lost, 1 won" in html and html.count("Plotly.newPlot") == 1
+
+
+def test_the_command(tmp_path):
+    suite = tmp_path / "runs" / "mine"
+    write_accuracies(suite, "fp16", [1, 0, 1])
+    write_accuracies(suite, "4bit", [1, 1, 0])
+
+    def compare(*arguments):
+        code = (
+            "import sys; from flexgen_helm.cli import main\n"
+            "try:\n    code = main(['compare', *sys.argv[1:]])\nexcept SystemExit as end:\n    code = end.code\n"
+            "assert 'torch' not in sys.modules and 'helm' not in sys.modules\nsys.exit(code)"
+        )
+        command = [sys.executable, "-c", code, "-o", str(tmp_path), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    done = compare("--suite", "mine")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len({len(line) for line in lines[:4]}) == 1 and "exact_match" in done.stdout
+    assert (suite / "flexgen_compare.html").exists() and "flexgen_compare.html" in done.stderr
+    told = json.loads(compare("--suite", "mine", "--json").stdout)
+    (each,) = told["models"]["tiny"]["comparisons"]
+    assert each["test"] == {"name": "McNemar", "p_value": 1.0, "lost": 1, "won": 1}
+    for arguments in (("--suite", "none"), ("--suite", "mine", "--baseline", "3bit")):
+        refused = compare(*arguments)
+        assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1

@@ -1,0 +1,143 @@
+"""The adapters that make requests of token ids, and what is refused without them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helm.benchmark.adaptation.adapter_spec import AdapterSpec
+from helm.benchmark.adaptation.adapters.adapter_factory import AdapterFactory
+from helm.benchmark.adaptation.scenario_state import ScenarioState
+from helm.benchmark.metrics.metric import create_metric
+from helm.benchmark.run_spec import RunSpec
+from helm.benchmark.run_spec_factory import construct_run_specs
+from helm.benchmark.scenarios.scenario import with_instance_ids
+from helm.common.object_spec import parse_object_spec
+from helm.common.request import GeneratedOutput, RequestResult, Token
+
+import flexgen_helm.plugin  # noqa: F401
+from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.plugin import convert
+from flexgen_helm.plugin.token_request import TokenRequest
+from flexgen_helm.scenarios import adapters, lambada, wikitext
+from tests.helpers import fake_engine
+from tests.helpers.data_sets import FAKE_ENTRIES
+from tests.helpers.helm_runs import MODEL
+
+
+@pytest.fixture
+def on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window service that HELM makes for `MODEL` is that of the fake tokenizer."""
+
+    def tokens(text: str) -> list[Any]:
+        return [SimpleNamespace(value=ord(character)) for character in text]
+
+    service = SimpleNamespace(
+        max_sequence_length=60, max_request_length=61, max_sequence_and_generated_tokens_length=10**9,
+        prefix_token="\x02", end_of_text_token="\x02", tokenize=list,
+        encode=lambda text, **_: SimpleNamespace(tokens=tokens(text), text=text),
+        decode=lambda tokens, text=None: "".join(chr(token.value) for token in tokens),
+        fits_within_context_window=lambda *_, **__: True, truncate_from_right=lambda text, *_: text,
+    )  # fmt: skip
+    found = "helm.benchmark.window_services.window_service_factory.WindowServiceFactory.get_window_service"
+    monkeypatch.setattr(found, staticmethod(lambda *_: service))
+    efficiency = "flexgen_helm.scenarios.metrics.compute_request_state_metrics"
+    monkeypatch.setattr(efficiency, lambda *_: [])
+
+
+def executed(spec: RunSpec, adapter_spec: AdapterSpec, foreign: bool = False) -> Any:
+    """Adapt as a run does, answer with the fake engine, compute the run's own metric.
+
+    foreign: with the adapter that HELM has for the method.
+    """
+    scenario = wikitext.WikitextScenario() if "wikitext" in spec.name else lambada.LambadaScenario("accuracy")
+    instances = with_instance_ids(scenario.get_instances(""))
+    if foreign:
+        plain = {name: getattr(adapter_spec, name) for name in AdapterSpec.__dataclass_fields__}
+        adapter_spec = AdapterSpec(**plain)
+    adapter = AdapterFactory.get_adapter(adapter_spec, None)  # type: ignore[arg-type]
+    states = [replace(state, result=fake_result(state.request)) for state in adapter.adapt(instances, 1)]
+    metric = create_metric(spec.metric_specs[0])
+    return metric.evaluate(ScenarioState(adapter_spec, states), None, "", 1)  # type: ignore[arg-type]
+
+
+def fake_result(request: Any) -> RequestResult:
+    question = convert.ask(request, fake_engine.FakeTokenizer(), 10**6)
+    found = fake_engine.answer(question.request)
+    return convert.reply(request, question, found, False, fake_engine.FakeTokenizer())
+
+
+def run_spec(entry: str) -> RunSpec:
+    return construct_run_specs(parse_object_spec(entry))[0]
+
+
+@pytest.mark.parametrize("entry", FAKE_ENTRIES)
+def test_figures_refuse_requests_of_helms_own_adapters(entry: str, fake_data: Path, on_fakes: None) -> None:
+    spec = run_spec(entry)
+    assert executed(spec, spec.adapter_spec).aggregated_stats
+    with pytest.raises(FlexgenError, match="the request is not the one that defines this figure.*doctor"):
+        executed(spec, spec.adapter_spec, foreign=True)
+
+
+def test_a_client_that_takes_no_ids_is_refused(
+    fake_data: Path, on_fakes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = run_spec(FAKE_ENTRIES[3])
+    one_more = GeneratedOutput(text="", logprob=0.0, tokens=[Token("a", -1.0)] * 53)
+    answer = RequestResult(True, [], [one_more], False)
+    monkeypatch.setattr(sys.modules[__name__], "fake_result", lambda request: answer)
+    with pytest.raises(FlexgenError, match="53 tokens came back for a window of 51.*takes no token ids"):
+        executed(spec, spec.adapter_spec)
+
+
+@pytest.mark.parametrize("asked, longest", [(2048, 60), (50, 50), (60, 60)])
+def test_windows_are_bounded_by_the_models_positions(asked: int, longest: int, fake_data: Path, on_fakes: None) -> None:
+    spec = run_spec(f"wikitext:max_length={asked},model={MODEL}")
+    adapter = AdapterFactory.get_adapter(spec.adapter_spec, None)  # type: ignore[arg-type]
+    states = adapter.adapt(with_instance_ids(wikitext.WikitextScenario().get_instances("")), 1)
+    ids = [state.request.prompt_token_ids for state in states]  # type: ignore[attr-defined]
+    assert max(map(len, ids)) == longest + 1
+
+
+@pytest.mark.parametrize("length", [1, 3, 7, 8, 100])
+def test_windows_predict_every_token_once_and_are_filled_with_context(length: int) -> None:
+    ids = list(range(10, 18))
+    found = adapters.windows(ids, 0, length)
+    assert [token for window, context in found for token in window[context:]] == ids
+    assert found[0] == ([0, *ids[:length]], 1)
+    for window, context in found[1:]:
+        assert len(window) == length + 1 and context >= 1
+        assert window == ids[ids.index(window[0]) :][: length + 1]
+    assert adapters.windows([], 0, length) == []
+
+
+def test_windows_are_those_of_helms_own_adapter(on_fakes: None, fake_data: Path) -> None:
+    """Where the tokens of a text do not depend on where it is cut, and the model's positions are the length."""
+    spec = run_spec(f"wikitext:max_length=60,model={MODEL}")
+    plain = AdapterSpec(**{name: getattr(spec.adapter_spec, name) for name in AdapterSpec.__dataclass_fields__})
+    instances = with_instance_ids(wikitext.WikitextScenario().get_instances(""))
+    ours, helms = (
+        [(state.request.prompt, state.num_conditioning_tokens) for state in adapter.adapt(instances, 1)]
+        for adapter in (AdapterFactory.get_adapter(one, None) for one in (spec.adapter_spec, plain))  # type: ignore
+    )
+    assert ours == helms and len(ours) > len(instances)
+
+
+def test_token_requests_are_taken_as_they_are() -> None:
+    """No BOS before a window, where text of the same length gets one; other ids are another question."""
+    tokenizer = fake_engine.FakeTokenizer(adds_bos=True)
+    fields = dict(model="m", model_deployment="m", max_tokens=0, temperature=0.0, echo_prompt=True)
+    request = TokenRequest(prompt="abc", prompt_token_ids=(5, 6, 7), **fields)
+    question = convert.ask(request, tokenizer, 100)
+    assert question.request.prompt_token_ids == (5, 6, 7)
+    echoed = convert.reply(request, question, fake_engine.answer(question.request), False, tokenizer)
+    assert [token.text for token in echoed.completions[0].tokens] == ["\x05", "\x06", "\x07"]
+    other = convert.ask(replace(request, prompt_token_ids=(5, 6, 8)), tokenizer, 100)
+    assert other.key != question.key
+    text = convert.ask(convert.Request(prompt="abc", **fields), tokenizer, 100)
+    assert text.request.prompt_token_ids == (tokenizer.bos_id, *map(ord, "abc"))
+    assert "prompt_token_ids" not in repr(request)  # HELM writes the whole request into every error

@@ -1,0 +1,346 @@
+"""Each model family's tokenizer: golden ids, none or one BOS, word borders, bytes of characters cut between tokens.
+
+The golden ids are the slow encoder's of `tokenizers_by_family`, read token by token against the published pipeline;
+all other texts are held against that encoder directly, and against `tokenizers` on the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+
+from flexgen_helm.core.errors import CheckpointError
+from flexgen_helm.text.stops import StopMatcher
+from flexgen_helm.text.tokenizer import Tokenizer
+from tests.helpers.tokenizers_by_family import FAMILIES, GALACTICA_MARKER, bos_template, slow_encode
+
+NAMES = list(FAMILIES)
+SAME_PIPELINE = {"mixtral": "llama2", "qwen3": "qwen2", "gemma3": "gemma2"}
+GOLDEN_TEXTS = ["Hello the 1998 cat's.\n", "  CAN'T café e\u0301\t\n\n", "世界 👍<|endoftext|></s> <bos>", " Hello"]
+# What tells the families apart, text by text:
+# 1. 1998 whole runs (19 98), threes (199 8) or digits; '.' and newline in one piece or two; 's or ' and s.
+# 2. Two spaces: kept, or three with sentencepiece's own; e and accent composed (NFC) or left; newlines joined or not.
+# 3. Characters of which a token holds some bytes; which of the special texts are tokens; bytes where no token fits.
+# 4. A word that no order of merges reaches, though it is in the vocabulary (`ignore_merges`).
+GOLDEN: dict[str, list[list[int]]] = {
+    "opt": [
+        [2, 295, 262, 224, 278, 279, 269, 270, 17, 202],
+        [2, 224, 224, 275, 49, 10, 55, 268, 73, 288, 224, 72, 140, 227, 201, 285],
+        [2, 306, 307, 247, 238, 224, 309, 239, 31, 95, 72, 81, 71, 82, 73, 87, 72, 91, 87, 95, 33, 2, 224,
+         31, 69, 82, 86, 33],
+        [2, 224, 295],
+    ],
+    "gpt2": [
+        [291, 258, 220, 274, 275, 265, 266, 13, 198],
+        [220, 220, 271, 45, 6, 51, 264, 69, 284, 220, 68, 136, 223, 197, 281],
+        [302, 303, 243, 234, 220, 305, 235, 308, 27, 14, 82, 29, 220, 27, 65, 78, 82, 29],
+        [220, 291],
+    ],
+    "gpt-neox": [
+        [293, 260, 222, 276, 277, 267, 268, 15, 200],
+        [222, 222, 273, 47, 8, 53, 266, 71, 286, 222, 286, 199, 283],
+        [304, 305, 245, 236, 222, 307, 237, 0, 29, 16, 84, 31, 222, 29, 67, 80, 84, 31],
+        [222, 293],
+    ],
+    "bloom": [
+        [295, 262, 224, 278, 279, 269, 270, 286],
+        [224, 224, 275, 49, 10, 55, 268, 73, 288, 224, 290, 201, 285],
+        [306, 307, 247, 238, 224, 309, 239, 31, 95, 72, 81, 71, 82, 73, 87, 72, 91, 87, 95, 33, 2, 224, 31,
+         69, 82, 86, 33],
+        [224, 295],
+    ],
+    "llama2": [
+        [1, 259, 348, 318, 259, 334, 335, 325, 326, 342],
+        [1, 339, 331, 81, 306, 290, 324, 274, 312, 259, 260, 207, 132, 315, 341],
+        [1, 259, 313, 234, 152, 143, 259, 243, 162, 148, 144, 63, 127, 260, 265, 269, 263, 274, 261, 260,
+         283, 261, 127, 65, 2, 338, 63, 279, 263, 266, 65],
+        [1, 338, 348],
+    ],
+    "mistral-v0.3": [
+        [1, 261, 350, 320, 261, 336, 337, 327, 328, 344],
+        [1, 340, 333, 83, 308, 292, 326, 276, 314, 261, 262, 209, 134, 317, 343],
+        [1, 261, 315, 236, 154, 145, 261, 245, 164, 150, 146, 65, 129, 262, 267, 271, 265, 276, 263, 262,
+         285, 263, 129, 67, 2, 261, 65, 281, 265, 268, 67],
+        [1, 261, 350],
+    ],
+    "phi3": [
+        [259, 348, 318, 259, 334, 335, 325, 326, 342],
+        [339, 331, 81, 306, 290, 324, 274, 312, 259, 260, 207, 132, 315, 341],
+        [259, 313, 234, 152, 143, 259, 243, 162, 148, 144, 358, 2, 259, 63, 279, 263, 266, 65],
+        [338, 348],
+    ],
+    "llama3": [
+        [308, 291, 258, 220, 276, 23, 265, 266, 282],
+        [308, 220, 220, 271, 45, 6, 51, 264, 69, 284, 220, 68, 136, 223, 197, 281],
+        [308, 302, 303, 243, 234, 220, 305, 235, 27, 91, 68, 77, 67, 78, 69, 83, 68, 87, 83, 91, 29, 27, 14,
+         82, 29, 220, 27, 65, 78, 82, 29],
+        [308, 296],
+    ],
+    "qwen2": [
+        [291, 258, 220, 16, 24, 24, 23, 265, 266, 282],
+        [220, 220, 271, 45, 6, 51, 264, 69, 284, 220, 284, 197, 281],
+        [302, 303, 243, 234, 220, 305, 235, 308, 27, 14, 82, 29, 220, 27, 65, 78, 82, 29],
+        [220, 291],
+    ],
+    "gemma2": [
+        [2, 353, 323, 264, 339, 340, 330, 331, 347],
+        [2, 343, 336, 86, 311, 295, 329, 279, 317, 264, 265, 212, 137, 320, 346],
+        [2, 318, 239, 157, 148, 264, 248, 167, 153, 149, 68, 132, 265, 270, 274, 268, 279, 266, 265, 288,
+         266, 132, 70, 68, 55, 271, 70, 264, 2],
+        [2, 264, 353],
+    ],
+    "smollm2": [
+        [294, 261, 223, 19, 27, 27, 26, 268, 269, 16, 201],
+        [223, 223, 274, 48, 9, 54, 267, 72, 287, 223, 71, 139, 226, 200, 284],
+        [305, 306, 246, 237, 223, 308, 238, 0, 30, 17, 85, 32, 223, 30, 68, 81, 85, 32],
+        [223, 294],
+    ],
+    "galactica": [
+        [297, 264, 226, 22, 30, 30, 29, 271, 12, 88, 19, 204],
+        [226, 226, 277, 51, 12, 57, 270, 75, 290, 226, 290, 203, 204, 204],
+        [308, 309, 249, 240, 226, 311, 241, 33, 97, 74, 83, 73, 84, 75, 89, 74, 93, 89, 97, 35, 2, 226, 33,
+         71, 84, 88, 35],
+        [226, 297],
+    ],
+}  # fmt: skip
+
+SAMPLES = [
+    *GOLDEN_TEXTS, "", " ", "a", "word", " word", "  lead  and  trail  \n", "a\n\n\n b\t\tc\r\n\r\n", "     x        y",
+    "can't CAN'T I'll HE'S don't", "12345 1 ٣ 1998199819", "世界，一 你好。", "👍👩‍👩‍👧 naïve cafés e\u0301 ½²",
+    "(a|b).\n\n::...!!!",
+    "<|endoftext|>a<s>b</s> \n c<|eot_id|>d <|end|>\n x", "<|im_start|>user\n<tool_call>{}</tool_call><|im_end|>",
+    "<start_of_turn>user\n\n\n\nx<end_of_turn><table>", "[INST] hi [/INST]",
+    f"[START_REF]x[END_REF]A{GALACTICA_MARKER}B", "<|begin_of_text|>x", "<bos>x", "<s>x", "</s>x", "<s> x", "<unk>",
+]  # fmt: skip
+# Characters that the pipelines treat differently, words of the small vocabularies, and no text of an added token.
+PIECES = st.sampled_from(
+    ["a", "he", "the", "CA", "N", "'s", "'S", "n't", " ", "  ", "\n", "\t", "\r", ".", "!!", "(", "|", "1", "98", "٣",
+     "½", "é", "e\u0301", "世", "界", "，", "👍", "👩", "\u200d", "Hello", "İ", "ſ"]
+)  # fmt: skip
+TEXTS = st.lists(PIECES, max_size=12).map("".join)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    return {name: family.write(root / name) for name, family in FAMILIES.items()}
+
+
+_loaded: dict[Path, Tokenizer] = {}
+
+
+def load(path: Path) -> Tokenizer:
+    if path not in _loaded:
+        tokenizer = Tokenizer.from_path(path)
+        assert tokenizer is not None
+        _loaded[path] = tokenizer
+    return _loaded[path]
+
+
+def expected(name: str, text: str) -> list[int]:
+    """The slow encoder's ids with BOS, which a text that brings its own does not get again."""
+    bos = FAMILIES[name].bos
+    return slow_encode(FAMILIES[name], text, bos=not (bos and text.startswith(bos)))
+
+
+def prefix_space(name: str) -> str:
+    """What a sentencepiece family puts before a text and keeps in its first token."""
+    return " " if FAMILIES[name].dummy else ""
+
+
+# ---- golden ids ----
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_ids(folders: dict[str, Path], name: str) -> None:
+    got = [load(folders[name]).encode(text) for text in GOLDEN_TEXTS]
+    assert got == GOLDEN[SAME_PIPELINE.get(name, name)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_of_the_slow_encoder_and_of_the_file(folders: dict[str, Path], name: str) -> None:
+    tokenizer, family = load(folders[name]), FAMILIES[name]
+    assert tokenizer.encode_batch(SAMPLES) == [expected(name, text) for text in SAMPLES]
+    plain = tokenizer.encode_batch(SAMPLES, add_special_tokens=False)
+    assert plain == [slow_encode(family, text, bos=False) for text in SAMPLES]
+    if family.single_files:
+        raw = Backend.from_file(str(folders[name] / "tokenizer.json"))
+        assert plain == [raw.encode(text, add_special_tokens=False).ids for text in SAMPLES]
+    assert tokenizer.vocab_size == len(family.ids)  # loading adds no token of its own
+
+
+@settings(max_examples=40, deadline=None)
+@given(TEXTS)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(SAME_PIPELINE)))
+def test_ids_of_the_slow_encoder_on_any_text(folders: dict[str, Path], name: str, text: str) -> None:
+    assert load(folders[name]).encode(text) == slow_encode(FAMILIES[name], text)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].single_files])
+@pytest.mark.parametrize(
+    "class_name", ["LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer", "GemmaTokenizer", "Unheard"]
+)
+def test_the_class_does_not_change_the_pipeline(tmp_path: Path, name: str, class_name: str) -> None:
+    """`transformers` rebuilds normalizer, pre-tokenizer and decoder by class; the file is what was published."""
+    folder = FAMILIES[name].write(tmp_path / name)
+    for add_bos in (True, False):  # the post-processor of the file decides, as it does in `transformers` 5
+        config = FAMILIES[name].config | {"tokenizer_class": class_name, "add_bos_token": add_bos}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer = Tokenizer.from_path(folder)
+        assert tokenizer is not None
+        assert tokenizer.encode_batch(SAMPLES) == [expected(name, text) for text in SAMPLES]
+
+
+# ---- BOS ----
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_none_or_one_bos(folders: dict[str, Path], name: str) -> None:
+    tokenizer, bos = load(folders[name]), FAMILIES[name].bos
+    assert tokenizer.adds_bos == (bos is not None)
+    if bos is None:
+        assert tokenizer.encode("word") == tokenizer.encode("word", add_special_tokens=False)
+        assert tokenizer.encode("") == []
+        return
+    assert (tokenizer.bos_text, tokenizer.bos_id) == (bos, FAMILIES[name].ids[bos])
+    assert tokenizer.encode("") == tokenizer.encode(bos) == [tokenizer.bos_id]
+    for text in ("word", " word", "\n", "世"):
+        ids = tokenizer.encode(text)
+        assert ids.count(tokenizer.bos_id) == 1
+        assert ids[0] == tokenizer.bos_id
+        sent_back = tokenizer.encode(tokenizer.decode(ids))  # HELM knows a context token by its text alone
+        assert sent_back.count(tokenizer.bos_id) == 1
+        # One that somebody put into the text himself is a token wherever it is, and stays.
+        assert tokenizer.encode(bos + bos + text)[:2] == [tokenizer.bos_id] * 2
+        assert tokenizer.encode(text + bos).count(tokenizer.bos_id) == 2
+
+
+# ---- word borders ----
+
+CONTEXTS = ["the cat", "Hello", "1998", "the cat.", "can't", "世界", "(a)", "é", "x\n\n", "the\tcat"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_words_are_split_at_their_borders(folders: dict[str, Path], name: str) -> None:
+    """What lets a target be scored as the last tokens of context and target: the context's ids stay as they were."""
+    tokenizer = load(folders[name])
+    for context in CONTEXTS:
+        for target in (" word", " Hello the", " cat's", " 98", " 世"):
+            alone, both = tokenizer.encode(context), tokenizer.encode(context + target)
+            assert both[: len(alone)] == alone
+            tail = both[len(alone) :]
+            assert b"".join(map(tokenizer.token_bytes, tail)) == target.encode("utf-8")
+            # The trap: encoded by itself, a sentencepiece target gets a second space, and so other tokens.
+            by_itself = tokenizer.encode(target, add_special_tokens=False)
+            data = b"".join(map(tokenizer.token_bytes, by_itself))
+            doubled = FAMILIES[name].dummy == "every"
+            assert data == (" " * doubled + target).encode("utf-8")
+            assert (by_itself == tail) == (not doubled)
+            if target == " word":
+                assert len(by_itself) == len(tail) + doubled
+
+
+# ---- bytes ----
+
+
+@settings(max_examples=40, deadline=None)
+@given(TEXTS)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(SAME_PIPELINE)))
+def test_every_prefix_has_the_bytes_of_the_text(folders: dict[str, Path], name: str, text: str) -> None:
+    tokenizer = load(folders[name])
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    leads = prefix_space(name) if FAMILIES[name].dummy == "every" or not text.startswith(" ") else ""
+    want = (leads + FAMILIES[name].normalize(text) if text else "").encode("utf-8")
+    assert tokenizer.decode(ids).encode("utf-8") == want
+    seen = b""
+    for token_id, spelt in zip(ids, tokenizer.token_texts(ids)):
+        data = tokenizer.token_bytes(token_id)
+        assert data
+        seen += data
+        assert want.startswith(seen)
+        # HELM's spelling of a token loses nothing either.
+        hexadecimal = re.fullmatch(r"bytes:((?:\\x[0-9a-f]{2})+)", spelt)
+        assert data == (bytes.fromhex(hexadecimal[1].replace("\\x", "")) if hexadecimal else spelt.encode("utf-8"))
+    assert seen == want
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_characters_are_cut_and_stop_strings_found_all_the_same(folders: dict[str, Path], name: str) -> None:
+    tokenizer = load(folders[name])
+    text = "the 世界，👍 cat"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    cut = [spelt for spelt in tokenizer.token_texts(ids) if spelt.startswith("bytes:")]
+    assert len(cut) >= 4  # else this small vocabulary proves nothing
+    shown = prefix_space(name) + FAMILIES[name].normalize(text)
+    for stop in ("界", "世界", "，", "👍", "👍 c", "t"):
+        stop = FAMILIES[name].normalize(stop)
+        matcher = StopMatcher(tokenizer.token_bytes, [stop])
+        pushed = 1 + next(i for i, token_id in enumerate(ids) if matcher.push(token_id))
+        assert stop in tokenizer.decode(ids[:pushed])
+        assert stop not in tokenizer.decode(ids[: pushed - 1])
+        assert matcher.result().text == shown[: shown.index(stop)]
+        assert list(matcher.result().token_ids) == ids[: matcher.result().n_kept]
+    unstopped = StopMatcher(tokenizer.token_bytes, ["👎"])
+    assert not any(unstopped.push(token_id) for token_id in ids)
+    assert unstopped.result().text == shown
+
+
+@settings(max_examples=40, deadline=None)
+@given(TEXTS)
+@pytest.mark.parametrize("name", [name for name in NAMES if not FAMILIES[name].dummy and name not in SAME_PIPELINE])
+def test_decoding_gives_the_text_back(folders: dict[str, Path], name: str, text: str) -> None:
+    """For pipelines that lose nothing, and but for the composing of characters in those that do that."""
+    tokenizer, ours = load(folders[name]), FAMILIES[name].normalize
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == ours(text)
+
+
+def test_what_pipelines_change_or_drop_is_theirs(folders: dict[str, Path]) -> None:
+    def through(name: str, text: str) -> str:
+        tokenizer = load(folders[name])
+        return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+
+    assert through("phi3", "a<|end|> \n\n b</s>\n<s>\nc") == " a<|end|> b</s><s> \nc"
+    assert through("llama2", "a<s>b") == " a<s> b"  # the space before every stretch
+    assert through("mistral-v0.3", "a<s>b") == " a<s>b"  # the space before the first only
+    assert through("galactica", f"x{GALACTICA_MARKER}² ﬁ") == "x2 fi" == unicodedata.normalize("NFKC", "x² ﬁ")
+    assert through("qwen2", "e\u0301<tool_call>") == "é<tool_call>"
+    assert through("gpt2", "e\u0301 ²") == "e\u0301 ²"
+
+
+# ---- files that are not all there ----
+
+
+def test_a_flag_of_the_configuration_does_not_outvote_the_file(tmp_path: Path) -> None:
+    content = FAMILIES["phi3"].as_json() | {"post_processor": bos_template("<s>", 1)}
+    folder = FAMILIES["phi3"].write(tmp_path / "phi3")
+    assert FAMILIES["phi3"].config["add_bos_token"] is False
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.from_path(folder)
+    assert tokenizer is not None
+    assert tokenizer.encode("word")[0] == tokenizer.bos_id == 1
+
+
+def test_tokenizer_model_alone_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(FAMILIES["llama2"].config))
+    with pytest.raises(
+        CheckpointError, match=r"only as tokenizer\.model, .* put the model's tokenizer\.json beside it"
+    ):
+        Tokenizer.from_path(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["merges.txt", "tokenizer_config.json"])
+def test_opt_without_one_of_its_files_is_refused(tmp_path: Path, missing: str) -> None:
+    folder = FAMILIES["opt"].write(tmp_path / "opt")
+    (folder / "config.json").write_text(json.dumps({"model_type": "opt"}))
+    assert Tokenizer.from_path(folder) is not None
+    (folder / missing).unlink()
+    with pytest.raises(CheckpointError, match=f"vocab.json without {missing}"):
+        Tokenizer.from_path(folder)
