@@ -1,4 +1,5 @@
-"""The rules of the house: imports point down, HELM stays in its rooms, torch stays out of the deciders."""
+"""The rules of the house: imports point down, HELM stays in its rooms, torch stays out of the deciders, and tests
+borrow from helpers only."""
 
 from __future__ import annotations
 
@@ -89,6 +90,44 @@ def test_imports_point_down():
 )
 def test_a_forbidden_import_is_found(package, line):
     assert violations(package, line)
+
+
+def borrowed(source: str) -> list[str]:
+    """What a module imports from test files or from conftest, at any depth."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    paths = ((name, name.split(".")) for name in found)
+    return [
+        name
+        for name, (first, *rest) in paths
+        if first == "tests" and any(part == "conftest" or part.startswith("test_") for part in rest)
+    ]
+
+
+def test_what_tests_share_lies_in_helpers():
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert borrowed(path.read_text()) == [], path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from tests.conftest import tiny",
+        "from tests import conftest",
+        "from tests.engine.test_parity import prompts",
+        "from tests.engine import test_parity",
+        "import tests.engine.test_parity as parity",
+        "def f():\n    from tests.test_identity import write_model",
+    ],
+)
+def test_what_is_borrowed_from_another_test_file_is_found(line):
+    assert len(borrowed(line)) == 1
+    assert borrowed("import pytest\nfrom tests.helpers import parity\nfrom flexgen_helm.testing import test_x") == []
 
 
 def run_python(code: str) -> str:
