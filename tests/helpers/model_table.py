@@ -46,9 +46,8 @@ def features(spec: ModelSpec) -> Iterator[str]:
     if spec.experts is not None:
         yield "experts, dense layers between" if spec.experts.dense_layers else "experts"
     if spec.residual != "pre_norm":
-        yield {"post_norm": "post-norm", "sandwich": "norms on both sides", "parallel": "parallel residual"}[
-            spec.residual
-        ]
+        kinds = {"post_norm": "post-norm", "sandwich": "norms on both sides", "parallel": "parallel residual"}
+        yield kinds.get(spec.residual, spec.residual)
     if spec.embed_size != spec.hidden_size:
         yield "embedding projections"
     if spec.embed_norm:
