@@ -23,7 +23,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Whole programs and the other longest files begin first: at the end one worker would wait for them.
-_LONGEST = ("tests/e2e/", "tests/planner/test_search.py", "tests/report/test_suite.py")
+_LONGEST = (
+    "tests/e2e/",
+    "tests/engine/test_wheel_reference.py",
+    "tests/planner/test_search.py",
+    "tests/report/test_suite.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
