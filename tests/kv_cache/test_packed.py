@@ -159,7 +159,8 @@ def test_a_value_that_cannot_be_packed_fails_its_request_alone(tiny, tmp_path, m
     honest = Decoder.embed
 
     def broken(self, weights, token_ids, positions):
-        return honest(self, weights, token_ids, positions).masked_fill((token_ids == 77)[:, None], value)
+        at = (token_ids == 77) & (positions == 1)  # in the prompt only: others may draw that token later
+        return honest(self, weights, token_ids, positions).masked_fill(at[:, None], value)
 
     monkeypatch.setattr(Decoder, "embed", broken)
     clean = [GenerationRequest(prompt_token_ids=[100 + (7 * i + 3 * j) % 200 for j in range(70)], max_tokens=20,
