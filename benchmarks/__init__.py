@@ -14,7 +14,7 @@ from importlib import import_module
 from statistics import median
 from typing import Any
 
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 
 KNOWN = ("clients", "accuracy", "offload", "ablation", "policy", "kernels", "formats")
 

@@ -23,9 +23,9 @@ from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.offload import BUSY_LOAD, COMPUTE_BYTES, REST_BYTES, policy_text
 from flexgen_helm.benchmarks.process import in_own_process
 from flexgen_helm.benchmarks.roofline import layer_matrices, operation_seconds
-from flexgen_helm.core.errors import UsageError
-from flexgen_helm.models.spec import ModelSpec
-from flexgen_helm.policy.policy import Policy
+from flexgen_helm.errors import UsageError
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.report.throughput import versions
 
 GIB = 1 << 30
@@ -93,14 +93,14 @@ def run(options: Options) -> dict[str, Any]:
 def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, Any]:
     from flexgen_helm.checkpoint.open import open_checkpoint
 
-    spec, paper = open_checkpoint(workload.model, weights="dummy").spec, Paper()
-    prompt = workload.prompt or scaled_prompt(spec, workload, paper)
+    config, paper = open_checkpoint(workload.model, weights="dummy").config, Paper()
+    prompt = workload.prompt or scaled_prompt(config, workload, paper)
     sizes = {"batch_rows": workload.batch_rows, "prefill_rows": workload.batch_rows, "prompt": prompt}
     arguments = {"model": workload.model, **sizes, "output": workload.output}
     rate = workload.decode_flops
     if rate is None:
-        rate = decode_flops(spec, workload.batch_rows, in_own_process(operation_seconds, arguments))
-    link, gpu = scaled_machine(spec, paper, rate)
+        rate = decode_flops(config, workload.batch_rows, in_own_process(operation_seconds, arguments))
+    link, gpu = scaled_machine(config, paper, rate)
     options.tell(
         f"decoding's products {rate / 1e9:.0f} Gflop/s: a link of {link:.3f} GB/s, a gpu of {gpu / 1e6:.0f} MB, "
         f"{prompt} prompt tokens"
@@ -151,27 +151,27 @@ def variants(workload: Workload) -> list[Variant]:
     ]
 
 
-def scaled_prompt(spec: ModelSpec, workload: Workload, paper: Paper) -> int:
+def scaled_prompt(config: ModelConfig, workload: Workload, paper: Paper) -> int:
     """Prompt tokens at which a layer's cache is to its weights what it is in the paper, halfway through the output.
 
     A layer's weights grow with the square of the hidden size and its cache with the hidden size, so a small model
     needs short prompts; and our cache rests in 4 bytes an element here, the paper's in 2.
     """
     positions = paper.prompt + paper.output / 2
-    length = positions * spec.hidden_size / paper.hidden_size * paper.cache_bytes / COMPUTE_BYTES
+    length = positions * config.hidden_size / paper.hidden_size * paper.cache_bytes / COMPUTE_BYTES
     return max(1, round(length - workload.output / 2))
 
 
-def decode_flops(spec: ModelSpec, batch_rows: int, operations: Mapping[str, float]) -> float:
+def decode_flops(config: ModelConfig, batch_rows: int, operations: Mapping[str, float]) -> float:
     """Operations a second of one batch's products in decoding."""
-    weights = sum(out_size * in_size for out_size, in_size in layer_matrices(spec))
+    weights = sum(out_size * in_size for out_size, in_size in layer_matrices(config))
     return 2.0 * batch_rows * weights / operations["decode_products"]
 
 
-def scaled_machine(spec: ModelSpec, paper: Paper, rate: float) -> tuple[float, int]:
+def scaled_machine(config: ModelConfig, paper: Paper, rate: float) -> tuple[float, int]:
     """GB/s of the link in each direction, and bytes of the gpu."""
     link = paper.link_bytes_s * rate / paper.decode_flops
-    return link / 1e9, int(paper.gpu_bytes / paper.model_bytes * REST_BYTES * spec.num_parameters)
+    return link / 1e9, int(paper.gpu_bytes / paper.model_bytes * REST_BYTES * config.num_parameters)
 
 
 def assemble(

@@ -72,17 +72,17 @@ def _model(name: str, device: str) -> Any:
 
     from flexgen_helm.checkpoint.open import open_checkpoint
 
-    spec = open_checkpoint(name, weights="dummy").spec
-    assert spec.family == "opt", f"{name} is no OPT"
+    model_config = open_checkpoint(name, weights="dummy").config
+    assert model_config.architecture == "opt", f"{name} is no OPT"
     config = OPTConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        num_hidden_layers=spec.num_layers,
-        ffn_dim=spec.ffn_size,
-        num_attention_heads=spec.num_heads,
-        max_position_embeddings=spec.max_positions,
-        word_embed_proj_dim=spec.embed_size,
-        do_layer_norm_before=spec.residual == "pre_norm",
+        vocab_size=model_config.vocab_size,
+        hidden_size=model_config.hidden_size,
+        num_hidden_layers=model_config.num_layers,
+        ffn_dim=model_config.ffn_size,
+        num_attention_heads=model_config.num_heads,
+        max_position_embeddings=model_config.max_positions,
+        word_embed_proj_dim=model_config.embed_size,
+        do_layer_norm_before=model_config.residual == "pre_norm",
         dropout=0.0,
     )
     with torch.device(device):

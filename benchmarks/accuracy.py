@@ -25,12 +25,12 @@ from flexgen_helm.benchmarks import Options
 from flexgen_helm.benchmarks.clients import _SAMPLE
 from flexgen_helm.benchmarks.helm_runs import HelmRun, helm_run
 from flexgen_helm.benchmarks.reference import export, same_tokens
-from flexgen_helm.checkpoint.entries import WHEEL_MODEL
+from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.core.errors import FlexgenError, UsageError
-from flexgen_helm.core.files import replace_text
+from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.files import replace_text
 from flexgen_helm.report.throughput import versions
-from flexgen_helm.text.tokenizer import Tokenizer
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 MAX_LENGTH = 2048
 TOLERANCE = 1e-3  # relative; what 'equal' means for these figures

@@ -23,13 +23,13 @@ from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.benchmarks.helm_runs import HELM, SUITE, HelmRun, helm_run
 from flexgen_helm.benchmarks.padded_task import padded
 from flexgen_helm.benchmarks.reference import export, same_tokens
-from flexgen_helm.checkpoint.entries import WHEEL_MODEL
+from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir
-from flexgen_helm.checkpoint.source import Checkpoint
-from flexgen_helm.core.errors import FlexgenError, UsageError
+from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.report.throughput import versions
-from flexgen_helm.text.tokenizer import Tokenizer
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 REPEATS = 3
 BUSY_LOAD = 0.5  # runnable processes before we begin
@@ -167,7 +167,7 @@ def _prepare(scratch: Path, checkpoint: Checkpoint) -> Path:
     tokenizer = _tokenizer(checkpoint)
     if not same_tokens(folder, tokenizer, _SAMPLE):
         raise FlexgenError("the reference copy's tokenizer differs from ours, so the sides would not do the same work")
-    content = helm_configs(folder, checkpoint.spec.max_positions)
+    content = helm_configs(folder, checkpoint.config.max_positions)
     ends = {"end_of_text_token": tokenizer.eos_text, "prefix_token": tokenizer.bos_text or tokenizer.eos_text}
     content["tokenizer_configs.yaml"]["tokenizer_configs"][0].update(ends)
     configs.mkdir()
@@ -199,7 +199,7 @@ def _result(
     tokenizer = _tokenizer(checkpoint)
     asked = [_fed(request, tokenizer) for request in typical.requests]
     prompts = prompt_tokens(typical.records, asked)
-    bound = bound_of(typical, prompts, checkpoint.spec.linear_flops_per_token)
+    bound = bound_of(typical, prompts, checkpoint.config.linear_flops_per_token)
     differing = differences(typical.stats, reference.stats)
     unexplained = [line for line in differing if line["why"] is None]
     equal = sum(a == b for a, b in zip(typical.texts, reference.texts))

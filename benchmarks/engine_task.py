@@ -31,12 +31,12 @@ def run_engine(
     that takes longer than computing with it, and only a process's first block pays for it.
     """
     from flexgen_helm import Engine, GenerationRequest
-    from flexgen_helm.core.records import MemoryLimits
+    from flexgen_helm.request import MemoryLimits
 
     if engine.get("link_gb_s") is not None:
         engine = {**engine, "link_gb_s": tuple(engine["link_gb_s"])}
     with Engine.from_pretrained(model, limits=MemoryLimits(**limits), weights="dummy", **engine) as loaded:
-        vocabulary = loaded.spec.vocab_size
+        vocabulary = loaded.config.vocab_size
 
         def requests(count: int, length: int, tokens: int) -> list[GenerationRequest]:
             return [

@@ -18,8 +18,8 @@ import psutil
 
 from flexgen_helm.benchmarks import Options
 from flexgen_helm.checkpoint.paths import data_dir
-from flexgen_helm.core.errors import UsageError
-from flexgen_helm.models.spec import ModelSpec, tensor_shapes
+from flexgen_helm.errors import UsageError
+from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import FP16, PAPER_GROUPS, PRECISIONS, CacheFormat, Precision
 from flexgen_helm.report.throughput import versions
@@ -35,8 +35,8 @@ class MixedPrecision(Precision):
 
     by_name: tuple[tuple[str, GroupFormat], ...] = ()
 
-    def form(self, tensor: str) -> GroupFormat | None:
-        found = super().form(tensor)
+    def fmt(self, tensor: str) -> GroupFormat | None:
+        found = super().format_of(tensor)
         own = dict(self.by_name).get(tensor.split(".")[-2])
         return own if found is not None and own is not None else found
 
@@ -150,19 +150,19 @@ def evaluate(precision: Precision, windows: int, passages: int) -> dict[str, Any
                 wanted.append(tuple(last))
                 asked.append(GenerationRequest(prompt_token_ids=before, max_tokens=len(last), ignore_eos=True))
             drawn = [result.completions[0].token_ids for result in engine.run(asked)]
-            spec = engine.spec
+            config = engine.config
     right = sum(found == target for found, target in zip(drawn, wanted))
-    return {"perplexity": math.exp(sum(losses) / len(losses)), "accuracy": right / len(wanted), "spec": spec}
+    return {"perplexity": math.exp(sum(losses) / len(losses)), "accuracy": right / len(wanted), "spec": config}
 
 
-def bits(precision: Precision, spec: ModelSpec) -> float:
+def bits(precision: Precision, config: ModelConfig) -> float:
     """Of a value of what is packed, scales included: the layers' matrices, or the cache."""
     if precision.weights is None:
         return 8 * (precision.cache.bytes_per_value(_COMPUTE_BYTES) if precision.cache is not None else 2)
     packed = values = 0
-    for name, shape in tensor_shapes(spec).items():
-        form = precision.form(name) if len(shape) == 2 else None
-        if form is not None:
-            packed += 8 * form.packed_bytes(*shape)
+    for name, shape in tensor_shapes(config).items():
+        fmt = precision.format_of(name) if len(shape) == 2 else None
+        if fmt is not None:
+            packed += 8 * fmt.packed_bytes(*shape)
             values += math.prod(shape)
     return packed / values

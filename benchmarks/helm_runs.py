@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.checkpoint.paths import data_dir, home
-from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.checkpoint.paths import data_dir, state_dir
+from flexgen_helm.errors import FlexgenError
 from flexgen_helm.report.suite import SUITE_FILE
 
 # Times, and what only we write: no scores.
@@ -133,12 +133,12 @@ def scores(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def _share_weights(own_home: Path) -> None:
     """A home with the weights of the real one, what is known of the machine, and an empty journal."""
-    models = home() / "models"
+    models = state_dir() / "models"
     if models.is_dir():
         (own_home / "models").symlink_to(models.resolve())
     for name in ("hashes.json", "profile.json"):  # a profile is measured once a machine, not once a run
-        if (home() / name).is_file():
-            shutil.copy(home() / name, own_home / name)
+        if (state_dir() / name).is_file():
+            shutil.copy(state_dir() / name, own_home / name)
 
 
 def _share_data(scenarios: Path) -> None:

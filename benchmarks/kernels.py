@@ -18,7 +18,7 @@ import psutil
 from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.benchmarks.offload import BUSY_LOAD
 from flexgen_helm.benchmarks.process import in_own_process
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.report.throughput import versions
 
 WIDTH = 4096
@@ -43,10 +43,10 @@ def run(options: Options) -> dict[str, Any]:
 def measure(*, width: int, tokens: Sequence[int], repeats: int) -> dict[str, Any]:
     import torch
 
-    from flexgen_helm.quant.kernels import plain_into, unpack_into
-    from flexgen_helm.quant.packed import pack
+    from flexgen_helm.offload.linear import TILE_ELEMENTS, tiled_linear
+    from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch
+    from flexgen_helm.quant.packing import quantize
     from flexgen_helm.quant.precisions import PRECISIONS
-    from flexgen_helm.store.products import TILE_ELEMENTS, product
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compute = torch.float16 if device.type == "cuda" else torch.float32
@@ -70,25 +70,25 @@ def measure(*, width: int, tokens: Sequence[int], repeats: int) -> dict[str, Any
 
     with torch.no_grad():
         for name in ("4bit", "paper-4bit"):
-            form = PRECISIONS[name].weights
-            assert form is not None
-            packed = pack(matrix[:tile_rows], form)
+            fmt = PRECISIONS[name].weights
+            assert fmt is not None
+            packed = quantize(matrix[:tile_rows], fmt)
             copies = [packed.clone() for _ in range(max(2, min(64, _COLD_BYTES // packed.numel())))]
             out = torch.empty(tile_rows, width, dtype=compute, device=device)
             speeds = {}
-            for label, function in (("compiled loop", unpack_into), ("plain torch", plain_into)):
-                seconds = timed([_bind(function, each, form, out) for each in copies])
+            for label, function in (("compiled loop", dequantize_into), ("plain torch", dequantize_with_torch)):
+                seconds = timed([_bind(function, each, fmt, out) for each in copies])
                 speeds[label] = [out.numel() / each / 1e9 for each in seconds]
                 rows.append({"label": f"unpack {name}, {label} (G/s)", **summary(speeds[label])})
             ratios[f"loop_to_plain_{name}"] = median(speeds["compiled loop"]) / median(speeds["plain torch"])
-        form = PRECISIONS["4bit"].weights
-        assert form is not None
+        fmt = PRECISIONS["4bit"].weights
+        assert fmt is not None
         half = matrix.to(torch.float16)
         count = max(2, _COLD_BYTES // (2 * half.numel()))
         sides: dict[str, list[Callable[[Any], Any]]] = {
-            "packed": [_packed(pack(matrix, form), form, width, product) for _ in range(count)],
-            "16 bits": [_plain(half.clone(), product) for _ in range(count)],
-            "compute type": [_plain(matrix.to(compute), product) for _ in range(count)],
+            "packed": [_packed(quantize(matrix, fmt), fmt, width, tiled_linear) for _ in range(count)],
+            "16 bits": [_plain(half.clone(), tiled_linear) for _ in range(count)],
+            "compute type": [_plain(matrix.to(compute), tiled_linear) for _ in range(count)],
         }
         for number in tokens:
             x = torch.randn(number, width, generator=draw).to(device=device, dtype=compute)
@@ -125,8 +125,8 @@ def _bind(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
     return lambda: function(*arguments)
 
 
-def _packed(packed: Any, form: Any, rows: int, product: Callable[..., Any]) -> Callable[[Any], Any]:
-    return lambda x: product(x, packed, None, form, rows)
+def _packed(packed: Any, fmt: Any, rows: int, product: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda x: product(x, packed, None, fmt, rows)
 
 
 def _plain(weight: Any, product: Callable[..., Any]) -> Callable[[Any], Any]:

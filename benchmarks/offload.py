@@ -34,12 +34,12 @@ from flexgen_helm.benchmarks.roofline import (
     measure_rates,
     operation_seconds,
 )
-from flexgen_helm.core.errors import UsageError
-from flexgen_helm.exec.block import MAX_BATCH_TOKENS
-from flexgen_helm.models.spec import ModelSpec, tensor_shapes
-from flexgen_helm.policy.memory import plan_memory
-from flexgen_helm.policy.placement import AtRest
-from flexgen_helm.policy.policy import Policy
+from flexgen_helm.engine.limits import MAX_BATCH_TOKENS
+from flexgen_helm.errors import UsageError
+from flexgen_helm.models.config import ModelConfig, tensor_shapes
+from flexgen_helm.planner.memory import plan_memory
+from flexgen_helm.planner.placement import StorageSizes
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.report.throughput import versions
 
 BUSY_LOAD = 0.5  # runnable processes before we begin
@@ -118,7 +118,7 @@ def run(options: Options) -> dict[str, Any]:
 def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
     from flexgen_helm.checkpoint.open import open_checkpoint
 
-    spec = open_checkpoint(workload.model, weights="dummy").spec
+    config = open_checkpoint(workload.model, weights="dummy").config
     rates = in_own_process(
         measure_rates, {"model": workload.model, "folder": str(scratch), "file_bytes": workload.disk_file}
     )
@@ -127,7 +127,7 @@ def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
     batch_rows = math.ceil(rows / workload.batches)
     prefill_rows = min(batch_rows, max(1, MAX_BATCH_TOKENS // workload.prompt))
     shapes = Shapes(batch_rows, workload.batches, prefill_rows, workload.prompt, workload.output)
-    setting = offloaded(spec, shapes, workload.weights_share)
+    setting = offloaded(config, shapes, workload.weights_share)
     tell(
         f"products {rates['product_flops'] / 1e9:.0f} Gflop/s, disk {rates['disk_bytes_s'] / 1e9:.2f} GB/s: "
         f"B* = {least:.0f} rows; a block of {shapes.batch_rows} x {shapes.batches}"
@@ -141,7 +141,7 @@ def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
             num_gpu_batches=workload.row_batches,
         ),
     }
-    needed, available = in_memory_limit(spec, shapes), psutil.virtual_memory().available
+    needed, available = in_memory_limit(config, shapes), psutil.virtual_memory().available
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in (IN_MEMORY, OFFLOADED, ROW_BY_ROW)}
     operations: list[dict[str, float]] = []
     sizes = {"prompt": workload.prompt, "output": workload.output}
@@ -156,7 +156,7 @@ def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
                 "schedule": "row" if label == ROW_BY_ROW else "zigzag",
                 "offload_dir": str(scratch / "ours"),
             }
-            limits = {"cpu": in_memory_limit(spec, shapes) if near else setting.limit}
+            limits = {"cpu": in_memory_limit(config, shapes) if near else setting.limit}
             arguments = {"model": workload.model, "engine": engine, "limits": limits, "rows": shapes.rows, **sizes}
             arguments["warm"] = True
             record = in_own_process(run_engine, arguments)
@@ -167,56 +167,56 @@ def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
             )
     best = {name: min(measured[name] for measured in operations) for name in operations[0]}
     rates["disk_bytes_s"] = max(rates["disk_bytes_s"], *(read_speed(record) for record in found[OFFLOADED]))
-    computing = block_seconds(shapes, best, spec.num_layers)
+    computing = block_seconds(shapes, best, config.num_layers)
     bounds = {
         label: bound_seconds(
             shapes, computing, 0 if label == IN_MEMORY else setting.streamed_bytes, rates["disk_bytes_s"]
         )
         for label in found
     }
-    peers, notes = against_accelerate(workload, spec, scratch, tell)
+    peers, notes = against_accelerate(workload, config, scratch, tell)
     if needed > available:
         notes.append(f"the block in memory may take {needed:,} bytes and the machine had {available:,} free")
     result = assemble(workload, shapes, setting, rates, best, least, found, bounds, peers, notes)
-    rows_, ratios = packed.measure(workload.model, spec, scratch, workload.repeats, workload.packed, tell)
+    rows_, ratios = packed.measure(workload.model, config, scratch, workload.repeats, workload.packed, tell)
     result["rows"] += rows_
     result["ratios"] |= ratios
     return result
 
 
-def offloaded(spec: ModelSpec, shapes: Shapes, share: float) -> Setting:
+def offloaded(config: ModelConfig, shapes: Shapes, share: float) -> Setting:
     """Memory for `share` of the weights and the block's cache; staging and hidden states take theirs from the first.
 
     Hidden states that would leave no room for themselves wait on the disk.
     """
-    weights = spec.num_parameters * REST_BYTES
-    cache = shapes.rows * (shapes.prompt + shapes.output - 1) * spec.kv_bytes_per_token(COMPUTE_BYTES)
+    weights = config.num_parameters * REST_BYTES
+    cache = shapes.rows * (shapes.prompt + shapes.output - 1) * config.kv_bytes_per_token(COMPUTE_BYTES)
     limit = int(share * weights) + cache
     policy = Policy(shapes.batch_rows, shapes.batches, wc=0.0, hc=0.0)
-    rest = AtRest(spec)
+    rest = StorageSizes(config)
     sizes = rest.matrices
     limits = {"gpu": 0, "cpu": limit, "disk": NO_LIMIT}
     staging = plan_memory(rest, limits, "cpu", COMPUTE_BYTES, policy).staging_bytes  # type: ignore[arg-type]
-    vectors = COMPUTE_BYTES * sum(prod(shape) for shape in tensor_shapes(spec).values() if len(shape) == 1)
+    vectors = COMPUTE_BYTES * sum(prod(shape) for shape in tensor_shapes(config).values() if len(shape) == 1)
     room = limit - cache - staging - vectors
-    hidden = shapes.rows * shapes.prompt * spec.hidden_size * COMPUTE_BYTES
+    hidden = shapes.rows * shapes.prompt * config.hidden_size * COMPUTE_BYTES
     reserve = cache
     if room >= hidden:
         policy, reserve = replace(policy, hc=1.0), cache + hidden
     shares = [replace(policy, wc=percent / 100) for percent in range(50, -1, -1)]  # most of the weights stream
     policy, plan = packed.first_that_fits(rest, limits, "cpu", reserve, shares)
     streamed = {name for name, tier in plan.weights.items() if tier == "disk" and name != "embed.positions.weight"}
-    if not spec.tied_head:
+    if not config.tied_head:
         streamed.discard("embed.tokens.weight")  # rows are gathered; a tied one is the head too
     return Setting(limit, policy, sum(sizes[name] for name in streamed), weights)
 
 
-def in_memory_limit(spec: ModelSpec, shapes: Shapes) -> int:
+def in_memory_limit(config: ModelConfig, shapes: Shapes) -> int:
     """Room for the same block beside weights in the compute type (which may take half of a tier), whatever the
     machine has: a block that comes in two halves would be no comparison."""
-    cache = shapes.rows * (shapes.prompt + shapes.output - 1) * spec.kv_bytes_per_token(COMPUTE_BYTES)
-    hidden = shapes.rows * shapes.prompt * spec.hidden_size * COMPUTE_BYTES
-    return 2 * COMPUTE_BYTES * spec.num_parameters + cache + hidden
+    cache = shapes.rows * (shapes.prompt + shapes.output - 1) * config.kv_bytes_per_token(COMPUTE_BYTES)
+    hidden = shapes.rows * shapes.prompt * config.hidden_size * COMPUTE_BYTES
+    return 2 * COMPUTE_BYTES * config.num_parameters + cache + hidden
 
 
 def policy_text(policy: Policy) -> str:
@@ -230,7 +230,7 @@ def read_speed(record: Mapping[str, Any]) -> float:
 
 
 def against_accelerate(
-    workload: Workload, spec: ModelSpec, scratch: Path, tell: Tell
+    workload: Workload, config: ModelConfig, scratch: Path, tell: Tell
 ) -> tuple[dict[str, dict[int, list[dict[str, Any]]]], list[str]]:
     """Side -> rows of the block -> measurements, and notes about what was left out.
 
@@ -238,7 +238,7 @@ def against_accelerate(
     """
     peers: dict[str, dict[int, list[dict[str, Any]]]] = {OURS: {}, THEIRS: {}}
     why = accelerate_task.missing()
-    if why is None and spec.family != "opt":
+    if why is None and config.architecture != "opt":
         why = "only OPT's shapes are built for it"
     try:
         MemoryGroup(workload.group_bytes).close()
@@ -262,7 +262,7 @@ def against_accelerate(
                     arguments = {**sizes, "folder": str(folder)}
                     record = in_own_process(accelerate_task.generate, arguments, group, accelerate_task.ENVIRONMENT)
                 else:
-                    setting = offloaded(spec, shapes, workload.weights_share)
+                    setting = offloaded(config, shapes, workload.weights_share)
                     engine = {"device": "cpu", "policy": policy_text(setting.policy), "schedule": "zigzag"}
                     engine["offload_dir"] = str(scratch / "ours")
                     arguments = {**sizes, "engine": engine, "limits": {"cpu": setting.limit}, "warm": True}

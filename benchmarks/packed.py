@@ -18,11 +18,11 @@ from typing import Any
 from flexgen_helm.benchmarks import summary
 from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.process import in_own_process
-from flexgen_helm.core.errors import MemoryLimitError
-from flexgen_helm.models.spec import ModelSpec, tensor_shapes
-from flexgen_helm.policy.memory import MemoryPlan, plan_memory
-from flexgen_helm.policy.placement import AtRest, Tier
-from flexgen_helm.policy.policy import Policy
+from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.models.config import ModelConfig, tensor_shapes
+from flexgen_helm.planner.memory import MemoryPlan, plan_memory
+from flexgen_helm.planner.placement import StorageSizes, Tier
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision
 
 COMPUTE_BYTES = 4
@@ -53,13 +53,13 @@ CASES = (
 
 
 def measure(
-    model: str, spec: ModelSpec, scratch: Path, repeats: int, cases: Sequence[Case], tell: Callable[[str], None]
+    model: str, config: ModelConfig, scratch: Path, repeats: int, cases: Sequence[Case], tell: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Rows in seconds, and ratios."""
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for case in cases:
-        settings = {side.name: setting(spec, side, case) for side in SIDES}
+        settings = {side.name: setting(config, side, case) for side in SIDES}
         found: dict[str, list[dict[str, Any]]] = {side.name: [] for side in SIDES}
         for repeat in range(repeats):
             for name, (policy, limits) in settings.items():
@@ -83,13 +83,13 @@ def measure(
     return rows, ratios
 
 
-def setting(spec: ModelSpec, precision: Precision, case: Case) -> tuple[str, dict[str, int]]:
+def setting(config: ModelConfig, precision: Precision, case: Case) -> tuple[str, dict[str, int]]:
     """The policy as text, and the limits, which are the same for both precisions."""
     home: Tier = "cpu" if case.link_gb_s is None else "gpu"
-    room = max(cache_bytes(spec, side, case) for side in SIDES)
-    hidden = case.rows * case.prompt * spec.hidden_size * COMPUTE_BYTES
-    beside = int(WEIGHTS_SHARE * 2 * spec.num_parameters) + room + hidden
-    plain = 4 * spec.num_parameters
+    room = max(cache_bytes(config, side, case) for side in SIDES)
+    hidden = case.rows * case.prompt * config.hidden_size * COMPUTE_BYTES
+    beside = int(WEIGHTS_SHARE * 2 * config.num_parameters) + room + hidden
+    plain = 4 * config.num_parameters
     limits: dict[Tier, int] = {"gpu": 0, "cpu": beside, "disk": plain}
     if home == "gpu":
         limits |= {"gpu": beside, "cpu": plain}
@@ -101,18 +101,18 @@ def setting(spec: ModelSpec, precision: Precision, case: Case) -> tuple[str, dic
 
     texts = [policy(percent) for percent in range(100, -1, -1)]
     policies = [Policy.parse(text) for text in texts]
-    found, _ = first_that_fits(AtRest(spec, precision), limits, home, room + hidden, policies)
+    found, _ = first_that_fits(StorageSizes(config, precision), limits, home, room + hidden, policies)
     return texts[policies.index(found)], {tier: size for tier, size in limits.items() if size}
 
 
 def first_that_fits(
-    rest: AtRest, limits: Mapping[Tier, int], home: Tier, reserve: int, policies: Sequence[Policy]
+    rest: StorageSizes, limits: Mapping[Tier, int], home: Tier, reserve: int, policies: Sequence[Policy]
 ) -> tuple[Policy, MemoryPlan]:
     """Of policies that keep fewer and fewer weights beside the computing, the first that leaves `reserve` bytes there.
 
     Raises `MemoryLimitError` where none does.
     """
-    vectors = COMPUTE_BYTES * sum(shape[0] for shape in tensor_shapes(rest.spec).values() if len(shape) == 1)
+    vectors = COMPUTE_BYTES * sum(shape[0] for shape in tensor_shapes(rest.config).values() if len(shape) == 1)
     for policy in policies:
         with suppress(MemoryLimitError):
             plan = plan_memory(rest, limits, home, COMPUTE_BYTES, policy)
@@ -122,11 +122,13 @@ def first_that_fits(
     raise MemoryLimitError(f"{limits[home]:,} bytes hold no ring for the weights beside {reserve:,} of cache")
 
 
-def cache_bytes(spec: ModelSpec, precision: Precision, case: Case) -> int:
+def cache_bytes(config: ModelConfig, precision: Precision, case: Case) -> int:
     """Upper bound of the block's cache, its newest tokens included."""
-    token = spec.kv_bytes_per_token(COMPUTE_BYTES)
+    token = config.kv_bytes_per_token(COMPUTE_BYTES)
     plain = case.rows * (case.prompt + case.output) * token
     tail = (
-        0 if precision.cache is None else case.rows * precision.cache.tail_copies * precision.cache.tail_tokens * token
+        0
+        if precision.cache is None
+        else case.rows * precision.cache.window_copies * precision.cache.window_tokens * token
     )
     return plain + tail

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError
 
 
 def padded(model: Path, requests: Sequence[Mapping[str, Any]], batch: int, scratch: Path) -> float:

@@ -20,17 +20,17 @@ import psutil
 from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.benchmarks.engine_task import prompts
 from flexgen_helm.benchmarks.offload import BUSY_LOAD, policy_text
-from flexgen_helm.checkpoint.spec import read_spec
-from flexgen_helm.core.errors import UsageError
-from flexgen_helm.core.records import MemoryLimits
+from flexgen_helm.checkpoint.model_config import read_model_config
+from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
-from flexgen_helm.policy.plan import simulated, situate
-from flexgen_helm.policy.policy import Policy, Schedule
-from flexgen_helm.policy.predict import predict
-from flexgen_helm.policy.search import search
-from flexgen_helm.policy.situation import Situation
-from flexgen_helm.policy.workload import Workload as Lengths
+from flexgen_helm.planner.plan import planning_problem, simulated_gpu
+from flexgen_helm.planner.policy import Policy, Schedule
+from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.problem import PlanningProblem
+from flexgen_helm.planner.search import search
+from flexgen_helm.planner.workload import Workload as Lengths
 from flexgen_helm.report.throughput import versions
+from flexgen_helm.request import MemoryLimits
 
 MIB = 1 << 20
 
@@ -61,7 +61,7 @@ class Case:
 
 def run(options: Options) -> dict[str, Any]:
     """Rows are seconds; `of_prediction` is measured over predicted, `ratios` what the project promises."""
-    from flexgen_helm.exec.profiling import measured_profile
+    from flexgen_helm.engine.profiler import measured_profile
 
     refused = sorted(set(options.engine) - {"offload_dir"})
     if refused:
@@ -145,7 +145,7 @@ LESSONS = (
 
 def calibrated(workload: Workload, profile: HardwareProfile, case: Case, options: Options) -> HardwareProfile:
     """The profile after five lessons, each of which goes half of the way."""
-    from flexgen_helm.exec.planning import corrected, corrections
+    from flexgen_helm.engine.auto_planner import corrected, corrections
 
     records: list[dict[str, Any]] = []
     run_case(workload, case, 1, options, records)
@@ -172,7 +172,7 @@ def spread() -> list[Case]:
     ]
 
 
-def grid_of(situation: Situation) -> list[Case]:
+def grid_of(situation: PlanningProblem) -> list[Case]:
     """Block shapes x placements, of which those that fit are run."""
     blocks: Sequence[tuple[int, int]] = ((96, 1), (48, 2), (32, 3), (24, 4), (32, 1))
     places: Sequence[Mapping[str, float]] = (
@@ -188,17 +188,17 @@ def grid_of(situation: Situation) -> list[Case]:
     ] + [Case("sim", Policy(24, 4, 0.2, 0.8, 0, 1, 0, 1), "row")]
 
 
-def situation_of(workload: Workload, profile: HardwareProfile, device: str) -> Situation:
-    spec, rest = read_spec(workload.model)
+def situation_of(workload: Workload, profile: HardwareProfile, device: str) -> PlanningProblem:
+    config, rest = read_model_config(workload.model)
     machine = profile
     limits = MemoryLimits(cpu=workload.cpu_mib * MIB)
     if device == "sim":
         limits = replace(limits, gpu=workload.gpu_mib * MIB)
         if machine.gpu is None:
             # Its memory is the host's, so what computing holds beside the limit is there.
-            machine = simulated(machine, machine.cpu.memory_bytes, workload.link_gb_s)
+            machine = simulated_gpu(machine, machine.cpu.memory_bytes, workload.link_gb_s)
     lengths = Lengths.uniform(workload.prompt, workload.output, workload.sequences)
-    return situate(spec, machine, lengths, rest_dtype=rest, limits=limits)
+    return planning_problem(config, machine, lengths, rest_dtype=rest, limits=limits)
 
 
 def run_case(
@@ -223,7 +223,7 @@ def run_case(
     ) as engine:
         requests = [
             GenerationRequest(prompt_token_ids=ids, max_tokens=workload.output, ignore_eos=True)
-            for ids in prompts(workload.sequences, workload.prompt, engine.spec.vocab_size)
+            for ids in prompts(workload.sequences, workload.prompt, engine.config.vocab_size)
         ]
         seconds = []
         for _ in range(repeats + 1):

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flexgen_helm.benchmarks.memory_group import MemoryGroup
-from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError
 
 
 class ProcessKilled(FlexgenError):

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.folder import TOKENIZER_FILES
-from flexgen_helm.checkpoint.source import Checkpoint
-from flexgen_helm.core.errors import UsageError
-from flexgen_helm.models.families import FAMILIES, source_of
-from flexgen_helm.models.spec import ModelSpec
-from flexgen_helm.text.gguf_tokenizer import load_gguf_tokenizer
-from flexgen_helm.text.tokenizer import Tokenizer
+from flexgen_helm.errors import UsageError
+from flexgen_helm.models.architectures import ARCHITECTURES, find_source
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.tokenizer.gguf_tokenizer import load_gguf_tokenizer
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 
 def export(checkpoint: Checkpoint, folder: Path) -> None:
@@ -24,18 +24,20 @@ def export(checkpoint: Checkpoint, folder: Path) -> None:
 
     Holds the model once in float32. Raises `UsageError` for a family other than Llama, or without a tokenizer.
     """
-    if checkpoint.spec.family != "llama":
-        raise UsageError(f"a reference copy of the family {checkpoint.spec.family!r} is not available; take a Llama")
+    if checkpoint.config.architecture != "llama":
+        raise UsageError(
+            f"a reference copy of the family {checkpoint.config.architecture!r} is not available; take a Llama"
+        )
     if checkpoint.tokenizer_path is None:
         raise UsageError("a reference copy needs the model's tokenizer")
     folder.mkdir(parents=True, exist_ok=True)
-    names = FAMILIES["llama"].tensors
-    tensors = {source_of(names, name).name: checkpoint.tensor(name).to(torch.float32) for name in checkpoint.shapes}
+    names = ARCHITECTURES["llama"].tensors
+    tensors = {find_source(names, name).name: checkpoint.tensor(name).to(torch.float32) for name in checkpoint.shapes}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _export_tokenizer(checkpoint.tokenizer_path, folder)
     tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path)
     assert tokenizer is not None
-    config = _config(checkpoint.spec) | {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.eos_ids)}
+    config = _config(checkpoint.config) | {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.eos_ids)}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
@@ -47,35 +49,35 @@ def same_tokens(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> bool:
     return [theirs(text)["input_ids"] for text in texts] == tokenizer.encode_batch(texts)
 
 
-def _config(spec: ModelSpec) -> dict[str, Any]:
-    assert spec.rope is not None
-    rope: dict[str, Any] = {"rope_type": spec.rope.kind, "rope_theta": spec.rope.theta}
-    if spec.rope.kind != "default":
-        rope["factor"] = spec.rope.factor
-    if spec.rope.kind == "llama3":
+def _config(model_config: ModelConfig) -> dict[str, Any]:
+    assert model_config.rope is not None
+    rope: dict[str, Any] = {"rope_type": model_config.rope.kind, "rope_theta": model_config.rope.theta}
+    if model_config.rope.kind != "default":
+        rope["factor"] = model_config.rope.factor
+    if model_config.rope.kind == "llama3":
         rope |= {
-            "low_freq_factor": spec.rope.low_freq_factor,
-            "high_freq_factor": spec.rope.high_freq_factor,
-            "original_max_position_embeddings": spec.rope.original_max_positions,
+            "low_freq_factor": model_config.rope.low_freq_factor,
+            "high_freq_factor": model_config.rope.high_freq_factor,
+            "original_max_position_embeddings": model_config.rope.original_max_positions,
         }
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "float32",
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.ffn_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "vocab_size": spec.vocab_size,
-        "max_position_embeddings": spec.max_positions,
-        "rms_norm_eps": spec.norm_eps,
-        "hidden_act": spec.activation,
-        "attention_bias": spec.qkv_bias,
-        "mlp_bias": spec.mlp_bias,
-        "tie_word_embeddings": spec.tied_head,
-        "rope_theta": spec.rope.theta,
+        "hidden_size": model_config.hidden_size,
+        "intermediate_size": model_config.ffn_size,
+        "num_hidden_layers": model_config.num_layers,
+        "num_attention_heads": model_config.num_heads,
+        "num_key_value_heads": model_config.num_kv_heads,
+        "head_dim": model_config.head_dim,
+        "vocab_size": model_config.vocab_size,
+        "max_position_embeddings": model_config.max_positions,
+        "rms_norm_eps": model_config.norm_eps,
+        "hidden_act": model_config.activation,
+        "attention_bias": model_config.qkv_bias,
+        "mlp_bias": model_config.mlp_bias,
+        "tie_word_embeddings": model_config.tied_head,
+        "rope_theta": model_config.rope.theta,
         "rope_parameters": rope,
     }
 

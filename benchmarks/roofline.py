@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.models.spec import HEAD, ModelSpec, layer_stage, stage_tensor_shapes
+from flexgen_helm.models.config import HEAD, ModelConfig, layer_stage, stage_tensor_shapes
 
 # Rows of one attention call in decoding, as the engine groups them.
 GROUP_ROWS = 32
@@ -88,10 +88,10 @@ def operation_seconds(
 
     from flexgen_helm.checkpoint.open import open_checkpoint
     from flexgen_helm.hardware.rates import linear
-    from flexgen_helm.models.attention import Scoring, cached, causal
+    from flexgen_helm.models.attention import AttentionConfig, attend_cached, attend_causal
 
-    spec = open_checkpoint(model, weights="dummy").spec
-    scoring = Scoring(scale=spec.head_dim**-0.5)
+    config = open_checkpoint(model, weights="dummy").config
+    scoring = AttentionConfig(scale=config.head_dim**-0.5)
 
     def products(matrices: Sequence[tuple[int, int]], tokens: int) -> float:
         seconds = 0.0
@@ -104,37 +104,37 @@ def operation_seconds(
 
     group = min(GROUP_ROWS, batch_rows)
     length = prompt + output // 2
-    heads = (spec.num_heads, spec.head_dim)
-    own = (spec.num_kv_heads, spec.head_dim)
-    past = (group, spec.num_kv_heads, length, spec.head_dim)
+    heads = (config.num_heads, config.head_dim)
+    own = (config.num_kv_heads, config.head_dim)
+    past = (group, config.num_kv_heads, length, config.head_dim)
     q = torch.randn(group, *heads)
     last = torch.full((group,), length - 1)
-    caches = [(torch.randn(past), torch.randn(past)) for _ in range(_copies(8 * group * length * spec.kv_size))]
+    caches = [(torch.randn(past), torch.randn(past)) for _ in range(_copies(8 * group * length * config.kv_size))]
     sequence = torch.randn(prompt, *heads), torch.randn(prompt, *own), torch.randn(prompt, *own)
     with torch.no_grad():
         return {
-            "prefill_products": products(layer_matrices(spec), prefill_rows * prompt),
-            "decode_products": products(layer_matrices(spec), batch_rows),
-            "head": products(head_matrices(spec), batch_rows),
-            "prefill_attention": _best([_bind(causal, *sequence, scoring)], 4 * repeats),
-            "decode_attention": _best([_bind(cached, q, k, v, scoring, last, None) for k, v in caches], repeats),
+            "prefill_products": products(layer_matrices(config), prefill_rows * prompt),
+            "decode_products": products(layer_matrices(config), batch_rows),
+            "head": products(head_matrices(config), batch_rows),
+            "prefill_attention": _best([_bind(attend_causal, *sequence, scoring)], 4 * repeats),
+            "decode_attention": _best([_bind(attend_cached, q, k, v, scoring, last, None) for k, v in caches], repeats),
         }
 
 
-def layer_matrices(spec: ModelSpec) -> list[tuple[int, int]]:
+def layer_matrices(config: ModelConfig) -> list[tuple[int, int]]:
     """[out, in] of every product of one layer."""
-    return [(s[0], s[1]) for s in stage_tensor_shapes(spec, layer_stage(0)).values() if len(s) == 2]
+    return [(s[0], s[1]) for s in stage_tensor_shapes(config, layer_stage(0)).values() if len(s) == 2]
 
 
-def head_matrices(spec: ModelSpec) -> list[tuple[int, int]]:
-    found = [(s[0], s[1]) for s in stage_tensor_shapes(spec, HEAD).values() if len(s) == 2]
-    return [*found, (spec.vocab_size, spec.embed_size)] if spec.tied_head else found
+def head_matrices(config: ModelConfig) -> list[tuple[int, int]]:
+    found = [(s[0], s[1]) for s in stage_tensor_shapes(config, HEAD).values() if len(s) == 2]
+    return [*found, (config.vocab_size, config.embed_size)] if config.tied_head else found
 
 
 def read_rate(folder: Path, num_bytes: int) -> float:
     """Bytes a second of long reads past the page cache, from a file that is written for it and deleted (best of 2)."""
-    from flexgen_helm.store.disk import DirectFile
-    from flexgen_helm.store.ring import pages
+    from flexgen_helm.offload.disk import DirectFile
+    from flexgen_helm.offload.staging import pages
 
     chunk = min(_DISK_CHUNK, num_bytes)
     buffers = [pages(chunk) for _ in range(_DISK_THREADS)]

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "Engine": "flexgen_helm.exec.engine",
-    "Policy": "flexgen_helm.policy.policy",
-    "GenerationRequest": "flexgen_helm.core.records",
-    "GenerationResult": "flexgen_helm.core.records",
-    "Completion": "flexgen_helm.core.records",
-    "MemoryLimits": "flexgen_helm.core.records",
-    "FlexgenError": "flexgen_helm.core.errors",
+    "Engine": "flexgen_helm.engine.engine",
+    "Policy": "flexgen_helm.planner.policy",
+    "GenerationRequest": "flexgen_helm.request",
+    "GenerationResult": "flexgen_helm.request",
+    "Completion": "flexgen_helm.request",
+    "MemoryLimits": "flexgen_helm.request",
+    "FlexgenError": "flexgen_helm.errors",
 }
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
-    from flexgen_helm.core.errors import FlexgenError
-    from flexgen_helm.core.records import Completion, GenerationRequest, GenerationResult, MemoryLimits
-    from flexgen_helm.exec.engine import Engine
-    from flexgen_helm.policy.policy import Policy
+    from flexgen_helm.engine.engine import Engine
+    from flexgen_helm.errors import FlexgenError
+    from flexgen_helm.planner.policy import Policy
+    from flexgen_helm.request import Completion, GenerationRequest, GenerationResult, MemoryLimits
 
 
 def __getattr__(name: str) -> Any:

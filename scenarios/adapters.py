@@ -1,7 +1,7 @@
 """How LAMBADA and WikiText-2 become requests: the windows and token counts by which their figures are defined.
 
 HELM chooses an adapter by its spec's method alone. A spec of a class below brings its own adapter along
-(`make_adapter`, called by `flexgen_helm.plugin.hooks`) and keeps HELM's method, by which HELM displays the run.
+(`make_adapter`, called by `flexgen_helm.plugin.helm_patches`) and keeps HELM's method, by which HELM displays the run.
 Without the plugin HELM would take the method's own adapter; our metrics notice and refuse its requests.
 """
 
@@ -21,7 +21,7 @@ from helm.common.general import parallel_map
 from helm.common.request import Request
 from helm.common.tokenization_request import TokenizationToken
 
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.plugin.token_request import TokenRequest
 
 

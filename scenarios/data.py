@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flexgen_helm.checkpoint.paths import data_dir
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 
 T = TypeVar("T")
 # Why the hub could not be read: it takes half a minute to find out, and a suite asks for the same data several times.

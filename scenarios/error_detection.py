@@ -26,7 +26,7 @@ from helm.benchmark.scenarios.scenario import (
 )
 from helm.common.general import ensure_file_downloaded
 
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 
 # Each a folder with the same table twice: as it was found, and as it ought to be.
 SOURCE = "https://raw.githubusercontent.com/BigDaMa/raha/master/datasets"

@@ -19,7 +19,7 @@ from helm.benchmark.scenarios.scenario import (
 )
 from helm.common.hierarchical_logger import hwarn
 
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.scenarios.adapters import LastWordAdapterSpec
 from flexgen_helm.scenarios.data import json_lines, read_hub, read_local
 

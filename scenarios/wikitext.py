@@ -12,7 +12,7 @@ from helm.benchmark.run_spec import RunSpec, run_spec_function
 from helm.benchmark.scenarios.scenario import TEST_SPLIT, Input, Instance, Scenario, ScenarioMetadata, ScenarioSpec
 from helm.common.hierarchical_logger import hwarn
 
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.scenarios.adapters import WindowAdapterSpec
 from flexgen_helm.scenarios.data import read_hub, read_local
 

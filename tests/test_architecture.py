@@ -15,30 +15,30 @@ from tests.helpers.paths import ROOT
 PACKAGE = ROOT / "flexgen_helm"
 # From the bottom up; a package imports only those before it.
 # fmt: off
-ORDER = ["core", "hardware", "quant", "models", "checkpoint", "text", "policy", "report", "store", "exec", "plugin",
-         "cli"]
+ORDER = ["hardware", "quant", "models", "checkpoint", "tokenizer", "planner", "report", "offload", "kv_cache", "engine",
+         "plugin", "cli"]
 # fmt: on
 # Modules that must be usable without torch, so that planning and registration are quick.
 TORCH_FREE = [
     "flexgen_helm",
-    "flexgen_helm.checkpoint.catalogue",
+    "flexgen_helm.checkpoint.names",
     "flexgen_helm.cli",
-    "flexgen_helm.core.records",
-    "flexgen_helm.core.rows",
-    "flexgen_helm.exec.journal",
-    "flexgen_helm.exec.schedule",
-    "flexgen_helm.exec.scheduler",
-    "flexgen_helm.checkpoint.spec",
-    "flexgen_helm.exec.planning",
-    "flexgen_helm.exec.profiling",
+    "flexgen_helm.request",
+    "flexgen_helm.sequence",
+    "flexgen_helm.engine.response_cache",
+    "flexgen_helm.engine.schedule",
+    "flexgen_helm.engine.scheduler",
+    "flexgen_helm.checkpoint.model_config",
+    "flexgen_helm.engine.auto_planner",
+    "flexgen_helm.engine.profiler",
     "flexgen_helm.hardware.host_memory",
     "flexgen_helm.hardware.profile",
     "flexgen_helm.hardware.rates",
-    "flexgen_helm.models.families",
-    "flexgen_helm.policy.frontier",
-    "flexgen_helm.policy.plan",
-    "flexgen_helm.policy.policy",
-    "flexgen_helm.policy.published",
+    "flexgen_helm.models.architectures",
+    "flexgen_helm.planner.frontier",
+    "flexgen_helm.planner.plan",
+    "flexgen_helm.planner.policy",
+    "flexgen_helm.planner.published",
     "flexgen_helm.report.throughput",
 ]
 
@@ -81,9 +81,9 @@ def test_imports_point_down():
 @pytest.mark.parametrize(
     "package, line",
     [
-        ("exec", "from helm.common.request import Request"),
-        ("core", "def f():\n    from flexgen_helm.models.spec import ModelSpec"),
-        ("store", "import flexgen_helm.exec.engine"),
+        ("engine", "from helm.common.request import Request"),
+        ("hardware", "def f():\n    from flexgen_helm.models.config import ModelConfig"),
+        ("offload", "import flexgen_helm.engine.engine"),
         ("checkpoint", "import pickle"),
         ("plugin", "from scenarios import x"),
     ],

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexgen_helm.checkpoint.entries import CATALOGUE
-from flexgen_helm.core.records import GenerationRequest
-from flexgen_helm.exec.journal import Journal, journal_path
+from flexgen_helm.checkpoint.catalog import CATALOG
+from flexgen_helm.engine.response_cache import ResponseCache, response_cache_path
 from flexgen_helm.identity import record_text, same_names, text_of
-from flexgen_helm.models.spec import RopeSpec
-from flexgen_helm.plugin.convert import _key
+from flexgen_helm.models.config import RopeConfig
+from flexgen_helm.plugin.convert import _request_key
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
+from flexgen_helm.request import GenerationRequest
 from tests.helpers.paths import DATA
 
 GOLDEN: dict[str, Any] = json.loads((DATA / "identities_of_0_1_0.json").read_text())
@@ -36,7 +36,7 @@ OWN = Precision(
     "own",
     GroupFormat(3, 128, "in", "pair", "half-quadratic"),
     GroupFormat(8),
-    CacheFormat(GroupFormat(2, 16, "out"), None, residual=7),
+    CacheFormat(GroupFormat(2, 16, "out"), None, residual_window=7),
 )
 
 
@@ -82,14 +82,14 @@ def test_labels_of_own_formats_are_those_of_0_1_0() -> None:
 @pytest.mark.parametrize("name", GOLDEN["specs"])
 def test_architecture_records_have_the_texts_of_0_1_0(name: str) -> None:
     """They are part of the fingerprint of dummy weights."""
-    text = CATALOGUE[name].spec.identity_text()
+    text = CATALOG[name].config.identity_text()
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == GOLDEN["specs"][name]
 
 
 def test_engine_fingerprints_and_request_keys_are_those_of_0_1_0() -> None:
     import torch
 
-    from flexgen_helm.exec.engine import engine_fingerprint
+    from flexgen_helm.engine.engine import engine_fingerprint
 
     assert engine_fingerprint("w" * 64, None, PRECISIONS["4bit"], "cpu", torch.float32) == GOLDEN["engine"]
     on_gpu = engine_fingerprint("w" * 64, "t" * 64, PRECISIONS["fp16"], "cuda", torch.float16)
@@ -99,12 +99,12 @@ def test_engine_fingerprints_and_request_keys_are_those_of_0_1_0() -> None:
         echo_logprobs=True,
     )  # fmt: skip
     greedy = GenerationRequest(prompt_token_ids=(1, 2, 3), max_tokens=4)
-    assert [_key(greedy), _key(sampled)] == GOLDEN["requests"]
+    assert [_request_key(greedy), _request_key(sampled)] == GOLDEN["requests"]
 
 
 @pytest.mark.parametrize("change", [dict(theta=5e5), dict(kind="linear"), dict(dim=8), dict(truncate=False)])
 def test_every_changed_value_changes_the_text(change: dict[str, Any]) -> None:
-    assert replace(RopeSpec(), **change).identity_text() != RopeSpec().identity_text()
+    assert replace(RopeConfig(), **change).identity_text() != RopeConfig().identity_text()
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def test_values_without_a_text_of_their_own_are_refused() -> None:
 @pytest.mark.parametrize("precision", ["fp16", "4bit", "paper-4bit"])
 def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flexgen_helm import Engine, Policy
-    from flexgen_helm.store.disk import WeightFiles
+    from flexgen_helm.offload.disk import WeightFiles
 
     with zipfile.ZipFile(DATA / "written_by_0_1_0.zip") as file:
         file.extractall(tmp_path / "written")
@@ -143,13 +143,13 @@ def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch:
     policy = Policy(4, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)  # all weights on the disk
     with Engine.from_pretrained(model, precision=precision, policy=policy, offload_dir=offload, device="cpu") as engine:
         computed = engine.run(REQUESTS)
-        path = journal_path(tmp_path / "written/home", engine.fingerprint)
+        path = response_cache_path(tmp_path / "written/home", engine.fingerprint)
     assert path.is_file(), "the engine has another fingerprint"
-    with Journal(path) as journal:
-        kept = journal.get_many(map(_key, REQUESTS))
+    with ResponseCache(path) as journal:
+        kept = journal.get_many(map(_request_key, REQUESTS))
         assert not journal.ignored_rows
     for request, result in zip(REQUESTS, computed):
-        was = kept[_key(request)]
+        was = kept[_request_key(request)]
         assert [c.token_ids for c in was.completions] == [c.token_ids for c in result.completions]
         for before, now in zip(was.completions, result.completions):
             assert now.logprobs == pytest.approx(before.logprobs, abs=1e-5)
@@ -161,7 +161,7 @@ def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch:
 def test_a_model_of_other_bytes_does_not_reuse_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inverse: the guard of the test above can fail."""
     from flexgen_helm import Engine, Policy
-    from flexgen_helm.store.disk import WeightFiles
+    from flexgen_helm.offload.disk import WeightFiles
 
     with zipfile.ZipFile(DATA / "written_by_0_1_0.zip") as file:
         file.extractall(tmp_path / "written")

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from flexgen_helm.checkpoint.catalogue import Resolved, resolve
 from flexgen_helm.checkpoint.fingerprint import file_sha256
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
@@ -38,12 +37,13 @@ from flexgen_helm.checkpoint.manifest import (
     is_conversion,
     read_manifest,
 )
-from flexgen_helm.checkpoint.paths import home
+from flexgen_helm.checkpoint.names import ResolvedModel, resolve
+from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.checkpoint.pickles import DTYPES, Planned, load_pickled, plan, require_safe_torch, survey
-from flexgen_helm.checkpoint.safetensors_source import SafetensorsCheckpoint
-from flexgen_helm.core.errors import CheckpointError, UsageError
-from flexgen_helm.models.families import Family, source_of
-from flexgen_helm.models.spec import ModelSpec
+from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.errors import CheckpointError, UsageError
+from flexgen_helm.models.architectures import Architecture, find_source
+from flexgen_helm.models.config import ModelConfig
 
 SHARD_BYTES = 4 << 30
 TILE_BYTES = 4 << 20
@@ -117,7 +117,7 @@ def convert(
 # --- what to convert ----------------------------------------------------------------------------------------------
 
 
-def _obtain(resolved: Resolved, out: Path | None, tell: Progress) -> tuple[Path, list[Path], str, Path]:
+def _obtain(resolved: ResolvedModel, out: Path | None, tell: Progress) -> tuple[Path, list[Path], str, Path]:
     """Source folder, its pickled files, their origin for records, and where the conversion goes."""
     if resolved.kind in ("gguf", "wheel"):
         raise UsageError(f"{resolved.name} is a GGUF model, which is read as it is; nothing needs converting")
@@ -128,7 +128,7 @@ def _obtain(resolved: Resolved, out: Path | None, tell: Progress) -> tuple[Path,
         return folder, pickled_files(folder, str(folder)), folder.resolve().name, out or folder_conversion(folder)
     if resolved.hub_repo is None:
         raise CheckpointError(f"the weights of {resolved.name} are not published; name a folder that contains them")
-    beside = (out.absolute() if out else home()).parent
+    beside = (out.absolute() if out else state_dir()).parent
     beside = next(place for place in (beside, *beside.parents) if place.is_dir())
     folder, files = fetch_pickles(resolved.hub_repo, resolved.revision, beside, tell)
     target = out or hub_conversion(resolved.hub_repo, folder.name)
@@ -138,7 +138,7 @@ def _obtain(resolved: Resolved, out: Path | None, tell: Progress) -> tuple[Path,
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
     """Only one process at a time writes a folder; raises `UsageError` in the second."""
-    locks = home() / "locks"
+    locks = state_dir() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     key = hashlib.sha256(str(target.resolve()).encode()).hexdigest()[:16]
     try:
@@ -170,8 +170,8 @@ def _describe(target: Path) -> Conversion:
 
 def _write(folder: Path, source: Path, files: Sequence[Path], origin: str, shard_bytes: int, tell: Progress) -> None:
     """Make the whole conversion in `folder`, the manifest last."""
-    family, spec, _ = read_config(source)
-    planned, left_out = survey(files, source, _tied_head(family, spec))
+    architecture, config, _ = read_config(source)
+    planned, left_out = survey(files, source, _tied_head(architecture, config))
     if not planned:
         raise CheckpointError(f"{source} has no tensors in {', '.join(file.name for file in files)}")
     if left_out:
@@ -217,10 +217,10 @@ def _write(folder: Path, source: Path, files: Sequence[Path], origin: str, shard
     SafetensorsCheckpoint(folder)
 
 
-def _tied_head(family: Family, spec: ModelSpec) -> str | None:
+def _tied_head(architecture: Architecture, config: ModelConfig) -> str | None:
     """The head's name in a checkpoint where the family reads it from the embedding."""
     try:
-        return source_of(family.tensors, "head.lm.weight").name if spec.tied_head else None
+        return find_source(architecture.tensors, "head.lm.weight").name if config.tied_head else None
     except KeyError:
         return None
 

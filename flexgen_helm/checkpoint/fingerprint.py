@@ -11,9 +11,9 @@ from typing import Any
 
 from filelock import FileLock
 
-from flexgen_helm.checkpoint.paths import home
-from flexgen_helm.core.errors import CheckpointError
-from flexgen_helm.core.files import replace_text
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.errors import CheckpointError
+from flexgen_helm.files import replace_text
 
 # A file changed twice within one tick of the clock keeps its date; one this young is hashed but not remembered.
 _SETTLED_NS = 2_000_000_000
@@ -94,14 +94,14 @@ def _hash(path: Path) -> str:
 
 def _load() -> dict[str, Any]:
     try:
-        content = json.loads((home() / "hashes.json").read_text(encoding="utf-8"))
+        content = json.loads((state_dir() / "hashes.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}  # Nothing is lost but the time to hash again.
     return content if isinstance(content, dict) else {}
 
 
 def _change(change: Callable[[dict[str, Any]], object]) -> None:
-    folder = home()
+    folder = state_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "hashes.json.lock"):

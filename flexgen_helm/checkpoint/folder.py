@@ -7,9 +7,9 @@ from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flexgen_helm.core.errors import CheckpointError, UnsupportedArchitectureError
-from flexgen_helm.models.families import Family, family_of_config
-from flexgen_helm.models.spec import ModelSpec
+from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
+from flexgen_helm.models.architectures import Architecture, architecture_of_config
+from flexgen_helm.models.config import ModelConfig
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -55,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_config(folder: Path) -> tuple[Family, ModelSpec, dict[str, Any]]:
+def read_config(folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
     """Family, spec and the raw configuration of a model folder.
 
     Raises `UnsupportedArchitectureError` by name, `CheckpointError` for a configuration that is missing,
@@ -64,7 +64,7 @@ def read_config(folder: Path) -> tuple[Family, ModelSpec, dict[str, Any]]:
     path = folder / CONFIG
     config = read_json(path)
     try:
-        family = family_of_config(config)
+        architecture = architecture_of_config(config)
     except UnsupportedArchitectureError as error:
         if "auto_map" not in config:
             raise
@@ -73,23 +73,25 @@ def read_config(folder: Path) -> tuple[Family, ModelSpec, dict[str, Any]]:
         method = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
         raise CheckpointError(f"{path}: these weights are quantized already ({method}); use the original checkpoint")
     try:
-        spec = family.read_config(config)
-        check_sizes(spec, path)
-        return family, spec, config
+        model_config = architecture.read_config(config)
+        check_sizes(model_config, path)
+        return architecture, model_config, config
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error}") from error
     except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path} has an entry of the wrong kind: {error}") from error
 
 
-def check_sizes(spec: ModelSpec, path: Path) -> None:
+def check_sizes(model_config: ModelConfig, path: Path) -> None:
     """Raise `CheckpointError` where a size is not a positive whole number or the heads do not divide."""
     for name in _SIZES:
-        value = getattr(spec, name)
+        value = getattr(model_config, name)
         if not isinstance(value, int) or value < 1:
             raise CheckpointError(f"{path} gives {name.replace('_', ' ')} as {value!r}; it must be a positive integer")
-    if spec.num_heads % spec.num_kv_heads:
-        raise CheckpointError(f"{path} gives {spec.num_heads} heads that share {spec.num_kv_heads} keys unevenly")
+    if model_config.num_heads % model_config.num_kv_heads:
+        raise CheckpointError(
+            f"{path} gives {model_config.num_heads} heads that share {model_config.num_kv_heads} keys unevenly"
+        )
 
 
 def tokenizer_folder(folder: Path) -> Path | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGMLQuantizationType, GGUFValueType, Keys
 
-from flexgen_helm.core.errors import CheckpointError
+from flexgen_helm.errors import CheckpointError
 
 _VERSIONS = (2, 3)
 _SCALARS = {
@@ -119,8 +119,8 @@ class _Cursor:
         kind, offset = self._unpack("IQ")
         return name, GGMLQuantizationType(kind), shape, offset
 
-    def _unpack(self, form: str) -> tuple[Any, ...]:
-        layout = struct.Struct("<" + form)
+    def _unpack(self, fmt: str) -> tuple[Any, ...]:
+        layout = struct.Struct("<" + fmt)
         values = layout.unpack_from(self._data, self._at)
         self._at += layout.size
         return values

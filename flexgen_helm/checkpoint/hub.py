@@ -25,9 +25,9 @@ from flexgen_helm.checkpoint.folder import (
     weight_files,
 )
 from flexgen_helm.checkpoint.manifest import check_blobs, hub_conversion, is_conversion, snapshot_files
-from flexgen_helm.checkpoint.paths import home
-from flexgen_helm.core.errors import CheckpointError, UsageError
-from flexgen_helm.core.files import replace_text
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.errors import CheckpointError, UsageError
+from flexgen_helm.files import replace_text
 
 Progress = Callable[[str], None]
 
@@ -177,7 +177,7 @@ def _download(pinned: _Pinned, patterns: Sequence[str]) -> Path:
 
 def _revisions() -> dict[str, str]:
     try:
-        content = json.loads((home() / "revisions.json").read_text(encoding="utf-8"))
+        content = json.loads((state_dir() / "revisions.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -194,10 +194,10 @@ def _remember(repo: str, revision: str | None, commit: str) -> None:
     if commit in (revision, _remembered(repo, revision)) or not _COMMIT.fullmatch(commit):
         return
     try:
-        home().mkdir(parents=True, exist_ok=True)
-        with FileLock(home() / "revisions.json.lock"):
+        state_dir().mkdir(parents=True, exist_ok=True)
+        with FileLock(state_dir() / "revisions.json.lock"):
             known = {**_revisions(), f"{repo}@{revision or 'main'}": commit}
-            replace_text(home() / "revisions.json", json.dumps(known, indent=1, sort_keys=True))
+            replace_text(state_dir() / "revisions.json", json.dumps(known, indent=1, sort_keys=True))
     except OSError:
         pass  # offline, the hub's own cache may still know
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.checkpoint.fingerprint import file_sha256, forget, recall, remember, stamp
 from flexgen_helm.checkpoint.folder import CONFIG, INDEX, TOKENIZER_FILES, read_json
-from flexgen_helm.checkpoint.paths import home
-from flexgen_helm.core.errors import CheckpointError
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from flexgen_helm.checkpoint.source import ByteSource
+    from flexgen_helm.checkpoint.checkpoint import ByteSource
 
 MANIFEST = "flexgen_conversion.json"
 FORMAT = "flexgen_helm conversion 1"
@@ -31,13 +31,13 @@ _SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 def hub_conversion(repo: str, commit: str) -> Path:
     """Where the conversion of a hub repository at a commit lies, once there is one."""
-    return home() / "converted" / repo.replace("/", "--") / commit
+    return state_dir() / "converted" / repo.replace("/", "--") / commit
 
 
 def folder_conversion(folder: Path) -> Path:
     """Where the conversion of a local folder lies, once there is one."""
     real = folder.resolve()
-    return home() / "converted" / "local" / f"{real.name}-{hashlib.sha256(str(real).encode()).hexdigest()[:12]}"
+    return state_dir() / "converted" / "local" / f"{real.name}-{hashlib.sha256(str(real).encode()).hexdigest()[:12]}"
 
 
 def is_conversion(folder: Path) -> bool:

@@ -8,20 +8,20 @@ from typing import Literal
 
 import torch
 
-from flexgen_helm.checkpoint.catalogue import Resolved, resolve
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.dummy import DummyCheckpoint
 from flexgen_helm.checkpoint.fetch import WHEEL, Progress, fetch_resolved
 from flexgen_helm.checkpoint.fingerprint import snapshot_fingerprint
 from flexgen_helm.checkpoint.folder import read_config, tokenizer_folder
 from flexgen_helm.checkpoint.manifest import is_conversion, read_manifest
-from flexgen_helm.checkpoint.safetensors_source import SafetensorsCheckpoint
-from flexgen_helm.checkpoint.source import Checkpoint
-from flexgen_helm.checkpoint.spec import rest_dtype
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.checkpoint.model_config import storage_dtype
+from flexgen_helm.checkpoint.names import ResolvedModel, resolve
+from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.errors import UsageError
 
 
 def open_checkpoint(
-    name_or_path: str | os.PathLike[str] | Resolved,
+    name_or_path: str | os.PathLike[str] | ResolvedModel,
     *,
     revision: str | None = None,
     weights: Literal["pretrained", "dummy"] = "pretrained",
@@ -34,7 +34,7 @@ def open_checkpoint(
     folder's `config.json`, or a .gguf file. Raises `UnknownModelError`, `UnsupportedArchitectureError` or
     `CheckpointError`, each naming what is wrong and what to do.
     """
-    resolved = name_or_path if isinstance(name_or_path, Resolved) else resolve(name_or_path, revision)
+    resolved = name_or_path if isinstance(name_or_path, ResolvedModel) else resolve(name_or_path, revision)
     if weights == "dummy":
         dummy = _dummy(resolved, seed)
         dummy.origin = f"dummy weights of {resolved.name}, seed {seed}"
@@ -45,7 +45,7 @@ def open_checkpoint(
     return checkpoint
 
 
-def _open(resolved: Resolved, path: Path) -> Checkpoint:
+def _open(resolved: ResolvedModel, path: Path) -> Checkpoint:
     if path.suffix == ".gguf" and path.is_file():
         return _gguf(path)
     if resolved.kind == "hub" and not is_conversion(path):
@@ -55,7 +55,7 @@ def _open(resolved: Resolved, path: Path) -> Checkpoint:
     return SafetensorsCheckpoint(path)
 
 
-def _origin(resolved: Resolved, path: Path) -> str:
+def _origin(resolved: ResolvedModel, path: Path) -> str:
     if resolved.kind == "hub":
         return f"{resolved.hub_repo}@{path.name}"
     if resolved.kind == "wheel":
@@ -67,14 +67,14 @@ def _origin(resolved: Resolved, path: Path) -> str:
 
 def _gguf(path: Path) -> Checkpoint:
     # Needs the gguf package, which a machine with safetensors only may lack.
-    from flexgen_helm.checkpoint.gguf_source import GgufCheckpoint
+    from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
 
     return GgufCheckpoint(path)
 
 
-def _dummy(resolved: Resolved, seed: int) -> DummyCheckpoint:
+def _dummy(resolved: ResolvedModel, seed: int) -> DummyCheckpoint:
     if resolved.entry is not None:
-        return DummyCheckpoint(resolved.entry.spec, seed, _half(resolved.entry.default_dtype))
+        return DummyCheckpoint(resolved.entry.config, seed, _half(resolved.entry.default_dtype))
     if resolved.path is None:
         raise UsageError(
             f"dummy weights of {resolved.name} need its sizes, which the catalogue does not have; name a catalogue "
@@ -82,14 +82,14 @@ def _dummy(resolved: Resolved, seed: int) -> DummyCheckpoint:
         )
     if resolved.kind == "gguf":
         real = _gguf(resolved.path)
-        return DummyCheckpoint(real.spec, seed, real.rest_dtype, real.tokenizer_path)
+        return DummyCheckpoint(real.config, seed, real.storage_dtype, real.tokenizer_path)
     folder: Path = resolved.path.parent if resolved.path.is_file() else resolved.path
-    _, spec, config = read_config(folder)
+    _, model_config, config = read_config(folder)
     return DummyCheckpoint(
-        spec, seed, _half(config.get("dtype") or config.get("torch_dtype")), tokenizer_folder(folder)
+        model_config, seed, _half(config.get("dtype") or config.get("torch_dtype")), tokenizer_folder(folder)
     )
 
 
 def _half(name: object) -> torch.dtype:
-    found: torch.dtype = getattr(torch, rest_dtype(name))
+    found: torch.dtype = getattr(torch, storage_dtype(name))
     return found

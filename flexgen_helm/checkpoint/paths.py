@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def home() -> Path:
+def state_dir() -> Path:
     """Folder of everything we keep (`FLEXGEN_HELM_HOME`, default `~/.cache/flexgen_helm`); it need not exist yet."""
     named = os.environ.get("FLEXGEN_HELM_HOME")
     return Path(named).expanduser() if named else Path.home() / ".cache" / "flexgen_helm"

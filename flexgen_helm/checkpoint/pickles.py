@@ -19,7 +19,7 @@ import torch
 
 from flexgen_helm.checkpoint.folder import PICKLE_INDEX, indexed, pickle_names
 from flexgen_helm.checkpoint.manifest import blob_of, check_blobs
-from flexgen_helm.core.errors import CheckpointError, UnsafePickleError, UsageError
+from flexgen_helm.errors import CheckpointError, UnsafePickleError, UsageError
 
 # The first whose `weights_only` refuses every file known to get round it (CVE-2025-32434, CVE-2026-24747).
 OLDEST_TORCH = (2, 10)

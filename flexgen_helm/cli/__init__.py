@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from flexgen_helm.cli.plan import plan
 from flexgen_helm.cli.profile import profile
 from flexgen_helm.cli.report import report
 from flexgen_helm.cli.run import run
-from flexgen_helm.core.errors import Interrupted
+from flexgen_helm.errors import Interrupted
 
 app = typer.Typer(
     help="Large language models under HELM on a machine too small for them.",

@@ -11,8 +11,8 @@ import typer
 
 from flexgen_helm.cli.console import print_json, say, writing
 from flexgen_helm.cli.engine_options import EngineOptions
-from flexgen_helm.core.errors import UsageError
-from flexgen_helm.core.files import replace_text
+from flexgen_helm.errors import UsageError
+from flexgen_helm.files import replace_text
 
 
 def bench(

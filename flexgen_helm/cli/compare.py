@@ -24,7 +24,7 @@ def compare(
     Example: flexgen-helm run --precision fp16,4bit -c runs/quickstart.conf -m 50 --suite first, and then
     flexgen-helm compare --suite first
     """
-    from flexgen_helm.core.files import replace_text
+    from flexgen_helm.files import replace_text
     from flexgen_helm.report.comparison import compare_suite
     from flexgen_helm.report.comparison_view import to_html, to_json, to_markdown
 

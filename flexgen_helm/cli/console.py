@@ -11,12 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from flexgen_helm.core.records import Progress
+    from flexgen_helm.request import Progress
 
 # Seconds between two lines of progress where stderr is no terminal.
 LINE_EVERY_S = 15.0

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from flexgen_helm.core.errors import UsageError
-from flexgen_helm.core.records import MemoryLimits
+from flexgen_helm.errors import UsageError
+from flexgen_helm.request import MemoryLimits
 
 if TYPE_CHECKING:
-    from flexgen_helm.exec.engine import Engine
+    from flexgen_helm.engine.engine import Engine
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
@@ -91,13 +91,13 @@ class EngineOptions:
         """The engine of `model` under these flags."""
         arguments = self.engine_arguments()
         # A name that means nothing, or an architecture that is not supported, is refused before torch is imported.
-        from flexgen_helm.checkpoint.catalogue import resolve
         from flexgen_helm.checkpoint.folder import read_config
+        from flexgen_helm.checkpoint.names import resolve
 
         resolved = resolve(model)
         if resolved.path is not None and resolved.path.is_dir():
             read_config(resolved.path)
-        from flexgen_helm.exec.engine import Engine
+        from flexgen_helm.engine.engine import Engine
 
         return Engine.from_pretrained(model, **arguments)
 

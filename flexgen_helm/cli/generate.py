@@ -12,9 +12,9 @@ import typer
 
 from flexgen_helm.cli.console import TokenProgress, say
 from flexgen_helm.cli.engine_options import EngineOptions
-from flexgen_helm.core.errors import RequestError, UsageError
-from flexgen_helm.core.files import replace_text
-from flexgen_helm.core.records import GenerationRequest, GenerationResult
+from flexgen_helm.errors import RequestError, UsageError
+from flexgen_helm.files import replace_text
+from flexgen_helm.request import GenerationRequest, GenerationResult
 
 
 def _is_int(value: Any) -> bool:

@@ -12,10 +12,10 @@ import typer
 
 from flexgen_helm.cli.console import TokenProgress, print_json
 from flexgen_helm.cli.engine_options import EngineOptions
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 
 if TYPE_CHECKING:
-    from flexgen_helm.exec.engine import Engine
+    from flexgen_helm.engine.engine import Engine
 
 
 def perplexity(
@@ -44,12 +44,12 @@ def measure(engine: Engine, text: str, window: int, max_windows: int | None = No
 
     Raises `UsageError` where the window exceeds the model's or the text has no token to score.
     """
-    from flexgen_helm.core.records import GenerationRequest
+    from flexgen_helm.request import GenerationRequest
 
     if engine.tokenizer is None:
         raise UsageError(f"the model {engine.name} has no tokenizer files, so it cannot read a text")
-    if window > engine.spec.max_positions:
-        raise UsageError(f"--window {window} is beyond the {engine.spec.max_positions} positions of {engine.name}")
+    if window > engine.config.max_positions:
+        raise UsageError(f"--window {window} is beyond the {engine.config.max_positions} positions of {engine.name}")
     rows = windows(engine.tokenizer.encode(text, add_special_tokens=False), window)[:max_windows]
     if not rows:
         raise UsageError("the text has fewer than 2 tokens, so there is nothing to score")

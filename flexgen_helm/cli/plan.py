@@ -11,12 +11,12 @@ import typer
 
 from flexgen_helm.cli.console import print_json, say, writing
 from flexgen_helm.cli.engine_options import EngineOptions
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 
 if TYPE_CHECKING:
     from flexgen_helm.hardware.profile import HardwareProfile
-    from flexgen_helm.policy.plan import Plan
-    from flexgen_helm.policy.situation import Situation
+    from flexgen_helm.planner.plan import Plan
+    from flexgen_helm.planner.problem import PlanningProblem
 
 # Points of a frontier, between the quickest block and the best one.
 _POINTS = 12
@@ -48,7 +48,7 @@ def plan(
 ) -> None:
     """Search the best policy, or evaluate the one given with --policy."""
     if from_csv is not None:
-        from flexgen_helm.policy.published import evaluate_csv
+        from flexgen_helm.planner.published import evaluate_csv
 
         _check_alone(engine, model, prompt_len, gen_len, num_seqs, compress, stages > 1, frontier, picture)
         found = evaluate_csv(from_csv, _profile(engine, hardware))
@@ -79,10 +79,10 @@ def _check_alone(engine: EngineOptions, *others: Any) -> None:
 
 def _check_search(engine: EngineOptions, gen_len: int, frontier: bool, picture: Path | None) -> None:
     """Refuse what would have no effect, before anything is measured."""
-    from flexgen_helm.policy.policy import chosen
+    from flexgen_helm.planner.policy import parse_choices
 
     schedule, latency = engine.schedule or "auto", engine.max_latency
-    given = chosen(engine.policy or "auto", schedule, latency)[0] is not None
+    given = parse_choices(engine.policy or "auto", schedule, latency)[0] is not None
     if schedule == "prefill-only" and gen_len > 1:
         raise UsageError(
             f"--gen-len is {gen_len} and the schedule prefill-only draws one token; take --schedule zigzag"
@@ -106,7 +106,7 @@ def _check_search(engine: EngineOptions, gen_len: int, frontier: bool, picture: 
 
 def _precision(asked: str | None, suffix: str, compress: bool) -> str:
     """The precision of the flags, or of the model's name; --compress packs what is not packed yet."""
-    from flexgen_helm.policy.plan import precision_named
+    from flexgen_helm.planner.plan import precision_named
 
     name = asked or suffix
     if not compress or precision_named(name).weights is not None:
@@ -125,14 +125,14 @@ def _situation(
     hardware: str,
     compress: bool,
     stages: int,
-) -> tuple[Situation, str]:
+) -> tuple[PlanningProblem, str]:
     from dataclasses import replace
 
-    from flexgen_helm.checkpoint.catalogue import resolve
-    from flexgen_helm.checkpoint.spec import read_spec
-    from flexgen_helm.policy.plan import check_device, simulated, situate
-    from flexgen_helm.policy.situation import MEASURED
-    from flexgen_helm.policy.workload import Workload
+    from flexgen_helm.checkpoint.model_config import read_model_config
+    from flexgen_helm.checkpoint.names import resolve
+    from flexgen_helm.planner.plan import check_device, planning_problem, simulated_gpu
+    from flexgen_helm.planner.problem import MEASURED
+    from flexgen_helm.planner.workload import Workload
 
     for name, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):
         if value is not None and value < 1:
@@ -142,20 +142,20 @@ def _situation(
     precision = _precision(arguments.get("precision"), resolved.precision, compress)
     limits, device, link = engine.limits(), arguments.get("device", "auto"), arguments.get("link_gb_s")
     check_device(device, link, limits)
-    spec, rest_dtype = read_spec(model)
-    if prompt_len + gen_len > spec.max_positions:
-        raise UsageError(f"{prompt_len} + {gen_len} tokens are beyond the {spec.max_positions} positions of {model}")
+    config, rest_dtype = read_model_config(model)
+    if prompt_len + gen_len > config.max_positions:
+        raise UsageError(f"{prompt_len} + {gen_len} tokens are beyond the {config.max_positions} positions of {model}")
     profile = _profile(engine, hardware)
     if device == "sim":
         assert limits.gpu is not None
-        profile = simulated(profile, limits.gpu, link)
+        profile = simulated_gpu(profile, limits.gpu, link)
     elif device.startswith("cpu"):
         profile = replace(profile, gpu=None, link=None)
     elif device.startswith("cuda") and profile.gpu is None:
         where = "this machine" if profile.name == MEASURED else profile.name
         raise UsageError(f"device {device!r} was asked for and {where} has no usable GPU; take --device cpu")
-    situation = situate(
-        spec,
+    situation = planning_problem(
+        config,
         profile,
         Workload.uniform(prompt_len, gen_len, num_seqs or 1),
         precision=precision,
@@ -172,22 +172,22 @@ def _profile(engine: EngineOptions, hardware: str) -> HardwareProfile:
     """The machine to plan for. Of this one, the disk is that of --offload-dir, with what is free there now."""
     from dataclasses import replace
 
-    from flexgen_helm.checkpoint.paths import home
-    from flexgen_helm.exec.profiling import measured_profile, profile_named
+    from flexgen_helm.checkpoint.paths import state_dir
+    from flexgen_helm.engine.profiler import measured_profile, profile_named
 
     if hardware != "measured":
         if engine.offload_dir is not None:
             raise UsageError(f"--offload-dir is a folder of this machine, not of {hardware}; leave one of them out")
         return profile_named(hardware, say)
-    folder = home() / "offload" if engine.offload_dir is None else Path(engine.offload_dir)
+    folder = state_dir() / "offload" if engine.offload_dir is None else Path(engine.offload_dir)
     found = measured_profile(folder=folder, tell=say)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return replace(found, disk=replace(found.disk, bytes=shutil.disk_usage(existing).free))
 
 
-def _make(engine: EngineOptions, situation: Situation, precision: str) -> Plan:
-    from flexgen_helm.policy.plan import make_plan
-    from flexgen_helm.policy.policy import Policy
+def _make(engine: EngineOptions, situation: PlanningProblem, precision: str) -> Plan:
+    from flexgen_helm.planner.plan import make_plan
+    from flexgen_helm.planner.policy import Policy
 
     schedule = engine.schedule or "auto"
     given = engine.policy
@@ -199,9 +199,9 @@ def _print_plan(made: Plan, model: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from flexgen_helm.policy.cost import CACHE, HIDDEN, WEIGHTS
-    from flexgen_helm.policy.placement import TIERS
-    from flexgen_helm.policy.predict import placed_fractions
+    from flexgen_helm.planner.cost_model import CACHE, HIDDEN, WEIGHTS
+    from flexgen_helm.planner.placement import TIERS
+    from flexgen_helm.planner.predict import placed_fractions
 
     console = Console(highlight=False)
     found, situation, policy = made.prediction, made.situation, made.policy
@@ -273,10 +273,10 @@ def _print_table(found: dict[str, Any]) -> None:
             )
 
 
-def _frontier(situation: Situation, precision: str, picture: Path | None, as_json: bool) -> None:
-    from flexgen_helm.policy.frontier import points, write_picture
+def _frontier(situation: PlanningProblem, precision: str, picture: Path | None, as_json: bool) -> None:
+    from flexgen_helm.planner.frontier import frontier_points, write_picture
 
-    found = points(situation, _POINTS)
+    found = frontier_points(situation, _POINTS)
     if as_json:
         print_json({"hardware": situation.hardware.name, "precision": precision, "points": found})
     else:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flexgen_helm.cli.console import print_json, say, writing
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 
 
 def profile(
@@ -22,8 +22,8 @@ def profile(
     ] = False,
 ) -> None:
     """Measure this machine: bandwidths, rates and capacities, as JSON. Close other programs first."""
-    from flexgen_helm.core.files import replace_text
-    from flexgen_helm.exec.profiling import measured_profile
+    from flexgen_helm.engine.profiler import measured_profile
+    from flexgen_helm.files import replace_text
 
     if out is not None and not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.parent}")

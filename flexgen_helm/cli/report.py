@@ -23,7 +23,7 @@ def report(
 
     Example: flexgen-helm report --suite first
     """
-    from flexgen_helm.core.files import replace_text
+    from flexgen_helm.files import replace_text
     from flexgen_helm.report.suite import read_suite, to_json
     from flexgen_helm.report.suite_view import to_html, to_markdown
 

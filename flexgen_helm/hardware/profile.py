@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 
 SPECS = "flexgen_helm.hardware.specs"
 
@@ -129,7 +129,7 @@ class HardwareProfile:
             raise ValueError("a profile has both a gpu and a link, or neither")
 
     @property
-    def home(self) -> Processor:
+    def compute_processor(self) -> Processor:
         """Where products are computed."""
         return self.gpu or self.cpu
 
@@ -145,7 +145,7 @@ class HardwareProfile:
 def load_profile(name_or_path: str) -> HardwareProfile:
     """A shipped spec by name, or a profile from a JSON file. Raises `UsageError` with the known names."""
     path = Path(name_or_path)
-    if name_or_path in shipped():
+    if name_or_path in shipped_profiles():
         text, where = (files(SPECS) / f"{name_or_path}.json").read_text(encoding="utf-8"), name_or_path
     elif path.suffix == ".json" or path.is_file():
         try:
@@ -154,7 +154,7 @@ def load_profile(name_or_path: str) -> HardwareProfile:
             raise UsageError(f"the hardware profile {path} cannot be read: {error.strerror}") from error
     else:
         raise UsageError(
-            f"hardware {name_or_path!r} is not known; take {', '.join(shipped())}, measured, or a file that "
+            f"hardware {name_or_path!r} is not known; take {', '.join(shipped_profiles())}, measured, or a file that "
             "`flexgen-helm profile -o FILE.json` wrote"
         )
     try:
@@ -163,7 +163,7 @@ def load_profile(name_or_path: str) -> HardwareProfile:
         raise UsageError(f"the hardware profile {where} is no JSON: {error}") from error
 
 
-def shipped() -> list[str]:
+def shipped_profiles() -> list[str]:
     """Names of the machines whose specs ship."""
     return sorted(entry.name.removesuffix(".json") for entry in files(SPECS).iterdir() if entry.name.endswith(".json"))
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_helm.models.attention import Scoring
-from flexgen_helm.models.spec import ExpertSpec, ModelSpec, RopeSpec
+from flexgen_helm.models.attention import AttentionConfig
+from flexgen_helm.models.config import ModelConfig, MoEConfig, RopeConfig
 
 # Attention of one layer: q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D]. The executor binds caches and segments.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -58,19 +58,19 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Decoder:
     """The equations of one model."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
-        self.spec = spec
-        self.scoring = Scoring(
-            scale=spec.head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
-            softcap=spec.attn_softcap,
-            slopes=alibi_slopes(spec.num_heads).to(device) if spec.alibi else None,
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.config = config
+        self.attention = AttentionConfig(
+            scale=config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
+            softcap=config.attn_softcap,
+            slopes=alibi_slopes(config.num_heads).to(device) if config.alibi else None,
         )
         self._dtype = dtype
-        self._activation = _ACTIVATIONS[spec.activation]
-        ropes = {spec.layer_rope(layer) for layer in range(spec.num_layers)} - {None}
-        self._frequencies = {r: inverse_frequencies(r, spec.head_dim).to(device) for r in ropes if r is not None}
+        self._activation = _ACTIVATIONS[config.activation]
+        ropes = {config.layer_rope(layer) for layer in range(config.num_layers)} - {None}
+        self._frequencies = {r: inverse_frequencies(r, config.head_dim).to(device) for r in ropes if r is not None}
 
-    def rotary(self, positions: Tensor) -> dict[RopeSpec, Rotary]:
+    def rotary(self, positions: Tensor) -> dict[RopeConfig, Rotary]:
         """Rotations of each token by its absolute position [T], one for every kind that occurs among the layers."""
         found = {}
         for rope, frequencies in self._frequencies.items():
@@ -83,20 +83,20 @@ class Decoder:
     def embed(self, weights: StageWeights, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids and positions [T] -> hidden [T, H]."""
         hidden = weights.lookup("tokens", token_ids)
-        if self.spec.embed_scale != 1.0:
-            hidden = hidden * self.spec.embed_scale
-        if self.spec.embed_size != self.spec.hidden_size:
+        if self.config.embed_scale != 1.0:
+            hidden = hidden * self.config.embed_scale
+        if self.config.embed_size != self.config.hidden_size:
             hidden = weights.linear("project_in", hidden)
-        if self.spec.learned_positions:
-            hidden = hidden + weights.lookup("positions", positions + self.spec.position_offset)
-        return self._norm(weights, "norm", hidden) if self.spec.embed_norm else hidden
+        if self.config.learned_positions:
+            hidden = hidden + weights.lookup("positions", positions + self.config.position_offset)
+        return self._norm(weights, "norm", hidden) if self.config.embed_norm else hidden
 
     def layer(
         self,
         weights: StageWeights,
         layer: int,
         hidden: Tensor,
-        rotary: Mapping[RopeSpec, Rotary],
+        rotary: Mapping[RopeConfig, Rotary],
         attend: Attend,
     ) -> Tensor:
         """Decoder layer number `layer`; hidden [T, H] -> [T, H]."""
@@ -105,57 +105,57 @@ class Decoder:
             return self._norm(weights, name, x)
 
         def attention(x: Tensor) -> Tensor:
-            rope = self.spec.layer_rope(layer)
+            rope = self.config.layer_rope(layer)
             return self._attention(weights, x, None if rope is None else rotary[rope], attend)
 
         def mlp(x: Tensor) -> Tensor:
-            experts = self.spec.sparse(layer)
+            experts = self.config.moe(layer)
             return self._mlp(weights, "mlp", x) if experts is None else self._experts(weights, experts, x)
 
-        if self.spec.residual == "pre_norm":
+        if self.config.residual == "pre_norm":
             hidden = attention(norm("attn_norm", hidden)).add_(hidden)
             return mlp(norm("mlp_norm", hidden)).add_(hidden)
-        if self.spec.residual == "post_norm":
+        if self.config.residual == "post_norm":
             hidden = norm("attn_norm", attention(hidden).add_(hidden))
             return norm("mlp_norm", mlp(hidden).add_(hidden))
-        if self.spec.residual == "sandwich":
+        if self.config.residual == "sandwich":
             hidden = norm("attn_post_norm", attention(norm("attn_norm", hidden))).add_(hidden)
             return norm("mlp_post_norm", mlp(norm("mlp_norm", hidden))).add_(hidden)
-        assert self.spec.residual == "parallel"
+        assert self.config.residual == "parallel"
         return attention(norm("attn_norm", hidden)).add_(hidden).add_(mlp(norm("mlp_norm", hidden)))
 
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
         """Hidden states [T, H] of the positions that are asked for -> logits [T, V] in float32."""
-        if self.spec.final_norm:
+        if self.config.final_norm:
             hidden = self._norm(weights, "norm", hidden)
-        if self.spec.embed_size != self.spec.hidden_size:
+        if self.config.embed_size != self.config.hidden_size:
             hidden = weights.linear("project_out", hidden)
         logits = weights.linear("lm", hidden).float()
-        cap = self.spec.final_softcap
+        cap = self.config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _attention(self, weights: StageWeights, x: Tensor, rotary: Rotary | None, attend: Attend) -> Tensor:
-        spec = self.spec
-        q = weights.linear("attn.q", x).view(-1, spec.num_heads, spec.head_dim)
-        k = weights.linear("attn.k", x).view(-1, spec.num_kv_heads, spec.head_dim)
-        v = weights.linear("attn.v", x).view(-1, spec.num_kv_heads, spec.head_dim)
-        if spec.qk_norm:
+        config = self.config
+        q = weights.linear("attn.q", x).view(-1, config.num_heads, config.head_dim)
+        k = weights.linear("attn.k", x).view(-1, config.num_kv_heads, config.head_dim)
+        v = weights.linear("attn.v", x).view(-1, config.num_kv_heads, config.head_dim)
+        if config.qk_norm:
             q = self._rms_norm(q, weights.vector("attn.q_norm.weight"))
             k = self._rms_norm(k, weights.vector("attn.k_norm.weight"))
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        return weights.linear("attn.o", attend(q, k, v).reshape(-1, spec.q_size))
+        return weights.linear("attn.o", attend(q, k, v).reshape(-1, config.q_size))
 
     def _mlp(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         if x.shape[0] > _MLP_TOKENS and weights.repeatable:
             return torch.cat([self._mlp(weights, name, part) for part in x.split(_MLP_TOKENS)])
-        if self.spec.gated_mlp:
+        if self.config.gated_mlp:
             inner = self._activation(weights.linear(f"{name}.gate", x)).mul_(weights.linear(f"{name}.up", x))
         else:
             inner = self._activation(weights.linear(f"{name}.up", x))
         return weights.linear(f"{name}.down", inner)
 
-    def _experts(self, weights: StageWeights, experts: ExpertSpec, x: Tensor) -> Tensor:
+    def _experts(self, weights: StageWeights, experts: MoEConfig, x: Tensor) -> Tensor:
         """Each token through the experts that its router likes best, weighed by the router (Shazeer et al., 2017)."""
         likings = torch.softmax(weights.linear("mlp.router", x).float(), dim=-1)  # [T, E]
         shares, picked = torch.topk(likings, experts.per_token, dim=-1)  # [T, K]
@@ -170,14 +170,14 @@ class Decoder:
 
     def _norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         weight = weights.vector(f"{name}.weight")
-        if self.spec.norm == "rmsnorm":
+        if self.config.norm == "rmsnorm":
             return self._rms_norm(x, weight)
-        return F.layer_norm(x, (self.spec.hidden_size,), weight, weights.vector(f"{name}.bias"), self.spec.norm_eps)
+        return F.layer_norm(x, (self.config.hidden_size,), weight, weights.vector(f"{name}.bias"), self.config.norm_eps)
 
     def _rms_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is not None and self.spec.norm_plus_one:
+        if weight is not None and self.config.norm_plus_one:
             weight = weight + 1.0
-        return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
@@ -193,7 +193,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return out
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Angle per position of each pair of elements, [rotated elements / 2] in float32 (Su et al., 2021)."""
     dim = rope.dim or head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
@@ -208,14 +208,14 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     return frequencies
 
 
-def _kept_llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
+def _kept_llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     """1 where the wavelength is short (kept), 0 where it is long (divided), a ramp between (Dubey et al., 2024)."""
     wavelengths = 2 * math.pi / frequencies
     ramp = rope.original_max_positions / wavelengths - rope.low_freq_factor
     return (ramp / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
 
 
-def _kept_yarn(rope: RopeSpec, dim: int) -> Tensor:
+def _kept_yarn(rope: RopeConfig, dim: int) -> Tensor:
     """1 where many turns fit into the original context, 0 where few do, a ramp over the elements between
     (Peng et al., 2023, section 3.2)."""
 

@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.models import attention
-from flexgen_helm.models.attention import Part, Scoring, Sight
+from flexgen_helm.models.attention import AttentionConfig, PartialAttention, QueryChunk
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class TopK:
     """Keys that are taken. tokens [B, Hk, k]: their places; scores [B, Hk, G, k]: minus infinity where a row takes
     fewer than its neighbours."""
 
     tokens: Tensor
     scores: Tensor
 
-    def attend(self, values: Tensor) -> Part:
+    def attend(self, values: Tensor) -> PartialAttention:
         """values [B, Hk, k, D] of the tokens -> output [B, Hq, D], log-sum-exp [B, Hq]."""
         weights, lse = _normalized(self.scores)
         return torch.matmul(weights.to(values.dtype), values).flatten(1, 2), lse.flatten(1, 2)
 
 
-def choose(q: Tensor, k: Tensor, scoring: Scoring, positions: Tensor, mask: Tensor, share: float) -> Choice:
+def select_top_k(q: Tensor, k: Tensor, scoring: AttentionConfig, positions: Tensor, mask: Tensor, share: float) -> TopK:
     """What one query a row takes of its older keys.
 
     q [B, Hq, D], k [B, Hk, S, D], positions [B]: of the query among the keys, mask additive [B, 1, 1, S].
@@ -44,26 +44,35 @@ def choose(q: Tensor, k: Tensor, scoring: Scoring, positions: Tensor, mask: Tens
     tokens = _weights(scores).topk(int(counts.max()), dim=-1).indices
     taken = scores.gather(3, tokens[:, :, None].expand(-1, -1, scores.shape[2], -1))
     surplus = torch.arange(tokens.shape[-1], device=q.device) >= counts[:, None]
-    return Choice(tokens, taken.masked_fill(surplus[:, None, None], -math.inf))
+    return TopK(tokens, taken.masked_fill(surplus[:, None, None], -math.inf))
 
 
-def seen(q: Tensor, first: Part, second: Part, scoring: Scoring, sights: Iterable[Sight], share: float) -> Part:
+def attend_top_k(
+    q: Tensor,
+    first: PartialAttention,
+    second: PartialAttention,
+    scoring: AttentionConfig,
+    sights: Iterable[QueryChunk],
+    share: float,
+) -> PartialAttention:
     """A prompt whose tokens take a share of the older keys (`first`) and all newer ones; else `attention.seen`."""
     parts = []
     for sight in sights:
-        queries, old = q[sight.queries], sight.first.stop - sight.first.start
+        queries, old = q[sight.queries], sight.quantized.stop - sight.quantized.start
         at = torch.arange(sight.queries.start, sight.queries.stop, device=q.device)
-        k, v = (x[sight.second].transpose(0, 1) for x in second)
-        part = attention.shared(queries, k, v, scoring, at - sight.second.start, sight.mask[:, old:])
+        k, v = (x[sight.plain].transpose(0, 1) for x in second)
+        part = attention.attend_prefix(queries, k, v, scoring, at - sight.plain.start, sight.mask[:, old:])
         if old:
-            k, v = (x[sight.first].transpose(0, 1) for x in first)
-            older = _older(queries, k, v, scoring, at - sight.first.start, sight.mask[:, :old], share)
-            part = attention.merge(part, older)
+            k, v = (x[sight.quantized].transpose(0, 1) for x in first)
+            older = _older(queries, k, v, scoring, at - sight.quantized.start, sight.mask[:, :old], share)
+            part = attention.merge_partial(part, older)
         parts.append(part)
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def _older(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, positions: Tensor, mask: Tensor, share: float) -> Part:
+def _older(
+    q: Tensor, k: Tensor, v: Tensor, scoring: AttentionConfig, positions: Tensor, mask: Tensor, share: float
+) -> PartialAttention:
     """q [T, Hq, D], k and v [Hk, S, D], positions [T] from the first key on, mask [T, S] -> [T, Hq, D], [T, Hq]."""
     tokens, heads, dim = q.shape
     key_heads, keys = k.shape[:2]
@@ -81,7 +90,7 @@ def _older(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, positions: Tensor,
     return out.reshape(tokens, heads, dim), lse.reshape(tokens, heads)
 
 
-def _scored(products: Tensor, scoring: Scoring, positions: Tensor) -> Tensor:
+def _scored(products: Tensor, scoring: AttentionConfig, positions: Tensor) -> Tensor:
     """Products [B, Hk, G, S] of queries at `positions` [B, 1] and keys 0 … S - 1 -> scores, in float32."""
     scores = products.float() * scoring.scale
     if scoring.softcap is not None:
@@ -103,7 +112,7 @@ def _counts(mask: Tensor, share: float) -> Tensor:
     return torch.ceil(visible.double() * share - 1e-9).long()
 
 
-def _normalized(scores: Tensor) -> Part:
+def _normalized(scores: Tensor) -> PartialAttention:
     """Scores [..., S] -> softmax, and the log-sum-exp [...]; zeros and minus infinity where nothing is left."""
     lse = torch.logsumexp(scores, -1)
     return torch.exp(scores - lse.masked_fill(torch.isneginf(lse), 0.0)[..., None]), lse

@@ -13,10 +13,10 @@ def _register() -> None:
 
     try:
         import flexgen_helm.scenarios  # noqa: F401  (run spec functions register themselves)
-        from flexgen_helm.plugin import hooks, registration
+        from flexgen_helm.plugin import helm_patches, registration
 
         registration.register()
-        hooks.install()
+        helm_patches.install()
     except Exception as error:
         herror(f"flexgen_helm cannot register its models with HELM: {type(error).__name__}: {error}")
 

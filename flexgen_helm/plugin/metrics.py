@@ -49,7 +49,7 @@ class FlexgenThroughputMetric(MetricInterface):
         self, scenario_state: ScenarioState, metric_service: MetricService, eval_cache_path: str, parallelism: int
     ) -> MetricResult:
         record = current_run.get()
-        figures = record.account() if record is not None else {}
+        figures = record.usage() if record is not None else {}
         # HELM's tables look a figure up under a scenario's split.
         splits = list(dict.fromkeys(instance.split for instance in scenario_state.instances))
         stats = [

@@ -13,13 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_helm.core.errors import UnknownModelError, UsageError
-from flexgen_helm.core.records import MemoryLimits
+from flexgen_helm.errors import UnknownModelError, UsageError
+from flexgen_helm.request import MemoryLimits
 
 if TYPE_CHECKING:
-    from flexgen_helm.checkpoint.catalogue import Resolved
-    from flexgen_helm.models.spec import ModelSpec
-    from flexgen_helm.text.tokenizer import Tokenizer
+    from flexgen_helm.checkpoint.names import ResolvedModel
+    from flexgen_helm.models.config import ModelConfig
+    from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 PREFIX = "flexgen/"
 _INSTRUCT_NAME = re.compile(r"instruct|chat|[-_]it\b|[-_]iml[-_]")
@@ -84,7 +84,7 @@ def find_model(name: str, arguments: Mapping[str, Any] | None = None) -> ModelAr
     Raises UnknownModelError with one sentence. It is no ValueError on purpose: HELM takes a ValueError in a name
     look-up for 'no such model' and drops the sentence.
     """
-    from flexgen_helm.checkpoint import catalogue
+    from flexgen_helm.checkpoint import names
 
     short = name.removeprefix(PREFIX)
     given = {key: value for key, value in (arguments or {}).items() if value is not None}
@@ -94,8 +94,8 @@ def find_model(name: str, arguments: Mapping[str, Any] | None = None) -> ModelAr
             f"'{name}' has one slash too many for HELM, which would mix its results up with those of another "
             f"client; write '{PREFIX}{short.replace('/', '--')}'"
         )
-    found = catalogue.resolve(path or short, revision)
-    precision = catalogue.split_precision(short)[1] if path else found.precision
+    found = names.resolve(path or short, revision)
+    precision = names.split_precision(short)[1] if path else found.precision
     suffix = {} if precision == "fp16" else {"precision": precision}
     given = {"precision": "fp16", **found.arguments, **suffix, **given, **_overrides}
     _check(given, name)
@@ -104,7 +104,7 @@ def find_model(name: str, arguments: Mapping[str, Any] | None = None) -> ModelAr
     return ModelArguments(name=short, path=_target(found), revision=found.revision, **given)
 
 
-def _target(found: Resolved) -> str:
+def _target(found: ResolvedModel) -> str:
     """The shortest name or path by which the engine finds the same weights, without suffix or arguments."""
     if found.path is not None:
         return str(found.path)
@@ -127,31 +127,31 @@ def _limits(given: Mapping[str, Any], name: str) -> MemoryLimits:
 
 def read_facts(model: ModelArguments) -> ModelFacts:
     """From the catalogue where it knows the model, else from the checkpoint's configuration; never weights."""
-    from flexgen_helm.checkpoint import catalogue
+    from flexgen_helm.checkpoint import names
 
-    found = catalogue.resolve(model.path, model.revision)
+    found = names.resolve(model.path, model.revision)
     if found.entry is not None:
-        return _facts_of(model, found.entry.spec, found.entry.instruct)
+        return _facts_of(model, found.entry.config, found.entry.instruct)
     path = _local(model)
     if path.is_dir():
         from flexgen_helm.checkpoint.folder import read_config
 
-        spec = read_config(path)[1]
+        config = read_config(path)[1]
     else:
         from flexgen_helm.checkpoint.open import open_checkpoint
 
-        spec = open_checkpoint(path).spec
+        config = open_checkpoint(path).config
     # A chat template proves nothing: base models carry one too.
-    return _facts_of(model, spec, bool(_INSTRUCT_NAME.search(f"{model.name} {model.path}".lower())))
+    return _facts_of(model, config, bool(_INSTRUCT_NAME.search(f"{model.name} {model.path}".lower())))
 
 
-def _facts_of(model: ModelArguments, spec: ModelSpec, instruct: bool) -> ModelFacts:
-    return ModelFacts(model.name, spec.max_positions, spec.num_parameters, instruct)
+def _facts_of(model: ModelArguments, config: ModelConfig, instruct: bool) -> ModelFacts:
+    return ModelFacts(model.name, config.max_positions, config.num_parameters, instruct)
 
 
 def load_tokenizer(model: ModelArguments) -> Tokenizer:
     """The model's tokenizer, without its weights."""
-    from flexgen_helm.text.tokenizer import Tokenizer
+    from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
     found = Tokenizer.from_path(_local(model))
     if found is None:
@@ -190,7 +190,7 @@ def tokenizer(model: ModelArguments) -> Tokenizer:
 
 def with_precision(name: str, precision: str) -> str:
     """The name that means `name` at `precision`, because results of two precisions must not share a directory."""
-    from flexgen_helm.checkpoint.catalogue import split_precision
+    from flexgen_helm.checkpoint.names import split_precision
 
     base, own = split_precision(name.removeprefix(PREFIX))
     if own not in ("fp16", precision):

@@ -24,12 +24,12 @@ from helm.benchmark.model_metadata_registry import (
 from helm.benchmark.tokenizer_config_registry import TokenizerConfig, TokenizerSpec, tokenizer_config_generator
 from helm.common.hierarchical_logger import hwarn
 
-from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError
 from flexgen_helm.plugin import models
 from flexgen_helm.plugin.models import PREFIX, ModelArguments, ModelFacts
 
 if TYPE_CHECKING:
-    from flexgen_helm.text.tokenizer import Tokenizer
+    from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # By name, because importing the classes would bring HELM's client and window machinery into every registration.
 CLIENT_CLASS = "flexgen_helm.plugin.client.FlexgenClient"

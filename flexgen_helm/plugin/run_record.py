@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.core.files import replace_text
-from flexgen_helm.core.records import Cost
+from flexgen_helm.files import replace_text
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.service import Answer
 from flexgen_helm.report.throughput import throughput, versions
+from flexgen_helm.request import Cost
 
 RUN_FILE = "flexgen_run.json"
 
 
-def account(keys: Sequence[str], costs: Mapping[str, Cost]) -> dict[str, Any]:
+def usage(keys: Sequence[str], costs: Mapping[str, Cost]) -> dict[str, Any]:
     """Workload, throughputs and times of the requests `keys` (repeated where requests are equal).
 
     A repetition was asked for but not computed: it counts with its tokens and costs nothing.
@@ -72,8 +72,8 @@ class RunRecord:
     def costs(self) -> dict[str, Cost]:
         return {key: answer.result.cost for key, answer in self.answers.items()}
 
-    def account(self) -> dict[str, Any]:
-        return account(self.keys, self.costs())
+    def usage(self) -> dict[str, Any]:
+        return usage(self.keys, self.costs())
 
     def wall_s(self) -> dict[str, float]:
         """Seconds by stage up to now. `load` is what the run waited for its model, which is loaded beside the stages
@@ -96,7 +96,7 @@ class RunRecord:
             "model": self.model.name,
             "fingerprint": self.fingerprint,
             "precision": self.model.precision,
-            **self.account(),
+            **self.usage(),
             "num_reused": sum(answer.reused for answer in self.answers.values()),
             "wall_s": self.wall_s(),
         }
@@ -150,4 +150,4 @@ def merged(records: Iterable[RunRecord]) -> dict[str, Any]:
         prefix = f"{record.model}\0"
         keys += [prefix + key for key in record.keys]
         costs.update({prefix + key: cost for key, cost in record.costs().items()})
-    return account(keys, costs)
+    return usage(keys, costs)

@@ -22,14 +22,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flexgen_helm.core.errors import Interrupted
-from flexgen_helm.core.records import GenerationRequest, GenerationResult
+from flexgen_helm.errors import Interrupted
 from flexgen_helm.plugin.engine import EngineLike, import_engine, load_engine
-from flexgen_helm.plugin.keeper import Keeper
 from flexgen_helm.plugin.models import ModelArguments
+from flexgen_helm.plugin.response_writer import ResponseWriter
+from flexgen_helm.request import GenerationRequest, GenerationResult
 
 if TYPE_CHECKING:
-    from flexgen_helm.plugin.convert import Question
+    from flexgen_helm.plugin.convert import PreparedRequest
 
 IDLE_FLUSH_S = 0.05
 LONGEST_GATHERING_S = 0.5  # a steady trickle of questions must not postpone the flush for ever
@@ -61,7 +61,7 @@ class Job:
     future: Future[Answer] = field(default_factory=Future)
 
 
-class Block:
+class SubmittedBlock:
     """Questions announced together; keeps their answers until it is closed. A context manager."""
 
     def __init__(self, service: Service, model: ModelArguments, keys: list[str], jobs: list[Job]) -> None:
@@ -88,7 +88,7 @@ class Block:
         jobs, self._jobs = self._jobs, []
         self._service._release(jobs)
 
-    def __enter__(self) -> Block:
+    def __enter__(self) -> SubmittedBlock:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -118,7 +118,7 @@ class Service:
 
     # What clients and hooks call
 
-    def expect(self, model: ModelArguments) -> None:
+    def preload(self, model: ModelArguments) -> None:
         """Load `model` in the background if no other one is loaded. What goes wrong is told to those who ask."""
         if model in self._told or self._stop.is_set():
             return
@@ -130,9 +130,9 @@ class Service:
             self._expected = model
             self._awake()
 
-    def announce(
-        self, model: ModelArguments, questions: Iterable[Question], durable: bool = True, hold: bool = False
-    ) -> Block:
+    def submit(
+        self, model: ModelArguments, questions: Iterable[PreparedRequest], durable: bool = True, hold: bool = False
+    ) -> SubmittedBlock:
         """Queue `questions` for the next block.
 
         durable: the journal may answer and must remember. hold: more is coming, start at `flush`.
@@ -141,7 +141,7 @@ class Service:
         with self._changed:
             self._held = self._held or hold
             jobs = self._enlist(model, asked, durable, announced=True)
-        return Block(self, model, [question.key for question in asked], jobs)
+        return SubmittedBlock(self, model, [question.key for question in asked], jobs)
 
     def flush(self) -> None:
         """Start what was announced with `hold`."""
@@ -149,7 +149,7 @@ class Service:
             self._held = False
             self._changed.notify_all()
 
-    def answer(self, model: ModelArguments, question: Question, durable: bool = True) -> Answer:
+    def answer(self, model: ModelArguments, question: PreparedRequest, durable: bool = True) -> Answer:
         """Wait for one answer. Raises Interrupted, or whatever kept the whole block from being computed."""
         jobs = self._enlist(model, [question], durable, announced=False)
         try:
@@ -180,7 +180,7 @@ class Service:
         """Seconds after `since` (`time.monotonic()`) until the model was there; 0 where it was there before."""
         return max(0.0, self._loaded_at.get(model, since) - since)
 
-    def account(self, model: ModelArguments) -> dict[str, Any]:
+    def usage(self, model: ModelArguments) -> dict[str, Any]:
         """`engine.last_run` of the model's newest block, {} where nothing was computed.
 
         The last answer of a block is given out after its account, so whoever has all answers finds it here.
@@ -200,7 +200,7 @@ class Service:
     # The queue
 
     def _enlist(
-        self, model: ModelArguments, questions: Iterable[Question], durable: bool, announced: bool
+        self, model: ModelArguments, questions: Iterable[PreparedRequest], durable: bool, announced: bool
     ) -> list[Job]:
         jobs: dict[str, Job] = {}
         with self._changed:
@@ -290,9 +290,9 @@ class Service:
 
     def _serve(self, block: list[Job]) -> None:
         engine = self._engine_for(block[0].model)
-        keeper = Keeper(engine.fingerprint, any(job.durable for job in block))
+        keeper = ResponseWriter(engine.fingerprint, any(job.durable for job in block))
         try:
-            known = keeper.known([job.key for job in block if job.durable])
+            known = keeper.get_many([job.key for job in block if job.durable])
             for job in block:
                 if job.durable and job.key in known:
                     self._settle(job, Answer(known[job.key], reused=True))
@@ -302,7 +302,7 @@ class Service:
         finally:
             keeper.close()
 
-    def _compute(self, engine: EngineLike, todo: list[Job], keeper: Keeper) -> None:
+    def _compute(self, engine: EngineLike, todo: list[Job], keeper: ResponseWriter) -> None:
         waiting = dict(enumerate(todo))
         last: list[tuple[Job, Answer]] = []
 
@@ -311,7 +311,7 @@ class Service:
             if job is None:
                 return
             if job.durable and result.error is None:
-                keeper.keep(job.key, result)
+                keeper.add(job.key, result)
             if waiting:
                 self._settle(job, Answer(result, reused=False))
             else:

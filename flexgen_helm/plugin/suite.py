@@ -31,13 +31,13 @@ from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 
-from flexgen_helm.checkpoint.catalogue import split_precision
-from flexgen_helm.core.errors import FlexgenError, Interrupted, UsageError
-from flexgen_helm.plugin import deployment_files, hooks, interrupt, models, registration
-from flexgen_helm.plugin.failures import data_folder, explain
+from flexgen_helm.checkpoint.names import split_precision
+from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
+from flexgen_helm.plugin import deployment_files, helm_patches, interrupt, models, registration
+from flexgen_helm.plugin.failures import data_folder, explain_failure
 from flexgen_helm.plugin.run_record import RunRecord, observe_runs, write_json
-from flexgen_helm.plugin.service import Block, get_service
-from flexgen_helm.plugin.suite_account import suite_account
+from flexgen_helm.plugin.service import SubmittedBlock, get_service
+from flexgen_helm.plugin.suite_usage import suite_usage
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.scores import read_scores, reused_note, table
 from flexgen_helm.report.suite import SUITE_FILE
@@ -119,7 +119,7 @@ class _Suite:
         self.folders: list[Path] = []
         self._stages: dict[str, float] = {}
         self._answered = 0.0  # when all answers were there
-        self._blocks: dict[str, Block] = {}
+        self._blocks: dict[str, SubmittedBlock] = {}
         self._finished: list[Path] = []
         self._data: dict[str, Path] = {}  # where the scenario of a run that failed looks for its data
         self._refused: dict[str, FlexgenError] = {}  # why a run's questions could not be computed in the first pass
@@ -209,7 +209,7 @@ class _Suite:
         started = time.monotonic()
 
         def park(executor: Executor, scenario_state: ScenarioState) -> ScenarioState:
-            block = hooks.announce(executor, scenario_state, hold=True)
+            block = helm_patches.announce(executor, scenario_state, hold=True)
             if block is not None:
                 self._blocks[name] = block
             raise _Parked
@@ -217,7 +217,7 @@ class _Suite:
         with _no_repeats(), replaced(Executor, "execute", park):
             for run_spec in run_specs:
                 name = run_spec.name
-                if hooks.model_of(run_spec) is None:
+                if helm_patches.model_of(run_spec) is None:
                     continue
                 try:
                     runner.run_one(run_spec)
@@ -230,8 +230,8 @@ class _Suite:
         collected = time.monotonic()
         service = get_service()
         service.flush()
-        hooks.import_classes(
-            name for spec in run_specs if spec.name in self._blocks for name in hooks.metric_classes(spec)
+        helm_patches.import_classes(
+            name for spec in run_specs if spec.name in self._blocks for name in helm_patches.metric_classes(spec)
         )
         for block in self._blocks.values():
             block.wait()
@@ -275,7 +275,7 @@ class _Suite:
         now = time.monotonic()
         tried = [folder.name for folder in self.folders]
         return {
-            **suite_account(self.folders[0].parent, self.records, tried, self.failures),
+            **suite_usage(self.folders[0].parent, self.records, tried, self.failures),
             "wall_s": {"total": now - started, **self._stages, "finish": now - self._answered},
             "versions": versions(),
         }
@@ -319,7 +319,7 @@ class _Suite:
         executed = {record.name for record in self.records}
         alike: dict[str, list[str]] = {}
         for name, error in self.failures.items():
-            alike.setdefault(explain(error, None if name in executed else self._data[name]), []).append(name)
+            alike.setdefault(explain_failure(error, None if name in executed else self._data[name]), []).append(name)
         for sentence, names in alike.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             _say(f"{names[0]}{more}: {sentence}")

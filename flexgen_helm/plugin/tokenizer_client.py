@@ -13,7 +13,7 @@ from helm.common.tokenization_request import (
 from helm.proxy.retry import NonRetriableException
 from helm.tokenizers.tokenizer import Tokenizer
 
-from flexgen_helm.core.errors import RequestError
+from flexgen_helm.errors import RequestError
 from flexgen_helm.plugin import models, registration
 
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError
 from flexgen_helm.quant.formats import GroupFormat
 
 Scaled = tuple[Tensor, Tensor]  # step, offset: float32 [...]
@@ -29,7 +29,7 @@ _LARGEST = 65504.0  # of FP16
 _TRIED_STEPS, _REFITS = 8, 1
 
 
-class CannotPack(FlexgenError):
+class NotQuantizableError(FlexgenError):
     """A value cannot be quantized."""
 
 
@@ -52,42 +52,42 @@ def scales_of(words: Tensor, bits: int) -> Scaled:
     return step, -(word_zeros(bits, words.device)[words & _ZEROS] * step)
 
 
-def encode(values: Tensor, form: GroupFormat) -> tuple[Tensor, Tensor]:
+def to_codes(values: Tensor, fmt: GroupFormat) -> tuple[Tensor, Tensor]:
     """Values [..., group] -> codes [..., group] (uint8) and scales: [..., 2] in FP16, or words [...] (int32).
 
     Raises `CannotPack`.
     """
     values = values.float()
     if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
-        raise CannotPack("a value that is not finite cannot be quantized; fetch the model again")
+        raise NotQuantizableError("a value that is not finite cannot be quantized; fetch the model again")
     least, greatest = values.amin(-1), values.amax(-1)
-    if form.scales == "pair":
-        scales = _pair(least, greatest, form.bits)
-        if form.fit == "half-quadratic":
-            scales = _half_quadratic(values, scales, form.bits)
+    if fmt.scales == "pair":
+        scales = _pair(least, greatest, fmt.bits)
+        if fmt.fit == "half-quadratic":
+            scales = _half_quadratic(values, scales, fmt.bits)
         step, offset = scales[..., 0].float(), scales[..., 1].float()
-        return _codes(values, step, offset, form.bits), scales
-    if least.numel() and float((greatest.clamp_min(0.0) - least.clamp_max(0.0)).max()) > 2 * reach(form):
-        raise CannotPack(
-            f"a group of values that spans more than {2 * reach(form):g} is out of reach of scales in 16 bits"
+        return _codes(values, step, offset, fmt.bits), scales
+    if least.numel() and float((greatest.clamp_min(0.0) - least.clamp_max(0.0)).max()) > 2 * largest_value(fmt):
+        raise NotQuantizableError(
+            f"a group of values that spans more than {2 * largest_value(fmt):g} is out of reach of scales in 16 bits"
         )
-    words = _covering_words(least, greatest, form.bits)
-    if form.fit == "error":
-        words = _fitted_words(values, words, form.bits)
-    return _codes(values, *scales_of(words, form.bits), form.bits), words
+    words = _covering_words(least, greatest, fmt.bits)
+    if fmt.fit == "error":
+        words = _fitted_words(values, words, fmt.bits)
+    return _codes(values, *scales_of(words, fmt.bits), fmt.bits), words
 
 
-def reach(form: GroupFormat) -> float:
+def largest_value(fmt: GroupFormat) -> float:
     """Values between this and its negative can be packed."""
-    return _LARGEST if form.scales == "pair" else ((1 << form.bits) - 1) * 2.0 ** ((_STEPS - 1) / _OCTAVE + _LOWEST) / 2
+    return _LARGEST if fmt.scales == "pair" else ((1 << fmt.bits) - 1) * 2.0 ** ((_STEPS - 1) / _OCTAVE + _LOWEST) / 2
 
 
-def decode(codes: Tensor, scales: Tensor, form: GroupFormat) -> Tensor:
+def from_codes(codes: Tensor, scales: Tensor, fmt: GroupFormat) -> Tensor:
     """The inverse of `encode`, up to rounding: float32 [..., group]."""
-    if form.scales == "pair":
+    if fmt.scales == "pair":
         step, offset = scales[..., 0].float(), scales[..., 1].float()
     else:
-        step, offset = scales_of(scales, form.bits)
+        step, offset = scales_of(scales, fmt.bits)
     return codes.float() * step[..., None] + offset[..., None]
 
 
@@ -102,7 +102,7 @@ def _rounded(values: Tensor, step: Tensor, offset: Tensor, bits: int) -> Tensor:
 
 def _pair(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
     if least.numel() and float(torch.maximum(greatest.max(), -least.min())) > _LARGEST:
-        raise CannotPack(f"a value beyond {_LARGEST:g} cannot be quantized with scales in FP16")
+        raise NotQuantizableError(f"a value beyond {_LARGEST:g} cannot be quantized with scales in FP16")
     offset = _half(least, down=True)
     step = _half((greatest - offset.float()) / ((1 << bits) - 1), down=False)
     # A floor, so that a constant is code 0 exactly and nothing is divided by 0.

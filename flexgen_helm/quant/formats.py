@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.identity import record_text, same_names
 
 Axis = Literal["in", "out"]
@@ -33,7 +33,7 @@ class GroupFormat:
     """
 
     bits: int = 4
-    group: int = 64
+    group_size: int = 64
     axis: Axis = "in"
     scales: Scales = "pair"
     fit: Fit = "range"
@@ -41,15 +41,17 @@ class GroupFormat:
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
             raise UsageError(f"{self.bits} bits: quantized values take 2 to 8 bits each")
-        if self.group < 8 or self.group % 8:
-            raise UsageError(f"groups of {self.group}: a group has a multiple of 8 values")
+        if self.group_size < 8 or self.group_size % 8:
+            raise UsageError(f"groups of {self.group_size}: a group has a multiple of 8 values")
         if self.fit == "error" and self.scales != "word":
             raise UsageError("the least squared error is searched on the grid of 16-bit scales: take scales='word'")
         if self.fit == "half-quadratic" and self.scales != "pair":
             raise UsageError("half-quadratic fitting moves offsets in FP16: take scales='pair'")
 
     def identity_text(self) -> str:
-        return record_text(self, "GroupFormat", same_names("bits group axis scales fit"))
+        return record_text(
+            self, "GroupFormat", {"bits": "bits", "group": "group_size", **same_names("axis scales fit")}
+        )
 
     @property
     def scale_bytes(self) -> int:
@@ -59,15 +61,15 @@ class GroupFormat:
     @property
     def code_bytes(self) -> int:
         """Of one group."""
-        return self.group * self.bits // 8
+        return self.group_size * self.bits // 8
 
     @property
     def stripe_rows(self) -> int:
-        return 1 if self.axis == "in" else self.group
+        return 1 if self.axis == "in" else self.group_size
 
     def stripe_groups(self, width: int) -> int:
         """Groups of a stripe of rows with `width` values."""
-        return math.ceil(width / self.group) if self.axis == "in" else width
+        return math.ceil(width / self.group_size) if self.axis == "in" else width
 
     def stripe_bytes(self, width: int) -> int:
         return self.stripe_groups(width) * (self.code_bytes + self.scale_bytes)

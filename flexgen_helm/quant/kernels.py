@@ -18,38 +18,38 @@ from torch import Tensor
 
 from flexgen_helm.quant.arithmetic import word_steps, word_zeros
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.packed import unpack
+from flexgen_helm.quant.packing import dequantize
 
 _HOST = torch.device("cpu")
 # Up to so many tokens a product takes codes as they are; beyond, unpacking once and a library's product are faster.
-DOT_TOKENS = 8
+QUANTIZED_MATMUL_ROWS = 8
 
 
-def unpack_into(packed: Tensor, form: GroupFormat, out: Tensor) -> Tensor:
+def dequantize_into(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
     """Bytes [stripes, stripe_bytes] -> `out` [rows, width] in the compute type; returns it."""
-    if out.is_cuda and (triton := _triton()) is not None and form.bits == 4 and _is_plain(packed, out):
-        return triton(packed, form, out)
-    loop = _loops().get((form.bits, form.axis, form.scales)) if _has_loop(packed, out) else None
+    if out.is_cuda and (triton := _triton()) is not None and fmt.bits == 4 and _is_plain(packed, out):
+        return triton(packed, fmt, out)
+    loop = _loops().get((fmt.bits, fmt.axis, fmt.scales)) if _has_loop(packed, out) else None
     if loop is None:
-        return plain_into(packed, form, out)
-    source, target, rows = packed.numpy(), out.numpy(), form.stripe_rows
-    _in_parts(source.shape[0], form, lambda some: (source[some], target[some.start * rows : some.stop * rows]), loop)
+        return dequantize_with_torch(packed, fmt, out)
+    source, target, rows = packed.numpy(), out.numpy(), fmt.stripe_rows
+    _in_parts(source.shape[0], fmt, lambda some: (source[some], target[some.start * rows : some.stop * rows]), loop)
     return out
 
 
-def dot(x: Tensor, packed: Tensor, form: GroupFormat, rows: int) -> Tensor | None:
+def quantized_matmul(x: Tensor, packed: Tensor, fmt: GroupFormat, rows: int) -> Tensor | None:
     """x [T, width] of a few tokens times the matrix [rows, width] transposed -> [T, rows], without unpacking it.
 
     None where no loop does that faster than unpacking and a product: for more tokens, other formats and devices.
     """
-    loop = _loops().get((form.bits, form.axis, f"{form.scales} dot"))
-    if loop is None or x.shape[0] > DOT_TOKENS or not _has_loop(packed, x):
+    loop = _loops().get((fmt.bits, fmt.axis, f"{fmt.scales} dot"))
+    if loop is None or x.shape[0] > QUANTIZED_MATMUL_ROWS or not _has_loop(packed, x):
         return None
     y = torch.empty((x.shape[0], rows), dtype=torch.float32)
-    source, given, target, group = packed.numpy(), x.numpy(), y.numpy(), form.group
+    source, given, target, group = packed.numpy(), x.numpy(), y.numpy(), fmt.group_size
     _in_parts(
         source.shape[0],
-        form,
+        fmt,
         lambda some: (source[some], given, target[:, some.start * group : some.stop * group]),
         loop,
     )
@@ -57,22 +57,22 @@ def dot(x: Tensor, packed: Tensor, form: GroupFormat, rows: int) -> Tensor | Non
 
 
 def _in_parts(
-    stripes: int, form: GroupFormat, arguments: Callable[[slice], tuple[Any, ...]], loop: Callable[..., None]
+    stripes: int, fmt: GroupFormat, arguments: Callable[[slice], tuple[Any, ...]], loop: Callable[..., None]
 ) -> None:
     """A loop over stripes, a part in every thread."""
-    tables = _tables(form.bits) if form.scales == "word" else (_halves(), _halves())
+    tables = _tables(fmt.bits) if fmt.scales == "word" else (_halves(), _halves())
     threads = torch.get_num_threads()
     step = -(-stripes // threads)
     parts = [arguments(slice(first, min(first + step, stripes))) for first in range(0, stripes, step)]
-    others = [_pool(threads).submit(loop, *part, form.group, *tables) for part in parts[1:]]
-    loop(*parts[0], form.group, *tables)
+    others = [_pool(threads).submit(loop, *part, fmt.group_size, *tables) for part in parts[1:]]
+    loop(*parts[0], fmt.group_size, *tables)
     for other in others:
         other.result()
 
 
-def plain_into(packed: Tensor, form: GroupFormat, out: Tensor) -> Tensor:
+def dequantize_with_torch(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
     """The same by plain operations of torch, for every device and format."""
-    return out.copy_(unpack(packed, form, *out.shape))
+    return out.copy_(dequantize(packed, fmt, *out.shape))
 
 
 def _has_loop(packed: Tensor, out: Tensor) -> bool:
@@ -86,7 +86,7 @@ def _is_plain(packed: Tensor, out: Tensor) -> bool:
 @lru_cache(maxsize=1)
 def _triton() -> Callable[[Tensor, GroupFormat, Tensor], Tensor] | None:
     try:
-        from flexgen_helm.quant.triton_loops import unpack_into as found
+        from flexgen_helm.quant.triton_kernels import dequantize_into as found
     except ImportError:  # torch for this machine came without it
         return None
     return found
@@ -112,14 +112,14 @@ def _halves() -> Any:
 def _loops() -> dict[tuple[int, str, str], Callable[..., None]]:
     """(bits, axis, scales) -> loop(packed, out, group, tables)."""
     try:
-        from flexgen_helm.quant import loops
+        from flexgen_helm.quant import numba_kernels
     except ImportError:  # a machine without numba
         return {}
     return {
-        (4, "in", "pair"): loops.rows_pair,
-        (4, "in", "word"): loops.rows_word,
-        (4, "out", "pair"): loops.columns_pair,
-        (4, "out", "word"): loops.columns_word,
-        (4, "out", "pair dot"): loops.columns_pair_dot,
-        (4, "out", "word dot"): loops.columns_word_dot,
+        (4, "in", "pair"): numba_kernels.rows_pair,
+        (4, "in", "word"): numba_kernels.rows_word,
+        (4, "out", "pair"): numba_kernels.columns_pair,
+        (4, "out", "word"): numba_kernels.columns_word,
+        (4, "out", "pair dot"): numba_kernels.columns_pair_dot,
+        (4, "out", "word dot"): numba_kernels.columns_word_dot,
     }

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.identity import record_text, same_names, text_of
 from flexgen_helm.quant.formats import GroupFormat
 
@@ -29,79 +29,83 @@ class CacheFormat:
 
     keys: GroupFormat | None
     values: GroupFormat | None
-    residual: int
+    residual_window: int
     value_share: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 < self.value_share <= 1:
             raise UsageError(f"a share of {self.value_share:g} of the values is not in (0, 1]")
-        if self.is_sparse and (self.token_group == 1 or (self.values is not None and self.values.axis == "out")):
+        if self.is_sparse and (self.group_tokens == 1 or (self.values is not None and self.values.axis == "out")):
             raise UsageError("sparse attention needs groups of tokens, whose values are packed one by one")
 
     def identity_text(self) -> str:
-        return record_text(self, "CacheFormat", same_names("keys values residual value_share"))
+        return record_text(
+            self,
+            "CacheFormat",
+            {**same_names("keys values"), "residual": "residual_window", "value_share": "value_share"},
+        )
 
     @property
     def is_sparse(self) -> bool:
         return self.value_share < 1
 
     @property
-    def is_packed(self) -> bool:
+    def is_quantized(self) -> bool:
         return bool(self._packed)
 
     @property
     def _packed(self) -> list[GroupFormat]:
-        return [form for form in (self.keys, self.values) if form is not None]
+        return [fmt for fmt in (self.keys, self.values) if fmt is not None]
 
     @property
-    def token_group(self) -> int:
+    def group_tokens(self) -> int:
         """Neighbouring tokens that become old together: those that are packed together, 1 where each is by itself."""
         if not self._packed:
             return _PLAIN_GROUP
-        return max(form.group if form.axis == "out" else 1 for form in self._packed)
+        return max(fmt.group_size if fmt.axis == "out" else 1 for fmt in self._packed)
 
-    def boundary(self, position: int) -> int:
+    def num_quantized(self, position: int) -> int:
         """The query at `position` sees the tokens before this one packed."""
-        return max(0, position + 1 - self.residual) // self.token_group * self.token_group
+        return max(0, position + 1 - self.residual_window) // self.group_tokens * self.group_tokens
 
     @property
-    def stored_tokens(self) -> int:
+    def stored_group_tokens(self) -> int:
         """Of a group that is stored: where each token is packed for itself, a run that is worth a transfer."""
-        return self.token_group if self.token_group > 1 else 32
+        return self.group_tokens if self.group_tokens > 1 else 32
 
     @property
-    def shared_tokens(self) -> int | None:
+    def prefix_multiple(self) -> int | None:
         """Beginnings that several rows share end at a multiple of so many tokens, because those that are packed
         together belong to one row. None where none can be shared: what sparse attention takes, it chooses of all older
         tokens together."""
-        return None if self.is_sparse else self.stored_tokens
+        return None if self.is_sparse else self.stored_group_tokens
 
     @property
-    def tail_tokens(self) -> int:
+    def window_tokens(self) -> int:
         """Newest tokens of a row whose group may not be stored, or not be seen packed yet."""
-        return self.residual + self.stored_tokens - 1
+        return self.residual_window + self.stored_group_tokens - 1
 
     @property
-    def tail_copies(self) -> int:
+    def window_copies(self) -> int:
         """2 where newest tokens are kept as they are and as they are seen packed."""
-        return 2 if self.token_group == 1 else 1
+        return 2 if self.group_tokens == 1 else 1
 
     def bytes_per_value(self, plain: int) -> float:
         """Mean over keys and values, scales included; plain: of one that is not packed."""
-        return sum(_value_bytes(form, plain) for form in (self.keys, self.values)) / 2
+        return sum(_value_bytes(fmt, plain) for fmt in (self.keys, self.values)) / 2
 
-    def taken_bytes_per_value(self, plain: int) -> float:
+    def fetched_bytes_per_value(self, plain: int) -> float:
         """The same of what a query brings of the older tokens: all keys, and its share of the values."""
         return (_value_bytes(self.keys, plain) + self.value_share * _value_bytes(self.values, plain)) / 2
 
     @property
-    def taken_share(self) -> float:
+    def fetched_share(self) -> float:
         """Elements that a query brings of the older tokens', as a share of keys and values."""
         return (1 + self.value_share) / 2
 
 
-def _value_bytes(form: GroupFormat | None, plain: int) -> float:
-    return plain if form is None else (form.code_bytes + form.scale_bytes) / form.group
+def _value_bytes(fmt: GroupFormat | None, plain: int) -> float:
+    return plain if fmt is None else (fmt.code_bytes + fmt.scale_bytes) / fmt.group_size
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class Precision:
         """The same of packed weights alone, for their files, whatever the cache is."""
         return f"packed-{_digest((self.weights, self.tables))}"
 
-    def form(self, tensor: str) -> GroupFormat | None:
+    def format_of(self, tensor: str) -> GroupFormat | None:
         """How the matrix `tensor` (its canonical name) is packed; None if it is not."""
         if tensor.startswith("layers."):
             return None if tensor.endswith(".router.weight") else self.weights
@@ -145,16 +149,16 @@ def _digest(formats: object) -> str:
 PAPER_GROUPS = GroupFormat(4, 64, "out", "pair", "range")
 _ALONG_HEAD = GroupFormat(4, 64, "in", "pair", "range")
 _OUR_WEIGHTS = GroupFormat(4, 32, "out", "word", "error")
-_OUR_CACHE = CacheFormat(GroupFormat(4, 64, "out"), GroupFormat(4, 32, "in", "word"), residual=64)
+_OUR_CACHE = CacheFormat(GroupFormat(4, 64, "out"), GroupFormat(4, 32, "in", "word"), residual_window=64)
 _SPARSE_SHARE = 0.1  # the paper's
 FP16 = Precision("fp16")
 PRECISIONS: Mapping[str, Precision] = {
     found.name: found
     for found in (
         FP16,
-        Precision("fp16-s", cache=CacheFormat(None, None, residual=64, value_share=_SPARSE_SHARE)),
+        Precision("fp16-s", cache=CacheFormat(None, None, residual_window=64, value_share=_SPARSE_SHARE)),
         Precision("4bit", _OUR_WEIGHTS, cache=_OUR_CACHE),
         Precision("4bit-s", _OUR_WEIGHTS, cache=replace(_OUR_CACHE, value_share=_SPARSE_SHARE)),
-        Precision("paper-4bit", PAPER_GROUPS, cache=CacheFormat(_ALONG_HEAD, _ALONG_HEAD, residual=1)),
+        Precision("paper-4bit", PAPER_GROUPS, cache=CacheFormat(_ALONG_HEAD, _ALONG_HEAD, residual_window=1)),
     )
 }

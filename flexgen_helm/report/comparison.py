@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flexgen_helm.checkpoint.catalogue import split_precision
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.checkpoint.names import split_precision
+from flexgen_helm.errors import UsageError
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.scores import RunScores, read_scores, reused_note
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import ModelComparison, compare_suite
 from flexgen_helm.report.scores import RunScores, read_scores, reused_note
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
-from flexgen_helm.core.records import Cost
+from flexgen_helm.request import Cost
 
 # Requests of a batch, where lengths are padded to those of neighbours.
 BUCKET = 32

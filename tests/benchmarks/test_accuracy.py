@@ -13,7 +13,7 @@ import yaml
 
 from flexgen_helm.benchmarks import Options, accuracy
 from flexgen_helm.benchmarks.accuracy import Harness, TaskResult
-from flexgen_helm.core.errors import FlexgenError, UsageError
+from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.scenarios import lambada, wikitext
 from tests.helpers.data_sets import PAGES
 

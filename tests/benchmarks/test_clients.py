@@ -14,8 +14,8 @@ from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.benchmarks import KNOWN, Options, clients, helm_runs, load, summary
 from flexgen_helm.benchmarks.reference import export, same_tokens
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.core.errors import FlexgenError, UsageError
-from flexgen_helm.text.tokenizer import Tokenizer
+from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(

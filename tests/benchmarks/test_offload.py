@@ -22,18 +22,18 @@ from flexgen_helm.benchmarks import (
 )
 from flexgen_helm.benchmarks.engine_task import prompts, run_engine
 from flexgen_helm.benchmarks.roofline import Shapes
-from flexgen_helm.checkpoint.catalogue import resolve
+from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.core.errors import FlexgenError, UsageError
-from flexgen_helm.models.spec import tensor_shapes
-from flexgen_helm.policy.policy import Policy
+from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.models.config import tensor_shapes
+from flexgen_helm.planner.policy import Policy
 from tests.helpers.paths import ROOT
 
 SHAPES = Shapes(batch_rows=3, batches=2, prefill_rows=2, prompt=5, output=4)
 
 
 def opt_350m():
-    return open_checkpoint("opt-350m", weights="dummy").spec
+    return open_checkpoint("opt-350m", weights="dummy").config
 
 
 def record(latency, prefill, decode, rows=6, read=0, wait=0.0):
@@ -80,19 +80,19 @@ def test_a_blocks_operations_are_added_up():
 
 
 def test_a_layers_products_are_all_its_matrices():
-    spec = opt_350m()
-    layer = sum(prod(shape) for shape in roofline.layer_matrices(spec))
-    assert 2 * layer * spec.num_layers == spec.linear_flops_per_token
-    assert 2 * sum(prod(shape) for shape in roofline.head_matrices(spec)) == spec.head_flops_per_token
+    config = opt_350m()
+    layer = sum(prod(shape) for shape in roofline.layer_matrices(config))
+    assert 2 * layer * config.num_layers == config.linear_flops_per_token
+    assert 2 * sum(prod(shape) for shape in roofline.head_matrices(config)) == config.head_flops_per_token
 
 
 @pytest.mark.parametrize("rows", [8, 64, 352])
 def test_the_offloaded_setting_keeps_its_limit(rows):
-    spec = opt_350m()
+    config = opt_350m()
     shapes = Shapes(rows // 2, 2, 1, 64, 32)
-    setting = offload.offloaded(spec, shapes, 0.25)
-    weights = 2 * sum(prod(shape) for shape in tensor_shapes(spec).values())
-    cache = rows * 95 * spec.num_layers * 2 * spec.hidden_size * 4
+    setting = offload.offloaded(config, shapes, 0.25)
+    weights = 2 * sum(prod(shape) for shape in tensor_shapes(config).values())
+    cache = rows * 95 * config.num_layers * 2 * config.hidden_size * 4
     assert setting.limit == int(0.25 * weights) + cache and setting.weights == weights
     assert setting.policy.block_size == rows and setting.policy.cc == 1.0
     assert 0.75 * weights < setting.streamed_bytes <= weights
@@ -101,8 +101,8 @@ def test_the_offloaded_setting_keeps_its_limit(rows):
 def test_the_whole_block_is_under_way_at_once(tiny, tmp_path, small_ring):
     """The limit leaves room for every row's cache: one pass of prompts, and one for each further token."""
     model = tiny("opt")
-    spec = open_checkpoint(model.path, weights="dummy").spec
-    setting = offload.offloaded(spec, Shapes(20, 2, 20, 4, 12), 2.4)  # a ring of whole pages for tiny matrices
+    config = open_checkpoint(model.path, weights="dummy").config
+    setting = offload.offloaded(config, Shapes(20, 2, 20, 4, 12), 2.4)  # a ring of whole pages for tiny matrices
     found = run_engine(
         model=str(model.path),
         engine={"policy": offload.policy_text(setting.policy), "schedule": "zigzag", "offload_dir": str(tmp_path)},
@@ -282,9 +282,9 @@ def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
 
 
 def test_both_precisions_get_the_same_limits_and_fill_them():
-    spec = resolve("opt-350m").entry.spec
+    config = resolve("opt-350m").entry.config
     for case in packed.CASES:
-        (plain, limits), (in_4_bits, same) = (packed.setting(spec, side, case) for side in packed.SIDES)
+        (plain, limits), (in_4_bits, same) = (packed.setting(config, side, case) for side in packed.SIDES)
         assert limits == same
         shares = [Policy.parse(text) for text in (plain, in_4_bits)]
         near = [policy.wg if case.link_gb_s else policy.wc for policy in shares]
@@ -300,8 +300,8 @@ def test_four_bits_are_measured_beside_fp16(tmp_path, monkeypatch):
         return {"latency_s": latency, "output_tokens": 12, "time_s": {"wait": 0.0}, "bytes": {}}
 
     monkeypatch.setattr(packed, "in_own_process", answer)
-    spec = resolve("opt-350m").entry.spec
-    rows, ratios = packed.measure("opt-350m", spec, tmp_path, 3, packed.CASES[:1], lambda line: None)
+    config = resolve("opt-350m").entry.config
+    rows, ratios = packed.measure("opt-350m", config, tmp_path, 3, packed.CASES[:1], lambda line: None)
     assert [(row["label"], row["median"]) for row in rows] == [
         ("fp16, behind 0.25 GB/s", 6.0),
         ("4bit, behind 0.25 GB/s", 3.0),
@@ -310,17 +310,17 @@ def test_four_bits_are_measured_beside_fp16(tmp_path, monkeypatch):
 
 
 def test_the_scaled_machine_keeps_the_papers_proportions():
-    paper, spec = ablation.Paper(), resolve("opt-125m").entry.spec
-    link, gpu = ablation.scaled_machine(spec, paper, 50e9)
+    paper, config = ablation.Paper(), resolve("opt-125m").entry.config
+    link, gpu = ablation.scaled_machine(config, paper, 50e9)
     assert link * 1e9 / 50e9 == pytest.approx(12.89 * 2**30 / 4.3e12)
-    assert gpu / (2 * spec.num_parameters) == pytest.approx(16 / 60, rel=1e-6)
+    assert gpu / (2 * config.num_parameters) == pytest.approx(16 / 60, rel=1e-6)
     workload = ablation.Workload()
-    prompt = ablation.scaled_prompt(spec, workload, paper)
-    ours = (prompt + workload.output / 2) * 2 * spec.hidden_size * 4 / (12 * spec.hidden_size**2 * 2)
+    prompt = ablation.scaled_prompt(config, workload, paper)
+    ours = (prompt + workload.output / 2) * 2 * config.hidden_size * 4 / (12 * config.hidden_size**2 * 2)
     theirs = (512 + 16) * 2 * 7168 * 2 / (12 * 7168**2 * 2)
     assert ours == pytest.approx(theirs, rel=0.05)
-    flops = ablation.decode_flops(spec, 48, {"decode_products": 0.5})
-    assert flops == pytest.approx(48 * spec.linear_flops_per_token / spec.num_layers / 0.5)
+    flops = ablation.decode_flops(config, 48, {"decode_products": 0.5})
+    assert flops == pytest.approx(48 * config.linear_flops_per_token / config.num_layers / 0.5)
 
 
 def test_ablation_sets_each_ratio_beside_the_papers():

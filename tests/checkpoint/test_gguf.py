@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from flexgen_helm.checkpoint.gguf_source import GgufCheckpoint
+from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.core.errors import CheckpointError, UnsupportedArchitectureError
-from flexgen_helm.models.spec import tensor_shapes
+from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
+from flexgen_helm.models.config import tensor_shapes
 
 transformers = pytest.importorskip("transformers")
 
@@ -110,21 +110,21 @@ def test_tensors_equal_the_originals_within_the_quantization(kind: str, tied: bo
     file = write(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType[kind])
     model.save_pretrained(tmp_path / "safetensors")
     original, read = open_checkpoint(tmp_path / "safetensors"), open_checkpoint(file)
-    assert read.rest_dtype == (torch.bfloat16 if kind == "BF16" else torch.float16)
+    assert read.storage_dtype == (torch.bfloat16 if kind == "BF16" else torch.float16)
     assert read.tokenizer_path == file
     assert set(read.shapes) == set(original.shapes)
     # Of values drawn with a standard deviation of 0.3: half a step of 8 and of 4 bits over a group's range.
     tolerance = {"F32": 0.0, "F16": 0.0, "BF16": 0.006, "Q8_0": 0.006, "Q4_1": 0.09}[kind]
     for name, shape in read.shapes.items():
         tensor = read.tensor(name)
-        assert tuple(tensor.shape) == shape and tensor.is_contiguous() and tensor.dtype == read.rest_dtype
+        assert tuple(tensor.shape) == shape and tensor.is_contiguous() and tensor.dtype == read.storage_dtype
         assert (tensor.float() - original.tensor(name).float()).abs().max().item() <= tolerance, name
 
 
 def test_row_tiles_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = GgufCheckpoint(write(tmp_path / "m.gguf", build(), gguf.GGMLQuantizationType.Q4_1))
     whole = {name: read.tensor(name) for name in read.shapes}
-    monkeypatch.setattr("flexgen_helm.checkpoint.source.TILE_ELEMENTS", 70)
+    monkeypatch.setattr("flexgen_helm.checkpoint.checkpoint.TILE_ELEMENTS", 70)
     for name, tensor in whole.items():
         assert torch.equal(tensor, read.tensor(name))
 
@@ -163,11 +163,11 @@ def test_unknown_architecture_and_foreign_files(tmp_path: Path) -> None:
 
 def test_the_wheels_model_has_every_tensor_in_its_shape(wheel_model: Path) -> None:
     read = open_checkpoint(wheel_model)
-    listed = open_checkpoint("smollm2-135m-instruct-q4_1", weights="dummy").spec
-    assert read.spec.norm_eps == pytest.approx(listed.norm_eps, rel=1e-6)  # float32 in the file
-    assert replace(read.spec, norm_eps=listed.norm_eps) == listed
-    assert read.rest_dtype == torch.float16 and read.tokenizer_path == wheel_model
-    for name, shape in tensor_shapes(read.spec).items():
+    listed = open_checkpoint("smollm2-135m-instruct-q4_1", weights="dummy").config
+    assert read.config.norm_eps == pytest.approx(listed.norm_eps, rel=1e-6)  # float32 in the file
+    assert replace(read.config, norm_eps=listed.norm_eps) == listed
+    assert read.storage_dtype == torch.float16 and read.tokenizer_path == wheel_model
+    for name, shape in tensor_shapes(read.config).items():
         assert tuple(read.tensor(name).shape) == shape
 
 

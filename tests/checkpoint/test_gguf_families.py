@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.safetensors_source import SafetensorsCheckpoint
-from flexgen_helm.core.errors import CheckpointError
+from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.errors import CheckpointError
 from tests.helpers.tiny_models import VOCABULARY, config_like_llama, gemma_config, llama_config, save_random
 
 LLAMA3 = dict(
@@ -184,15 +184,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_spec_and_tensors_equal_those_of_the_folder(built: Any, name: str) -> None:
     folder, file, _ = built(name)
     original, read = SafetensorsCheckpoint(folder), open_checkpoint(file)
-    expected = replace(original.spec, family=RENAMED.get(name, original.spec.family), norm_plus_one=False)
-    found = replace(read.spec, norm_eps=expected.norm_eps)  # float32 in the file
+    expected = replace(
+        original.config, architecture=RENAMED.get(name, original.config.architecture), norm_plus_one=False
+    )
+    found = replace(read.config, norm_eps=expected.norm_eps)  # float32 in the file
     if name == "llama3":
-        found, factors = replace(found, rope=expected.rope), read.spec.rope
+        found, factors = replace(found, rope=expected.rope), read.config.rope
         assert factors is not None and factors.kind == "factors"
         assert_same_frequencies(factors, expected.rope, expected.head_dim)
     assert found == expected
-    assert read.spec.norm_eps == pytest.approx(expected.norm_eps, rel=1e-6)
-    offset = 1.0 if original.spec.norm_plus_one else 0.0
+    assert read.config.norm_eps == pytest.approx(expected.norm_eps, rel=1e-6)
+    offset = 1.0 if original.config.norm_plus_one else 0.0
     for tensor, shape in read.shapes.items():
         values, wanted = read.tensor(tensor), original.tensor(tensor).float()
         assert tuple(values.shape) == shape and values.is_contiguous()

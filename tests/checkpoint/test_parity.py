@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.core.errors import CheckpointError, UsageError
-from flexgen_helm.models.spec import tensor_shapes
+from flexgen_helm.errors import CheckpointError, UsageError
+from flexgen_helm.models.config import tensor_shapes
 
 transformers = pytest.importorskip("transformers")
 
@@ -119,13 +119,13 @@ def test_every_tensor_equals_the_one_in_transformers(
     model.save_pretrained(tmp_path / "m", max_shard_size=shard_size)
     assert (tmp_path / "m" / "model.safetensors.index.json").exists() == (shard_size == "6KB")
     checkpoint = open_checkpoint(tmp_path / "m")
-    assert checkpoint.rest_dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
+    assert checkpoint.storage_dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
     expected = reference(model)
-    assert set(expected) == set(tensor_shapes(checkpoint.spec))
-    for name, shape in tensor_shapes(checkpoint.spec).items():
+    assert set(expected) == set(tensor_shapes(checkpoint.config))
+    for name, shape in tensor_shapes(checkpoint.config).items():
         tensor = checkpoint.tensor(name)
-        assert tuple(tensor.shape) == shape and tensor.is_contiguous() and tensor.dtype == checkpoint.rest_dtype
-        assert torch.equal(tensor, expected[name].detach().to(checkpoint.rest_dtype)), name
+        assert tuple(tensor.shape) == shape and tensor.is_contiguous() and tensor.dtype == checkpoint.storage_dtype
+        assert torch.equal(tensor, expected[name].detach().to(checkpoint.storage_dtype)), name
     assert checkpoint.tokenizer_path is None
 
 
@@ -161,7 +161,7 @@ def test_dummy_weights_of_the_catalogue() -> None:
     big = open_checkpoint("flexgen/opt-175b-4bit", weights="dummy")
     assert big.tensor("layers.95.attn.q.bias").shape == (12288,)
     small = open_checkpoint("smollm2-135m", weights="dummy")
-    assert small.rest_dtype == torch.bfloat16
+    assert small.storage_dtype == torch.bfloat16
     table = small.tensor("embed.tokens.weight").float()
     assert table.std().item() == pytest.approx(0.02, rel=0.01) and abs(table.mean().item()) < 1e-4
     with pytest.raises(CheckpointError, match="not published.*dummy"):

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.safetensors_source import SafetensorsCheckpoint
-from flexgen_helm.core.errors import CheckpointError, FlexgenError, UnsupportedArchitectureError
-from flexgen_helm.models.families import FAMILIES
+from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.errors import CheckpointError, FlexgenError, UnsupportedArchitectureError
+from flexgen_helm.models.architectures import ARCHITECTURES
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,7 +77,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def test_many_tiles_and_many_threads_give_the_same_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = SafetensorsCheckpoint(folder)
     expected = {name: whole.tensor(name) for name in whole.shapes}
-    monkeypatch.setattr("flexgen_helm.checkpoint.source.TILE_ELEMENTS", 7)
+    monkeypatch.setattr("flexgen_helm.checkpoint.checkpoint.TILE_ELEMENTS", 7)
     with ThreadPoolExecutor(8) as pool:
         for name, tensor in zip(expected, pool.map(whole.tensor, expected), strict=True):
             assert torch.equal(tensor, expected[name])
@@ -239,7 +239,7 @@ def test_an_architecture_of_ours_is_loaded_by_our_code_whatever_auto_map_says(fo
     assert not ran.exists()
 
 
-@pytest.mark.skipif("phi3" not in FAMILIES, reason="Phi-3 is not among the families")
+@pytest.mark.skipif("phi3" not in ARCHITECTURES, reason="Phi-3 is not among the families")
 def test_phi3_as_published_is_ours(folder: Path) -> None:
     ran = sentinel(folder)
     edit_config(folder, **published_phi3())
@@ -256,7 +256,7 @@ def test_a_foreign_architecture_is_refused_though_it_brings_its_code(folder: Pat
 
 
 def test_code_of_a_tokenizer_is_never_run(folder: Path) -> None:
-    from flexgen_helm.text.tokenizer import Tokenizer
+    from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
     ran = sentinel(folder)
     (folder / "tokenizer.json").write_text("{}")

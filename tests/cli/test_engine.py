@@ -13,8 +13,8 @@ import torch
 from flexgen_helm import cli
 from flexgen_helm.cli import checks
 from flexgen_helm.cli.perplexity import windows
-from flexgen_helm.core.errors import Interrupted
-from flexgen_helm.exec.engine import Engine
+from flexgen_helm.engine.engine import Engine
+from flexgen_helm.errors import Interrupted
 
 
 def write_lines(path, lines):

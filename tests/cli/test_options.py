@@ -12,9 +12,9 @@ import pytest
 from flexgen_helm import __version__, cli
 from flexgen_helm.cli import console
 from flexgen_helm.cli.engine_options import EngineOptions, complete_dummy_weights, parse_size
-from flexgen_helm.core.errors import CheckpointError, Interrupted, RequestError, UsageError
-from flexgen_helm.core.files import replace_text
-from flexgen_helm.core.records import MemoryLimits, Progress
+from flexgen_helm.errors import CheckpointError, Interrupted, RequestError, UsageError
+from flexgen_helm.files import replace_text
+from flexgen_helm.request import MemoryLimits, Progress
 
 COMMANDS = ["", "run", "generate", "perplexity", "plan", "fetch", "convert", "doctor", "bench"]
 
@@ -182,11 +182,11 @@ def test_fetch_prints_the_path(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("command", ["profile", "bench"])
 def test_what_was_measured_is_printed_even_where_it_cannot_be_written(monkeypatch, capsys, tmp_path, command):
     import flexgen_helm.benchmarks
-    from flexgen_helm.exec import profiling
+    from flexgen_helm.engine import profiler
     from flexgen_helm.hardware.profile import load_profile
 
     result = {"name": "measured", "rows": [], "ratios": {}}
-    monkeypatch.setattr(profiling, "measured_profile", lambda **settings: load_profile("laptop"))
+    monkeypatch.setattr(profiler, "measured_profile", lambda **settings: load_profile("laptop"))
     monkeypatch.setattr(flexgen_helm.benchmarks, "load", lambda name: lambda options: result)
     arguments = {"profile": [], "bench": ["any", "--json"]}[command]
     assert cli.main([command, *arguments, "--out", str(tmp_path)]) == 1

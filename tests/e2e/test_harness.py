@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from flexgen_helm.scenarios import lambada, wikitext
-from flexgen_helm.text.tokenizer import Tokenizer
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.data_sets import rolling_logprob, write_data
 from tests.helpers.helm_runs import figures
 from tests.helpers.paths import DATA

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import flexgen_helm.plugin  # noqa: F401
-from flexgen_helm.core.records import GenerationRequest
 from flexgen_helm.report.scores import read_scores
+from flexgen_helm.request import GenerationRequest
 from flexgen_helm.scenarios import lambada, wikitext
 from tests.helpers import fake_engine
 from tests.helpers.data_sets import FAKE_ENTRIES, FAKE_PASSAGES, PAGES, WORDS, Score, rolling_logprob, write_data
@@ -149,7 +149,7 @@ def tiny_passages(
 
 def test_figures_of_a_real_engine_are_those_of_transformers(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
     """The whole way: data, prompts, engine, metrics, with windows bounded by 96 positions."""
-    from flexgen_helm.text.tokenizer import Tokenizer
+    from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
     model = tiny("llama")
     tokenizer = Tokenizer.from_path(model.path)

@@ -50,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
                  "FLEXGEN_HELM_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}  # fmt: skip
     named = [f"{entry}{',' if ':' in entry else ':'}model=flexgen/tiny" for entry in ENTRIES]
     # A token of so small a model costs less than attending to one segment more: share as a large one would.
-    free = "from flexgen_helm.exec import engine; engine._SEGMENT_FLOPS = 0.0"
+    free = "from flexgen_helm.engine import engine; engine._SEGMENT_FLOPS = 0.0"
     main = f"import sys; {free}; from flexgen_helm.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", main, "run", "-r", *named, "-m", "3", "--suite", "s"]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True)
@@ -73,9 +73,9 @@ def test_answers_of_a_block_are_those_of_single_requests(place: Path) -> None:
             assert len(asked) >= 3, name
             for state in asked:
                 request = _request(state["request"])
-                question = convert.ask(request, tokenizer, POSITIONS)
+                question = convert.to_generation_request(request, tokenizer, POSITIONS)
                 (result,) = engine.run([question.request])
-                alone = convert.reply(request, question, result, False, tokenizer)
+                alone = convert.to_request_result(request, question, result, False, tokenizer)
                 for ours, theirs in zip(state["result"]["completions"], alone.completions, strict=True):
                     assert ours["text"] == theirs.text, name
                     assert ours["finish_reason"] == theirs.finish_reason

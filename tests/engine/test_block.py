@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_helm.exec.block import HIDDEN_SHARE, Workload, block_limits
-from flexgen_helm.policy.memory import MemoryPlan
-from flexgen_helm.policy.policy import Policy
-from flexgen_helm.policy.predict import predict
-from tests.helpers.situations import small
+from flexgen_helm.engine.limits import HIDDEN_SHARE, RunSize, scheduler_limits
+from flexgen_helm.planner.memory import MemoryPlan
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.predict import predict
+from tests.helpers.planning_problems import small
 
 NEAR = {"gpu": 1.0, "cpu": 0.0, "disk": 0.0}
 HOST = {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}
 FREE = {"gpu": 1_000_000, "cpu": 100_000_000, "disk": 0}
-ASKED = Workload(longest=20, prompt_tokens=1600)
+ASKED = RunSize(longest=20, prompt_tokens=1600)
 
 
 def limits(policy, plan, host_attends=True, schedule="zigzag"):
-    return block_limits(plan, policy, schedule, ASKED, FREE, "gpu", 1200, 100, 500, 0, host_attends)
+    return scheduler_limits(plan, policy, schedule, ASKED, FREE, "gpu", 1200, 100, 500, 0, host_attends)
 
 
 @pytest.fixture
@@ -45,7 +45,9 @@ def test_newest_tokens_of_a_packed_cache_keep_their_room(plan):
     """30 rows of 20 positions, and 10,000 bytes each beside the computing."""
     policy = Policy(30, 1, 0, 1, 1, 0, 1, 0)
     near = replace(plan, cache=NEAR)
-    found = block_limits(near, policy, "zigzag", ASKED, {**FREE, "gpu": 1_300_000}, "gpu", 1200, 100, 500, 10_000, True)
+    found = scheduler_limits(
+        near, policy, "zigzag", ASKED, {**FREE, "gpu": 1_300_000}, "gpu", 1200, 100, 500, 10_000, True
+    )
     assert found.pass_tokens == (1_300_000 - 720_000 - 300_000) // 500
     assert found.cache_tokens >= 30 * (20 + 10_000 // 1200)
 
@@ -60,7 +62,7 @@ def test_groups_that_the_host_attends_to_need_no_staging(plan):
     policy = Policy(100, 1, 0, 1, 0, 1, 1, 0)
     tight = {**FREE, "gpu": 800_000}
     pair = [
-        block_limits(plan, policy, "zigzag", ASKED, tight, "gpu", 1200, 100, 500, 0, attends).pass_tokens
+        scheduler_limits(plan, policy, "zigzag", ASKED, tight, "gpu", 1200, 100, 500, 0, attends).pass_tokens
         for attends in (True, False)
     ]
     assert pair == [1600, (800_000 - 2 * 32 * 21 * 100) // 500]
@@ -71,7 +73,7 @@ def test_prompts_beyond_one_batch_wait_even_in_a_block_of_one():
     situation = small(200, 400)
     rows = situation.workload.num_sequences
     tokens = rows * situation.workload.computed
-    bound = replace(situation, runtime=replace(situation.runtime, max_batch_tokens=int(tokens) - 1))
+    bound = replace(situation, engine=replace(situation.engine, max_batch_tokens=int(tokens) - 1))
     policy = Policy(rows, 1, 0, 1, 0, 1, 1, 0)
     found = [predict(each, policy, "zigzag").memory["gpu"].peak for each in (situation, bound)]
-    assert found[1] - found[0] >= 0.9 * (tokens - rows) * situation.spec.hidden_size * situation.compute_bytes
+    assert found[1] - found[0] >= 0.9 * (tokens - rows) * situation.config.hidden_size * situation.compute_bytes

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.core.errors import (
+from flexgen_helm.engine.scheduler import Scheduler
+from flexgen_helm.errors import (
     Interrupted,
     MemoryLimitError,
     NumericalError,
@@ -18,7 +19,6 @@ from flexgen_helm.core.errors import (
     UnknownModelError,
     UsageError,
 )
-from flexgen_helm.exec.scheduler import Scheduler
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.quant.precisions import PAPER_GROUPS, Precision
 from tests.helpers.tiny_models import build_tiny
@@ -190,7 +190,7 @@ def test_a_logit_that_is_not_finite_is_no_score(tiny, monkeypatch, value):
 def test_one_rows_fault_does_not_reach_its_slot_group(tiny, monkeypatch):
     """A row that turns non-finite while decoding shares its slot group; the freed slot must not poison the mover."""
     requests = [GenerationRequest(prompt_token_ids=[9, 10 + i, 20], max_tokens=12, ignore_eos=True) for i in range(5)]
-    from flexgen_helm.exec.executor import Executor
+    from flexgen_helm.engine.executor import Executor
 
     with Engine.from_pretrained(tiny("llama").path) as engine:
         before = engine.run(requests)
@@ -220,7 +220,7 @@ def test_memory_limits_are_refused_before_loading_and_enforced(tiny):
         Engine.from_pretrained(path, limits=MemoryLimits(cpu=1000))
     with Engine.from_pretrained(path) as engine:
         weights = engine.ledger.in_use
-        per_token = engine.spec.kv_bytes_per_token(4)
+        per_token = engine.config.kv_bytes_per_token(4)
     with Engine.from_pretrained(path, limits=MemoryLimits(cpu=2 * weights)) as engine:
         room = (engine.ledger.limit - engine.ledger.in_use) // per_token
         many = [GenerationRequest(prompt_token_ids=[5] * 30, max_tokens=40, seed=i, temperature=1.0) for i in range(40)]
@@ -232,7 +232,7 @@ def test_memory_limits_are_refused_before_loading_and_enforced(tiny):
 def test_a_request_beyond_the_cache_limit_is_refused_alone(tiny):
     path = tiny("llama").path
     with Engine.from_pretrained(path) as engine:
-        copies, per_token = engine.ledger.in_use, engine.spec.kv_bytes_per_token(4)
+        copies, per_token = engine.ledger.in_use, engine.config.kv_bytes_per_token(4)
     with Engine.from_pretrained(path, limits=MemoryLimits(cpu=2 * copies + 4)) as engine:
         other = engine.ledger.claim("other", engine.ledger.free - 20 * per_token)
         small, large = engine.run(

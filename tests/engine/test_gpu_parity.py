@@ -9,8 +9,8 @@ import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.kernels import plain_into, unpack_into
-from flexgen_helm.quant.packed import pack
+from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch
+from flexgen_helm.quant.packing import quantize
 from tests.helpers.tiny_models import VARIANTS, VOCABULARY
 
 pytestmark = [
@@ -74,11 +74,11 @@ def check(model, variant, **settings):
 @pytest.mark.parametrize("scales, fit", [("word", "error"), ("pair", "range")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_unpacking_gives_the_numbers_of_plain_operations(axis, scales, fit, dtype):
-    form = GroupFormat(4, 32, axis, scales, fit)
+    fmt = GroupFormat(4, 32, axis, scales, fit)
     for rows, width in ((1, 1), (67, 600), (512, 2048)):
-        packed = pack(torch.randn(rows, width, device="cuda") * 0.3, form)
-        out = unpack_into(packed, form, torch.empty((rows, width), dtype=dtype, device="cuda"))
-        assert torch.equal(out, plain_into(packed, form, torch.empty_like(out)))
+        packed = quantize(torch.randn(rows, width, device="cuda") * 0.3, fmt)
+        out = dequantize_into(packed, fmt, torch.empty((rows, width), dtype=dtype, device="cuda"))
+        assert torch.equal(out, dequantize_with_torch(packed, fmt, torch.empty_like(out)))
 
 
 @pytest.mark.parametrize("variant", ["llama", "opt", "gemma2", "bloom"])

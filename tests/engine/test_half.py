@@ -19,7 +19,7 @@ STEADY = ["llama", "llama-untied-biases", "opt-350m", "mistral", "qwen3-windows"
 
 @pytest.mark.parametrize("variant", STEADY)
 def test_16_bit_compute_stays_within_its_tolerance(tiny, variant, monkeypatch):
-    monkeypatch.setattr("flexgen_helm.exec.engine.compute_dtype", lambda device, rest: torch.float16)
+    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda device, rest: torch.float16)
     model = tiny(variant)
     draw = random.Random(0)
     prompts = [[draw.randrange(2, VOCABULARY) for _ in range(draw.randint(2, 60))] for _ in range(9)]
@@ -48,7 +48,7 @@ def test_where_16_bits_cost_more_transformers_pays_the_same(tiny, variant, monke
     """Gemma's sums outgrow 16 bits, and a router changes its mind where two experts are nearly equal."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr("flexgen_helm.exec.engine.compute_dtype", lambda device, rest: torch.float16)
+    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda device, rest: torch.float16)
     model = tiny(variant)
     half = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float16).eval()
     draw = random.Random(0)

@@ -12,9 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.core.errors import RequestError
-from flexgen_helm.core.records import Completion, Cost, GenerationResult
-from flexgen_helm.exec.journal import Journal, JournalError, decode_result, encode_result, journal_path
+from flexgen_helm.engine.response_cache import (
+    ResponseCache,
+    ResponseCacheError,
+    decode_result,
+    encode_result,
+    response_cache_path,
+)
+from flexgen_helm.errors import RequestError
+from flexgen_helm.request import Completion, Cost, GenerationResult
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 whole = st.integers(0, 2**40)
@@ -57,19 +63,19 @@ def test_errors_are_not_kept() -> None:
 
 def test_answers_survive_closing(tmp_path: Path) -> None:
     many = {f"k{i}": SOME for i in range(1201)}  # more than one query's worth of keys
-    with Journal(tmp_path / "a" / "j.sqlite") as journal:
-        journal.put_many(many)
-    with Journal(tmp_path / "a" / "j.sqlite") as journal:
-        assert journal.get_many([*many, "unknown"]) == many
-        assert journal.get_many([]) == {}
+    with ResponseCache(tmp_path / "a" / "j.sqlite") as cache:
+        cache.put_many(many)
+    with ResponseCache(tmp_path / "a" / "j.sqlite") as cache:
+        assert cache.get_many([*many, "unknown"]) == many
+        assert cache.get_many([]) == {}
 
 
 def test_a_block_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
     bad = GenerationResult((Completion("a", ("a",), (1,), (float("nan"),), "stop"),))
-    with Journal(tmp_path / "j.sqlite") as journal:
+    with ResponseCache(tmp_path / "j.sqlite") as cache:
         with pytest.raises(ValueError):
-            journal.put_many({"good": SOME, "bad": bad})
-        assert journal.get_many(["good", "bad"]) == {}
+            cache.put_many({"good": SOME, "bad": bad})
+        assert cache.get_many(["good", "bad"]) == {}
 
 
 class Bomb:
@@ -87,51 +93,51 @@ def test_foreign_rows_are_ignored_and_never_executed(tmp_path: Path) -> None:
         "reason": encode_result(SOME).replace("stop", "because"),
         "type": encode_result(SOME).replace("[3,4]", '["3",4]'),
     }
-    with Journal(path) as journal:
-        journal.put_many({"good": SOME})
+    with ResponseCache(path) as cache:
+        cache.put_many({"good": SOME})
     with sqlite3.connect(path) as connection:
         connection.executemany("INSERT INTO answers VALUES (?, ?)", list(planted.items()))
-    with Journal(path) as journal:
-        assert journal.get_many(["good", *planted]) == {"good": SOME}
-        assert journal.ignored_rows == len(planted)
+    with ResponseCache(path) as cache:
+        assert cache.get_many(["good", *planted]) == {"good": SOME}
+        assert cache.ignored_rows == len(planted)
 
 
 def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     path.write_bytes(b"not a database" * 100)
-    with pytest.raises(JournalError, match=r"j\.sqlite is damaged or not a journal.*move the file away"):
-        Journal(path)
+    with pytest.raises(ResponseCacheError, match=r"j\.sqlite is damaged or not a journal.*move the file away"):
+        ResponseCache(path)
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
-    Journal(path).close()
+    ResponseCache(path).close()
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE meta SET value = '99'")
-    with pytest.raises(JournalError, match="format '99'"):
-        Journal(path)
+    with pytest.raises(ResponseCacheError, match="format '99'"):
+        ResponseCache(path)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(JournalError, match="cannot be created"):
-        Journal(tmp_path / "file" / "j.sqlite")
+    with pytest.raises(ResponseCacheError, match="cannot be created"):
+        ResponseCache(tmp_path / "file" / "j.sqlite")
 
 
 def test_one_file_a_fingerprint(tmp_path: Path) -> None:
-    names = {journal_path(tmp_path, name).name for name in ("a", "b", "../../a", "x" * 500, "é")}
+    names = {response_cache_path(tmp_path, name).name for name in ("a", "b", "../../a", "x" * 500, "é")}
     assert len(names) == 5
-    assert all(journal_path(tmp_path, name).parent == tmp_path / "journal" for name in ("a", "../../a"))
+    assert all(response_cache_path(tmp_path, name).parent == tmp_path / "journal" for name in ("a", "../../a"))
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from flexgen_helm.core.records import Completion, Cost, GenerationResult
-from flexgen_helm.exec.journal import Journal
-who, journal = int(sys.argv[2]), Journal(Path(sys.argv[1]))
+from flexgen_helm.request import Completion, Cost, GenerationResult
+from flexgen_helm.engine.response_cache import ResponseCache
+who, cache = int(sys.argv[2]), ResponseCache(Path(sys.argv[1]))
 for start in range(0, 500, 25):
-    journal.put_many({f"{who}-{i}": GenerationResult(cost=Cost(who, i)) for i in range(start, start + 25)})
+    cache.put_many({f"{who}-{i}": GenerationResult(cost=Cost(who, i)) for i in range(start, start + 25)})
 """
 
 
@@ -139,7 +145,7 @@ def test_four_processes_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(who)]) for who in range(4)]
     assert [writer.wait(60) for writer in writers] == [0, 0, 0, 0]
-    with Journal(path) as journal:
-        found = journal.get_many([f"{who}-{i}" for who in range(4) for i in range(500)])
+    with ResponseCache(path) as cache:
+        found = cache.get_many([f"{who}-{i}" for who in range(4) for i in range(500)])
     assert len(found) == 2000
     assert all(found[f"{who}-{i}"].cost == Cost(who, i) for who in range(4) for i in range(500))

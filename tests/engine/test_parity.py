@@ -73,7 +73,7 @@ def test_a_needle_in_any_company_keeps_its_answer(tiny, needle, drawn, schedule,
     haystack.insert(min(place, len(haystack)), request)
     model = tiny("llama")
     with Engine.from_pretrained(model.path) as probe:
-        limit = probe.ledger.in_use + cache_tokens * probe.spec.kv_bytes_per_token(4)
+        limit = probe.ledger.in_use + cache_tokens * probe.config.kv_bytes_per_token(4)
     limits = MemoryLimits(cpu=max(limit, 2 * probe_bytes(model)))
     with Engine.from_pretrained(model.path, schedule=schedule, policy=policy, limits=limits) as engine:
         result = engine.run(haystack)[haystack.index(request)]
@@ -97,8 +97,9 @@ def max_difference(a, b) -> float:
 def test_the_needle_test_would_notice_a_leak(tiny, needle, monkeypatch):
     """The guard's inverse: without the mask over longer neighbours' columns the needle's answer changes."""
     request, alone = needle
-    honest = attention.cached
-    monkeypatch.setattr(attention, "cached", lambda q, k, v, scoring, at, mask: honest(q, k, v, scoring, at, None))
+    honest = attention.attend_cached
+    leak = lambda q, k, v, scoring, at, mask: honest(q, k, v, scoring, at, None)  # noqa: E731
+    monkeypatch.setattr(attention, "attend_cached", leak)
     others = [GenerationRequest(prompt_token_ids=p, max_tokens=12) for p in prompts(5, 40, seed=9)]
     with Engine.from_pretrained(tiny("llama").path) as engine:
         result = engine.run([*others, request])[-1]
@@ -149,10 +150,10 @@ def test_weights_at_rest_in_16_bits_give_the_same_numbers(tiny):
 
 
 def test_tiles_join_to_the_whole_product(monkeypatch):
-    from flexgen_helm.store import products
+    from flexgen_helm.offload.linear import tiled_linear
 
-    monkeypatch.setattr(products, "TILE_ELEMENTS", 100)
+    monkeypatch.setattr("flexgen_helm.offload.linear.TILE_ELEMENTS", 100)
     x, w, b = torch.randn(70, 24), torch.randn(31, 24).half(), torch.randn(31)
     expected = x.double() @ w.double().t() + b.double()
-    assert (products.product(x, w, b).double() - expected).abs().max() < 1e-4
-    assert (products.product(x[:3], w, b).double() - expected[:3]).abs().max() < 1e-4
+    assert (tiled_linear(x, w, b).double() - expected).abs().max() < 1e-4
+    assert (tiled_linear(x[:3], w, b).double() - expected[:3]).abs().max() < 1e-4

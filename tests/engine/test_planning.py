@@ -8,14 +8,14 @@ import psutil
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.core.errors import MemoryLimitError, UsageError
-from flexgen_helm.exec import engine as engine_module
-from flexgen_helm.exec import profiling
-from flexgen_helm.exec.planning import corrected, corrections
+from flexgen_helm.engine import engine as engine_module
+from flexgen_helm.engine import profiler
+from flexgen_helm.engine.auto_planner import corrected, corrections
+from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.policy.policy import Policy
-from flexgen_helm.policy.predict import predict
-from tests.helpers.situations import small
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.predict import predict
+from tests.helpers.planning_problems import small
 
 
 def requests(count, prompt=12, new=4):
@@ -27,15 +27,15 @@ def requests(count, prompt=12, new=4):
 
 def streamed_limit(path):
     """A limit that the weights exceed."""
-    from flexgen_helm.checkpoint.spec import read_spec
-    from flexgen_helm.policy.placement import AtRest
+    from flexgen_helm.checkpoint.model_config import read_model_config
+    from flexgen_helm.planner.placement import StorageSizes
 
-    return int(0.9 * sum(AtRest(read_spec(path)[0]).matrices.values()))
+    return int(0.9 * sum(StorageSizes(read_model_config(path)[0]).matrices.values()))
 
 
 @pytest.mark.parametrize("new", [1, 4])
 def test_auto_plans_weights_and_block_and_answers_the_same(tiny, tmp_path, monkeypatch, new):
-    monkeypatch.setattr("flexgen_helm.policy.memory.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.memory.MIN_STAGING_BYTES", 1 << 15)
     path = tiny("llama").path
     asked = requests(9, new=new)
     with Engine.from_pretrained(path, device="cpu") as near:
@@ -54,7 +54,7 @@ def test_auto_plans_weights_and_block_and_answers_the_same(tiny, tmp_path, monke
 
 def test_no_run_is_judged_by_the_plan_of_the_last(tiny, tmp_path, monkeypatch):
     """Scoring is planned as prefill-only; the run that follows may generate."""
-    monkeypatch.setattr("flexgen_helm.policy.memory.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.memory.MIN_STAGING_BYTES", 1 << 15)
     path = tiny("llama").path
     scored = [replace(request, max_tokens=0, echo_logprobs=True) for request in requests(9)]
     limits = MemoryLimits(cpu=streamed_limit(path))
@@ -121,26 +121,26 @@ def test_a_wait_corrects_the_channel_and_not_the_computing():
 
 def quick_profile(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
-    monkeypatch.setattr(profiling, "_READ_BYTES", 64 << 20)
-    monkeypatch.setattr(profiling, "_ROWS", (1, 64, 256))
-    monkeypatch.setattr(profiling, "_WIDTH", 256)
+    monkeypatch.setattr(profiler, "_READ_BYTES", 64 << 20)
+    monkeypatch.setattr(profiler, "_ROWS", (1, 64, 256))
+    monkeypatch.setattr(profiler, "_WIDTH", 256)
 
 
 def test_this_machine_is_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(profiling, "others_share", lambda: 0.0)
+    monkeypatch.setattr(profiler, "busy_share", lambda: 0.0)
     quick_profile(tmp_path, monkeypatch)
     told = []
-    found = profiling.measured_profile(tell=told.append)
+    found = profiler.measured_profile(tell=told.append)
     assert len(told) == 1 and not list((tmp_path / "offload").iterdir())
     assert found.cpu.matmul_flops["float32"].best > 1e8 and found.disk.read_bytes_s > 1e6
     assert 0.5 <= found.disk.duplex <= 1 and 0 <= found.overlap <= 1
-    assert profiling.measured_profile(tell=told.append) == found and len(told) == 1
+    assert profiler.measured_profile(tell=told.append) == found and len(told) == 1
     kept = tmp_path / "profile.json"
     kept.write_text(kept.read_text().replace('"cores"', '"horses"'))  # another machine
-    profiling.measured_profile(tell=told.append)
+    profiler.measured_profile(tell=told.append)
     assert len(told) == 2
     kept.write_text("{")
-    profiling.measured_profile(tell=told.append)
+    profiler.measured_profile(tell=told.append)
     assert len(told) == 3
 
 
@@ -148,11 +148,11 @@ def test_this_machine_is_measured_once(tmp_path, monkeypatch):
 def test_what_is_measured_on_a_busy_machine_is_not_kept(shares, tmp_path, monkeypatch):
     quick_profile(tmp_path, monkeypatch)
     found, told = iter(shares * 2), []
-    monkeypatch.setattr(profiling, "others_share", lambda: next(found))
-    profiling.measured_profile(tell=told.append)
+    monkeypatch.setattr(profiler, "busy_share", lambda: next(found))
+    profiler.measured_profile(tell=told.append)
     assert not (tmp_path / "profile.json").exists()
     assert "60%" in told[-1] and "not kept" in told[-1] and "flexgen-helm profile" in told[-1]
-    profiling.measured_profile(fresh=True, tell=told.append)  # asked for by name
+    profiler.measured_profile(fresh=True, tell=told.append)  # asked for by name
     assert (tmp_path / "profile.json").exists() and "kept as you asked" in told[-1]
 
 
@@ -161,7 +161,7 @@ def test_other_programs_are_noticed():
         [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
     ) as busy:
         busy.stdout.readline()
-        share = profiling.others_share()
+        share = profiler.busy_share()
         busy.kill()
     assert share > 0.25 / psutil.cpu_count()
 
@@ -173,7 +173,7 @@ def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeyp
     def full(folder):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(profiling, "measure", full)
+    monkeypatch.setattr(profiler, "measure", full)
     monkeypatch.setattr(engine_module, "_WORTH_MEASURING_S", 0.0)
     with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
         assert all(result.error is None for result in engine.run(requests(3)))
@@ -185,11 +185,11 @@ def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeyp
 def test_the_machine_is_not_measured_for_the_prediction_of_a_short_run(tiny, tmp_path, monkeypatch):
     monkeypatch.delenv("FLEXGEN_HELM_HARDWARE")
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
-    monkeypatch.setattr(profiling, "measure", lambda folder: pytest.fail("measured"))
+    monkeypatch.setattr(profiler, "measure", lambda folder: pytest.fail("measured"))
     with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
         engine.run(requests(3))
         assert engine.last_run["predicted_latency_s"] is None
-        profiling.keep_profile(load_profile("laptop"), tmp_path / "offload")
+        profiler.save_profile(load_profile("laptop"), tmp_path / "offload")
         engine.run(requests(3))
         assert engine.last_run["predicted_latency_s"] > 0
 
@@ -201,9 +201,9 @@ def test_a_named_machine_that_is_unknown_is_refused_before_anything_runs(tiny, m
 
 
 def test_a_named_machine_takes_the_place_of_this_one(monkeypatch):
-    assert profiling.profile_named("t4", print) == load_profile("t4")
+    assert profiler.profile_named("t4", print) == load_profile("t4")
     with pytest.raises(UsageError, match="t5"):
-        profiling.profile_named("t5", print)
+        profiler.profile_named("t5", print)
 
 
 def test_the_share_of_overlap_is_learnt_from_what_did_not_hide():

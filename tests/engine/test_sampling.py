@@ -9,18 +9,22 @@ import torch
 from scipy import stats
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.exec.sampling import Draw, choose, uniform
+from flexgen_helm.engine.sampler import SamplingParams, sample_tokens, uniform_draw
 
 LOGITS = torch.tensor([[2.0, -1.0, 0.5, 0.5, -9.0, 1.5]])
 
 
 def draws(temperature: float, top_p: float, count: int = 4000) -> np.ndarray:
     rows = LOGITS.expand(count, -1)
-    return choose(rows, [Draw(temperature, top_p, uniform(7, i, 3)) for i in range(count)]).numpy()
+    return sample_tokens(
+        rows, [SamplingParams(temperature, top_p, uniform_draw(7, i, 3)) for i in range(count)]
+    ).numpy()
 
 
 def test_greedy_is_the_argmax_whatever_the_random_number():
-    assert set(choose(LOGITS.expand(3, -1), [Draw(0.0, 1.0, u) for u in (0.0, 0.5, 0.999)]).tolist()) == {0}
+    assert set(
+        sample_tokens(LOGITS.expand(3, -1), [SamplingParams(0.0, 1.0, u) for u in (0.0, 0.5, 0.999)]).tolist()
+    ) == {0}
 
 
 def test_samples_follow_the_tempered_softmax():
@@ -51,12 +55,14 @@ def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p():
 
 
 def test_random_numbers_are_uniform_and_belong_to_seed_completion_and_step():
-    numbers = [uniform(seed, completion, step) for seed in range(10) for completion in range(10) for step in range(10)]
+    numbers = [
+        uniform_draw(seed, completion, step) for seed in range(10) for completion in range(10) for step in range(10)
+    ]
     assert len(set(numbers)) == 1000
     assert stats.kstest(numbers, "uniform").pvalue > 1e-4
-    assert uniform(3, 1, 4) == uniform(3, 1, 4)
-    assert uniform(-5, 0, 0) != uniform(5, 0, 0)
-    assert 0.0 <= uniform(1 << 200, 0, 0) < 1.0
+    assert uniform_draw(3, 1, 4) == uniform_draw(3, 1, 4)
+    assert uniform_draw(-5, 0, 0) != uniform_draw(5, 0, 0)
+    assert 0.0 <= uniform_draw(1 << 200, 0, 0) < 1.0
 
 
 def test_logprobs_are_of_the_raw_softmax_at_any_temperature(tiny):

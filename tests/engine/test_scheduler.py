@@ -7,23 +7,30 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.core.rows import Family, Row
-from flexgen_helm.exec.schedule import WorkItem, work_items
-from flexgen_helm.exec.scheduler import BlockLimits, Scheduler
+from flexgen_helm.engine.schedule import WorkItem, work_items
+from flexgen_helm.engine.scheduler import Scheduler, SchedulerLimits
+from flexgen_helm.sequence import Admission, Sequence
 
 families_strategy = st.lists(
     st.tuples(st.integers(1, 30), st.integers(0, 12), st.sampled_from([0, 0, 0, 1, 4])), min_size=1, max_size=25
 )
 
 
-def make(shape: tuple[int, int, int]) -> Family:
+def make(shape: tuple[int, int, int]) -> Admission:
     prompt_len, max_new, branches = shape
     if branches and max_new > 1:
-        row = Row([1] * prompt_len, prompt_len, None, max_new=1, draws=branches, keeps_cache=True)
+        row = Sequence([1] * prompt_len, prompt_len, None, max_new_tokens=1, num_draws=branches, needs_cache=True)
         row.owner = max_new
-        return Family(row, branches, max_new - 1)
-    row = Row([1] * prompt_len, prompt_len, max_new, max_new=max_new, draws=int(max_new > 0), keeps_cache=max_new > 1)
-    return Family(row)
+        return Admission(row, branches, max_new - 1)
+    row = Sequence(
+        [1] * prompt_len,
+        prompt_len,
+        max_new,
+        max_new_tokens=max_new,
+        num_draws=int(max_new > 0),
+        needs_cache=max_new > 1,
+    )
+    return Admission(row)
 
 
 @settings(max_examples=150, deadline=None)
@@ -41,17 +48,17 @@ def test_everyone_is_served_within_the_limits(
 ):
     ends = random.Random(seed)
     families = [make(shape) for shape in shapes if shape[0] > 1 or shape[1]]
-    need = max([f.prompt.cache_tokens + f.num_branches * f.branch_tokens for f in families], default=0)
-    limits = BlockLimits(batch_tokens, batch_rows, max_rows, need + extra_cache, pass_tokens)
+    need = max([f.prompt.cache_tokens + f.num_continuations * f.continuation_tokens for f in families], default=0)
+    limits = SchedulerLimits(batch_tokens, batch_rows, max_rows, need + extra_cache, pass_tokens)
     scheduler = Scheduler(families, limits)
-    served: dict[Row, int] = {}
-    living_branches: dict[Row, int] = {}
+    served: dict[Sequence, int] = {}
+    living_branches: dict[Sequence, int] = {}
 
-    def end(row: Row) -> None:
+    def end(row: Sequence) -> None:
         gone = scheduler.retire(row)
         if gone is not None and gone.source is not None:
-            assert gone.source == len(gone.group.rows) and gone.target < gone.source
-        for parent in row.parents:
+            assert gone.source == len(gone.group.sequences) and gone.target < gone.source
+        for parent in row.prefixes:
             living_branches[parent] -= 1
             if not living_branches[parent]:
                 scheduler.retire(parent)
@@ -63,35 +70,39 @@ def test_everyone_is_served_within_the_limits(
         assert scheduler.cache_tokens <= limits.cache_tokens
         prefilled = [batch for batch in batches if batch.is_prefill]
         tokens_in = sum(batch.num_tokens for batch in prefilled)
-        assert tokens_in <= pass_tokens or sum(len(batch.chunks) for batch in prefilled) == 1
-        in_pass = [chunk.row for batch in batches for chunk in batch.chunks]
+        assert tokens_in <= pass_tokens or sum(len(batch.scheduled) for batch in prefilled) == 1
+        in_pass = [chunk.sequence for batch in batches for chunk in batch.scheduled]
         assert len(set(in_pass)) == len(in_pass)
         for batch in batches:
             if batch.is_prefill:
-                assert len(batch.chunks) <= batch_rows
-                assert batch.num_tokens <= batch_tokens or len(batch.chunks) == 1
-            for chunk in batch.chunks:
-                row = chunk.row
-                assert chunk.count == row.pending > 0
-                if row.group is not None:
-                    assert row.group.rows[row.slot] is row
-                    assert row.computed + chunk.count <= row.group.capacity
+                assert len(batch.scheduled) <= batch_rows
+                assert batch.num_tokens <= batch_tokens or len(batch.scheduled) == 1
+            for chunk in batch.scheduled:
+                row = chunk.sequence
+                assert chunk.count == row.num_pending > 0
+                if row.block is not None:
+                    assert row.block.sequences[row.slot] is row
+                    assert row.num_computed + chunk.count <= row.block.capacity
         for batch in batches:
-            for chunk in batch.chunks:
-                row = chunk.row
-                row.computed += chunk.count
+            for chunk in batch.scheduled:
+                row = chunk.sequence
+                row.num_computed += chunk.count
                 served[row] = served.get(row, 0) + 1
-                if row.is_trunk:
+                if row.is_shared:
                     alive = [
-                        Row([2], 0, None, start=row.prompt_len, parents=(row,), max_new=row.owner, draws=1,
-                            keeps_cache=True)
-                        for _ in range(row.draws) if ends.random() < 0.8
+                        Sequence([2], 0, None, start=row.prompt_len, prefixes=(row,), max_new_tokens=row.owner,
+                            num_draws=1, needs_cache=True)
+                        for _ in range(row.num_draws) if ends.random() < 0.8
                     ]  # fmt: skip
                     scheduler.branch(row, alive)
                     living_branches[row] = len(alive)
                     if not alive:
                         scheduler.retire(row)
-                elif not row.draws or len(row.tokens) - row.prompt_len + 1 >= row.max_new or ends.random() < 0.1:
+                elif (
+                    not row.num_draws
+                    or len(row.tokens) - row.prompt_len + 1 >= row.max_new_tokens
+                    or ends.random() < 0.1
+                ):
                     end(row)
                 else:
                     row.tokens.append(2)
@@ -104,10 +115,12 @@ def test_everyone_is_served_within_the_limits(
 def seated(lengths: list[int], cache_tokens: int, group_rows: int) -> list[list[int]]:
     """Slots that the rows of each group need, where all prompts are let in by one pass."""
     families = [make((length, 10, 0)) for length in sorted(lengths, reverse=True)]
-    scheduler = Scheduler(families, BlockLimits(10**6, 10**6, 10**6, cache_tokens, 10**6, group_rows=group_rows))
+    scheduler = Scheduler(
+        families, SchedulerLimits(10**6, 10**6, 10**6, cache_tokens, 10**6, block_sequences=group_rows)
+    )
     batches = scheduler.next_pass()
-    groups = {chunk.row.group: None for batch in batches for chunk in batch.chunks if chunk.row.group}
-    return [[row.cache_tokens for row in group.rows] for group in groups]
+    groups = {chunk.sequence.block: None for batch in batches for chunk in batch.scheduled if chunk.sequence.block}
+    return [[row.cache_tokens for row in group.sequences] for group in groups]
 
 
 @settings(max_examples=100, deadline=None)

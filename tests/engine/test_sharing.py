@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.exec import engine as engine_module
-from flexgen_helm.exec.block import UNLIMITED
-from flexgen_helm.exec.prefixes import Rules, plan_prefixes
-from flexgen_helm.exec.prepare import share
+from flexgen_helm.engine import engine as engine_module
+from flexgen_helm.engine.limits import UNLIMITED
+from flexgen_helm.engine.prefix_tree import PrefixCostModel, plan_prefixes
+from flexgen_helm.engine.prepare import shared_prefixes
 from flexgen_helm.models import attention
+from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
-from flexgen_helm.store.ledger import Ledger
 from tests.helpers.faults import replaced
 from tests.helpers.offload import MIB, offloaded, policies
 from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
@@ -172,7 +172,7 @@ def test_scoring_keeps_one_layer_of_its_prefixes(tiny, tmp_path, monkeypatch, pa
     with offloaded(tiny, "llama", tmp_path, policy, **options) as engine:
         found = engine.run(requests)
         assert engine.last_run["workload"]["prompt_tokens_computed"] < 200
-        layer = engine.spec.kv_bytes_per_token(4) // engine.spec.num_layers
+        layer = engine.config.kv_bytes_per_token(4) // engine.config.num_layers
     if precision == "fp16" and cache != (0, 0):
         # 24 tokens of all, and behind them 1 and 15 of a part each.
         assert sum(num_bytes for _, num_bytes in taken) == (24 + 1 + 15) * layer
@@ -213,20 +213,20 @@ def test_memory_that_runs_out_between_layers_leaves_no_layer_behind(
 ):
     """Of prefixes one layer exists, by one name for all: what was brought of the layer that broke off is not read as
     the next pass's first one."""
-    requests, honest = scoring(), attention.shared
+    requests, honest = scoring(), attention.attend_prefix
     policy = Policy(3, 4, 0, 1, *cache, 0, 1)
     limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)
     options = dict(schedule="prefill-only", device="sim", limits=limits, precision=precision, cpu_attention=False)
     with offloaded(tiny, "llama", tmp_path, policy, **options) as engine:
         with monkeypatch.context() as patch:
-            count = replaced(patch, attention, "shared", 1 << 30, MemoryError)
+            count = replaced(patch, attention, "attend_prefix", 1 << 30, MemoryError)
             expected = engine.run(requests)
         for at in range(0, count.calls, 3):
             with monkeypatch.context() as patch:
-                replaced(patch, attention, "shared", at, MemoryError)
+                replaced(patch, attention, "attend_prefix", at, MemoryError)
                 assert_near(engine.run(requests), expected)
             assert engine.last_run["halvings"] == 1
-    assert attention.shared is honest and count.calls > 6
+    assert attention.attend_prefix is honest and count.calls > 6
 
 
 def test_completions_of_prompts_that_share_their_beginning(tiny, monkeypatch):
@@ -267,13 +267,13 @@ def test_little_memory_still_answers_everything(tiny, tmp_path, monkeypatch):
 
 # ---- packed caches: prefixes end where a group of tokens does ----
 
-PACKED = {name: form for name, form in FORMATS.items() if not form.is_sparse}
+PACKED = {name: fmt for name, fmt in FORMATS.items() if not fmt.is_sparse}
 
 
 @pytest.fixture
 def packed(monkeypatch):
-    for name, form in FORMATS.items():
-        monkeypatch.setitem(PRECISIONS, name, Precision(name, cache=form))
+    for name, fmt in FORMATS.items():
+        monkeypatch.setitem(PRECISIONS, name, Precision(name, cache=fmt))
 
 
 def long_tree(seed: int = 0, count: int = 10) -> list[list[int]]:
@@ -465,22 +465,25 @@ def test_what_is_planned_is_told_to_the_planner(tiny):
     prompts = [[*range(2, 30), 40 + i] for i in range(6)]
     requests = [GenerationRequest(prompt_token_ids=p, max_tokens=1, ignore_eos=True) for p in prompts]
     with Engine.from_pretrained(tiny("llama").path) as engine:
-        from flexgen_helm.exec.prepare import prepare
+        from flexgen_helm.engine.prepare import prepare
 
-        prepared = prepare(requests, engine.spec, engine.tokenizer, "row")
-        asked = engine_module._asked(prepared, Rules(UNLIMITED, 0.0), True, None)
+        prepared = prepare(requests, engine.config, engine.tokenizer, "row")
+        asked = engine_module._asked(prepared, PrefixCostModel(UNLIMITED, 0.0), True, None)
         assert asked.computed * asked.num_sequences == pytest.approx(28 + 6)
-        assert engine_module._asked(prepared, Rules(UNLIMITED, 0.0), False, None).computed == 29
-        packed = engine_module._asked(prepared, Rules(UNLIMITED, 0.0), True, FORMATS["channels"])
+        assert engine_module._asked(prepared, PrefixCostModel(UNLIMITED, 0.0), False, None).computed == 29
+        packed = engine_module._asked(prepared, PrefixCostModel(UNLIMITED, 0.0), True, FORMATS["channels"])
         assert packed.computed * packed.num_sequences == pytest.approx(16 + 6 * 13)
-        assert len(share(prepared.running, Rules(10, 0.0))) == 6 and plan_prefixes([], Rules(10, 0.0)) == []
+        assert (
+            len(shared_prefixes(prepared.running, PrefixCostModel(10, 0.0))) == 6
+            and plan_prefixes([], PrefixCostModel(10, 0.0)) == []
+        )
 
 
 def test_completions_are_predicted_as_they_are_computed(tiny):
     requests = [GenerationRequest(prompt_token_ids=[5] * 20, max_tokens=4, n=3, temperature=1.0, ignore_eos=True)]
     with Engine.from_pretrained(tiny("llama").path) as engine:
-        from flexgen_helm.exec.prepare import prepare
+        from flexgen_helm.engine.prepare import prepare
 
-        prepared = prepare(requests, engine.spec, engine.tokenizer, "row")
-        asked = engine_module._asked(prepared, Rules(UNLIMITED, 0.0), True, None)
+        prepared = prepare(requests, engine.config, engine.tokenizer, "row")
+        asked = engine_module._asked(prepared, PrefixCostModel(UNLIMITED, 0.0), True, None)
         assert (asked.num_sequences, asked.computed * 3) == (3, pytest.approx(20))

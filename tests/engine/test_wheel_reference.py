@@ -10,7 +10,7 @@ import torch
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.models.families import FAMILIES, source_of
+from flexgen_helm.models.architectures import ARCHITECTURES, find_source
 
 # transformers, float32, first 12 windows of 1,024 tokens, no BOS.
 REFERENCE_PERPLEXITY = 26.18
@@ -28,16 +28,16 @@ def reference(wheel_model):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     checkpoint = open_checkpoint(wheel_model)
-    spec = checkpoint.spec
+    given = checkpoint.config
     config = LlamaConfig(
-        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.ffn_size,
-        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
-        max_position_embeddings=spec.max_positions, rms_norm_eps=spec.norm_eps, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
+        vocab_size=given.vocab_size, hidden_size=given.hidden_size, intermediate_size=given.ffn_size,
+        num_hidden_layers=given.num_layers, num_attention_heads=given.num_heads, num_key_value_heads=given.num_kv_heads,
+        max_position_embeddings=given.max_positions, rms_norm_eps=given.norm_eps, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": given.rope.theta},
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    names = FAMILIES["llama"].tensors
-    state = {"model." + source_of(names, name).name: checkpoint.tensor(name).float() for name in checkpoint.shapes}
+    names = ARCHITECTURES["llama"].tensors
+    state = {"model." + find_source(names, name).name: checkpoint.tensor(name).float() for name in checkpoint.shapes}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     model.tie_weights()

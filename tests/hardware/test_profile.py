@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_helm.core.errors import UsageError
-from flexgen_helm.hardware.profile import Curve, HardwareProfile, load_profile, shipped
+from flexgen_helm.errors import UsageError
+from flexgen_helm.hardware.profile import Curve, HardwareProfile, load_profile, shipped_profiles
 
 
 def test_a_curve_goes_through_its_points_and_is_flat_beyond_them():
@@ -33,7 +33,7 @@ def test_a_curve_that_makes_no_sense_is_refused(points):
         Curve(points)
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", shipped_profiles())
 def test_shipped_machines_survive_a_round_trip_and_say_where_their_figures_come_from(name):
     profile = load_profile(name)
     assert profile.name == name and profile.sources
@@ -42,7 +42,7 @@ def test_shipped_machines_survive_a_round_trip_and_say_where_their_figures_come_
 
 
 def test_the_machines_of_the_interface_ship():
-    assert {"t4", "rtx3090", "a100", "h100", "h200", "laptop"} <= set(shipped())
+    assert {"t4", "rtx3090", "a100", "h100", "h200", "laptop"} <= set(shipped_profiles())
     assert load_profile("laptop").gpu is None
 
 
@@ -113,7 +113,7 @@ def test_a_matrix_lies_as_the_product_that_is_used_reads_it_best(name, monkeypat
         pytest.skip("this PyTorch has no oneDNN")
     monkeypatch.setattr(rates, "_fastest", lambda device, dtype: product)
     weight, bias = torch.randn(7, 5), torch.randn(7)
-    held = rates.by_input(weight)
+    held = rates.column_major(weight)
     assert torch.equal(held, weight) and held.is_contiguous() == (name == "_blas")
     for rows in (1, 3, 70):
         x = torch.randn(rows, 5)

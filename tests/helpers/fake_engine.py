@@ -18,8 +18,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flexgen_helm.core.errors import Interrupted, NumericalError, RequestError
-from flexgen_helm.core.records import Completion, Cost, GenerationRequest, GenerationResult
+from flexgen_helm.errors import Interrupted, NumericalError, RequestError
+from flexgen_helm.request import Completion, Cost, GenerationRequest, GenerationResult
 
 MAX_POSITIONS = 4096
 POISON = "\u2620"  # a prompt with this character yields NaN

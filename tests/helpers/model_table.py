@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexgen_helm.checkpoint.catalogue import CATALOGUE
 from flexgen_helm.checkpoint.folder import read_config
-from flexgen_helm.models.families import FAMILIES
-from flexgen_helm.models.spec import ModelSpec
+from flexgen_helm.checkpoint.names import CATALOG
+from flexgen_helm.models.architectures import ARCHITECTURES
+from flexgen_helm.models.config import ModelConfig
 from tests.helpers.paths import ROOT
 
 README = ROOT / "README.md"
@@ -22,7 +22,7 @@ BEGIN, END = "<!-- model table: make model-table -->", "<!-- end of the model ta
 HEAD = "| architecture | GGUF | in the catalogue | features tested | largest difference |"
 
 
-def features(spec: ModelSpec) -> Iterator[str]:
+def features(spec: ModelConfig) -> Iterator[str]:
     """What this model switches on, in the field's words."""
     if spec.num_kv_heads < spec.num_heads:
         yield "grouped keys"
@@ -59,11 +59,11 @@ def features(spec: ModelSpec) -> Iterator[str]:
     yield "tied head" if spec.tied_head else "own head"
 
 
-def table(differences: dict[str, float], tested: dict[str, list[ModelSpec]]) -> str:
+def table(differences: dict[str, float], tested: dict[str, list[ModelConfig]]) -> str:
     """Markdown; a family without a tiny model has no line and is not supported."""
     lines = [HEAD, "|---|---|---|---|---|"]
-    for name, family in FAMILIES.items():
-        known = sorted((e for e in CATALOGUE.values() if e.spec.family == name), key=lambda e: e.num_parameters)
+    for name, family in ARCHITECTURES.items():
+        known = sorted((e for e in CATALOG.values() if e.config.architecture == name), key=lambda e: e.num_parameters)
         listed = f"`{known[0].name}` to `{known[-1].name}` ({len(known)})" if known else "by hub name or folder"
         switched = dict.fromkeys(feature for spec in tested[name] for feature in features(spec))
         formats = ", ".join(f"`{arch}`" for arch in family.gguf_architectures) or "no"
@@ -72,7 +72,7 @@ def table(differences: dict[str, float], tested: dict[str, list[ModelSpec]]) -> 
     return "\n".join(lines)
 
 
-def measure() -> tuple[dict[str, float], dict[str, list[ModelSpec]]]:
+def measure() -> tuple[dict[str, float], dict[str, list[ModelConfig]]]:
     """Largest difference and specs by family, over all tiny models."""
     import torch
 
@@ -82,14 +82,14 @@ def measure() -> tuple[dict[str, float], dict[str, list[ModelSpec]]]:
 
     torch.set_num_threads(1)
     differences: dict[str, float] = {}
-    tested: dict[str, list[ModelSpec]] = {}
+    tested: dict[str, list[ModelConfig]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for variant in VARIANTS:
             model = build_tiny(Path(scratch) / variant, variant)
             asked = prompts(17, 70, seed=17)
             requests = [GenerationRequest(prompt_token_ids=p, max_tokens=20, echo_logprobs=True) for p in asked]
             with Engine.from_pretrained(model.path) as engine:
-                results, spec = engine.run(requests), engine.spec
+                results, spec = engine.run(requests), engine.config
             worst = 0.0
             for prompt, result in zip(asked, results):
                 ids = prompt + list(result.completions[0].token_ids)
@@ -97,14 +97,14 @@ def measure() -> tuple[dict[str, float], dict[str, list[ModelSpec]]]:
                 found = [*result.prompt_logprobs[1:], *result.completions[0].logprobs]
                 worst = max(worst, *(abs(x - reference[i, t].item()) for i, (x, t) in enumerate(zip(found, ids[1:]))))
             print(f"{variant:32s} {worst:.1e}", flush=True)
-            differences[spec.family] = max(worst, differences.get(spec.family, 0.0))
-            tested.setdefault(spec.family, []).append(spec)
+            differences[spec.architecture] = max(worst, differences.get(spec.architecture, 0.0))
+            tested.setdefault(spec.architecture, []).append(spec)
     return differences, tested
 
 
-def specs_tested(folders: dict[str, Path]) -> dict[str, list[ModelSpec]]:
+def specs_tested(folders: dict[str, Path]) -> dict[str, list[ModelConfig]]:
     """Specs by family, read from the tiny models' folders."""
-    tested: dict[str, list[ModelSpec]] = {}
+    tested: dict[str, list[ModelConfig]] = {}
     for folder in folders.values():
         family, spec, _ = read_config(folder)
         tested.setdefault(family.name, []).append(spec)

@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.core.errors import NumericalError, UsageError
-from flexgen_helm.exec import layout
-from flexgen_helm.exec.layout import _packed_prompt
-from flexgen_helm.models.attention import Scoring
+from flexgen_helm.engine import attention_metadata
+from flexgen_helm.engine.attention_metadata import _packed_prompt
+from flexgen_helm.errors import NumericalError, UsageError
+from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.quant import precisions
-from flexgen_helm.quant.packed import pack, unpack
+from flexgen_helm.quant.kv_codec import TokenCodec
+from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
-from flexgen_helm.quant.tokens import TokenCodec
-from flexgen_helm.store.ledger import Ledger
 from tests.helpers.offload import MIB, offloaded, policies
 from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
 from tests.helpers.parity import prompts
@@ -32,31 +32,31 @@ from tests.helpers.parity import prompts
 def formats(monkeypatch):
     """Precisions whose cache alone is packed, in groups so small that tiny prompts fill some."""
     monkeypatch.setattr(precisions, "_PLAIN_GROUP", 16)
-    for name, form in FORMATS.items():
-        monkeypatch.setitem(PRECISIONS, name, Precision(name, cache=form))
+    for name, fmt in FORMATS.items():
+        monkeypatch.setitem(PRECISIONS, name, Precision(name, cache=fmt))
 
 
-def packed_tokens(x, form):
+def packed_tokens(x, fmt):
     """What packing leaves of x [S, Hk, D], by the definition."""
-    if form is None:
+    if fmt is None:
         return x
     tokens, heads, dim = x.shape
-    if form.axis == "in":
-        return unpack(pack(x.reshape(-1, dim), form), form, tokens * heads, dim).view(x.shape)
-    whole = tokens // form.group * form.group
+    if fmt.axis == "in":
+        return dequantize(quantize(x.reshape(-1, dim), fmt), fmt, tokens * heads, dim).view(x.shape)
+    whole = tokens // fmt.group_size * fmt.group_size
     flat = x.reshape(tokens, heads * dim)
     if not whole:
         return x
-    return torch.cat((unpack(pack(flat[:whole], form), form, whole, heads * dim), flat[whole:])).view(x.shape)
+    return torch.cat((dequantize(quantize(flat[:whole], fmt), fmt, whole, heads * dim), flat[whole:])).view(x.shape)
 
 
-def direct(q, k, v, form, scale, window, slopes):
+def direct(q, k, v, fmt, scale, window, slopes):
     """Each query alone, in double precision: keys and values before its boundary packed, the others as they are."""
-    k_packed, v_packed = packed_tokens(k, form.keys), packed_tokens(v, form.values)
+    k_packed, v_packed = packed_tokens(k, fmt.keys), packed_tokens(v, fmt.values)
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
     for p in range(q.shape[0]):
-        border = form.boundary(p)
+        border = fmt.num_quantized(p)
         first = 0 if window is None else max(0, p - window + 1)
         keys = torch.cat((k_packed[:border], k[border : p + 1]))[first:].double().repeat_interleave(group, 1)
         values = torch.cat((v_packed[:border], v[border : p + 1]))[first:].double().repeat_interleave(group, 1)
@@ -67,7 +67,7 @@ def direct(q, k, v, form, scale, window, slopes):
         for head in range(k.shape[1]):
             mine = slice(head * group, (head + 1) * group)
             order = torch.softmax(scores[mine, :older], -1).sum(0).argsort(descending=True)
-            dropped = order[math.ceil(Fraction(str(form.value_share)) * older) :]
+            dropped = order[math.ceil(Fraction(str(fmt.value_share)) * older) :]
             scores[mine, dropped] = -math.inf
         out[p] = torch.einsum("hs,shd->hd", torch.softmax(scores, -1), values).float()
     return out
@@ -77,52 +77,53 @@ def direct(q, k, v, form, scale, window, slopes):
 @given(st.integers(1, 90), st.sampled_from([None, 1, 7, 40]), st.booleans(), st.integers(0, 5))
 @settings(deadline=None, max_examples=12)
 def test_a_prompt_sees_what_the_definition_says(name, tokens, window, alibi, seed):
-    form, draw = FORMATS[name], torch.Generator().manual_seed(seed)
+    fmt, draw = FORMATS[name], torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(tokens, heads, 16, generator=draw) for heads in (4, 2, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
-    codec = TokenCodec(form, 2, 16, torch.float32)
-    found, _ = _packed_prompt(q, k, v, Scoring(0.25, slopes=slopes), window, codec)
-    expected = direct(q, k, v, form, 0.25, window, slopes)
+    codec = TokenCodec(fmt, 2, 16, torch.float32)
+    found, _ = _packed_prompt(q, k, v, AttentionConfig(0.25, slopes=slopes), window, codec)
+    expected = direct(q, k, v, fmt, 0.25, window, slopes)
     assert (found - expected).abs().max() < 1e-5
     if tokens > 40 and window is None:
-        other = direct(q, k, v, replace(form, residual=form.residual + form.token_group), 0.25, window, slopes)
+        wider = replace(fmt, residual_window=fmt.residual_window + fmt.group_tokens)
+        other = direct(q, k, v, wider, 0.25, window, slopes)
         assert (found - other).abs().max() > 1e-3  # the comparison would notice another window
 
 
 @given(st.sampled_from(list(FORMATS)), st.integers(1, 5), st.integers(0, 5))
 @settings(deadline=None, max_examples=20)
 def test_token_groups_come_back(name, groups, seed):
-    form = FORMATS[name]
-    codec = TokenCodec(form, 3, 16, torch.float32)
+    fmt = FORMATS[name]
+    codec = TokenCodec(fmt, 3, 16, torch.float32)
     draw = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(groups * codec.group_tokens, 3, 16, generator=draw) for _ in range(2))
-    packed = codec.pack(k, v)
+    packed = codec.quantize(k, v)
     assert packed.shape == (groups, codec.group_bytes) and packed.dtype == torch.uint8
-    unpacked = codec.unpack_keys(packed[None])[0], codec.unpack_values(packed[None])[0]
-    sides = zip(unpacked, codec.seen(k, v), (k, v), (form.keys, form.values))
+    unpacked = codec.dequantize_keys(packed[None])[0], codec.dequantize_values(packed[None])[0]
+    sides = zip(unpacked, codec.round_trip(k, v), (k, v), (fmt.keys, fmt.values))
     for found, seen, x, part in sides:
         assert torch.equal(found, packed_tokens(x, part)) and torch.equal(seen, found)
     if name != "paper":
-        assert codec.group_bytes == pytest.approx(2 * codec.group_tokens * 48 * form.bytes_per_value(4))
-        assert codec.taken_bytes == codec.group_bytes if form.value_share == 1 else codec.key_bytes
-    if form.value_share < 1:
+        assert codec.group_bytes == pytest.approx(2 * codec.group_tokens * 48 * fmt.bytes_per_value(4))
+        assert codec.fetched_bytes == codec.group_bytes if fmt.value_share == 1 else codec.key_bytes
+    if fmt.value_share < 1:
         tokens = torch.randint(0, groups * codec.group_tokens, (2, 3, 7), generator=draw)
-        picked = codec.unpack_picked(codec.pick_values(torch.stack((packed, packed)), tokens))
+        picked = codec.dequantize_selected(codec.select_values(torch.stack((packed, packed)), tokens))
         for row, head in itertools.product(range(2), range(3)):
             assert torch.equal(picked[row, head], unpacked[1][tokens[row, head], head])
 
 
 def test_masks_of_long_prompts_are_not_kept(monkeypatch):
     """They grow with the square of the length, for every length, beside what the ledgers count."""
-    form = FORMATS["channels"]
-    layout._kept_sights.cache_clear()
+    fmt = FORMATS["channels"]
+    attention_metadata._kept_sights.cache_clear()
     held = 0
     for tokens in (*range(100, 700, 20), 900, 2000):
-        sights = list(layout._sights(tokens, None, form, torch.device("cpu")))
+        sights = list(attention_metadata._sights(tokens, None, fmt, torch.device("cpu")))
         assert [sight.queries.stop for sight in sights][-1] == tokens
         held += sum(sight.mask.numel() * 4 for sight in sights) * (tokens < 725)
-    kept = layout._kept_sights.cache_info()
-    assert kept.currsize == 30 and held < layout.KEPT_MASK_BYTES
+    kept = attention_metadata._kept_sights.cache_info()
+    assert kept.currsize == 30 and held < attention_metadata.KEPT_MASK_BYTES
 
 
 def asked(seed=0, count=7, most=30):
@@ -219,8 +220,8 @@ def test_sparse_attention_brings_only_the_values_it_takes(tiny, tmp_path, monkey
     brought = {}
     prompt = [3 + i % 50 for i in range(85)]
     for share in (0.1, 1.0):
-        form = replace(FORMATS["sparse channels"], value_share=share)
-        monkeypatch.setitem(PRECISIONS, "share", Precision("share", cache=form))
+        fmt = replace(FORMATS["sparse channels"], value_share=share)
+        monkeypatch.setitem(PRECISIONS, "share", Precision("share", cache=fmt))
         limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB)
         with offloaded(
             tiny, "opt", tmp_path, Policy(1, 1, 1, 0, 0, 1, 1, 0), device="sim", limits=limits, precision="share"
@@ -228,11 +229,11 @@ def test_sparse_attention_brings_only_the_values_it_takes(tiny, tmp_path, monkey
             (result,) = engine.run([GenerationRequest(prompt_token_ids=prompt, max_tokens=9, ignore_eos=True)])
             assert result.error is None
             brought[share] = engine.last_run["bytes"]["cpu_to_gpu"]["cache"]
-            codec = TokenCodec(form, engine.spec.num_kv_heads, engine.spec.head_dim, torch.float32)
-            layers, token_value = engine.spec.num_layers, engine.spec.kv_size * (4 + 16 / 8) / 8
+            codec = TokenCodec(fmt, engine.config.num_kv_heads, engine.config.head_dim, torch.float32)
+            layers, token_value = engine.config.num_layers, engine.config.kv_size * (4 + 16 / 8) / 8
     keys = values = 0
     for position in range(85, 93):
-        older = codec.stored_before(position)
+        older = codec.num_stored(position)
         keys += older // codec.group_tokens * codec.key_bytes
         values += math.ceil(Fraction("0.1") * older) * token_value
     assert brought[0.1] == layers * (keys + values)
@@ -265,7 +266,7 @@ def test_several_completions_of_a_prompt(tiny, tmp_path):
 
 def test_what_a_packed_cache_takes(tiny, tmp_path, monkeypatch):
     """The ledger's bytes are the formula's: packed groups of the slots, and a ring for the newest tokens."""
-    form = FORMATS["channels"]
+    fmt = FORMATS["channels"]
     requests = [GenerationRequest(prompt_token_ids=[3] * 40, max_tokens=9, ignore_eos=True)] * 1
     model, claimed, honest = tiny("llama"), [], Ledger.claim
 
@@ -278,13 +279,16 @@ def test_what_a_packed_cache_takes(tiny, tmp_path, monkeypatch):
         model.path, precision="channels", offload_dir=tmp_path, policy=Policy(1, 1, 0, 1, 0, 1, 0, 1)
     ) as engine:
         engine.run(requests)
-        spec, codec = engine.spec, TokenCodec(form, engine.spec.num_kv_heads, engine.spec.head_dim, torch.float32)
-        assert codec.group_tokens == 16 and codec.tail_tokens == 20
+        config, codec = (
+            engine.config,
+            TokenCodec(fmt, engine.config.num_kv_heads, engine.config.head_dim, torch.float32),
+        )
+        assert codec.group_tokens == 16 and codec.window_tokens == 20
         groups = (40 + 9 - 1) // 16
-        ring = 2 * 20 * spec.kv_size * 4
+        ring = 2 * 20 * config.kv_size * 4
         taken = sum(num_bytes for tier, kind, num_bytes in claimed if (tier, kind) == ("cpu", "cache"))
-        assert taken == spec.num_layers * (groups * codec.group_bytes + ring)
-        values = 2 * 16 * spec.kv_size
+        assert taken == config.num_layers * (groups * codec.group_bytes + ring)
+        values = 2 * 16 * config.kv_size
         assert codec.group_bytes * 8 / values == pytest.approx((4 + 32 / 16 + 4 + 16 / 8) / 2)
 
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.models import attention
-from flexgen_helm.models.attention import Scoring
+from flexgen_helm.models.attention import AttentionConfig
 
-PLAIN = Scoring(0.4)
+PLAIN = AttentionConfig(0.4)
 SCORINGS = {
     "plain": PLAIN,
-    "capped": Scoring(0.4, softcap=1.5),
-    "alibi": Scoring(0.4, slopes=torch.tensor([0.5, 0.25, 0.06, 0.9, 0.3, 0.01])),
-    "both": Scoring(0.4, softcap=0.7, slopes=torch.tensor([0.5, 0.25, 0.06, 0.9, 0.3, 0.01])),
+    "capped": AttentionConfig(0.4, softcap=1.5),
+    "alibi": AttentionConfig(0.4, slopes=torch.tensor([0.5, 0.25, 0.06, 0.9, 0.3, 0.01])),
+    "both": AttentionConfig(0.4, softcap=0.7, slopes=torch.tensor([0.5, 0.25, 0.06, 0.9, 0.3, 0.01])),
 }
 
 
@@ -65,7 +65,7 @@ def close(part, expected):
 def test_causal(kernel, scoring, tokens, key_heads):
     q, k, v = torch.randn(tokens, 6, 8), torch.randn(tokens, key_heads, 8), torch.randn(tokens, key_heads, 8)
     allowed = torch.ones(tokens, tokens).tril().bool()
-    assert close(attention.causal(q, k, v, scoring), formula(q, k, v, scoring, allowed))
+    assert close(attention.attend_causal(q, k, v, scoring), formula(q, k, v, scoring, allowed))
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
@@ -74,7 +74,7 @@ def test_cached_rows_see_their_own_length(kernel, scoring, key_heads):
     q = torch.randn(4, 6, 8)
     k, v = torch.randn(4, key_heads, 20, 8)[:, :, :13], torch.randn(4, key_heads, 20, 8)[:, :, :13]
     mask = torch.zeros(4, 13).masked_fill_(torch.arange(13)[None] >= lengths[:, None], -math.inf)[:, None, None]
-    out, lse = attention.cached(q, k, v, scoring, lengths - 1, mask)
+    out, lse = attention.attend_cached(q, k, v, scoring, lengths - 1, mask)
     for row in range(4):
         allowed = torch.arange(13)[None] < lengths[row]
         own = k[row].transpose(0, 1), v[row].transpose(0, 1)
@@ -87,7 +87,7 @@ def test_causal_with_a_window(kernel, scoring, window):
     q, k, v = torch.randn(19, 6, 8), torch.randn(19, 2, 8), torch.randn(19, 2, 8)
     distance = torch.arange(19)[:, None] - torch.arange(19)[None, :]
     allowed = (distance >= 0) & (distance < window)
-    assert close(attention.causal(q, k, v, scoring, window), formula(q, k, v, scoring, allowed))
+    assert close(attention.attend_causal(q, k, v, scoring, window), formula(q, k, v, scoring, allowed))
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 25, 32, 47])
@@ -95,14 +95,14 @@ def test_a_window_over_several_slices_of_queries(monkeypatch, scoring, window):
     monkeypatch.setattr(attention, "_BIASED_TOKENS", 16)
     q, k, v = torch.randn(50, 6, 4), torch.randn(50, 2, 4), torch.randn(50, 2, 4)
     distance = torch.arange(50)[:, None] - torch.arange(50)
-    seen, parts = attention.seen, []
+    seen, parts = attention.attend_two_versions, []
 
     def counted(q, first, second, scoring, sights):
         parts.extend(sights := list(sights))
         return seen(q, first, second, scoring, sights)
 
-    monkeypatch.setattr(attention, "seen", counted)
-    found = attention.causal(q, k, v, scoring, window)
+    monkeypatch.setattr(attention, "attend_two_versions", counted)
+    found = attention.attend_causal(q, k, v, scoring, window)
     assert close(found, formula(q, k, v, scoring, (distance >= 0) & (distance < window)))
     assert [part.mask.numel() <= 16 * (16 + window) for part in parts] == [True] * 4
 
@@ -112,12 +112,12 @@ def test_a_window_over_a_shared_segment_merges_with_the_own_one(kernel, scoring,
     """Eight shared keys, then five tokens of one sequence; far tokens see none of the shared keys."""
     q, k, v = torch.randn(5, 6, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
     at, device = torch.arange(8, 13), torch.device("cpu")
-    mask = attention.before(at, torch.arange(8), window, device)
-    common = attention.shared(q, k[:8].transpose(0, 1), v[:8].transpose(0, 1), scoring, at, mask)
-    own = attention.causal(q, k[8:], v[8:], scoring, window)
+    mask = attention.window_mask(at, torch.arange(8), window, device)
+    common = attention.attend_prefix(q, k[:8].transpose(0, 1), v[:8].transpose(0, 1), scoring, at, mask)
+    own = attention.attend_causal(q, k[8:], v[8:], scoring, window)
     distance = at[:, None] - torch.arange(13)[None, :]
     expected = formula(q, k, v, scoring, (distance >= 0) & (distance < window), at)
-    assert close(attention.merge(own, common), expected)
+    assert close(attention.merge_partial(own, common), expected)
 
 
 @settings(max_examples=50, deadline=None)
@@ -133,14 +133,14 @@ def test_merged_segments_equal_the_concatenation(name, tokens, border, keys, see
     border, scoring, at = min(border, keys - 1), SCORINGS[name], torch.arange(tokens) + 3
     q, k, v = torch.randn(tokens, 6, 8) * 4, torch.randn(keys, 2, 8), torch.randn(keys, 2, 8)
     parts = [
-        attention.shared(q, k[part].transpose(0, 1), v[part].transpose(0, 1), scoring, at - part.start)
+        attention.attend_prefix(q, k[part].transpose(0, 1), v[part].transpose(0, 1), scoring, at - part.start)
         for part in (slice(0, border), slice(border, keys))
     ]
     everything = torch.ones(tokens, keys).bool()
-    assert close(attention.merge(*parts), formula(q, k, v, scoring, everything, at))
+    assert close(attention.merge_partial(*parts), formula(q, k, v, scoring, everything, at))
 
 
 def test_merge_survives_scores_of_any_size():
     out = torch.ones(1, 1, 4)
-    merged, lse = attention.merge((out, torch.tensor([[-900.0]])), (2 * out, torch.tensor([[800.0]])))
+    merged, lse = attention.merge_partial((out, torch.tensor([[-900.0]])), (2 * out, torch.tensor([[800.0]])))
     assert torch.equal(merged, 2 * out) and lse.item() == 800.0

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.checkpoint import folder, safetensors_source
-from flexgen_helm.models.spec import ModelSpec, tensor_shapes
+from flexgen_helm.checkpoint import folder, safetensors_checkpoint
+from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from tests.helpers.parity import TOLERANCE, prompts
 from tests.helpers.tiny_models import VARIANTS
 
@@ -17,13 +17,13 @@ from tests.helpers.tiny_models import VARIANTS
 def without(**changes):
     """A change of the spec; `rope_…` and `experts_…` reach into those records."""
 
-    def change(spec: ModelSpec) -> ModelSpec:
+    def change(model_config: ModelConfig) -> ModelConfig:
         for name, value in changes.items():
             owner, _, field = name.partition("__")
             if field:
-                value = replace(getattr(spec, owner), **{field: value})
-            spec = replace(spec, **{owner: value})
-        return spec
+                value = replace(getattr(model_config, owner), **{field: value})
+            model_config = replace(model_config, **{owner: value})
+        return model_config
 
     return change
 
@@ -71,10 +71,10 @@ def test_without_the_feature_the_numbers_change(tiny, monkeypatch, variant, chan
     model, honest = tiny(variant), folder.read_config
 
     def changed(path):
-        family, spec, config = honest(path)
-        return family, change(spec), config
+        family, model_config, config = honest(path)
+        return family, change(model_config), config
 
-    monkeypatch.setattr(safetensors_source, "read_config", changed)
+    monkeypatch.setattr(safetensors_checkpoint, "read_config", changed)
     prompt = prompts(1, 1, seed=3)[0] + prompts(1, 1, seed=4)[0] * 3 + [5, 9, 77, 200, 31, 8, 60, 44, 5, 9, 100, 12] * 4
     request = GenerationRequest(prompt_token_ids=prompt, max_tokens=0, echo_logprobs=True)
     with Engine.from_pretrained(model.path) as engine:
@@ -104,9 +104,13 @@ def test_a_longer_distance_costs_score_only_with_alibi(tiny):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parameters_are_counted_as_transformers_counts_them(tiny, variant):
     model = tiny(variant)
-    _, spec, _ = folder.read_config(model.path)
+    _, model_config, _ = folder.read_config(model.path)
     counted = sum(parameter.numel() for parameter in model.text_parameters())
-    assert spec.num_parameters == counted == sum(torch.Size(s).numel() for s in tensor_shapes(spec).values())
+    assert (
+        model_config.num_parameters
+        == counted
+        == sum(torch.Size(s).numel() for s in tensor_shapes(model_config).values())
+    )
 
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 16, 40, 71, 112])

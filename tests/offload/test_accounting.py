@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.core.errors import RequestError
-from flexgen_helm.core.rows import Family, Row
-from flexgen_helm.exec.scheduler import BlockLimits, Scheduler
-from flexgen_helm.store import weights
+from flexgen_helm.engine.scheduler import Scheduler, SchedulerLimits
+from flexgen_helm.errors import RequestError
+from flexgen_helm.offload import weights
+from flexgen_helm.sequence import Admission, Sequence
 from tests.helpers.tiny_models import VOCABULARY
 
 MIB = 1 << 20
@@ -101,9 +101,9 @@ def test_what_rests_in_memory_is_not_read(tiny, tmp_path, gathered, share):
 
 def model_rows(engine, name: str) -> int:
     """Elements of a matrix."""
-    from flexgen_helm.models.spec import tensor_shapes
+    from flexgen_helm.models.config import tensor_shapes
 
-    rows, width = tensor_shapes(engine.spec)[name]
+    rows, width = tensor_shapes(engine.config)[name]
     return rows * width
 
 
@@ -147,10 +147,10 @@ def test_a_second_token_is_refused_alone_where_the_schedule_has_none(tiny, tmp_p
 
 def test_diagonal_reads_at_most_what_zigzag_reads(tiny, tmp_path, monkeypatch):
     """In the same memory and for the same work: rows of all ages fill it, so fewer passes serve them."""
-    monkeypatch.setattr("flexgen_helm.exec.block.PAGE_TOKENS", 4)
+    monkeypatch.setattr("flexgen_helm.engine.limits.PAGE_TOKENS", 4)
     model, read = tiny("llama"), {}
     with Engine.from_pretrained(model.path) as engine:
-        token = engine.spec.kv_bytes_per_token(4)
+        token = engine.config.kv_bytes_per_token(4)
     # The ring takes 3 MiB; room for some 600 positions beside it and the vectors.
     limits = MemoryLimits(cpu=3 * MIB + 20_000 + 700 * token, disk=256 * MIB)
     requests = same_length(150, 4, 33)
@@ -187,17 +187,18 @@ def most_rows(prompt: int, steps: int, room: int, page: int, count: int = 800) -
     """The most rows under way at once, passes, and the most positions of cache; `steps` tokens are fed after each
     prompt."""
     families = [
-        Family(Row([1] * prompt, prompt, None, max_new=steps + 1, draws=1, keeps_cache=True)) for _ in range(count)
+        Admission(Sequence([1] * prompt, prompt, None, max_new_tokens=steps + 1, num_draws=1, needs_cache=True))
+        for _ in range(count)
     ]
     many = 1 << 30
-    scheduler = Scheduler(families, BlockLimits(many, many, many, room, many, page))
+    scheduler = Scheduler(families, SchedulerLimits(many, many, many, room, many, page))
     most = passes = peak = 0
     while batches := scheduler.next_pass():
         passes += 1
         most, peak = max(most, scheduler.num_running), max(peak, scheduler.cache_tokens)
-        for row in [chunk.row for batch in batches for chunk in batch.chunks]:
-            row.computed = len(row.tokens)
-            if row.computed == prompt + steps:
+        for row in [chunk.sequence for batch in batches for chunk in batch.scheduled]:
+            row.num_computed = len(row.tokens)
+            if row.num_computed == prompt + steps:
                 scheduler.retire(row)
             else:
                 row.tokens.append(2)

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.core.errors import DiskFullError, OffloadError
-from flexgen_helm.store import disk
-from flexgen_helm.store.disk import DirectFile, OffloadDirectory, WeightFiles
-from flexgen_helm.store.ring import ALIGNMENT, aligned, pages
+from flexgen_helm.errors import DiskFullError, OffloadError
+from flexgen_helm.offload import disk
+from flexgen_helm.offload.disk import DirectFile, OffloadDirectory, WeightFiles
+from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from tests.helpers.paths import ROOT
 
 FINGERPRINT = "f" * 64
@@ -129,8 +129,8 @@ HOLDER = """
 import sys
 from pathlib import Path
 import torch
-from flexgen_helm.store.disk import OffloadDirectory
-from flexgen_helm.store.ring import pages
+from flexgen_helm.offload.disk import OffloadDirectory
+from flexgen_helm.offload.staging import pages
 where = OffloadDirectory(Path(sys.argv[1]))
 file = where.scratch("cache-1", 8192)
 mine = pages(8192)
@@ -259,9 +259,9 @@ class Asked:
         yield from self.tensor.split(self.cut)
 
 
-def ensured(folder: Path, pieces: Asked, fingerprint: str = FINGERPRINT, form: str = "float16"):
+def ensured(folder: Path, pieces: Asked, fingerprint: str = FINGERPRINT, fmt: str = "float16"):
     """The tensor that the file holds, through `WeightFiles` alone."""
-    files = WeightFiles(folder, fingerprint, form)
+    files = WeightFiles(folder, fingerprint, fmt)
     size = pieces.tensor.numel() * 2
     file = files.ensure("a.weight", size, pieces)
     held = pages(aligned(size))
@@ -354,7 +354,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import torch
-from flexgen_helm.store.disk import WeightFiles
+from flexgen_helm.offload.disk import WeightFiles
 generator = torch.Generator().manual_seed(1)
 tensor = torch.randn(200_000, generator=generator).half()
 files = WeightFiles(Path(sys.argv[1]), "f" * 64, "float16")

@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.core.errors import MemoryLimitError, OffloadError
-from flexgen_helm.exec.executor import Executor
-from flexgen_helm.store import kv_groups, kv_packed, weights
-from flexgen_helm.store.disk import DirectFile
-from flexgen_helm.store.kv import KVCache
+from flexgen_helm.engine.executor import Executor
+from flexgen_helm.errors import MemoryLimitError, OffloadError
+from flexgen_helm.kv_cache import blocks, quantized
+from flexgen_helm.kv_cache.cache import KVCache
+from flexgen_helm.offload import weights
+from flexgen_helm.offload.disk import DirectFile
 from tests.helpers.faults import replaced
 from tests.helpers.parity import assert_same, prompts
 from tests.helpers.paths import ROOT
@@ -65,7 +66,7 @@ def assert_idle(engine) -> None:
 PLACES = {
     "an item": (Executor, "_step", 60),
     "the end of an item": (Executor, "_step", 60),
-    "a product": (weights, "product", 300),
+    "a product": (weights, "tiled_linear", 300),
     "the logits": (Executor, "_predict", 8),
     "a loader": (weights._OnDisk, "fetch", 150),
 }
@@ -102,7 +103,7 @@ def test_halving_is_recorded_and_goes_on_until_it_fits(tiny, expected, tmp_path,
     honest, sizes = Executor._embed, []
 
     def narrow(self, batch):
-        if batch.num_tokens > 20 and len(batch.chunks) > 1:
+        if batch.num_tokens > 20 and len(batch.scheduled) > 1:
             raise MemoryError
         sizes.append(batch.num_tokens)
         return honest(self, batch)
@@ -179,7 +180,7 @@ VICTIMS = """
 import json, os, random, signal, sys, time
 import torch
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.store.disk import DirectFile
+from flexgen_helm.offload.disk import DirectFile
 torch.set_num_threads(1)
 model, folder, kills, requests = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
 
@@ -263,7 +264,7 @@ def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
 @pytest.mark.parametrize("policy", ["6x2,0,100,0,100,0,100", "6x2,0,100,100,0,100,0", "6x2,0,0,0,0,100,0"])
 def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatch, precision, policy):
     """Beside the computing, in host memory, on the disk; the room is the next attempt's, and closing balances."""
-    module = kv_groups if precision == "fp16" else kv_packed
+    module = blocks if precision == "fp16" else quantized
     with offloaded(tiny, tmp_path, policy=policy, precision=precision, device="sim", cpu_attention=False) as engine:
         expected = engine.run(workload())
         for at in (0, 1, 2, 5):

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.store.ring import ALIGNMENT, Ring
-from flexgen_helm.store.stream import Matrix, Streamer, staged_bytes
-from flexgen_helm.store.traffic import Traffic
+from flexgen_helm.offload.prefetcher import OffloadedMatrix, WeightPrefetcher, staged_bytes
+from flexgen_helm.offload.staging import ALIGNMENT, StagingRing
+from flexgen_helm.offload.transfer_stats import TransferStats
 from tests.helpers.threads import in_thread
 
 WAIT_S = 20.0
@@ -31,7 +31,7 @@ class Source:
         self.fail_at: int | None = None  # number of the fetch that fails
         self.fetches = 0
 
-    def matrix(self, stage: str, name: str, rows: int, row_bytes: int, tile_rows: int) -> Matrix:
+    def matrix(self, stage: str, name: str, rows: int, row_bytes: int, tile_rows: int) -> OffloadedMatrix:
         full = f"{stage}.{name}"
         generator = torch.Generator().manual_seed(zlib.crc32(f"{full} {rows}".encode()))
         content = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, generator=generator)
@@ -49,10 +49,10 @@ class Source:
             found = staging[: count * row_bytes].view(count, row_bytes)
             return found.copy_(content[first : first + count])
 
-        return Matrix(name, rows, row_bytes, tile_rows, fetch)
+        return OffloadedMatrix(name, rows, row_bytes, tile_rows, fetch)
 
 
-def use(streamer: Streamer, source: Source, stage: str, names: list[str], slow: float = 0.0) -> None:
+def use(streamer: WeightPrefetcher, source: Source, stage: str, names: list[str], slow: float = 0.0) -> None:
     """One use of a stage, in which every byte that arrives is compared."""
     with streamer.using(stage) as rows:
         for name in names:
@@ -109,11 +109,11 @@ def test_every_use_gets_the_bytes_and_each_is_fetched_as_promised(
     units = {stage: [size for m in found for size in m.unit_bytes()] for stage, found in matrices.items()}
     capacity = max(size for sizes in units.values() for size in sizes) + extra_pages * ALIGNMENT
     keeps = {stage: sum(sizes) + max(sizes) <= capacity for stage, sizes in units.items()}
-    ring = Ring(capacity)
+    ring = StagingRing(capacity)
     asked: dict[str, int] = dict.fromkeys(source.fetched, 0)  # bytes that were wanted, by the promise
 
     def run():
-        streamer = Streamer(ring, Traffic(), overlap)
+        streamer = WeightPrefetcher(ring, TransferStats(), overlap)
         for number in range(repeats):
             for stage in stages:
                 assert streamer.visit(stage, matrices[stage], uses[stage])
@@ -154,7 +154,7 @@ def test_an_error_of_a_fetch_surfaces_at_the_use_and_the_streamer_goes_on(drawn,
     source = Source()
     matrices = {stage: [source.matrix(stage, *shape) for shape in shapes] for stage, shapes in stages.items()}
     largest = max(size for found in matrices.values() for m in found for size in m.unit_bytes())
-    ring = Ring(largest + extra_pages * ALIGNMENT)
+    ring = StagingRing(largest + extra_pages * ALIGNMENT)
     source.fail_at = fail_at
 
     def one_pass(streamer):
@@ -165,7 +165,7 @@ def test_an_error_of_a_fetch_surfaces_at_the_use_and_the_streamer_goes_on(drawn,
                 use(streamer, source, stage, [m.name for m in matrices[stage]])
 
     def run():
-        streamer = Streamer(ring, Traffic(), overlap)
+        streamer = WeightPrefetcher(ring, TransferStats(), overlap)
         try:
             one_pass(streamer)
             failed = False
@@ -192,7 +192,7 @@ def test_a_pass_that_is_broken_off_anywhere_leaves_an_empty_ring(drawn, extra_pa
     source = Source(seed=stop, slowest=0.001)
     matrices = {stage: [source.matrix(stage, *shape) for shape in shapes] for stage, shapes in stages.items()}
     largest = max(size for found in matrices.values() for m in found for size in m.unit_bytes())
-    ring = Ring(largest + extra_pages * ALIGNMENT)
+    ring = StagingRing(largest + extra_pages * ALIGNMENT)
     left = stop
 
     def broken_pass(streamer):
@@ -209,7 +209,7 @@ def test_a_pass_that_is_broken_off_anywhere_leaves_an_empty_ring(drawn, extra_pa
                                 raise MemoryError
 
     def run():
-        streamer = Streamer(ring, Traffic(), overlap)
+        streamer = WeightPrefetcher(ring, TransferStats(), overlap)
         try:
             broken_pass(streamer)
         except MemoryError as error:
@@ -236,7 +236,7 @@ def test_loading_goes_on_while_a_stage_is_used():
     for overlap in (True, False):
         source = Source()
         matrices = {s: [source.matrix(s, "m", 4, 500, 2)] for s in ("a", "b")}
-        streamer = Streamer(Ring(16 * ALIGNMENT), Traffic(), overlap)
+        streamer = WeightPrefetcher(StagingRing(16 * ALIGNMENT), TransferStats(), overlap)
         for stage in matrices:
             streamer.visit(stage, matrices[stage], 1)
         with streamer.using("a") as rows:
@@ -252,7 +252,7 @@ def test_loading_goes_on_while_a_stage_is_used():
 def test_a_pass_that_is_expected_is_loaded_before_its_uses_are_known():
     source = Source()
     matrix = source.matrix("a", "m", 4, 500, 4)
-    streamer = Streamer(Ring(16 * ALIGNMENT), Traffic(), True)
+    streamer = WeightPrefetcher(StagingRing(16 * ALIGNMENT), TransferStats(), True)
     assert streamer.visit("a", [matrix], None) and streamer.expects
     deadline = time.monotonic() + 5.0
     while not source.fetched["a.m"] and time.monotonic() < deadline:
@@ -270,7 +270,7 @@ def test_a_pass_that_is_expected_is_loaded_before_its_uses_are_known():
 def test_a_unit_beyond_the_ring_surfaces_instead_of_hanging():
     source = Source()
     matrix = source.matrix("a", "m", 1, 5 * ALIGNMENT, 1)
-    streamer = Streamer(Ring(2 * ALIGNMENT), Traffic(), True)
+    streamer = WeightPrefetcher(StagingRing(2 * ALIGNMENT), TransferStats(), True)
     streamer.visit("a", [matrix], 1)
     with pytest.raises(AssertionError, match="in a ring of"):
         within(WAIT_S, lambda: use(streamer, source, "a", ["m"]))
@@ -280,8 +280,8 @@ def test_a_unit_beyond_the_ring_surfaces_instead_of_hanging():
 def test_waiting_is_told_apart_from_loading():
     source = Source(slowest=0.05)
     matrix = source.matrix("a", "m", 8, 500, 1)
-    traffic = Traffic()
-    streamer = Streamer(Ring(16 * ALIGNMENT), traffic, True)
+    traffic = TransferStats()
+    streamer = WeightPrefetcher(StagingRing(16 * ALIGNMENT), traffic, True)
     streamer.visit("a", [matrix], 1)
     use(streamer, source, "a", ["m"])
     streamer.close()
@@ -296,7 +296,7 @@ def test_the_byte_count_would_notice_a_matrix_that_is_fetched_again():
         source = Source()
         matrix = source.matrix("a", "m", 4, 500, 1)
         assert staged_bytes(1, 500) == 3 * ALIGNMENT
-        streamer = Streamer(Ring(pages * ALIGNMENT), Traffic(), True)
+        streamer = WeightPrefetcher(StagingRing(pages * ALIGNMENT), TransferStats(), True)
         streamer.visit("a", [matrix], 3)
         for _ in range(3):
             use(streamer, source, "a", ["m"])

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.checkpoint.catalogue import resolve
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.policy.cost import block_model, fractions_of, pass_seconds
-from flexgen_helm.policy.policy import Policy
-from flexgen_helm.policy.predict import predict
-from flexgen_helm.policy.published import COMPRESSED, RUNTIMES, evaluate_csv
-from flexgen_helm.policy.situation import Shape, Situation
-from flexgen_helm.policy.workload import SequenceGroup, Workload
+from flexgen_helm.planner.cost_model import block_costs, fraction_vector, pass_seconds
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.problem import BlockShape, PlanningProblem
+from flexgen_helm.planner.published import COMPRESSED, RUNTIMES, evaluate_csv
+from flexgen_helm.planner.workload import LengthGroup, Workload
 from flexgen_helm.quant.precisions import FP16
 from tests.helpers.paths import SHARED
 
@@ -25,14 +25,14 @@ ROOMY = {"gpu": 1e15, "cpu": 1e15, "disk": 1e15}
 
 
 def opt(size):
-    return resolve(f"opt-{size}").entry.spec
+    return resolve(f"opt-{size}").entry.config
 
 
 def situation(size="30b", prompt=512, output=32, count=1, runtime="flexgen", **settings_):
     settings_ = {"hardware": T4, "limits": ROOMY, "endless": True, **settings_}
-    return Situation(
+    return PlanningProblem(
         opt(size), workload=Workload.uniform(prompt, output, count), precision=FP16, compute_bytes=2,
-        runtime=replace(RUNTIMES[runtime], page_cache=False), **settings_,
+        engine=replace(RUNTIMES[runtime], page_cache=False), **settings_,
     )  # fmt: skip
 
 
@@ -77,9 +77,9 @@ def test_seconds_are_those_of_the_papers_formulas(shares, batch, batches, attend
 
 
 def test_a_pass_is_its_longest_resource_and_what_does_not_hide():
-    model = block_model(situation(), Shape(48, 3, "zigzag"))
-    x = fractions_of(Policy(48, 3, 0.2, 0.8, 0, 1, 0, 1), True)
-    spent = [float(form @ x) for form in model.decode.resources.values()]
+    model = block_costs(situation(), BlockShape(48, 3, "zigzag"))
+    x = fraction_vector(Policy(48, 3, 0.2, 0.8, 0, 1, 0, 1), True)
+    spent = [float(fmt @ x) for fmt in model.decode.resources.values()]
     assert pass_seconds(model.decode, x, 1.0) == pytest.approx(max(spent))
     assert pass_seconds(model.decode, x, 0.0) == pytest.approx(sum(spent))
     assert pass_seconds(model.decode, x, 0.25) == pytest.approx(0.25 * max(spent) + 0.75 * sum(spent))
@@ -112,7 +112,7 @@ def test_a_histogram_of_equal_lengths_is_the_uniform_workload():
 
 
 def test_a_shared_prefix_is_computed_once_and_seen_by_all():
-    shared = Workload((SequenceGroup(512, 32, count=100, shared=400),))
+    shared = Workload((LengthGroup(512, 32, count=100, shared=400),))
     assert shared.computed == pytest.approx(112 + 4) and shared.pairs == pytest.approx(116 * 512)
     policy = Policy(50, 2, 0.2, 0.8, 0, 1, 0, 1)
     alone = predict(situation(count=100), policy, "zigzag", rounded=False)
@@ -162,8 +162,8 @@ def test_rounded_fractions_are_those_of_whole_matrices():
         for flag in (False, True)
     )
     assert exact.memory["gpu"].peak != rounded.memory["gpu"].peak
-    spec = opt("125m")
-    largest = 2 * spec.vocab_size * spec.hidden_size
+    config = opt("125m")
+    largest = 2 * config.vocab_size * config.hidden_size
     assert abs(exact.memory["gpu"].peak - rounded.memory["gpu"].peak) <= largest
 
 

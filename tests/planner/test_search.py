@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.core.errors import MemoryLimitError
-from flexgen_helm.core.records import MemoryLimits
+from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.policy import search as search_module
-from flexgen_helm.policy.frontier import points, write_picture
-from flexgen_helm.policy.plan import make_plan, simulated, situate
-from flexgen_helm.policy.policy import Policy
-from flexgen_helm.policy.predict import predict
-from flexgen_helm.policy.published import COMPRESSED, RUNTIMES
-from flexgen_helm.policy.search import search
-from flexgen_helm.policy.situation import Situation
-from flexgen_helm.policy.workload import Workload
+from flexgen_helm.planner import search as search_module
+from flexgen_helm.planner.frontier import frontier_points, write_picture
+from flexgen_helm.planner.plan import make_plan, planning_problem, simulated_gpu
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.problem import PlanningProblem
+from flexgen_helm.planner.published import COMPRESSED, RUNTIMES
+from flexgen_helm.planner.search import search
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
+from flexgen_helm.request import MemoryLimits
 from tests.helpers.paths import SHARED
-from tests.helpers.situations import LAPTOP, MIB, small, spec
+from tests.helpers.planning_problems import LAPTOP, MIB, config, small
 
 T4 = load_profile("t4")
 PAPER = SHARED / "paper"
@@ -125,10 +125,10 @@ def thirty_billion(memory_gib, disk_gib, precision="fp16", gpu_bytes=None, name=
     disk = replace(LAPTOP.disk, bytes=disk_gib * GIB)
     machine = replace(LAPTOP, name=name, cpu=cpu, disk=disk, gpu=None, link=None)
     if gpu_bytes is not None:
-        machine = simulated(machine, gpu_bytes, None)
+        machine = simulated_gpu(machine, gpu_bytes, None)
     allowed = MemoryLimits(gpu=gpu_bytes, **{tier: gib * GIB for tier, gib in limits.items()})
     workload = Workload.uniform(512, 32, 1)
-    return situate(spec("opt-30b"), machine, workload, precision=precision, limits=allowed, endless=True)
+    return planning_problem(config("opt-30b"), machine, workload, precision=precision, limits=allowed, endless=True)
 
 
 ROOM = "make room on the disk or name another folder with --offload-dir"
@@ -206,9 +206,9 @@ def test_weights_that_lie_already_stay():
 
 def test_a_machine_without_a_gpu_uses_the_cpu_and_its_disk():
     limits = MemoryLimits(cpu=120 * MIB, disk=4000 * MIB)
-    found = search(situate(spec("opt-125m"), LAPTOP, Workload.uniform(32, 8, 24), limits=limits))
+    found = search(planning_problem(config("opt-125m"), LAPTOP, Workload.uniform(32, 8, 24), limits=limits))
     assert (found.policy.wg, found.policy.cg, found.policy.hg) == (0, 0, 0) and found.policy.wd > 0.3
-    roomy = search(situate(spec("opt-125m"), LAPTOP, Workload.uniform(32, 8, 24)))
+    roomy = search(planning_problem(config("opt-125m"), LAPTOP, Workload.uniform(32, 8, 24)))
     assert roomy.policy.wc == 1 and roomy.prediction.seconds["decode"]["convert"] == 0
 
 
@@ -227,7 +227,7 @@ def test_a_plan_says_why_and_what_would_help():
 
 def test_a_frontier_rises_and_can_be_drawn(tmp_path):
     situation = small(64, 150, endless=True)
-    found = points(situation, 5)
+    found = frontier_points(situation, 5)
     assert len(found) >= 3
     assert [p["latency_s"] for p in found] == sorted(p["latency_s"] for p in found)
     assert [p["tokens_per_s"] for p in found] == sorted(p["tokens_per_s"] for p in found)
@@ -250,8 +250,8 @@ SETTINGS = [
 
 def papers(model, precision):
     runtime = replace(RUNTIMES["flexgen"], page_cache=True)
-    return Situation(
-        spec(model), T4, Workload.uniform(512, 32, 1), COMPRESSED if precision == "paper-4bit" else FP16, 2,
+    return PlanningProblem(
+        config(model), T4, Workload.uniform(512, 32, 1), COMPRESSED if precision == "paper-4bit" else FP16, 2,
         {"gpu": 16e9, "cpu": 208e9, "disk": 1.5e12}, runtime, endless=True,
     )  # fmt: skip
 

@@ -13,23 +13,29 @@ from helm.common.request import Request, RequestResult
 from helm.common.response_format import ResponseFormat
 from helm.proxy.retry import NonRetriableException
 
-from flexgen_helm.core.errors import MemoryLimitError, RequestError
-from flexgen_helm.core.records import GenerationResult
-from flexgen_helm.plugin.convert import Question, ask, failure, no_embedding, reply
+from flexgen_helm.errors import MemoryLimitError, RequestError
+from flexgen_helm.plugin.convert import (
+    PreparedRequest,
+    failed_result,
+    no_embedding,
+    to_generation_request,
+    to_request_result,
+)
+from flexgen_helm.request import GenerationResult
 from tests.helpers.fake_engine import MAX_POSITIONS, POISON, FakeTokenizer, answer
 
 PLAIN = Request(model="flexgen/x", model_deployment="flexgen/x", prompt="Is 2 even?", temperature=0, max_tokens=8)
 SCORE = replace(PLAIN, echo_prompt=True, max_tokens=0)
 
 
-def question(request: Request, tokenizer: FakeTokenizer | None = None) -> Question:
-    return ask(request, tokenizer or FakeTokenizer(), MAX_POSITIONS)
+def question(request: Request, tokenizer: FakeTokenizer | None = None) -> PreparedRequest:
+    return to_generation_request(request, tokenizer or FakeTokenizer(), MAX_POSITIONS)
 
 
 def result(request: Request, tokenizer: FakeTokenizer | None = None) -> RequestResult:
     tokenizer = tokenizer or FakeTokenizer()
-    asked = ask(request, tokenizer, MAX_POSITIONS)
-    return reply(request, asked, answer(asked.request), False, tokenizer)
+    asked = to_generation_request(request, tokenizer, MAX_POSITIONS)
+    return to_request_result(request, asked, answer(asked.request), False, tokenizer)
 
 
 # What is asked
@@ -145,7 +151,7 @@ def test_nothing_asked_for() -> None:
 def test_a_score_that_is_incomplete_is_never_returned() -> None:
     short = replace(answer(question(SCORE).request), prompt_logprobs=(None, -1.0))
     with pytest.raises(RequestError, match="were to be scored"):
-        reply(SCORE, question(SCORE), short, False, FakeTokenizer())
+        to_request_result(SCORE, question(SCORE), short, False, FakeTokenizer())
 
 
 CHAT = replace(PLAIN, prompt="", messages=[{"role": "user", "content": "a" * MAX_POSITIONS}])
@@ -169,8 +175,9 @@ def test_errors_always_say_whether_they_are_fatal_and_are_never_retried(request_
 
 
 def test_other_failures_are_flagged_too() -> None:
-    for got in (no_embedding(), failure("x"), reply(PLAIN, question(PLAIN), GenerationResult(error=MemoryLimitError()),
-                                                    False, FakeTokenizer())):  # fmt: skip
+    failed = GenerationResult(error=MemoryLimitError())
+    answered = to_request_result(PLAIN, question(PLAIN), failed, False, FakeTokenizer())
+    for got in (no_embedding(), failed_result("x"), answered):
         assert not got.success
         assert got.error_flags is not None
         assert (got.error_flags.is_retriable, got.error_flags.is_fatal) == (False, True)

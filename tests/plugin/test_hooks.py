@@ -31,12 +31,12 @@ from helm.common.object_spec import parse_object_spec
 from helm.common.request import ErrorFlags, Request
 
 import flexgen_helm.plugin  # noqa: F401
-from flexgen_helm.core.errors import CheckpointError
-from flexgen_helm.core.records import Cost, GenerationResult
-from flexgen_helm.plugin import hooks, models, registration, service, suite
+from flexgen_helm.errors import CheckpointError
+from flexgen_helm.plugin import helm_patches, models, registration, service, suite
 from flexgen_helm.plugin.client import FlexgenClient
-from flexgen_helm.plugin.run_record import RunRecord, account
-from flexgen_helm.plugin.suite_account import suite_account
+from flexgen_helm.plugin.run_record import RunRecord, usage
+from flexgen_helm.plugin.suite_usage import suite_usage
+from flexgen_helm.request import Cost, GenerationResult
 from tests.helpers.fake_engine import MAX_POSITIONS, POISON, FakeEngine, FakeTokenizer
 
 MODEL = "flexgen/opt-125m"
@@ -131,9 +131,9 @@ def test_a_client_whose_model_cannot_be_read_fails_at_once(monkeypatch: pytest.M
 
 def test_nothing_is_announced_where_nothing_is_ours(engines: list[FakeEngine], tmp_path: Path) -> None:
     executor = Executor(execution(tmp_path))
-    assert hooks.announce(Executor(execution(tmp_path, dry_run=True)), state(request("a"))) is None
-    assert hooks.announce(executor, state(request("a"), deployment="simple/model1")) is None
-    assert hooks.announce(executor, state(request("a"), deployment="flexgen/unknown-model")) is None
+    assert helm_patches.announce(Executor(execution(tmp_path, dry_run=True)), state(request("a"))) is None
+    assert helm_patches.announce(executor, state(request("a"), deployment="simple/model1")) is None
+    assert helm_patches.announce(executor, state(request("a"), deployment="flexgen/unknown-model")) is None
     assert engines == []
 
 
@@ -144,7 +144,7 @@ def test_a_run_that_is_killed_between_two_files_is_not_complete(
     engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same run three times: finished, killed after each number of files, and finished again."""
-    bench, spec, real = runner(tmp_path), run_spec(), hooks.replace_text
+    bench, spec, real = runner(tmp_path), run_spec(), helm_patches.replace_text
     folder = Path(bench._get_run_path(spec))
     bench.run_one(spec)
     assert sorted(FILES + ["flexgen_run.json"]) == sorted(path.name for path in folder.iterdir())
@@ -157,7 +157,7 @@ def test_a_run_that_is_killed_between_two_files_is_not_complete(
             real(path, content)
 
         with monkeypatch.context() as patch:
-            patch.setattr(hooks, "replace_text", killed)
+            patch.setattr(helm_patches, "replace_text", killed)
             with pytest.raises(KeyboardInterrupt):
                 bench.run_one(spec)
         assert not bench._is_run_completed(str(folder))
@@ -207,8 +207,8 @@ def unhooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(helm_runner, "write", helm_runner.write.__wrapped__)  # type: ignore[attr-defined]
     plain = AdapterFactory.get_adapter.__wrapped__  # type: ignore[attr-defined]
     monkeypatch.setattr(AdapterFactory, "get_adapter", staticmethod(plain))
-    monkeypatch.setattr(hooks, "hwarn", warnings.append)
-    monkeypatch.setattr(hooks, "_warned", set())
+    monkeypatch.setattr(helm_patches, "hwarn", warnings.append)
+    monkeypatch.setattr(helm_patches, "_warned", set())
     return warnings
 
 
@@ -242,9 +242,9 @@ def test_metrics_are_imported_while_the_model_loads(
 
 
 def test_hooks_go_on_once(unhooked: list[str]) -> None:
-    hooks.install()
+    helm_patches.install()
     first = Executor.execute, Runner.run_one
-    hooks.install()
+    helm_patches.install()
     assert (Executor.execute, Runner.run_one) == first and Executor.execute.flexgen_helm  # type: ignore[attr-defined]
     assert unhooked == []
 
@@ -261,8 +261,8 @@ def test_a_helm_that_changed_is_left_untouched_with_one_warning(
 ) -> None:
     monkeypatch.setattr(owner, name, value)
     execute = Executor.execute
-    hooks.install()
-    hooks.install()
+    helm_patches.install()
+    helm_patches.install()
     assert Executor.execute is execute and getattr(owner, name) is value
     assert len(unhooked) == 1 and "does not know this version of HELM" in unhooked[0]
 
@@ -278,9 +278,9 @@ def test_without_hooks_the_idle_flush_still_makes_batches(
 
 def test_an_unknown_call_is_passed_through(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(hooks, "hwarn", warnings.append)
-    monkeypatch.setattr(hooks, "_warned", set())
-    execute = hooks._announcing(lambda self, *args, **kwargs: (args, kwargs))  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(helm_patches, "hwarn", warnings.append)
+    monkeypatch.setattr(helm_patches, "_warned", set())
+    execute = helm_patches._announcing(lambda self, *args, **kwargs: (args, kwargs))  # type: ignore[arg-type, return-value]
     assert execute(None, 1, more=2) == ((1,), {"more": 2})
     assert execute(None, 1, more=2) == ((1,), {"more": 2})
     assert len(warnings) == 1
@@ -291,7 +291,7 @@ def test_an_unknown_call_is_passed_through(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_repetition_counts_its_tokens_and_costs_nothing() -> None:
     cost = Cost(10, 8.0, 4, 11.0, 5.0, 100.0, 1.0, 1.0, 2)
-    once, twice = account(["a"], {"a": cost}), account(["a", "a", "failed"], {"a": cost})
+    once, twice = usage(["a"], {"a": cost}), usage(["a", "a", "failed"], {"a": cost})
     assert (once["latency_s"], twice["latency_s"]) == (2.0, 2.0)
     assert once["padded_throughput"] == 8.0 and once["actual_throughput"] == 7.0
     assert once["efficiency"] == pytest.approx(14 / 16)
@@ -319,7 +319,7 @@ def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
 
     def call(*records: RunRecord, failed: tuple[str, ...] = ()) -> dict[str, Any]:
         tried = [*(record.name for record in records), *failed]
-        content = suite_account(tmp_path, records, tried, failed)
+        content = suite_usage(tmp_path, records, tried, failed)
         (tmp_path / "flexgen_suite.json").write_text(json.dumps(content))
         return content
 

@@ -19,10 +19,10 @@ from helm.benchmark.model_metadata_registry import INSTRUCTION_FOLLOWING_MODEL_T
 from helm.benchmark.run_spec import get_run_spec_function
 
 import flexgen_helm.plugin  # noqa: F401
-from flexgen_helm.core.errors import UnknownModelError, UsageError
-from flexgen_helm.core.records import MemoryLimits
+from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.plugin import deployment_files, models, registration
 from flexgen_helm.plugin.models import find_model
+from flexgen_helm.request import MemoryLimits
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
 
@@ -251,7 +251,7 @@ EXPECT = """
 import sys
 from flexgen_helm.plugin.models import find_model
 from flexgen_helm.plugin.service import get_service
-get_service().expect(find_model("flexgen/m", {"path": sys.argv[1]}))
+get_service().preload(find_model("flexgen/m", {"path": sys.argv[1]}))
 names = set(vars(sys.modules["transformers"])) if "transformers" in sys.modules else set()
 print("PreTrainedTokenizerFast" in names and "AutoTokenizer" in names)
 """

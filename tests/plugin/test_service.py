@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from flexgen_helm.core.errors import Interrupted, NumericalError
+from flexgen_helm.errors import Interrupted, NumericalError
 from flexgen_helm.plugin import interrupt, service
-from flexgen_helm.plugin.convert import Question, ask
+from flexgen_helm.plugin.convert import PreparedRequest, to_generation_request
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.service import Service
 from tests.helpers.fake_engine import POISON, FakeEngine, FakeTokenizer
@@ -22,10 +22,10 @@ from tests.helpers.fake_engine import POISON, FakeEngine, FakeTokenizer
 MODEL, OTHER = ModelArguments("m", "m"), ModelArguments("o", "o")
 
 
-def question(prompt: str) -> Question:
+def question(prompt: str) -> PreparedRequest:
     from helm.common.request import Request
 
-    return ask(Request(prompt=prompt, temperature=0, max_tokens=4), FakeTokenizer(), 4096)
+    return to_generation_request(Request(prompt=prompt, temperature=0, max_tokens=4), FakeTokenizer(), 4096)
 
 
 class Bench:
@@ -69,7 +69,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 @pytest.mark.parametrize("threads", [1, 4, 64])
 def test_an_announced_block_runs_once_at_any_number_of_threads(bench: Bench, threads: int) -> None:
     questions = [question(str(i % 50)) for i in range(80)]  # 30 repetitions
-    with bench.service.announce(MODEL, questions) as block, ThreadPoolExecutor(threads) as pool:
+    with bench.service.submit(MODEL, questions) as block, ThreadPoolExecutor(threads) as pool:
         answers = list(pool.map(lambda q: bench.service.answer(MODEL, q), questions))
         assert set(block.answers()) == {q.key for q in questions}
     assert bench.blocks == [50]
@@ -86,8 +86,8 @@ def test_unannounced_questions_are_gathered(bench: Bench) -> None:
 
 
 def test_held_blocks_run_together(bench: Bench) -> None:
-    first = bench.service.announce(MODEL, [question("a"), question("b")], hold=True)
-    second = bench.service.announce(MODEL, [question("b"), question("c")], hold=True)
+    first = bench.service.submit(MODEL, [question("a"), question("b")], hold=True)
+    second = bench.service.submit(MODEL, [question("b"), question("c")], hold=True)
     time.sleep(0.1)
     assert bench.blocks == []
     bench.service.flush()
@@ -99,7 +99,7 @@ def test_held_blocks_run_together(bench: Bench) -> None:
 
 
 def test_models_take_turns_and_one_is_in_memory(bench: Bench) -> None:
-    held = [bench.service.announce(m, [question(p)], hold=True) for p in "ab" for m in (MODEL, OTHER)]
+    held = [bench.service.submit(m, [question(p)], hold=True) for p in "ab" for m in (MODEL, OTHER)]
     bench.service.flush()
     for block in held:
         block.wait()
@@ -109,10 +109,10 @@ def test_models_take_turns_and_one_is_in_memory(bench: Bench) -> None:
 
 
 def test_an_expected_model_is_loaded_before_anybody_asks(bench: Bench) -> None:
-    bench.service.expect(MODEL)
+    bench.service.preload(MODEL)
     assert eventually(lambda: len(bench.engines) == 1)
-    bench.service.expect(MODEL)
-    bench.service.expect(OTHER)  # one is loaded: it stays until the other is asked
+    bench.service.preload(MODEL)
+    bench.service.preload(OTHER)  # one is loaded: it stays until the other is asked
     time.sleep(0.05)
     assert len(bench.engines) == 1
     bench.service.answer(MODEL, question("a"))
@@ -121,7 +121,7 @@ def test_an_expected_model_is_loaded_before_anybody_asks(bench: Bench) -> None:
 
 def test_what_goes_wrong_with_an_expected_model_is_told_to_who_asks(bench: Bench) -> None:
     bench.broken = True
-    bench.service.expect(MODEL)
+    bench.service.preload(MODEL)
     with pytest.raises(RuntimeError, match="cannot load"):
         bench.service.answer(MODEL, question("a"))
     bench.broken = False
@@ -133,7 +133,7 @@ def test_finished_answers_are_not_computed_again(bench: Bench) -> None:
     bench.service.answer(MODEL, question("a"))
     again = Bench()
     service.engine_factory = again.make
-    with again.service.announce(MODEL, [question("a"), question("b")]) as block:
+    with again.service.submit(MODEL, [question("a"), question("b")]) as block:
         block.wait()
         reused = {key: answer.reused for key, answer in block.answers().items()}
     assert reused == {question("a").key: True, question("b").key: False}
@@ -158,7 +158,7 @@ def test_a_journal_that_cannot_be_used_costs_no_answers(bench: Bench, tmp_path: 
 
 def test_one_bad_request_fails_alone_and_is_not_kept(bench: Bench) -> None:
     questions = [question(p) for p in ("a", POISON, "b")]
-    with bench.service.announce(MODEL, questions) as block:
+    with bench.service.submit(MODEL, questions) as block:
         block.wait()
         errors = [block.answers()[q.key].result.error for q in questions]
     assert errors[0] is None and isinstance(errors[1], NumericalError) and errors[2] is None
@@ -176,15 +176,15 @@ def test_an_engine_that_cannot_be_loaded_fails_its_block_only(bench: Bench) -> N
 def test_the_account_is_there_with_the_last_answer(bench: Bench) -> None:
     for i in range(20):
         bench.service.answer(MODEL, question(str(i)))
-        assert bench.service.account(MODEL)["policy"] == "fake"
-    assert bench.service.account(OTHER) == {}
+        assert bench.service.usage(MODEL)["policy"] == "fake"
+    assert bench.service.usage(OTHER) == {}
     assert bench.service.fingerprint(MODEL) == "fake-m"
 
 
 def test_interruption_is_quick_keeps_answers_and_can_be_followed(bench: Bench) -> None:
     bench.delay_s = 0.05
     questions = [question(str(i)) for i in range(200)]
-    with bench.service.announce(MODEL, questions) as block:
+    with bench.service.submit(MODEL, questions) as block:
         assert eventually(lambda: len(block.answers()) >= 3)
         started = time.monotonic()
         bench.service.stop()
@@ -195,14 +195,14 @@ def test_interruption_is_quick_keeps_answers_and_can_be_followed(bench: Bench) -
     assert eventually(lambda: not bench.service._jobs)
     bench.delay_s, bench.engines[0]._delay_s = 0.0, 0.0
     bench.service.resume()
-    with bench.service.announce(MODEL, questions) as block:
+    with bench.service.submit(MODEL, questions) as block:
         block.wait()
         assert sum(answer.reused for answer in block.answers().values()) in (done, done + 1)
 
 
 def test_a_block_that_everybody_left_is_given_up(bench: Bench) -> None:
     bench.delay_s = 0.02
-    block = bench.service.announce(MODEL, [question(str(i)) for i in range(500)])
+    block = bench.service.submit(MODEL, [question(str(i)) for i in range(500)])
     assert eventually(lambda: bool(bench.blocks))
     block.close()
     started = time.monotonic()
@@ -212,8 +212,8 @@ def test_a_block_that_everybody_left_is_given_up(bench: Bench) -> None:
 
 def test_a_block_that_is_not_left_goes_on(bench: Bench) -> None:
     bench.delay_s = 0.01
-    block = bench.service.announce(MODEL, [question(str(i)) for i in range(50)])
-    other = bench.service.announce(MODEL, [question("0")])  # the last one that the fake computes
+    block = bench.service.submit(MODEL, [question(str(i)) for i in range(50)])
+    other = bench.service.submit(MODEL, [question("0")])  # the last one that the fake computes
     block.close()
     other.wait()
     assert len(other.answers()) == 1

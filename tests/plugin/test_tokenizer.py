@@ -14,7 +14,7 @@ from helm.proxy.retry import NonRetriableException
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from flexgen_helm.plugin import models as plugin_models
-from flexgen_helm.plugin.convert import ask, reply
+from flexgen_helm.plugin.convert import to_generation_request, to_request_result
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.tokenizer_client import FlexgenTokenizer, FlexgenWindowService
 from tests.helpers.fake_engine import FakeTokenizer, answer
@@ -103,8 +103,8 @@ def test_echo_scores_exactly_helms_own_tokens(pair: Any, text: str) -> None:
     kind, ours, theirs, folder = pair
     tokenizer = plugin_models.tokenizer(ModelArguments(str(folder), str(folder)))
     request = Request(prompt=text, temperature=0, max_tokens=0, echo_prompt=True)
-    asked = ask(request, tokenizer, 4096)
-    output = reply(request, asked, answer(asked.request), False, tokenizer).completions[0]
+    asked = to_generation_request(request, tokenizer, 4096)
+    output = to_request_result(request, asked, answer(asked.request), False, tokenizer).completions[0]
     assert len(output.tokens) == len(_tokens(theirs, text, f"{NAME}-{kind}", encode=True))
     assert [token.text for token in output.tokens] == _tokens(ours, text, NAME)
     assert output.tokens[0].logprob == 0.0
@@ -115,7 +115,9 @@ def test_text_that_is_no_unicode_is_refused_and_not_retried(pair: Any) -> None:
     with pytest.raises(NonRetriableException, match="not valid Unicode"):
         _tokens(ours, "\ud800", NAME)
     with pytest.raises(NonRetriableException, match="not valid Unicode"):
-        ask(Request(prompt="\ud800"), plugin_models.tokenizer(ModelArguments(str(folder), str(folder))), 4096)
+        to_generation_request(
+            Request(prompt="\ud800"), plugin_models.tokenizer(ModelArguments(str(folder), str(folder))), 4096
+        )
 
 
 class Service:

@@ -11,12 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.quant import kernels
-from flexgen_helm.quant.arithmetic import CannotPack, decode, encode, reach, scales_of, word_steps
+from flexgen_helm.quant.arithmetic import (
+    NotQuantizableError,
+    from_codes,
+    largest_value,
+    scales_of,
+    to_codes,
+    word_steps,
+)
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.kernels import dot, unpack_into
-from flexgen_helm.quant.packed import pack, pack_codes, unpack, unpack_codes
+from flexgen_helm.quant.kernels import dequantize_into, quantized_matmul
+from flexgen_helm.quant.packing import dequantize, pack_codes, quantize, unpack_codes
 
 PAPER = GroupFormat(4, 64, "out", "pair", "range")
 OURS = GroupFormat(4, 32, "out", "word", "error")
@@ -47,47 +54,47 @@ def test_codes_come_back(bits, groups, random):
 
 @given(formats, sizes, st.floats(1e-6, 50.0), st.integers(0, 9))
 @settings(deadline=None, max_examples=60)
-def test_sizes_are_the_formula_and_errors_half_a_step(form, size, scale, seed):
+def test_sizes_are_the_formula_and_errors_half_a_step(fmt, size, scale, seed):
     rows, width = size
     values = matrix(rows, width, scale, seed)
-    packed = pack(values, form)
+    packed = quantize(values, fmt)
     # Written out: groups times code bits and scale bits, whole groups in the grouped direction.
-    along, across = (width, rows) if form.axis == "in" else (rows, width)
-    groups = math.ceil(along / form.group) * across
-    bits = groups * (form.group * form.bits + (32 if form.scales == "pair" else 16))
-    assert packed.numel() * 8 == bits == form.packed_bytes(rows, width) * 8
-    assert form.bits_per_value(rows, width) == pytest.approx(bits / (rows * width))
-    back = unpack(packed, form, rows, width)
+    along, across = (width, rows) if fmt.axis == "in" else (rows, width)
+    groups = math.ceil(along / fmt.group_size) * across
+    bits = groups * (fmt.group_size * fmt.bits + (32 if fmt.scales == "pair" else 16))
+    assert packed.numel() * 8 == bits == fmt.packed_bytes(rows, width) * 8
+    assert fmt.bits_per_value(rows, width) == pytest.approx(bits / (rows * width))
+    back = dequantize(packed, fmt, rows, width)
     assert back.shape == values.shape and back.dtype == torch.float32
-    if form.fit == "range":
-        error, step = (back - values).abs(), steps_of(values, form)
+    if fmt.fit == "range":
+        error, step = (back - values).abs(), steps_of(values, fmt)
         # A word's zero point lies between codes by up to 1/254 of their range, and its step is up to 4.5 % above.
-        slack = 0.5001 if form.scales == "pair" else 0.5001 * 1.045 + ((1 << form.bits) - 1) / 254
+        slack = 0.5001 if fmt.scales == "pair" else 0.5001 * 1.045 + ((1 << fmt.bits) - 1) / 254
         assert (error <= slack * step + 1e-7 * scale + 1.3e-7).all()
 
 
-def steps_of(values, form):
+def steps_of(values, fmt):
     """(max - min) / (2^bits - 1) of every value's group, in double precision, with FP16's roundings allowed for."""
-    work = values.double().numpy() if form.axis == "in" else values.double().numpy().T
+    work = values.double().numpy() if fmt.axis == "in" else values.double().numpy().T
     found = np.empty_like(work)
     for row in range(work.shape[0]):
-        for first in range(0, work.shape[1], form.group):
-            part = work[row, first : first + form.group]
+        for first in range(0, work.shape[1], fmt.group_size):
+            part = work[row, first : first + fmt.group_size]
             least, greatest = part.min(), part.max()
-            if form.scales == "word":
+            if fmt.scales == "word":
                 least, greatest = min(least, 0.0), max(greatest, 0.0)
-            step = (greatest - least) / ((1 << form.bits) - 1)
-            if form.scales == "pair":  # offset down, step up, each by at most one FP16 place; and the floor
+            step = (greatest - least) / ((1 << fmt.bits) - 1)
+            if fmt.scales == "pair":  # offset down, step up, each by at most one FP16 place; and the floor
                 step = step * (1 + 2**-9) + abs(least) * 2**-9 + 2**-14
-            found[row, first : first + form.group] = step
-    return torch.from_numpy(found if form.axis == "in" else found.T.copy())
+            found[row, first : first + fmt.group_size] = step
+    return torch.from_numpy(found if fmt.axis == "in" else found.T.copy())
 
 
 def test_the_papers_formula():
     """x_q = round((x - min) / (max - min) (2^b - 1)), 64 output channels share min and max."""
     values = matrix(128, 5, 0.1).half().float()
-    packed = pack(values, PAPER)
-    back = unpack(packed, PAPER, 128, 5)
+    packed = quantize(values, PAPER)
+    back = dequantize(packed, PAPER, 128, 5)
     other_codes = 0
     for first in (0, 64):
         for column in range(5):
@@ -107,35 +114,35 @@ def test_the_papers_formula():
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.37109375, 65504.0, -65504.0, 6e-8, 2.0**-14])
 def test_constants_survive_exactly(axis, value):
     values = torch.full((70, 70), value)
-    form = GroupFormat(4, 64, axis)
+    fmt = GroupFormat(4, 64, axis)
     # FP16 holds 6e-8 as its least subnormal number.
-    assert torch.equal(unpack(pack(values, form), form, 70, 70), values.half().float())
+    assert torch.equal(dequantize(quantize(values, fmt), fmt, 70, 70), values.half().float())
 
 
 def test_values_far_from_each_other_and_subnormal_steps():
     tiny = torch.tensor([[0.0, 1e-7] * 32])
-    form = GroupFormat(4, 64)
-    assert (unpack(pack(tiny, form), form, 1, 64) - tiny).abs().max() <= 2**-15
+    fmt = GroupFormat(4, 64)
+    assert (dequantize(quantize(tiny, fmt), fmt, 1, 64) - tiny).abs().max() <= 2**-15
     wide = torch.tensor([[-65504.0, 65504.0] * 32])
-    assert (unpack(pack(wide, form), form, 1, 64) - wide).abs().max() <= 64
+    assert (dequantize(quantize(wide, fmt), fmt, 1, 64) - wide).abs().max() <= 64
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("form", [PAPER, OURS], ids=["paper", "ours"])
-def test_what_is_not_finite_is_refused(bad, form):
+@pytest.mark.parametrize("fmt", [PAPER, OURS], ids=["paper", "ours"])
+def test_what_is_not_finite_is_refused(bad, fmt):
     values = matrix(64, 64)
     values[3, 5] = bad
-    with pytest.raises(CannotPack, match="not finite"):
-        pack(values, form)
+    with pytest.raises(NotQuantizableError, match="not finite"):
+        quantize(values, fmt)
     big = torch.full((64, 64), 1e38)
     big[::2] *= -1
-    with pytest.raises(CannotPack, match="65504"):
-        pack(big, PAPER)
+    with pytest.raises(NotQuantizableError, match="65504"):
+        quantize(big, PAPER)
     for values in (big.clamp(-1900, 1900), big.clamp(0, 3700)):  # 3,677 is what 15 of the largest steps span
-        with pytest.raises(CannotPack, match="spans more than 3677"):
-            pack(values, OURS)
-    near = big.clamp(-reach(OURS), reach(OURS))
-    assert (unpack(pack(near, OURS), OURS, 64, 64) - near).abs().max() <= reach(OURS) / 15
+        with pytest.raises(NotQuantizableError, match="spans more than 3677"):
+            quantize(values, OURS)
+    near = big.clamp(-largest_value(OURS), largest_value(OURS))
+    assert (dequantize(quantize(near, OURS), OURS, 64, 64) - near).abs().max() <= largest_value(OURS) / 15
 
 
 def test_the_grid_of_words():
@@ -153,8 +160,8 @@ def test_the_fit_is_never_worse_than_the_range_and_near_the_best_word(seed, scal
     values = matrix(3, 32, scale, seed)
 
     def cost(fit):
-        form = GroupFormat(4, 32, "in", "word", fit)
-        back = decode(*encode(values, form), form)
+        fmt = GroupFormat(4, 32, "in", "word", fit)
+        back = from_codes(*to_codes(values, fmt), fmt)
         return (back - values).square().sum(-1)
 
     assert (cost("error") <= cost("range") * 1.000001).all()
@@ -172,8 +179,8 @@ def test_the_fit_is_never_worse_than_the_range_and_near_the_best_word(seed, scal
 def test_the_best_fit_is_a_good_deal_better_than_the_range():
     values = matrix(192, 320, 0.02)
 
-    def error(form):
-        return float((unpack(pack(values, form), form, 192, 320) - values).square().mean())
+    def error(fmt):
+        return float((dequantize(quantize(values, fmt), fmt, 192, 320) - values).square().mean())
 
     # At the same 4.5 bits.
     assert OURS.bits_per_value(192, 320) == PAPER.bits_per_value(192, 320) == 4.5
@@ -183,73 +190,73 @@ def test_the_best_fit_is_a_good_deal_better_than_the_range():
 KERNELS = [PAPER, OURS, GroupFormat(4, 64, "in"), GroupFormat(4, 128, "in", "word"), GroupFormat(3, 64, "out")]
 
 
-@pytest.mark.parametrize("form", KERNELS, ids=str)
+@pytest.mark.parametrize("fmt", KERNELS, ids=str)
 @given(sizes, st.integers(1, 3))
 @settings(deadline=None, max_examples=15)
-def test_the_loops_give_the_numbers_of_plain_operations(form, size, threads):
+def test_the_loops_give_the_numbers_of_plain_operations(fmt, size, threads):
     rows, width = size
-    packed = pack(matrix(rows, width, 0.3), form)
+    packed = quantize(matrix(rows, width, 0.3), fmt)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         out = torch.full((rows, width), math.nan)
-        assert unpack_into(packed, form, out) is out
+        assert dequantize_into(packed, fmt, out) is out
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(out, unpack(packed, form, rows, width))
+    assert torch.equal(out, dequantize(packed, fmt, rows, width))
 
 
-@pytest.mark.parametrize("form", [PAPER, OURS, GroupFormat(4, 8, "out", "word")], ids=str)
-@given(sizes, st.integers(1, kernels.DOT_TOKENS), st.integers(1, 3))
+@pytest.mark.parametrize("fmt", [PAPER, OURS, GroupFormat(4, 8, "out", "word")], ids=str)
+@given(sizes, st.integers(1, kernels.QUANTIZED_MATMUL_ROWS), st.integers(1, 3))
 @settings(deadline=None, max_examples=25)
-def test_products_with_codes_are_products_with_what_they_unpack_to(form, size, tokens, threads):
+def test_products_with_codes_are_products_with_what_they_unpack_to(fmt, size, tokens, threads):
     rows, width = size
-    packed = pack(matrix(rows, width, 0.3), form)
+    packed = quantize(matrix(rows, width, 0.3), fmt)
     x = matrix(tokens, width, 1.0, seed=1)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = dot(x, packed, form, rows)
+        found = quantized_matmul(x, packed, fmt, rows)
     finally:
         torch.set_num_threads(before)
-    weights = unpack(packed, form, rows, width).double()
+    weights = dequantize(packed, fmt, rows, width).double()
     # Codes and offsets are summed apart and then cancel, so the error is relative to the sum of absolute values.
     bound = 1e-6 * (x.double().abs() @ (weights.abs() + 1).t())
     assert found.shape == (tokens, rows) and ((found - x.double() @ weights.t()).abs() <= bound).all()
 
 
 def test_codes_are_used_as_they_are_for_few_tokens_only():
-    packed = pack(matrix(64, 64), OURS)
-    assert dot(matrix(kernels.DOT_TOKENS + 1, 64), packed, OURS, 64) is None
-    assert dot(matrix(1, 64).half(), packed, OURS, 64) is None
+    packed = quantize(matrix(64, 64), OURS)
+    assert quantized_matmul(matrix(kernels.QUANTIZED_MATMUL_ROWS + 1, 64), packed, OURS, 64) is None
+    assert quantized_matmul(matrix(1, 64).half(), packed, OURS, 64) is None
     along = GroupFormat(4, 64, "in")
-    assert dot(matrix(1, 64), pack(matrix(64, 64), along), along, 64) is None
+    assert quantized_matmul(matrix(1, 64), quantize(matrix(64, 64), along), along, 64) is None
 
 
 def test_the_loops_are_there(monkeypatch):
     """numba is among our requirements: without it these tests would compare plain operations with themselves."""
-    forms = [(form.bits, form.axis, form.scales) for form in KERNELS[:4]]
-    assert all(form in kernels._loops() for form in forms)
-    packed = pack(matrix(64, 64), OURS)
+    forms = [(fmt.bits, fmt.axis, fmt.scales) for fmt in KERNELS[:4]]
+    assert all(fmt in kernels._loops() for fmt in forms)
+    packed = quantize(matrix(64, 64), OURS)
     monkeypatch.setattr(kernels, "_loops", dict)
-    assert torch.equal(unpack_into(packed, OURS, torch.empty(64, 64)), unpack(packed, OURS, 64, 64))
+    assert torch.equal(dequantize_into(packed, OURS, torch.empty(64, 64)), dequantize(packed, OURS, 64, 64))
 
 
 TRITON = """
 import torch
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.packed import pack, unpack
-from flexgen_helm.quant.triton_loops import unpack_into
+from flexgen_helm.quant.packing import dequantize, quantize
+from flexgen_helm.quant.triton_kernels import dequantize_into
 draw, tried = torch.Generator().manual_seed(0), 0
 for axis in ("in", "out"):
     for group, (scales, fit) in ((8, ("word", "range")), (32, ("word", "error")), (64, ("pair", "range"))):
         for rows, width in ((1, 1), (5, 70), (67, 600), (130, 33)):
             for dtype in (torch.float32, torch.float16):
                 form = GroupFormat(4, group, axis, scales, fit)
-                packed = pack(torch.randn(rows, width, generator=draw) * 0.3, form)
+                packed = quantize(torch.randn(rows, width, generator=draw) * 0.3, form)
                 out = torch.full((rows, width), float("nan"), dtype=dtype)
-                unpack_into(packed, form, out)
-                assert torch.equal(out, unpack(packed, form, rows, width).to(dtype)), (form, rows, width)
+                dequantize_into(packed, form, out)
+                assert torch.equal(out, dequantize(packed, form, rows, width).to(dtype)), (form, rows, width)
                 tried += 1
 assert tried == 48
 """
@@ -277,8 +284,8 @@ def test_half_quadratic_offsets_suit_most_values(scale, seed):
     values[0] = 0.25
     values[:, 0] *= 6  # outliers
     plain, fitted = (GroupFormat(4, 64, "in", "pair", fit) for fit in ("range", "half-quadratic"))
-    assert torch.equal(encode(values[:, None], plain)[1][..., 0], encode(values[:, None], fitted)[1][..., 0])
-    errors = {form.fit: (unpack(pack(values, form), form, 8, 64) - values).abs() for form in (plain, fitted)}
+    assert torch.equal(to_codes(values[:, None], plain)[1][..., 0], to_codes(values[:, None], fitted)[1][..., 0])
+    errors = {fmt.fit: (dequantize(quantize(values, fmt), fmt, 8, 64) - values).abs() for fmt in (plain, fitted)}
     assert (errors["half-quadratic"][0, 1:] < 1e-3).all()
     assert (errors["half-quadratic"] ** 0.7).sum() <= 1.02 * (errors["range"] ** 0.7).sum()
     with pytest.raises(UsageError, match="pair"):

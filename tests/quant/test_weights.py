@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.policy.placement import AtRest
-from flexgen_helm.quant.packed import pack, unpack
+from flexgen_helm.planner.placement import StorageSizes
+from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import FP16, PRECISIONS
 from tests.helpers.offload import MIB, offloaded, policies, workload
 from tests.helpers.parity import assert_equals_reference, assert_same, prompts
@@ -30,11 +30,11 @@ def whole_cache(monkeypatch):
 
 def with_packed_layers(model: TinyModel, precision: str, spoil: bool = False) -> TinyModel:
     """`transformers` with every linear map of its layers replaced by what packing leaves of it."""
-    form, found = PRECISIONS[precision].weights, copy.deepcopy(model)
+    fmt, found = PRECISIONS[precision].weights, copy.deepcopy(model)
     for name, module in found.reference.named_modules():
         if isinstance(module, torch.nn.Linear) and ".layers." in f".{name}":
             rows, width = module.weight.shape
-            module.weight.data = unpack(pack(module.weight.data, form), form, rows, width)
+            module.weight.data = dequantize(quantize(module.weight.data, fmt), fmt, rows, width)
             if spoil:
                 module.weight.data[0, 0] += 0.5 * module.weight.data.abs().max()
     return found
@@ -53,7 +53,7 @@ def test_scores_equal_transformers_with_the_same_matrices(tiny, tmp_path, varian
     asked, requests = ask(variant)
     reference = with_packed_layers(tiny(variant), precision)
     # Where they rest packed, and where there is room for copies in the compute type.
-    for memory in (None, MemoryLimits(cpu=int(1.5 * sum(AtRest(engine_spec(tiny(variant))).matrices.values())))):
+    for memory in (None, MemoryLimits(cpu=int(1.5 * sum(StorageSizes(engine_spec(tiny(variant))).matrices.values())))):
         options = {} if memory is None else {"limits": memory}
         with Engine.from_pretrained(tiny(variant).path, precision=precision, offload_dir=tmp_path, **options) as engine:
             assert bool(engine._weights._forms) == (memory is not None)
@@ -62,9 +62,9 @@ def test_scores_equal_transformers_with_the_same_matrices(tiny, tmp_path, varian
 
 
 def engine_spec(model):
-    from flexgen_helm.checkpoint.spec import read_spec
+    from flexgen_helm.checkpoint.model_config import read_model_config
 
-    return read_spec(model.path)[0]
+    return read_model_config(model.path)[0]
 
 
 def test_the_comparison_notices_a_single_weight(tiny, tmp_path):
@@ -103,15 +103,15 @@ def test_what_travels_and_lies_on_the_disk_is_packed(tiny, tmp_path):
 
     requests = [GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=1, ignore_eos=True)]
     policy = Policy(1, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)
-    spec = engine_spec(tiny("llama"))
+    config = engine_spec(tiny("llama"))
     for name in ("fp16", *PACKED):
-        rest = AtRest(spec, PRECISIONS[name])
+        rest = StorageSizes(config, PRECISIONS[name])
         with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", precision=name) as engine:
             engine.run(requests)
             read = engine.last_run["bytes"]["disk_to_cpu"]["weights"]
-        head = rest.matrices["embed.tokens.weight"] if spec.tied_head else rest.stage_bytes("head")
-        table_rows = 3 * spec.embed_size * 2  # of the prompt's tokens
-        layers = sum(rest.stage_bytes(f"layers.{i}") for i in range(spec.num_layers))
+        head = rest.matrices["embed.tokens.weight"] if config.tied_head else rest.stage_bytes("head")
+        table_rows = 3 * config.embed_size * 2  # of the prompt's tokens
+        layers = sum(rest.stage_bytes(f"layers.{i}") for i in range(config.num_layers))
         assert read in (layers + head + table_rows, layers + head + rest.matrices["embed.tokens.weight"])
     folders = [path for path in tmp_path.iterdir() if path.name.startswith("weights-")]
     assert len(folders) == 1 + len({PRECISIONS[name].weights_label for name in PACKED}) == 3
@@ -131,7 +131,7 @@ def test_precisions_have_their_own_fingerprints_and_labels(tiny, tmp_path):
             found.add(engine.fingerprint)
             assert engine.precision == name
     assert len(found) == len(PRECISIONS) == len({p.label for p in PRECISIONS.values()})
-    assert FP16.form("layers.0.attn.q.weight") is None
+    assert FP16.format_of("layers.0.attn.q.weight") is None
     ours = PRECISIONS["4bit"]
-    assert ours.form("layers.0.mlp.experts.3.up.weight") == ours.weights
-    assert ours.form("layers.0.mlp.router.weight") is None is ours.form("embed.tokens.weight")
+    assert ours.format_of("layers.0.mlp.experts.3.up.weight") == ours.weights
+    assert ours.format_of("layers.0.mlp.router.weight") is None is ours.format_of("embed.tokens.weight")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flexgen_helm import cli
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.comparison_view import rows, speed_rows, to_html, to_json, to_markdown
 from tests.helpers.suites import accuracies, write_run

@@ -9,13 +9,13 @@ import subprocess
 
 import pytest
 
-from flexgen_helm.core.errors import UsageError
-from flexgen_helm.core.records import Cost
+from flexgen_helm.errors import UsageError
 from flexgen_helm.report.page import page
 from flexgen_helm.report.scores import read_scores, reused_note, table
 from flexgen_helm.report.suite import read_suite, to_json
 from flexgen_helm.report.suite_view import to_html, to_markdown
 from flexgen_helm.report.throughput import padding, throughput
+from flexgen_helm.request import Cost
 from tests.helpers.suites import accuracies, write_run
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -20,7 +20,7 @@ from helm.common.object_spec import parse_object_spec
 from helm.common.request import GeneratedOutput, RequestResult, Token
 
 import flexgen_helm.plugin  # noqa: F401
-from flexgen_helm.core.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError
 from flexgen_helm.plugin import convert
 from flexgen_helm.plugin.token_request import TokenRequest
 from flexgen_helm.scenarios import adapters, lambada, wikitext

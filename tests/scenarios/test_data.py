@@ -13,7 +13,7 @@ from helm.benchmark.scenarios.scenario import create_scenario
 from helm.common.object_spec import parse_object_spec
 
 import flexgen_helm.plugin  # noqa: F401
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.scenarios import data, lambada, wikitext
 
 TWO_PAGES = " \n = First = \n \n Some words . \n \n = = Part = = \n \n More . \n \n = Second = \n \n The end . \n"

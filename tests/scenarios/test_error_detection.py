@@ -11,7 +11,7 @@ from helm.benchmark.scenarios.scenario import Instance
 from helm.common.object_spec import parse_object_spec
 
 import flexgen_helm.plugin  # noqa: F401
-from flexgen_helm.core.errors import UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.scenarios import error_detection
 from tests.helpers.data_sets import write_hospital, write_table
 from tests.helpers.helm_runs import MODEL

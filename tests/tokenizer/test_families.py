@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from flexgen_helm.core.errors import CheckpointError
-from flexgen_helm.text.stops import StopMatcher
-from flexgen_helm.text.tokenizer import Tokenizer
+from flexgen_helm.errors import CheckpointError
+from flexgen_helm.tokenizer.stop_strings import StopMatcher
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.tokenizers_by_family import FAMILIES, GALACTICA_MARKER, bos_template, slow_encode
 
 NAMES = list(FAMILIES)

@@ -19,8 +19,8 @@ from transformers import Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from flexgen_helm.checkpoint.gguf_header import read_gguf_header
-from flexgen_helm.core.errors import CheckpointError, UnsupportedArchitectureError
-from flexgen_helm.text.tokenizer import Tokenizer
+from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 CORPUS = [
     "In 1998 and 2024 the price was 3.14 or 1234567 euros; it's 1998 again, and 99 9999 more.",

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_helm.core.errors import RequestError
-from flexgen_helm.text.stops import KeptText, StopMatcher
+from flexgen_helm.errors import RequestError
+from flexgen_helm.tokenizer.stop_strings import KeptText, StopMatcher
 
 # Few letters, so that stop strings occur and overlap; characters of one to four bytes; a joiner sequence.
 ALPHABET = "ab\n é€👍"

@@ -14,9 +14,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from flexgen_helm.core.errors import CheckpointError, RequestError, UnsupportedArchitectureError
-from flexgen_helm.text.pieces import byte_alphabet, helm_text
-from flexgen_helm.text.tokenizer import Tokenizer
+from flexgen_helm.errors import CheckpointError, RequestError, UnsupportedArchitectureError
+from flexgen_helm.tokenizer.token_bytes import byte_alphabet, helm_text
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",

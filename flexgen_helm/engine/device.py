@@ -1,0 +1,45 @@
+"""The machine that an engine computes on: its device, the link to it, and what its tiers hold."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import psutil
+import torch
+
+from flexgen_helm.errors import UsageError
+from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
+from flexgen_helm.planner.placement import TIERS, Tier
+from flexgen_helm.planner.plan import check_device
+from flexgen_helm.planner.problem import without_margin
+from flexgen_helm.request import MemoryLimits
+
+
+def open_device(
+    name: str, link_gb_s: tuple[float, float] | None, limits: MemoryLimits
+) -> tuple[torch.device, CopyEngine | None]:
+    """The device that computes, and the link to it: None where the host computes."""
+    check_device(name, link_gb_s, limits)
+    if name == "sim":
+        return torch.device("cpu"), SimulatedCopyEngine(*(link_gb_s or (None, None)))
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device, None
+    if not torch.cuda.is_available():
+        raise UsageError(f"device {name!r} was asked for and this machine has no usable GPU; take --device cpu")
+    return device, CudaCopyEngine(device)
+
+
+def tier_capacities(limits: MemoryLimits, device: torch.device, folder: Path, simulated: bool) -> dict[Tier, int]:
+    """Bytes of each tier: what is asked for, else what the machine has, less a margin."""
+    memory = psutil.virtual_memory()
+    host = without_margin(memory.available, memory.total)
+    near = without_margin(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else 0
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk = shutil.disk_usage(existing)
+    found: dict[Tier, int] = {"gpu": near, "cpu": host, "disk": without_margin(disk.free, 0)}
+    given: dict[Tier, int | None] = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
+    return {tier: found[tier] if (limit := given[tier]) is None else limit for tier in TIERS}

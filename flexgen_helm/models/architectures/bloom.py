@@ -1,0 +1,64 @@
+"""BLOOM (560M to 176B, BLOOMZ): scores fall with the distance (ALiBi), embeddings are normed, fused projections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
+from flexgen_helm.models.config import ModelConfig
+
+# ALiBi knows no longest context; the models were trained on this one.
+_TRAINED_POSITIONS = 2048
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    if config.get("apply_residual_connection_post_layernorm"):
+        raise UnsupportedArchitectureError("BLOOM with apply_residual_connection_post_layernorm is not supported")
+    hidden = config.get("n_embed") or config["hidden_size"]
+    heads = config.get("n_head") or config["num_attention_heads"]
+    return ModelConfig(
+        architecture="bloom",
+        num_layers=config.get("n_layer") or config["num_hidden_layers"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_size=4 * hidden,
+        vocab_size=config["vocab_size"],
+        max_positions=config.get("seq_length") or _TRAINED_POSITIONS,
+        embed_size=hidden,
+        norm="layernorm",
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        activation="gelu_tanh",
+        gated_mlp=False,
+        rope=None,
+        alibi=True,
+        embed_norm=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied_head=config.get("tie_word_embeddings", True),
+    )
+
+
+_LAYER = "h.{i}."
+ARCHITECTURE = Architecture(
+    name="bloom",
+    architectures=("BloomForCausalLM", "BloomModel"),
+    read_config=read_config,
+    prefixes=("transformer.", ""),
+    tensors={
+        "embed.tokens.weight": TensorSource("word_embeddings.weight"),
+        "embed.norm": TensorSource("word_embeddings_layernorm"),
+        "head.norm": TensorSource("ln_f"),
+        "head.lm.weight": TensorSource("lm_head.weight"),
+        "layers.{i}.attn_norm": TensorSource(_LAYER + "input_layernorm"),
+        **fused_sources("layers.{i}.attn", ("q", "k", "v"), _LAYER + "self_attention.query_key_value", by_head=True),
+        "layers.{i}.attn.o": TensorSource(_LAYER + "self_attention.dense"),
+        "layers.{i}.mlp_norm": TensorSource(_LAYER + "post_attention_layernorm"),
+        "layers.{i}.mlp.up": TensorSource(_LAYER + "mlp.dense_h_to_4h"),
+        "layers.{i}.mlp.down": TensorSource(_LAYER + "mlp.dense_4h_to_h"),
+    },
+)

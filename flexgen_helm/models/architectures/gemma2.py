@@ -1,0 +1,79 @@
+"""Gemma 2: norms around both blocks, soft caps on scores and logits, every other layer with a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.models.architectures import llama
+from flexgen_helm.models.architectures.base import Architecture, TensorSource
+from flexgen_helm.models.architectures.fields import activation_of, read_windows
+from flexgen_helm.models.architectures.gguf_fields import gguf_key
+from flexgen_helm.models.config import ModelConfig
+
+
+def alternating(config: Mapping[str, Any], full_every: int) -> tuple[int | None, ...]:
+    return read_windows(config, lambda layer: (layer + 1) % full_every != 0)
+
+
+def read_config(config: Mapping[str, Any], architecture: str = "gemma2", **features: Any) -> ModelConfig:
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedArchitectureError(f"{architecture} with use_bidirectional_attention generates nothing")
+    given: dict[str, Any] = dict(
+        head_dim=config.get("head_dim") or 256,
+        activation=activation_of(architecture, config.get("hidden_activation") or "gelu_pytorch_tanh"),
+        tied_head=config.get("tie_word_embeddings", True),
+        windows=alternating(config, 2),
+        residual="sandwich",
+        embed_scale=config["hidden_size"] ** 0.5,
+        norm_plus_one=True,
+        attn_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
+        attn_softcap=config.get("attn_logit_softcapping", 50.0),
+        final_softcap=config.get("final_logit_softcapping", 30.0),
+    )
+    return llama.read_config(config, architecture, **{**given, **features})
+
+
+def read_gguf(
+    metadata: Mapping[str, Any], arch: str = "gemma2", full_every: int = 2, largest: int = 46, **features: Any
+) -> ModelConfig:
+    """largest: layers of the 27B size, whose scores are scaled by the heads' share of the hidden size.
+
+    The files keep 1 + weight of every norm, and leave the scale and the pattern of the windows to the reader.
+    """
+    key = gguf_key(metadata, arch)
+    layers, hidden, heads = int(key("block_count")), int(key("embedding_length")), int(key("attention.head_count"))
+    config = {"num_hidden_layers": layers, "sliding_window": key("attention.sliding_window", None)}
+    given: dict[str, Any] = dict(
+        activation="gelu_tanh",
+        windows=alternating(config, full_every),
+        residual="sandwich",
+        embed_scale=hidden**0.5,
+        attn_scale=(hidden // heads if layers == largest else int(key("attention.key_length"))) ** -0.5,
+        attn_softcap=key("attn_logit_softcapping", None),
+        final_softcap=key("final_logit_softcapping", None),
+    )
+    return llama.read_gguf(metadata, arch, arch, **{**given, **features})
+
+
+_LAYER = "layers.{i}."
+ARCHITECTURE = Architecture(
+    name="gemma2",
+    architectures=("Gemma2ForCausalLM", "Gemma2Model"),
+    read_config=read_config,
+    prefixes=llama.ARCHITECTURE.prefixes,
+    tensors={
+        **llama.ARCHITECTURE.tensors,
+        "layers.{i}.attn_post_norm": TensorSource(_LAYER + "post_attention_layernorm"),
+        "layers.{i}.mlp_norm": TensorSource(_LAYER + "pre_feedforward_layernorm"),
+        "layers.{i}.mlp_post_norm": TensorSource(_LAYER + "post_feedforward_layernorm"),
+    },
+    gguf_architectures=("gemma2",),
+    read_gguf=read_gguf,
+    gguf_tensors={
+        **llama.GGUF_TENSORS,
+        "layers.{i}.attn_post_norm": TensorSource("blk.{i}.post_attention_norm"),
+        "layers.{i}.mlp_post_norm": TensorSource("blk.{i}.post_ffw_norm"),
+    },
+)

@@ -1,0 +1,58 @@
+"""GPT-NeoX (Pythia, GPT-NeoX-20B): both blocks read the same residual, a quarter of each head rotates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
+from flexgen_helm.models.architectures.fields import activation_of, read_rope
+from flexgen_helm.models.config import ModelConfig
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    bias = config.get("attention_bias", True)
+    older = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct", 0.25)}
+    return ModelConfig(
+        architecture="gpt_neox",
+        num_layers=config["num_hidden_layers"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        embed_size=hidden,
+        norm="layernorm",
+        norm_eps=config.get("layer_norm_eps", 1e-5),
+        activation=activation_of("GPT-NeoX", config.get("hidden_act", "gelu")),
+        gated_mlp=False,
+        rope=read_rope({**older, **config}, hidden // heads),
+        residual="parallel" if config.get("use_parallel_residual", True) else "pre_norm",
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=True,
+        tied_head=config.get("tie_word_embeddings", False),
+    )
+
+
+_LAYER = "layers.{i}."
+ARCHITECTURE = Architecture(
+    name="gpt_neox",
+    architectures=("GPTNeoXForCausalLM", "GPTNeoXModel"),
+    read_config=read_config,
+    prefixes=("gpt_neox.", ""),
+    tensors={
+        "embed.tokens.weight": TensorSource("embed_in.weight"),
+        "head.norm": TensorSource("final_layer_norm"),
+        "head.lm.weight": TensorSource("embed_out.weight"),
+        "layers.{i}.attn_norm": TensorSource(_LAYER + "input_layernorm"),
+        **fused_sources("layers.{i}.attn", ("q", "k", "v"), _LAYER + "attention.query_key_value", by_head=True),
+        "layers.{i}.attn.o": TensorSource(_LAYER + "attention.dense"),
+        "layers.{i}.mlp_norm": TensorSource(_LAYER + "post_attention_layernorm"),
+        "layers.{i}.mlp.up": TensorSource(_LAYER + "mlp.dense_h_to_4h"),
+        "layers.{i}.mlp.down": TensorSource(_LAYER + "mlp.dense_4h_to_h"),
+    },
+)

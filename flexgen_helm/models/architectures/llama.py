@@ -1,0 +1,123 @@
+"""Llama (2, 3, SmolLM2 and what shares the record): RMS norm, rotary positions, gated SiLU, grouped keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from flexgen_helm.models.architectures.base import Architecture, TensorSource
+from flexgen_helm.models.architectures.fields import activation_of, read_rope
+from flexgen_helm.models.architectures.gguf_fields import gguf_key, read_gguf_experts, read_gguf_rope
+from flexgen_helm.models.config import ModelConfig
+
+
+def read_config(config: Mapping[str, Any], architecture: str = "llama", **features: Any) -> ModelConfig:
+    """Llama, and what differs from it in `features` (fields of the spec) only."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = features.get("head_dim") or config.get("head_dim") or hidden // heads
+    attention_bias = config.get("attention_bias", False)
+    given: dict[str, Any] = dict(
+        architecture=architecture,
+        num_layers=config["num_hidden_layers"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        ffn_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        embed_size=hidden,
+        norm="rmsnorm",
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        activation=activation_of(architecture, config.get("hidden_act", "silu")),
+        gated_mlp=True,
+        rope=read_rope(config, head_dim),
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=config.get("mlp_bias", False),
+        tied_head=config.get("tie_word_embeddings", False),
+    )
+    return ModelConfig(**{**given, **features})
+
+
+def read_gguf(
+    metadata: Mapping[str, Any], arch: str = "llama", architecture: str = "llama", **features: Any
+) -> ModelConfig:
+    """GGUF metadata (plain Python values, with `tensor_names` and `rope_factors` added by the reader) -> ModelSpec.
+
+    arch: the prefix of the keys. features: as for `read_config`.
+    """
+    key = gguf_key(metadata, arch)
+    hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
+    head_dim = int(key("attention.key_length", hidden // heads))
+    rope = read_gguf_rope(metadata, arch, head_dim)
+    positions = int(key("context_length"))
+    given: dict[str, Any] = dict(
+        architecture=architecture,
+        num_layers=int(key("block_count")),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=int(key("attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        ffn_size=int(key("feed_forward_length")),
+        vocab_size=len(metadata["tokenizer.ggml.tokens"]),
+        max_positions=positions,
+        embed_size=hidden,
+        norm="rmsnorm",
+        norm_eps=float(key("attention.layer_norm_rms_epsilon")),
+        activation="silu",
+        gated_mlp=True,
+        rope=rope,
+        qkv_bias="blk.0.attn_q.bias" in metadata["tensor_names"],
+        tied_head="output.weight" not in metadata["tensor_names"],
+        experts=read_gguf_experts(metadata, arch),
+    )
+    return ModelConfig(**{**given, **features})
+
+
+_LAYER = "layers.{i}."
+ARCHITECTURE = Architecture(
+    name="llama",
+    architectures=("LlamaForCausalLM", "LlamaModel"),
+    read_config=read_config,
+    prefixes=("model.", ""),
+    tensors={
+        "embed.tokens.weight": TensorSource("embed_tokens.weight"),
+        "head.norm": TensorSource("norm"),
+        "head.lm.weight": TensorSource("lm_head.weight"),
+        "layers.{i}.attn_norm": TensorSource(_LAYER + "input_layernorm"),
+        "layers.{i}.attn.q": TensorSource(_LAYER + "self_attn.q_proj"),
+        "layers.{i}.attn.k": TensorSource(_LAYER + "self_attn.k_proj"),
+        "layers.{i}.attn.v": TensorSource(_LAYER + "self_attn.v_proj"),
+        "layers.{i}.attn.o": TensorSource(_LAYER + "self_attn.o_proj"),
+        "layers.{i}.mlp_norm": TensorSource(_LAYER + "post_attention_layernorm"),
+        "layers.{i}.mlp.gate": TensorSource(_LAYER + "mlp.gate_proj"),
+        "layers.{i}.mlp.up": TensorSource(_LAYER + "mlp.up_proj"),
+        "layers.{i}.mlp.down": TensorSource(_LAYER + "mlp.down_proj"),
+    },
+    gguf_architectures=("llama",),
+    read_gguf=read_gguf,
+    gguf_tensors={
+        "embed.tokens.weight": TensorSource("token_embd.weight"),
+        "head.norm": TensorSource("output_norm"),
+        "head.lm.weight": TensorSource("output.weight"),
+        "layers.{i}.attn_norm": TensorSource("blk.{i}.attn_norm"),
+        "layers.{i}.attn.q": TensorSource("blk.{i}.attn_q", rope_heads="q"),
+        "layers.{i}.attn.k": TensorSource("blk.{i}.attn_k", rope_heads="kv"),
+        "layers.{i}.attn.v": TensorSource("blk.{i}.attn_v"),
+        "layers.{i}.attn.o": TensorSource("blk.{i}.attn_output"),
+        "layers.{i}.mlp_norm": TensorSource("blk.{i}.ffn_norm"),
+        "layers.{i}.mlp.gate": TensorSource("blk.{i}.ffn_gate"),
+        "layers.{i}.mlp.up": TensorSource("blk.{i}.ffn_up"),
+        "layers.{i}.mlp.down": TensorSource("blk.{i}.ffn_down"),
+        "layers.{i}.mlp.router": TensorSource("blk.{i}.ffn_gate_inp"),
+        "layers.{i}.mlp.experts.{e}.gate": TensorSource("blk.{i}.ffn_gate_exps", experts=True),
+        "layers.{i}.mlp.experts.{e}.up": TensorSource("blk.{i}.ffn_up_exps", experts=True),
+        "layers.{i}.mlp.experts.{e}.down": TensorSource("blk.{i}.ffn_down_exps", experts=True),
+    },
+)
+# The other families' files keep the rows of queries and keys in halves.
+GGUF_TENSORS: Mapping[str, TensorSource] = {
+    name: replace(source, rope_heads=None) for name, source in ARCHITECTURE.gguf_tensors.items()
+}

@@ -1,0 +1,35 @@
+"""Mixtral: Mistral with eight experts in every layer, two for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexgen_helm.models.architectures import llama, mistral
+from flexgen_helm.models.architectures.base import Architecture, TensorSource
+from flexgen_helm.models.config import ModelConfig, MoEConfig
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    experts = MoEConfig(
+        count=config["num_local_experts"],
+        per_token=config["num_experts_per_tok"],
+        ffn_size=config["intermediate_size"],
+    )
+    return mistral.read_config(config, "mixtral", experts=experts)
+
+
+_MOE = "layers.{i}.block_sparse_moe."
+ARCHITECTURE = Architecture(
+    name="mixtral",
+    architectures=("MixtralForCausalLM", "MixtralModel"),
+    read_config=read_config,
+    prefixes=llama.ARCHITECTURE.prefixes,
+    tensors={
+        **llama.ARCHITECTURE.tensors,
+        "layers.{i}.mlp.router": TensorSource(_MOE + "gate"),
+        "layers.{i}.mlp.experts.{e}.gate": TensorSource(_MOE + "experts.{e}.w1"),
+        "layers.{i}.mlp.experts.{e}.up": TensorSource(_MOE + "experts.{e}.w3"),
+        "layers.{i}.mlp.experts.{e}.down": TensorSource(_MOE + "experts.{e}.w2"),
+    },
+)

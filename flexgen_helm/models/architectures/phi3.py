@@ -1,0 +1,62 @@
+"""Phi-3, 3.5 and 4: Llama with fused projections; long contexts by LongRoPE, served up to the original context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from flexgen_helm.models.architectures import llama
+from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
+from flexgen_helm.models.architectures.fields import longest_context, read_rope, read_windows
+from flexgen_helm.models.architectures.gguf_fields import gguf_key
+from flexgen_helm.models.config import ModelConfig
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    scaling = config.get("rope_scaling")
+    if scaling and scaling.get("type") == "yarn":  # the first exports' name for what they compute: LongRoPE
+        config = {**config, "rope_scaling": {**scaling, "type": "longrope"}}
+    rope = read_rope(config, config["hidden_size"] // config["num_attention_heads"])
+    return llama.read_config(
+        config,
+        "phi3",
+        rope=rope,
+        max_positions=longest_context(config["max_position_embeddings"], rope),
+        windows=read_windows(config, lambda layer: True),
+        qkv_bias=False,
+        out_bias=False,
+    )
+
+
+def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
+    key = gguf_key(metadata, "phi3")
+    model_config = llama.read_gguf(metadata, "phi3", "phi3")
+    assert model_config.rope is not None
+    window = int(key("attention.sliding_window", 0))
+    return replace(
+        model_config,
+        max_positions=longest_context(model_config.max_positions, model_config.rope),
+        windows=(window,) * model_config.num_layers if window else (),
+    )
+
+
+def _fused(qkv: str, gate_up: str) -> dict[str, TensorSource]:
+    """The two fused tensors by their names."""
+    projections = fused_sources("layers.{i}.attn", ("q", "k", "v"), qkv)
+    return projections | fused_sources("layers.{i}.mlp", ("gate", "up"), gate_up)
+
+
+ARCHITECTURE = Architecture(
+    name="phi3",
+    architectures=("Phi3ForCausalLM", "Phi3Model"),
+    read_config=read_config,
+    prefixes=llama.ARCHITECTURE.prefixes,
+    tensors={
+        **llama.ARCHITECTURE.tensors,
+        **_fused("layers.{i}.self_attn.qkv_proj", "layers.{i}.mlp.gate_up_proj"),
+    },
+    gguf_architectures=("phi3",),
+    read_gguf=read_gguf,
+    gguf_tensors={**llama.GGUF_TENSORS, **_fused("blk.{i}.attn_qkv", "blk.{i}.ffn_up")},
+)

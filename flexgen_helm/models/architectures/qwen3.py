@@ -1,0 +1,41 @@
+"""Qwen3: Llama with normed queries and keys; upper layers may have a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexgen_helm.models.architectures import llama, qwen2
+from flexgen_helm.models.architectures.base import Architecture, TensorSource
+from flexgen_helm.models.config import ModelConfig
+
+
+def read_config(config: Mapping[str, Any], architecture: str = "qwen3", **features: Any) -> ModelConfig:
+    given: dict[str, Any] = dict(
+        head_dim=config.get("head_dim") or 128, qk_norm=True, windows=qwen2.upper_windows(config)
+    )
+    return llama.read_config(config, architecture, **{**given, **features})
+
+
+def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
+    return llama.read_gguf(metadata, "qwen3", "qwen3", qk_norm=True)
+
+
+ARCHITECTURE = Architecture(
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+    read_config=read_config,
+    prefixes=llama.ARCHITECTURE.prefixes,
+    tensors={
+        **llama.ARCHITECTURE.tensors,
+        "layers.{i}.attn.q_norm": TensorSource("layers.{i}.self_attn.q_norm"),
+        "layers.{i}.attn.k_norm": TensorSource("layers.{i}.self_attn.k_norm"),
+    },
+    gguf_architectures=("qwen3",),
+    read_gguf=read_gguf,
+    gguf_tensors={
+        **llama.GGUF_TENSORS,
+        "layers.{i}.attn.q_norm": TensorSource("blk.{i}.attn_q_norm"),
+        "layers.{i}.attn.k_norm": TensorSource("blk.{i}.attn_k_norm"),
+    },
+)

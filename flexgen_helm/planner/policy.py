@@ -1,0 +1,87 @@
+"""The policy: what lives where, and how many sequences form a block (the paper's 'Search Space')."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from flexgen_helm.errors import UsageError
+
+Schedule = Literal["row", "zigzag", "diagonal", "prefill-only"]
+SCHEDULES: tuple[Schedule, ...] = ("row", "zigzag", "diagonal", "prefill-only")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Placement fractions in [0, 1] and block shape; the disk shares are what is left of 1.
+
+    gpu_batch_size: sequences of one batch; num_gpu_batches: batches of one block; wg, wc: weights on gpu and cpu;
+    cg, cc: KV cache; hg, hc: activations.
+    """
+
+    gpu_batch_size: int
+    num_gpu_batches: int
+    wg: float = 0.0
+    wc: float = 1.0
+    cg: float = 0.0
+    cc: float = 1.0
+    hg: float = 0.0
+    hc: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.gpu_batch_size < 1 or self.num_gpu_batches < 1:
+            raise UsageError(
+                f"a block of {self.gpu_batch_size} x {self.num_gpu_batches} sequences is empty; both must be 1 or more"
+            )
+        for what, gpu, cpu in (("w", self.wg, self.wc), ("c", self.cg, self.cc), ("h", self.hg, self.hc)):
+            if not (0.0 <= gpu <= 1.0 and 0.0 <= cpu <= 1.0 and gpu + cpu <= 1.0 + 1e-9):
+                raise UsageError(f"{what}g={gpu} and {what}c={cpu} must lie in [0, 1] and sum to at most 1")
+
+    @property
+    def wd(self) -> float:
+        return max(0.0, 1.0 - self.wg - self.wc)
+
+    @property
+    def cd(self) -> float:
+        return max(0.0, 1.0 - self.cg - self.cc)
+
+    @property
+    def hd(self) -> float:
+        return max(0.0, 1.0 - self.hg - self.hc)
+
+    @property
+    def block_size(self) -> int:
+        """Sequences of one block."""
+        return self.gpu_batch_size * self.num_gpu_batches
+
+    @classmethod
+    def parse(cls, text: str) -> "Policy":
+        """'GBSxNB,wg,wc,cg,cc,hg,hc' with percentages, as the paper writes policies."""
+        try:
+            block, *shares = text.split(",")
+            batch_size, _, batches = block.partition("x")
+            if len(shares) != 6:
+                raise ValueError(f"{len(shares)} percentages instead of 6")
+            return cls(int(batch_size), int(batches), *(float(share) / 100 for share in shares))
+        except ValueError as error:
+            raise UsageError(
+                f"--policy {text!r} is not of the form GBSxNB,wg,wc,cg,cc,hg,hc with six percentages ({error}); "
+                "for example 48x3,20,80,0,100,0,100"
+            ) from error
+
+
+def parse_choices(
+    policy: Policy | str, schedule: str, max_latency: float | None
+) -> tuple[Policy | None, Schedule | None]:
+    """What the caller has decided of a block; None where the search ('auto') is to decide.
+
+    Raises `UsageError` for what is not known, and for a limit of latency (seconds) that means nothing.
+    """
+    parsed = None if policy == "auto" else Policy.parse(policy) if isinstance(policy, str) else policy
+    if max_latency is not None and not max_latency > 0:
+        raise UsageError(f"max_latency is {max_latency:g} s; it must be more than 0")
+    if max_latency is not None and parsed is not None:
+        raise UsageError("max_latency is for the search; leave it or the policy out")
+    if schedule != "auto" and schedule not in SCHEDULES:
+        raise UsageError(f"schedule {schedule!r} is not known; take auto, {', '.join(SCHEDULES)}")
+    return parsed, None if schedule == "auto" else cast(Schedule, schedule)

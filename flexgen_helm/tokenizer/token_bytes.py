@@ -1,0 +1,100 @@
+"""What each token of a vocabulary contributes to running text, as bytes, and how HELM wants bytes spelt."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from flexgen_helm.errors import UnsupportedArchitectureError
+
+SPACE_MARK = "\u2581"  # sentencepiece writes a space as this lower one eighth block
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def helm_text(data: bytes) -> str:
+    r"""Return `data` as text where it is whole UTF-8, else in HELM's spelling, e.g. `bytes:\xe2\x82` (backslashes)."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's printable stand-in for each of the 256 bytes, as {character: byte}.
+
+    Printable Latin-1 stands for itself; the 68 others, in ascending order, are the characters from U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)).difference(printable))
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+def token_byte_table(backend: Backend) -> list[bytes]:
+    """Return the bytes of every token, indexed by id; ids that the vocabulary skips are empty.
+
+    Raises `UnsupportedArchitectureError` for a vocabulary that is neither byte-level nor sentencepiece-like,
+    because its tokens do not determine bytes (WordPiece, for one, leaves spaces out).
+    """
+    byte_level = is_byte_level(backend)
+    alphabet = byte_alphabet()
+    added = backend.get_added_tokens_decoder()
+    vocab = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (1 + max(vocab.values(), default=-1))
+    for piece, token_id in vocab.items():
+        literal = token_id in added and (byte_level or added[token_id].special)
+        if literal:
+            table[token_id] = piece.encode("utf-8")
+        elif byte_level:
+            table[token_id] = _byte_level_piece(piece, alphabet)
+        else:
+            table[token_id] = _sentencepiece_piece(piece)
+    return table
+
+
+def is_byte_level(backend: Backend) -> bool:
+    """True for byte-level BPE, False for a sentencepiece-like vocabulary; others raise, see `token_byte_table`."""
+    state = json.loads(backend.to_str())
+    decoders = list(_flatten(state.get("decoder")))
+    steps = decoders or list(_flatten(state.get("pre_tokenizer")))
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds:
+        return True
+    if kinds & {"Metaspace", "ByteFallback"} or any(_unmarks_spaces(step) for step in decoders):
+        return False
+    raise UnsupportedArchitectureError(
+        f"the tokenizer decodes with {', '.join(sorted(kinds)) or 'nothing'}; known are byte-level BPE (ByteLevel) "
+        "and sentencepiece-like vocabularies (Metaspace, ByteFallback)"
+    )
+
+
+def _flatten(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield the leaves of a serialised decoder or pre-tokenizer, whose sequences may nest."""
+    if step is None:
+        return
+    if step["type"] == "Sequence":
+        for inner in step.get("decoders") or step.get("pretokenizers") or ():
+            yield from _flatten(inner)
+    else:
+        yield step
+
+
+def _unmarks_spaces(step: dict[str, Any]) -> bool:
+    return step["type"] == "Replace" and step.get("pattern") == {"String": SPACE_MARK}
+
+
+def _byte_level_piece(piece: str, alphabet: dict[str, int]) -> bytes:
+    # A control token that nobody registered as added has characters outside the alphabet: then it is literal.
+    try:
+        return bytes([alphabet[char] for char in piece])
+    except KeyError:
+        return piece.encode("utf-8")
+
+
+def _sentencepiece_piece(piece: str) -> bytes:
+    if byte := _BYTE_PIECE.fullmatch(piece):
+        return bytes([int(byte[1], 16)])
+    return piece.replace(SPACE_MARK, " ").encode("utf-8")

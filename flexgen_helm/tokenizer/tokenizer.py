@@ -1,0 +1,243 @@
+"""One tokenizer for the whole engine: a fast backend, what its checkpoint says about it, and exact bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from flexgen_helm.errors import CheckpointError, RequestError
+from flexgen_helm.tokenizer.token_bytes import helm_text, is_byte_level, token_byte_table
+
+# Each holds a vocabulary; `transformers` finds the files that go with it.
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+
+
+class Tokenizer:
+    """Text to ids and back. Immutable and safe to share between threads.
+
+    vocab_size: ids run below it; a model's embedding may have more rows.
+    bos_id, bos_text: the token that begins a text, None where the tokenizer has none.
+    eos_ids: every id that ends a completion, according to tokenizer and generation configuration.
+    eos_text: the tokenizer's own end token, None where it has none.
+    adds_bos: whether encoding plain text puts `bos_id` in front.
+    chat_template: the checkpoint's Jinja template, None where it has none.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        bos_id: int | None = None,
+        eos_id: int | None = None,
+        eos_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take over `backend`. `special_tokens` ({'bos_token': '<s>', …}) is what the chat template may refer to.
+
+        Raises `UnsupportedArchitectureError` if the vocabulary's tokens do not determine bytes.
+        """
+        backend.no_truncation()  # tokenizer.json may carry both, and a prompt must never be cut or padded unseen
+        backend.no_padding()
+        backend.encode_special_tokens = False  # the text of a special token inside a prompt is that token
+        is_byte_level(backend)  # refuse here rather than at the first completion
+        self._backend = backend
+        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        plain, default = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+        first = default[0] if default[:1] != plain[:1] else None
+        self.bos_id = first if bos_id is None else bos_id
+        self.adds_bos = first is not None and first == self.bos_id
+        self.bos_text = None if self.bos_id is None else backend.id_to_token(self.bos_id)
+        self.eos_ids = frozenset(eos_ids) | (frozenset() if eos_id is None else {eos_id})
+        self.eos_text = None if eos_id is None else backend.id_to_token(eos_id)
+        self.chat_template = chat_template
+        named = {"bos_token": self.bos_text, "eos_token": self.eos_text}
+        self._special_tokens = special_tokens or {name: text for name, text in named.items() if text is not None}
+
+    # ---- loading ----
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> Tokenizer | None:
+        """Load the tokenizer of a checkpoint folder or of one `.gguf` file; None where it has none.
+
+        Never runs code that came with the checkpoint and never uses the network. Raises `CheckpointError` if the
+        files are damaged or need code of their own, `UnsupportedArchitectureError` for a kind we have no rule for.
+        """
+        path = Path(path)
+        if path.is_file() and path.suffix == ".gguf":
+            return cls._from_gguf(path)
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
+        if not any((path / name).is_file() for name in _VOCABULARY_FILES):
+            return None
+        return cls._from_folder(path)
+
+    @classmethod
+    def _from_gguf(cls, path: Path) -> Tokenizer | None:
+        # Needs the gguf package, which a machine with safetensors only may lack.
+        from flexgen_helm.tokenizer.gguf_tokenizer import load_gguf_tokenizer
+
+        loaded = load_gguf_tokenizer(path)
+        if loaded is None:
+            return None
+        return cls(
+            loaded.backend,
+            bos_id=loaded.bos_id,
+            eos_id=loaded.eos_id,
+            eos_ids=loaded.eos_ids,
+            chat_template=loaded.chat_template,
+        )
+
+    @classmethod
+    def _from_folder(cls, folder: Path) -> Tokenizer:
+        _refuse_half_a_tokenizer(folder)
+        # Both are imported late: they take seconds, and an engine that is given token ids needs neither.
+        try:
+            if (folder / "tokenizer.json").is_file():
+                # The generic class takes tokenizer.json as it stands; a family's own class would rebuild parts of it.
+                from transformers import PreTrainedTokenizerFast as Loader
+            else:
+                from transformers import AutoTokenizer as Loader  # type: ignore[assignment]
+            loaded: Any = Loader.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # from Rust, JSON and `transformers`, which share no base class
+            raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+        backend = getattr(loaded, "backend_tokenizer", None)
+        if not isinstance(backend, Backend):
+            raise CheckpointError(f"the tokenizer in {folder} has no fast form; save it as tokenizer.json first")
+        template = loaded.chat_template
+        return cls(
+            backend,
+            bos_id=loaded.bos_token_id,
+            eos_id=loaded.eos_token_id,
+            eos_ids=_configured_eos_ids(folder),
+            chat_template=template.get("default") if isinstance(template, dict) else template,
+            special_tokens=loaded.special_tokens_map,
+        )
+
+    # ---- text to ids ----
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`; see `encode_batch`."""
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the ids of each text, in order, computed in parallel.
+
+        With `add_special_tokens` each text is encoded as the tokenizer does by default. A text that already begins
+        with the BOS text gets no second one: HELM's language-modelling adapter sends its prefix token as text.
+        Raises `RequestError` for a text that is not valid Unicode.
+        """
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            raise RequestError(_why_not_text(texts)) from error
+        rows = [encoding.ids for encoding in encodings]
+        if add_special_tokens and self.adds_bos and self.bos_text is not None:
+            doubled = [self.bos_id, self.bos_id]
+            rows = [
+                ids[1:] if ids[:2] == doubled and text.startswith(self.bos_text) else ids
+                for text, ids in zip(texts, rows)
+            ]
+        return rows
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """Render `messages` ({'role': …, 'content': …} each) with the checkpoint's own template, in a sandbox.
+
+        The text carries its own special tokens: encode it with `add_special_tokens=False`. Raises `RequestError`
+        if the checkpoint has no template or the template refuses these messages.
+        """
+        if self.chat_template is None:
+            raise RequestError("the checkpoint has no chat template; send a prompt instead of messages")
+        # The renderer behind `PreTrainedTokenizer.apply_chat_template`, which needs no tokenizer object of theirs.
+        from jinja2 import TemplateError
+        from transformers.utils import chat_template_utils
+
+        render: Any = chat_template_utils.render_jinja_template  # annotated as a string, but returns two lists
+        try:
+            texts, _ = render(
+                [list(messages)],
+                chat_template=self.chat_template,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RequestError(f"the checkpoint's chat template refuses these messages: {error}") from error
+        return str(texts[0])
+
+    # ---- ids to text ----
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return exactly what a token contributes inside running text; empty for an id without a token.
+
+        A sentencepiece token's leading space is kept, also at the start of a text. A special token is its text.
+        """
+        table = self._byte_table
+        return table[token_id] if 0 <= token_id < len(table) else b""
+
+    def token_texts(self, ids: Iterable[int]) -> list[str]:
+        r"""Return each token as HELM wants it: text where its bytes are whole UTF-8, else `bytes:\xNN\xNN`."""
+        return [helm_text(self.token_bytes(i)) for i in ids]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the joined bytes, with U+FFFD where they are not UTF-8; nothing is cleaned up."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    # ---- identity ----
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the serialised tokenizer: equal means that it encodes and decodes alike."""
+        return hashlib.sha256(self._backend.to_str().encode("utf-8")).hexdigest()
+
+    @cached_property
+    def _byte_table(self) -> list[bytes]:
+        return token_byte_table(self._backend)
+
+
+def _refuse_half_a_tokenizer(folder: Path) -> None:
+    """`transformers` fills gaps by guesses: merges from the order of a vocabulary, special tokens from a class."""
+    if (folder / "tokenizer.json").is_file():
+        return
+    if not (folder / "vocab.json").is_file():
+        # It would rank merges by id, not by score, and so pair the spaces of '  x' that sentencepiece leaves apart.
+        raise CheckpointError(
+            f"{folder} has its tokenizer only as tokenizer.model, which is not read; put the model's tokenizer.json "
+            "beside it, or run a GGUF file of the model"
+        )
+    for name, holds in (("merges.txt", "the order of merges"), ("tokenizer_config.json", "the special tokens")):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} has a vocab.json without {name}, which holds {holds}; fetch it again")
+
+
+def _configured_eos_ids(folder: Path) -> set[int]:
+    """Collect `eos_token_id` (an id or a list of them) from the generation and the model configuration."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        try:
+            config = json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise CheckpointError(f"{folder / name} is not valid JSON: {error}") from error
+        # A multimodal checkpoint keeps its language model's settings one level down.
+        for section in (config, config.get("text_config") or {}):
+            value = section.get("eos_token_id")
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return ids
+
+
+def _why_not_text(texts: Sequence[str]) -> str:
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            return f"text {i} to encode is a {type(text).__name__}, not a string"
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            return f"text {i} to encode is not valid Unicode: {error.reason} at character {error.start}"
+    return "a text to encode was refused by the tokenizer"
