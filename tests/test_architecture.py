@@ -15,7 +15,7 @@ from tests.helpers.paths import ROOT
 PACKAGE = ROOT / "flexgen_helm"
 # From the bottom up; a package imports only those before it.
 # fmt: off
-ORDER = ["hardware", "quant", "models", "checkpoint", "tokenizer", "planner", "report", "offload", "kv_cache", "engine",
+ORDER = ["hardware", "quant", "models", "checkpoint", "tokenizer", "planner", "report", "scheduling", "offload", "kv_cache", "engine",
          "plugin", "cli"]
 # fmt: on
 # Modules that must be usable without torch, so that planning and registration are quick.
@@ -24,10 +24,10 @@ TORCH_FREE = [
     "flexgen_helm.checkpoint.names",
     "flexgen_helm.cli",
     "flexgen_helm.request",
-    "flexgen_helm.sequence",
+    "flexgen_helm.scheduling.sequence",
     "flexgen_helm.engine.response_cache",
-    "flexgen_helm.engine.schedule",
-    "flexgen_helm.engine.scheduler",
+    "flexgen_helm.scheduling.schedule",
+    "flexgen_helm.scheduling.scheduler",
     "flexgen_helm.checkpoint.model_config",
     "flexgen_helm.engine.auto_planner",
     "flexgen_helm.engine.profiler",

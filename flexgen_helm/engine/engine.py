@@ -23,10 +23,7 @@ from flexgen_helm.engine.auto_planner import AutoPlanner
 from flexgen_helm.engine.device import open_device, tier_capacities
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.limits import UNLIMITED, RunSize, activation_fractions, scheduler_limits
-from flexgen_helm.engine.prefix_tree import PrefixCostModel, prefixes_of
-from flexgen_helm.engine.prepare import PreparedRequests, prepare, shared_prefixes
 from flexgen_helm.engine.run import OnResult, Run
-from flexgen_helm.engine.scheduler import SchedulerLimits
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.rates import compute_dtype, matmul_flops
@@ -46,6 +43,9 @@ from flexgen_helm.planner.policy import Policy, Schedule, parse_choices
 from flexgen_helm.quant.precisions import FP16, CacheFormat, Precision
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.request import GenerationRequest, GenerationResult, MemoryLimits, Progress
+from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, prefixes_of
+from flexgen_helm.scheduling.prepare import PreparedRequests, prepare, shared_prefixes
+from flexgen_helm.scheduling.scheduler import SchedulerLimits
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # Seconds that a batch takes in one layer for one more segment of keys, beside the work itself: a few small operations.
@@ -230,7 +230,13 @@ class Engine:
             self._plan_block(asked)
             one_layer = self._schedule == "prefill-only"
             cache = KVCache(
-                self.config, self._tiers, self._dtype, self._plan.cache, delegate, self._cache_form, one_layer
+                self.config,
+                self._tiers,
+                self._dtype,
+                self._plan.cache,
+                cpu_attention=delegate,
+                cache_format=self._cache_form,
+                one_layer=one_layer,
             )
             limits, waiting = self._block(cache, prepared)
             hidden = ActivationStore(self._tiers, waiting)
@@ -249,7 +255,7 @@ class Engine:
                 "activations": _shares(hidden.placed, waiting),
             }
             self.last_run = self._record(
-                results, len(prepared.running), seconds, executor, limits, placed, run.halvings
+                results, len(prepared.distinct), seconds, executor, limits, placed, run.halvings
             )
             if asked is not None:
                 self._compare(replace(asked, saved_tokens=run.saved_tokens), limits)
@@ -330,8 +336,8 @@ class Engine:
     def _block(self, cache: KVCache, prepared: PreparedRequests) -> tuple[SchedulerLimits, Mapping[Tier, float]]:
         """Limits of a pass, and where hidden states wait."""
         workload = RunSize(
-            max((running.max_computed_tokens for running in prepared.running), default=1),
-            sum(max(len(running.tokens), running.num_branches) for running in prepared.running),
+            max((running.num_fed for running in prepared.distinct), default=1),
+            sum(max(len(running.tokens), running.num_completions) for running in prepared.distinct),
         )
         free = {tier: ledger.free or 0 for tier, ledger in self._tiers.ledgers.items()}
         hidden_bytes, home = self.config.hidden_size * self._dtype.itemsize, self._tiers.compute_tier
@@ -420,19 +426,19 @@ def _asked(
     """The lengths of all distinct requests' rows, and what they share, if that is wanted; None where there is none."""
     lengths = [
         (max(1, len(running.tokens)), max(1, running.request.max_tokens))
-        for running in prepared.running
-        for _ in range(max(1, running.num_branches))
+        for running in prepared.distinct
+        for _ in range(max(1, running.num_completions))
     ]
     if not lengths:
         return None
     group = 1 if fmt is None else fmt.prefix_multiple
     saved = 0
     if shares and group is not None:
-        forest = shared_prefixes(prepared.running, replace(rules, group_tokens=group), branches=fmt is not None)
+        forest = shared_prefixes(prepared.distinct, replace(rules, group_tokens=group), by_completion=fmt is not None)
         saved = sum(prefix.saved for prefix in prefixes_of(forest))
-    for running in prepared.running:
+    for running in prepared.distinct:
         if fmt is None or running.request.max_tokens <= 1:  # its continuations share the whole prompt
-            saved += (max(1, running.num_branches) - 1) * len(running.tokens)
+            saved += (max(1, running.num_completions) - 1) * len(running.tokens)
     return planner_workload.Workload.of(lengths, saved)
 
 

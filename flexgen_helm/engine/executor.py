@@ -1,28 +1,30 @@
-"""The executor: interprets work items over batches. It knows stages and tensors, no model names and no policy."""
+"""The executor: the loop over stages and batches. It knows stages and tensors, no model names and no policy."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.engine.attention_metadata import AttentionMetadata, build_attention_metadata
-from flexgen_helm.engine.sampler import SamplingParams, sample_tokens
-from flexgen_helm.engine.schedule import WorkItem
+from flexgen_helm.engine.sampler import sample_tokens
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import RopeConfig, stage_names
 from flexgen_helm.models.decoder import Decoder, Rotary, StageWeights
 from flexgen_helm.offload.activations import ActivationStore
-from flexgen_helm.offload.weights import WeightStore
+from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.workspace import Workspace
-from flexgen_helm.sequence import Batch, Sequence
+from flexgen_helm.scheduling.sampling import SamplingParams
+from flexgen_helm.scheduling.schedule import WorkItem, stage_visits
+from flexgen_helm.scheduling.sequence import Batch, Sequence
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
 _LOGIT_ELEMENTS = 1 << 24
@@ -30,17 +32,21 @@ _LOGIT_ELEMENTS = 1 << 24
 
 @dataclass
 class SequenceOutput:
-    """What the head found for one row. scores: log-probabilities of the prompt's tokens 1, 2, …; drawn: tokens with
-    their log-probabilities; bad_stage: the stage after which a value was not finite, None if all were."""
+    """What a pass computed for one sequence.
 
-    scores: list[float] = field(default_factory=list)
+    prompt_logprobs: log-probabilities of the prompt's tokens 1, 2, ….
+    drawn: tokens with their log-probabilities.
+    nonfinite_stage: the first stage after which a value was not finite; None if all were.
+    """
+
+    prompt_logprobs: list[float] = field(default_factory=list)
     drawn: list[tuple[int, float]] = field(default_factory=list)
     nonfinite_stage: str | None = None
 
 
 @dataclass(frozen=True)
 class BatchOutput:
-    """All rows of a batch that has passed the head, and the seconds that its items took."""
+    """All sequences of a batch that has passed the head, in the batch's order, and the seconds of its items."""
 
     batch: Batch
     outputs: list[SequenceOutput]
@@ -48,30 +54,49 @@ class BatchOutput:
 
 
 @dataclass(eq=False)
-class _Live:
-    """A batch on its way through the stages."""
+class _BatchState:
+    """A batch on its way through the stages.
 
-    layout: AttentionMetadata
-    rotary: dict[RopeConfig, Rotary] | None  # None, as hidden, while other batches have their turn
-    hidden: Tensor | None  # None while the store keeps it
-    bad_stage: Tensor  # [T], index of the first stage with a value that is not finite, -1 while all are
+    hidden: [T, H]; None while the activation store keeps it.
+    rotary: cosines and sines; None together with `hidden`, because those of many batches would be large.
+    nonfinite_stage: [T], index of the first stage with a value that is not finite; -1 while all are.
+    """
+
+    metadata: AttentionMetadata
+    hidden: Tensor | None
+    nonfinite_stage: Tensor
+    rotary: dict[RopeConfig, Rotary] | None = None
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class _Prediction:
+    """One wanted prediction: the log-probability of `target` at a position of the batch, or a token drawn there."""
+
+    output: SequenceOutput
+    position: int
+    target: int | None
+    sampling: SamplingParams | None
+
+
 class Executor:
-    """Takes batches through the stages in the order that a schedule names."""
+    """Takes the batches of a pass through the stages of the model, in the order that a schedule names."""
 
     def __init__(
-        self, decoder: Decoder, weights: WeightStore, cache: KVCache, hidden: ActivationStore, device: torch.device
+        self,
+        decoder: Decoder,
+        weights: TieredWeights,
+        cache: KVCache,
+        activations: ActivationStore,
+        device: torch.device,
     ) -> None:
-        self._decoder = decoder
-        self._weights = weights
-        self._cache = cache
-        self._hidden = hidden
+        self._decoder, self._weights, self._cache, self._activations = decoder, weights, cache, activations
         self._device = device
         self._stages = stage_names(decoder.config)
-        self._head_rows = max(1, _LOGIT_ELEMENTS // decoder.config.vocab_size)
-        self._workspace: Workspace | None = None
+        self._head_positions = max(1, _LOGIT_ELEMENTS // decoder.config.vocab_size)
+        fused = device.type == "cpu" and decoder.dtype == torch.float32
+        direct = not fused or decoder.config.attn_softcap is not None
+        self._workspace = Workspace(decoder.config, decoder.dtype.itemsize, direct, cache.codec.cache_format)
         self.peak_workspace_bytes = 0
 
     @property
@@ -81,194 +106,187 @@ class Executor:
     def run(
         self,
         batches: abc.Sequence[Batch],
-        items: Iterable[WorkItem],
-        draws: Callable[[Sequence], list[SamplingParams]],
+        items: abc.Sequence[WorkItem],
+        sampling: Callable[[Sequence], list[SamplingParams]],
         on_batch: Callable[[BatchOutput], None],
         should_stop: Callable[[], bool],
-        again: bool = False,
+        another_pass: bool = False,
     ) -> None:
-        """Interpret `items`; `on_batch` is called as soon as a batch has passed its last stage.
+        """Run one pass; call `on_batch` as soon as a batch has passed its last stage.
 
-        draws(row): how each of the row's next tokens is drawn. again: another pass is certain to follow, so its first
-        weights may be loaded already. Raises `Interrupted` between two items; after this or another error nothing
-        of the pass is kept.
+        items: the pass's order (the paper's Algorithm 1 for the block schedules).
+        sampling: how each of a sequence's next tokens is drawn.
+        another_pass: another pass is certain to follow, so its first weights may be prefetched.
+        Raises `Interrupted` between two items. After this or another error nothing of the pass is kept.
         """
-        orders = list(items)
-        self._weights.begin(self._visits(batches, orders), again)
-        live: dict[int, _Live] = {}
+        uses = [self._num_uses(batches[item.batch], item) for item in items]
+        visits = stage_visits(items, uses, self.num_stages, another_pass)
+        states: dict[int, _BatchState] = {}
         try:
             with torch.no_grad():  # not inference mode: tensors go to threads, and that mode is per thread
-                for place, item in enumerate(orders):
+                for item, following in zip_longest(items, items[1:]):
                     if should_stop():
                         raise Interrupted("interrupted; everything finished so far is kept")
-                    following = orders[place + 1] if place + 1 < len(orders) else None
-                    began = time.perf_counter()
-                    outcome = self._step(batches[item.batch], item, following, live, draws)
-                    state = live[item.batch]
+                    began, batch = time.perf_counter(), batches[item.batch]
+                    self._weights.prefetch(visits)  # load_weight(i, j + 1, k)
+                    state = self._load(item, batch, states)  # load_activation(i, j, k), begun an item ago
+                    self._prefetch(item, following, states)  # load_cache and load_activation(i, j, k + 1)
+                    outputs = self._compute(item, batch, state, sampling)  # attention starts store_cache(i, j, k)
+                    if outputs is None and (following is None or following.batch != item.batch):
+                        self._store(item, state)  # store_activation(i, j, k), done in the background
                     state.seconds += time.perf_counter() - began
-                    if outcome is not None:
-                        del live[item.batch]
-                        for chunk in batches[item.batch].scheduled:  # last: where memory ran out, all is computed again
-                            chunk.sequence.num_computed += chunk.count
-                        on_batch(BatchOutput(batches[item.batch], outcome, state.seconds))
+                    if outputs is not None:
+                        del states[item.batch]
+                        for scheduled in batch.scheduled:  # last: after an out-of-memory all is computed again
+                            scheduled.sequence.num_computed += scheduled.count
+                        on_batch(BatchOutput(batch, outputs, state.seconds))
         except BaseException:
             self._weights.cancel()
             self._cache.cancel()
-            self._hidden.close()
+            self._activations.close()
             raise
 
-    def _step(
-        self,
-        batch: Batch,
-        item: WorkItem,
-        following: WorkItem | None,
-        live: dict[int, _Live],
-        draws: Callable[[Sequence], list[SamplingParams]],
-    ) -> list[SequenceOutput] | None:
-        """One item, while what the following one needs is on its way; the rows' outcomes after the last stage."""
-        if item.stage == 0:
-            live[item.batch] = self._embed(batch)
-        state = live[item.batch]
-        if state.hidden is None:
-            state.hidden = self._hidden.load(item.batch)
+    def _load(self, item: WorkItem, batch: Batch, states: dict[int, _BatchState]) -> _BatchState:
+        """Return the batch's state with its hidden states on the compute device."""
+        state = states.get(item.batch)
+        if state is None:
+            state = states[item.batch] = self._new_state(batch)
+        elif state.hidden is None:
+            state.hidden = self._activations.load(item.batch)
         if state.rotary is None:
-            state.rotary = self._decoder.rotary(state.layout.positions)
-        self._look_ahead(item, following, live)
-        outcome = None
-        if item.stage == self.num_stages - 1:
-            outcome = self._head(batch, state, draws)
-        elif item.stage:
-            self._layer(state, item.stage)
-        if outcome is None and (following is None or following.batch != item.batch):
-            self._hidden.store(item.batch, state.hidden)
-            state.hidden = state.rotary = None  # of a whole data set under way, even the rotations would be many
-        return outcome
+            state.rotary = self._decoder.rotary(state.metadata.positions)
+        return state
 
-    def _look_ahead(self, item: WorkItem, following: WorkItem | None, live: dict[int, _Live]) -> None:
-        if following is None or (state := live.get(following.batch)) is None:
+    def _prefetch(self, item: WorkItem, following: WorkItem | None, states: dict[int, _BatchState]) -> None:
+        """Begin to bring what the next item needs, hidden states and one layer of its caches."""
+        if following is None or (state := states.get(following.batch)) is None:
             return
         if following.batch != item.batch:
-            self._hidden.prefetch(following.batch)
+            self._activations.prefetch(following.batch)
         if 0 < following.stage < self.num_stages - 1:
-            with suppress(MemoryLimitError):  # no room for two: it is brought when it is needed
-                state.layout.prefetch(following.stage - 1, self._cache)
+            with suppress(MemoryLimitError):  # no room for two layers: it is brought when it is needed
+                state.metadata.prefetch(following.stage - 1, self._cache)
 
-    def _embed(self, batch: Batch) -> _Live:
-        flat = build_attention_metadata(batch, self._decoder.config.windows, self._device, self._cache.codec)
-        with self._weights.stage(self._stages[0]) as weights:
-            hidden = self._decoder.embed(weights, flat.token_ids, flat.positions)
-        bad = torch.full((hidden.shape[0],), -1, device=self._device)
-        if self._workspace is None:
-            fused = self._device.type == "cpu" and hidden.dtype == torch.float32
-            direct = not fused or self._decoder.config.attn_softcap is not None
-            fmt = None if self._cache.codec is None else self._cache.codec.cache_format
-            self._workspace = Workspace(self._decoder.config, hidden.element_size(), direct, fmt)
-        self._hold(
-            self._workspace.layer(len(hidden), flat.longest_prompt, flat.cached_positions, flat.shared_positions)
+    def _compute(
+        self,
+        item: WorkItem,
+        batch: Batch,
+        state: _BatchState,
+        sampling: Callable[[Sequence], list[SamplingParams]],
+    ) -> list[SequenceOutput] | None:
+        """Take the batch through one stage; return the outputs of its sequences after the last."""
+        if item.stage == self.num_stages - 1:
+            return self._head(batch, state, sampling)
+        with self._weights.stage(self._stages[item.stage]) as weights:
+            if item.stage == 0:
+                metadata = state.metadata
+                state.hidden = self._decoder.embed(weights, metadata.token_ids, metadata.positions)
+            else:
+                state.hidden = self._layer(item.stage - 1, state, weights)
+        if item.stage:
+            # One sum a token meets every element; no synchronization with an accelerator until the head.
+            finite = torch.isfinite(state.hidden.sum(-1, dtype=torch.float32))
+            first = (state.nonfinite_stage < 0) & ~finite
+            state.nonfinite_stage = torch.where(first, item.stage, state.nonfinite_stage)
+        return None
+
+    def _store(self, item: WorkItem, state: _BatchState) -> None:
+        assert state.hidden is not None
+        self._activations.store(item.batch, state.hidden)
+        state.hidden = state.rotary = None
+
+    def _new_state(self, batch: Batch) -> _BatchState:
+        metadata = build_attention_metadata(batch, self._decoder.config.windows, self._device, self._cache.codec)
+        num_tokens = len(metadata.token_ids)
+        self._note_workspace(
+            self._workspace.layer(
+                num_tokens, metadata.longest_prompt, metadata.cached_positions, metadata.largest_prefix
+            )
         )
-        return _Live(flat, None, hidden, bad)
+        return _BatchState(metadata, None, torch.full((num_tokens,), -1, device=self._device))
 
-    def _hold(self, num_bytes: int) -> None:
+    def _note_workspace(self, num_bytes: int) -> None:
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)
 
-    def _layer(self, state: _Live, stage: int) -> None:
-        layer = stage - 1
-        flat, scoring, cache = state.layout, self._decoder.attention, self._cache
-        window = self._decoder.config.window(layer)
+    def _layer(self, layer: int, state: _BatchState, weights: StageWeights) -> Tensor:
+        decoder, cache, metadata = self._decoder, self._cache, state.metadata
+        window = decoder.config.window(layer)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flat.attend(layer, window, scoring, cache, q, k, v)
+            return metadata.attend(layer, window, decoder.attention, cache, q, k, v)
 
         assert state.hidden is not None and state.rotary is not None
-        with self._weights.stage(self._stages[stage]) as weights:
-            state.hidden = self._decoder.layer(weights, layer, state.hidden, state.rotary, attend)
-        # One sum a token meets every element; no synchronization with an accelerator until the head.
-        finite = torch.isfinite(state.hidden.sum(-1, dtype=torch.float32))
-        state.bad_stage = torch.where((state.bad_stage < 0) & ~finite, stage, state.bad_stage)
+        return decoder.layer(weights, layer, state.hidden, state.rotary, attend)
 
     def _head(
-        self, batch: Batch, state: _Live, draws: Callable[[Sequence], list[SamplingParams]]
+        self, batch: Batch, state: _BatchState, sampling: Callable[[Sequence], list[SamplingParams]]
     ) -> list[SequenceOutput]:
-        #  tokens fed   a b c      positions 0 and 1 score b and c; position 2 (the row's last) is drawn from
-        #  predicts     b c ?
-        asked: list[_Asked] = []
-        outcomes: list[SequenceOutput] = []
-        first, uses = 0, self._head_uses(batch)
-        for chunk, bad in zip(batch.scheduled, self._bad_stages(batch, state)):
-            row, outcome = chunk.sequence, SequenceOutput(nonfinite_stage=bad)
-            outcomes.append(outcome)
-            if bad is None:
-                if row.needs_scores and row.is_prefill:  # as `_head_uses` counts
-                    asked += [_Asked(outcome, first + i, target, None) for i, target in enumerate(row.targets)]
-                if row.num_draws:
-                    asked += [_Asked(outcome, first + chunk.count - 1, None, draw) for draw in draws(row)]
-            first += chunk.count
+        #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn from
+        #  predict           b c ?
+        wanted: list[_Prediction] = []
+        outputs: list[SequenceOutput] = []
+        first = 0
+        for item, nonfinite in zip(batch.scheduled, self._nonfinite_stages(batch, state)):
+            sequence, output = item.sequence, SequenceOutput(nonfinite_stage=nonfinite)
+            outputs.append(output)
+            if nonfinite is None:
+                wanted += [_Prediction(output, first + i, t, None) for i, t in enumerate(_scored_targets(sequence))]
+                if sequence.num_draws:
+                    last = first + item.count - 1
+                    wanted += [_Prediction(output, last, None, params) for params in sampling(sequence)]
+            first += item.count
 
         assert state.hidden is not None
-        # As many uses of the head as were announced, though a bad row may have left the last ones empty.
-        for number in range(uses):
+        # As many uses of the head as were announced, though a failed sequence may have left the last ones empty.
+        for number in range(self._num_head_uses(batch)):
             with self._weights.stage(self._stages[-1]) as weights:
-                some = asked[number * self._head_rows : (number + 1) * self._head_rows]
-                if some:
-                    self._predict(weights, state.hidden, some)
-        return outcomes
+                part = wanted[number * self._head_positions : (number + 1) * self._head_positions]
+                if part:
+                    self._predict(weights, state.hidden, part)
+        return outputs
 
-    def _head_uses(self, batch: Batch) -> int:
-        """Slices of positions in which a batch passes the head."""
-        asked = sum(chunk.sequence.num_draws for chunk in batch.scheduled)
-        for chunk in batch.scheduled:
-            if chunk.sequence.needs_scores and chunk.sequence.is_prefill:
-                asked += len(chunk.sequence.targets)
-        return -(-asked // self._head_rows)
+    def _num_uses(self, batch: Batch, item: WorkItem) -> int:
+        """Return how often an item uses the weights of its stage."""
+        return 1 if item.stage < self.num_stages - 1 else self._num_head_uses(batch)
 
-    def _visits(self, batches: abc.Sequence[Batch], items: abc.Sequence[WorkItem]) -> list[tuple[str, int]]:
-        """The stages in order, each with the number of times in a row that its weights are used."""
-        visits: list[tuple[str, int]] = []
-        for item in items:
-            name = self._stages[item.stage]
-            uses = 1 if item.stage < self.num_stages - 1 else self._head_uses(batches[item.batch])
-            if visits and visits[-1][0] == name:
-                visits[-1] = name, visits[-1][1] + uses
-            elif uses:
-                visits.append((name, uses))
-        return visits
+    def _num_head_uses(self, batch: Batch) -> int:
+        """Return in how many slices of positions a batch passes the head."""
+        sequences = [item.sequence for item in batch.scheduled]
+        positions = sum(sequence.num_draws + len(_scored_targets(sequence)) for sequence in sequences)
+        return -(-positions // self._head_positions)
 
-    def _predict(self, weights: StageWeights, hidden: Tensor, asked: list["_Asked"]) -> None:
-        """Log-probabilities of one slice of the positions asked for, from the raw logits."""
-        at = torch.tensor([a.position for a in asked], device=self._device)
-        logits = self._decoder.head(weights, hidden.index_select(0, at))
-        assert self._workspace is not None
-        self._hold(self._workspace.head(len(hidden), len(asked)))
-        tokens = torch.tensor([0 if a.target is None else a.target for a in asked], device=self._device)
-        drawing = [i for i, a in enumerate(asked) if a.target is None]
-        if drawing:
-            rows = torch.tensor(drawing, device=self._device)
-            tokens[rows] = sample_tokens(logits.index_select(0, rows), [asked[i].draw for i in drawing])  # type: ignore[misc]
-        chosen = logits.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
-        for a, token, logprob in zip(asked, tokens.tolist(), chosen.tolist()):
+    def _predict(self, weights: StageWeights, hidden: Tensor, wanted: list[_Prediction]) -> None:
+        """Fill in some predictions; log-probabilities are those of the raw logits."""
+        positions = torch.tensor([w.position for w in wanted], device=self._device)
+        logits = self._decoder.head(weights, hidden.index_select(0, positions))
+        self._note_workspace(self._workspace.head(len(hidden), len(wanted)))
+        tokens = torch.tensor([w.target or 0 for w in wanted], device=self._device)
+        drawn = {i: w.sampling for i, w in enumerate(wanted) if w.sampling is not None}
+        if drawn:
+            rows = torch.tensor(list(drawn), device=self._device)
+            tokens[rows] = sample_tokens(logits.index_select(0, rows), list(drawn.values()))
+        logprobs = logits.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
+        for prediction, token, logprob in zip(wanted, tokens.tolist(), logprobs.tolist()):
+            output = prediction.output
             if not math.isfinite(logprob):
-                a.outcome.nonfinite_stage = a.outcome.nonfinite_stage or self._stages[-1]
-            elif a.target is None:
-                a.outcome.drawn.append((token, logprob))
+                output.nonfinite_stage = output.nonfinite_stage or self._stages[-1]
+            elif prediction.target is None:
+                output.drawn.append((token, logprob))
             else:
-                a.outcome.scores.append(logprob)
+                output.prompt_logprobs.append(logprob)
 
-    def _bad_stages(self, batch: Batch, state: _Live) -> list[str | None]:
-        bad = state.bad_stage.tolist()
-        found: list[str | None] = []
+    def _nonfinite_stages(self, batch: Batch, state: _BatchState) -> list[str | None]:
+        """Return the first stage of each sequence after which a value was not finite."""
+        by_token = state.nonfinite_stage.tolist()
+        stages: list[str | None] = []
         first = 0
-        for chunk in batch.scheduled:
-            worst = [index for index in bad[first : first + chunk.count] if index >= 0]
-            found.append(self._stages[min(worst)] if worst else None)
-            first += chunk.count
-        return found
+        for item in batch.scheduled:
+            bad = [index for index in by_token[first : first + item.count] if index >= 0]
+            stages.append(self._stages[min(bad)] if bad else None)
+            first += item.count
+        return stages
 
 
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """One position of the batch whose prediction is wanted: the score of `target`, or a token drawn by `draw`."""
-
-    outcome: SequenceOutput
-    position: int
-    target: int | None
-    draw: SamplingParams | None
+def _scored_targets(sequence: Sequence) -> list[int]:
+    """Return the tokens whose log-probabilities this pass computes for a prompt."""
+    return sequence.targets if sequence.needs_scores and sequence.is_prefill else []

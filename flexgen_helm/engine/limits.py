@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexgen_helm.engine.scheduler import BLOCK_SEQUENCES, UNLIMITED, SchedulerLimits
 from flexgen_helm.planner.memory import MemoryPlan
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.policy import Policy, Schedule
+from flexgen_helm.scheduling.scheduler import BLOCK_SEQUENCES, UNLIMITED, SchedulerLimits
 
 # Real tokens of one batch: large enough for the full product rate, small enough to stay near the cache.
 BATCH_TOKENS = 1024

@@ -227,8 +227,8 @@ def _packing_rates(
     """Elements a second from 4 bits to the compute type, by a tile of weights; and to 4 bits, by tokens of a cache."""
     import torch
 
+    from flexgen_helm.kv_cache.codec import QuantizedCodec
     from flexgen_helm.quant.kernels import dequantize_into
-    from flexgen_helm.quant.kv_codec import TokenCodec
     from flexgen_helm.quant.packing import quantize
     from flexgen_helm.quant.precisions import PRECISIONS
 
@@ -239,9 +239,9 @@ def _packing_rates(
     out = tile.to(kind)
     unpacking = tile.numel() / best([_bind(dequantize_into, packed, fmt, out) for packed in copies])
     heads, dim = 8, 64
-    codec = TokenCodec(cache, heads, dim, kind)
+    codec = QuantizedCodec(cache, heads, dim, kind)
     k, v = (torch.randn(4 * codec.group_tokens, heads, dim, device=device, dtype=kind) for _ in range(2))
-    return unpacking, 2 * k.numel() / best([_bind(codec.quantize, k, v)])
+    return unpacking, 2 * k.numel() / best([_bind(codec.encode, k, v)])
 
 
 def _link(device: torch.device) -> Link:

@@ -1,4 +1,4 @@
-"""One run of the engine: rows through passes until every request has its answer."""
+"""One run of the engine: passes over sequences until every request has its result."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from dataclasses import replace
 import torch
 
 from flexgen_helm.engine.executor import BatchOutput, Executor, SequenceOutput
-from flexgen_helm.engine.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
-from flexgen_helm.engine.prepare import PreparedRequests, make_sequences, shared_prefixes
-from flexgen_helm.engine.running_request import RunningPrefix, RunningRequest
-from flexgen_helm.engine.sampler import SamplingParams
-from flexgen_helm.engine.schedule import work_items
-from flexgen_helm.engine.scheduler import Scheduler, SchedulerLimits
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
-from flexgen_helm.sequence import Admission, Batch, ScheduledTokens, Sequence
+from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
+from flexgen_helm.scheduling.prepare import PreparedRequests, make_sequences, shared_prefixes
+from flexgen_helm.scheduling.sampling import SamplingParams
+from flexgen_helm.scheduling.schedule import work_items
+from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits
+from flexgen_helm.scheduling.sequence import Batch, Request, ScheduledTokens, Sequence, SequenceKind
 
 OnResult = Callable[[int, GenerationResult], None]
 
 
 class Run:
-    """State of one call of `Engine.run`. Results are reported the moment a request is finished."""
+    """State of one call of `Engine.run`. A result is reported as soon as its request is finished.
+
+    halvings: how often batches were halved because memory ran out.
+    saved_tokens: prompt tokens that were not computed because sequences share them.
+    """
 
     def __init__(
         self,
@@ -37,19 +40,14 @@ class Run:
         limits: SchedulerLimits,
         schedule: Schedule,
         eos_ids: Collection[int],
-        rules: PrefixCostModel,
+        prefix_cost: PrefixCostModel,
     ) -> None:
-        """rules: what sharing a prefix costs; how much room there is, the limits say."""
-        self._config = config
-        self._executor = executor
-        self._cache = cache
-        self._limits = limits
-        self._schedule = schedule
-        self._eos_ids = eos_ids
-        self._rules = rules
-        self._readers: dict[Sequence, int] = {}  # of a trunk: rows that need its cache and are not done
+        """prefix_cost: what sharing a prefix costs; how much room there is follows from the limits."""
+        self._config, self._executor, self._cache = config, executor, cache
+        self._limits, self._schedule = limits, schedule
+        self._eos_ids, self._prefix_cost = eos_ids, prefix_cost
         self.halvings = 0
-        self.saved_tokens = 0  # of prompts, because prefixes were shared
+        self.saved_tokens = 0
 
     def answer(
         self,
@@ -59,45 +57,153 @@ class Run:
         should_stop: Callable[[], bool],
         progress: Callable[[Progress], None] | None,
     ) -> list[GenerationResult]:
-        """Results in the order asked; raises `Interrupted` with every finished result already reported."""
+        """Return results in the order asked; raise `Interrupted` with every finished result already reported."""
         self._results: list[GenerationResult | None] = [None] * len(requests)
-        self._on_result = on_result
-        self._progress = progress
+        self._on_result, self._progress = on_result, progress
         self._began = time.perf_counter()
-        self._done_tokens = 0
-        self._finished = 0
+        self._done_tokens = self._num_finished = 0
         for place, error in prepared.refused.items():
             self._deliver(place, GenerationResult(error=error))
-        waiting = self._queue(prepared.running)
-        self._total_tokens = sum(family.max_computed_tokens for family in waiting)
+        waiting = self._queue(prepared.distinct)
+        self._total_tokens = sum(sequence.num_fed for sequence in waiting)
         self._scheduler = Scheduler(waiting, self._limits)
         while batches := self._scheduler.next_pass():
-            again = self._scheduler.will_go_on(batches)
-            self._pass(batches, again, should_stop)
+            self._pass(batches, self._scheduler.another_pass_follows(batches), should_stop)
         missing = [place for place, result in enumerate(self._results) if result is None]
         assert not missing, f"requests {missing[:5]} were never answered"
         return [result for result in self._results if result is not None]
 
-    def _pass(self, batches: abc.Sequence[Batch], again: bool, should_stop: Callable[[], bool]) -> None:
-        """One pass; where memory runs out, what is left of it goes on in halves, and so do all later passes."""
+    # Making sequences
+
+    def _queue(self, requests: abc.Sequence[Request]) -> list[Sequence]:
+        """Return the sequences to compute, each shared prefix before its users."""
+        computed = []
+        for request in requests:
+            scores = request.request.echo_logprobs and len(request.tokens) > 1
+            if request.request.max_tokens or scores:
+                computed.append(request)
+            else:
+                self._finish(request)
+        limits, multiple = self._limits, self._cache.prefix_multiple
+        forest: list[PrefixNode | int] = list(range(len(computed)))
+        if multiple is not None:
+            cost = replace(
+                self._prefix_cost,
+                room=limits.cache_tokens,
+                group_tokens=multiple,
+                slot_overhead=limits.slot_overhead,
+                step_overhead=limits.step_overhead,
+            )
+            forest = shared_prefixes(computed, cost, not self._cache.shares_prompts)
+            while not self._has_room(forest):  # prefixes that save least are dissolved first
+                prefixes = sorted(prefixes_of(forest), key=lambda prefix: prefix.saved)
+                forest = dissolve(forest, set(prefixes[: -(-len(prefixes) // 8)]))
+        waiting: list[Sequence] = []
+        self._add_sequences(forest, (), computed, waiting)
+        return waiting
+
+    def _has_room(self, forest: abc.Sequence[PrefixNode | int]) -> bool:
+        """Return whether all prefixes that are needed at once have room.
+
+        They are those of one sequence, or, in the one pass of prefill-only, all.
+        """
+        limits = self._limits
+        if self._schedule != "prefill-only":
+            return _depth(forest) < limits.max_windows
+        prefixes = list(prefixes_of(forest))
+        positions = sum(prefix.end - prefix.start + limits.slot_overhead for prefix in prefixes)
+        return positions <= limits.cache_tokens and len(prefixes) <= limits.max_windows
+
+    def _add_sequences(
+        self,
+        members: abc.Sequence[PrefixNode | int],
+        prefixes: tuple[Sequence, ...],
+        requests: abc.Sequence[Request],
+        waiting: list[Sequence],
+    ) -> int:
+        """Append the sequences of a forest's members to `waiting`; return how many read all of `prefixes`."""
+        num_readers = 0
+        for member in dict.fromkeys(members):  # the completions of a request come with it
+            if isinstance(member, PrefixNode):
+                num_readers += self._add_prefix(member, prefixes, requests, waiting)
+            else:
+                num_readers += self._add_request(requests[member], prefixes, waiting)
+        return num_readers
+
+    def _add_prefix(
+        self,
+        node: PrefixNode,
+        prefixes: tuple[Sequence, ...],
+        requests: abc.Sequence[Request],
+        waiting: list[Sequence],
+    ) -> int:
+        users = [requests[place] for place in dict.fromkeys(node.users)]
+        scored = any(user.request.echo_logprobs for user in users)
+        prefix = Sequence(
+            SequenceKind.SHARED_PREFIX,
+            (),
+            users[0].tokens[node.start : node.end],
+            node.end - node.start,
+            node.start,
+            prefixes,
+            max_new_tokens=1,
+            needs_cache=True,
+            needs_scores=scored,
+            next_token=users[0].tokens[node.end] if scored else None,
+        )
+        index = len(waiting)
+        waiting.append(prefix)
+        prefix.num_readers = self._add_sequences(node.members, (*prefixes, prefix), requests, waiting)
+        if not prefix.num_readers:  # all its users were refused
+            del waiting[index]
+            return 0
+        prefix.requests = tuple(user for user in users if user.error is None)
+        num_users = sum(requests[place].error is None for place in node.users)
+        self.saved_tokens += (node.end - node.start) * (num_users - 1)
+        return prefix.num_readers + 1
+
+    def _add_request(self, request: Request, prefixes: tuple[Sequence, ...], waiting: list[Sequence]) -> int:
+        limits = self._limits
+        try:
+            prompts = make_sequences(
+                request,
+                prefixes,
+                cache_tokens=limits.cache_tokens,
+                max_sequences=limits.max_sequences,
+                slot_overhead=limits.slot_overhead,
+                step_overhead=limits.step_overhead,
+                shares_prompts=self._cache.shares_prompts,
+            )
+        except RequestError as error:
+            request.error = error
+            self._finish(request)
+            return 0
+        waiting += prompts
+        self.saved_tokens += (request.num_completions - len(prompts)) * len(request.tokens)
+        return len(prompts)
+
+    # Passes
+
+    def _pass(self, batches: abc.Sequence[Batch], another_pass: bool, should_stop: Callable[[], bool]) -> None:
+        """Run one pass; where memory runs out, go on in half batches, and so in all later passes."""
         done: set[Batch] = set()
 
-        def settle(outcome: BatchOutput) -> None:
-            done.add(outcome.batch)
-            self._settle(outcome)
+        def on_batch(output: BatchOutput) -> None:
+            done.add(output.batch)
+            self._account(output)
 
         while True:
             items = work_items(self._schedule, self._executor.num_stages, len(batches))
             try:
-                self._executor.run(batches, items, self._draws, settle, should_stop, again)
+                self._executor.run(batches, items, _sampling, on_batch, should_stop, another_pass)
                 return
             except (MemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error):
                     raise
-                # What was written to the cache is written again, the same; rows that are done stay done.
+                # What was written to the cache is written again, the same; sequences that are done stay done.
                 left = [batch for batch in batches if batch not in done]
                 if self._cache.one_layer:
-                    left = [*self._again(batch for batch in batches if batch in done), *left]
+                    left = [*_shared_prefixes_again(batch for batch in batches if batch in done), *left]
                 halves = self._scheduler.halve(left)
                 if len(halves) == len(left):
                     raise MemoryLimitError(
@@ -107,220 +213,145 @@ class Run:
                 batches, self.halvings = halves, self.halvings + 1
                 done.clear()
 
-    def _again(self, done: Iterable[Batch]) -> list[Batch]:
-        """The prefixes of finished batches that are still needed: what is left goes through all layers anew, and of
-        these only the last one is kept."""
-        found = []
-        for row in [chunk.sequence for batch in done for chunk in batch.scheduled if chunk.sequence in self._readers]:
-            row.num_computed = 0
-            found.append(Batch((ScheduledTokens(row, row.num_pending),), True))
-        return found
-
-    def _queue(self, running: abc.Sequence[RunningRequest]) -> list[Admission]:
-        """What is to be computed, each shared beginning before the prompts that go on from it."""
-        asked = []
-        for request in running:
-            scores = request.request.echo_logprobs and len(request.tokens) > 1
-            if request.request.max_tokens or scores:
-                asked.append(request)
-            else:
-                self._finish(request)  # nothing to compute
-        limits, group = self._limits, self._cache.prefix_tokens
-        beside = {"slot_overhead": limits.slot_overhead, "step_overhead": limits.step_overhead}
-        rules = replace(self._rules, room=limits.cache_tokens, group_tokens=group or 1, **beside)
-        if group is None:
-            forest: list[PrefixNode | int] = list(range(len(asked)))
-        else:
-            forest = shared_prefixes(asked, rules, not self._cache.shares_prompts)
-            while not self._holds(forest):  # those that save least go first
-                found = sorted(prefixes_of(forest), key=lambda prefix: prefix.saved)
-                forest = dissolve(forest, set(found[: -(-len(found) // 8)]))
-        waiting: list[Admission] = []
-        self._enqueue(forest, (), asked, waiting)
-        return waiting
-
-    def _holds(self, forest: abc.Sequence[PrefixNode | int]) -> bool:
-        """Whether there is room for all prefixes that are needed at once: those of one row, or, in the one pass of
-        prefill-only, all."""
-        limits = self._limits
-        if self._schedule != "prefill-only":
-            return _depth(forest) < limits.max_windows
-        prefixes = list(prefixes_of(forest))
-        taken = sum(prefix.end - prefix.start + limits.slot_overhead for prefix in prefixes)
-        return taken <= limits.cache_tokens and len(prefixes) <= limits.max_windows
-
-    def _enqueue(
-        self,
-        members: abc.Sequence[PrefixNode | int],
-        parents: tuple[Sequence, ...],
-        asked: abc.Sequence[RunningRequest],
-        waiting: list[Admission],
-    ) -> int:
-        """Rows that will need the cache of all of `parents`."""
-        needed = 0
-        limits = self._limits
-        for member in dict.fromkeys(members):  # the branches of a request come with it
-            if isinstance(member, PrefixNode):
-                users = [asked[place] for place in dict.fromkeys(member.users)]
-                row = Sequence(
-                    users[0].tokens[member.start : member.end], member.end - member.start, None, member.start, parents,
-                    max_new_tokens=1, needs_cache=True,
-                )  # fmt: skip
-                row.needs_scores = any(user.request.echo_logprobs for user in users)
-                row.next_token = users[0].tokens[member.end] if row.needs_scores else None
-                place = len(waiting)
-                waiting.append(Admission(row))
-                readers = self._enqueue(member.members, (*parents, row), asked, waiting)
-                kept = [user for user in users if user.error is None]  # the others were refused
-                if readers:
-                    row.owner = RunningPrefix(kept)
-                    self._readers[row] = readers
-                    rows = sum(asked[place].error is None for place in member.users)
-                    self.saved_tokens += (member.end - member.start) * (rows - 1)
-                    needed += readers + 1
-                else:
-                    del waiting[place]
-                continue
-            request = asked[member]
-            try:
-                found = make_sequences(
-                    request,
-                    limits.cache_tokens,
-                    limits.max_sequences,
-                    limits.slot_overhead,
-                    limits.step_overhead,
-                    self._cache.shares_prompts,
-                    parents,
-                )
-                waiting += found
-                needed += len(found)
-                self.saved_tokens += (request.num_branches - len(found)) * len(request.tokens)
-            except RequestError as error:
-                request.error = error
-                self._finish(request)
-        return needed
-
-    def _draws(self, row: Sequence) -> list[SamplingParams]:
-        running: RunningRequest = row.owner
-        return [running.completions[row.completion + i].next_draw() for i in range(row.num_draws)]
-
-    def _settle(self, outcome: BatchOutput) -> None:
-        """Give every row of a finished batch what the head found for it."""
-        chunks = outcome.batch.scheduled
-        flops = [self._flops(chunk, outcome.batch.is_prefill) for chunk in chunks]
+    def _account(self, output: BatchOutput) -> None:
+        """Charge a finished batch to its requests, and advance its sequences."""
+        items = output.batch.scheduled
+        flops = [self._flops(item, output.batch.is_prefill) for item in items]
         total = sum(flops)
-        for chunk, mine, found in zip(chunks, flops, outcome.outputs):
-            seconds = outcome.seconds * mine / total
-            chunk.sequence.owner.charge(outcome.batch.is_prefill, chunk.count, mine, seconds, len(chunks))
-            self._done_tokens += chunk.count
-            self._advance(chunk.sequence, found)
+        for item, own_flops, own in zip(items, flops, output.outputs):
+            requests = item.sequence.requests
+            share = 1 / len(requests)
+            seconds = output.seconds * own_flops / total
+            for request in requests:
+                request.charge(
+                    output.batch.is_prefill, item.count * share, own_flops * share, seconds * share, len(items)
+                )
+            self._done_tokens += item.count
+            self._advance(item.sequence, own)
         if self._progress is not None:
             elapsed = time.perf_counter() - self._began
-            self._progress(Progress(self._done_tokens, self._total_tokens, self._finished, len(self._results), elapsed))
+            done, total_requests = self._num_finished, len(self._results)
+            self._progress(Progress(self._done_tokens, self._total_tokens, done, total_requests, elapsed))
 
-    def _advance(self, row: Sequence, found: SequenceOutput) -> None:
-        if found.nonfinite_stage is not None:
-            row.owner.fail(
-                NumericalError(
-                    f"a value that is not finite appeared at stage {found.nonfinite_stage}; "
+    def _advance(self, sequence: Sequence, output: SequenceOutput) -> None:
+        if output.nonfinite_stage is not None:
+            for request in sequence.requests:
+                request.error = NumericalError(
+                    f"a value that is not finite appeared at stage {output.nonfinite_stage}; "
                     "the checkpoint may be corrupt: check it with flexgen-helm doctor"
                 )
-            )
-        if row.is_shared_prefix:
-            row.owner.scores = found.scores
+        if output.prompt_logprobs:  # assigned: a shared prefix may be computed again
+            sequence.prompt_logprobs = output.prompt_logprobs
+        if sequence.kind is SequenceKind.SHARED_PREFIX:
             return
-        running: RunningRequest = row.owner
-        if running.error is not None:
-            if row.is_shared:
-                self._scheduler.branch(row, [])
-            self._end(row)
+        request = sequence.request
+        if request.error is not None:
+            if sequence.is_shared:
+                self._scheduler.branch(sequence, [])
+            self._end(sequence)
             return
-        running.scores += found.scores
-        alive = []
-        for offset, (token, logprob) in enumerate(found.drawn):
-            index = row.completion + offset
-            if not running.completions[index].push(token, logprob, self._eos_ids):
+        alive = []  # completions that go on, with their newest token
+        for offset, (token, logprob) in enumerate(output.drawn):
+            index = sequence.completion + offset
+            if not request.completions[index].push(token, logprob, self._eos_ids):
                 alive.append((index, token))
-        if row.is_shared:
-            self._branch(row, alive)
+        if sequence.is_shared:
+            self._branch(sequence, alive)
         elif alive:
-            row.tokens.append(alive[0][1])
+            sequence.tokens.append(alive[0][1])
         else:
-            self._end(row)
+            self._end(sequence)
 
     def _branch(self, prompt: Sequence, alive: list[tuple[int, int]]) -> None:
-        """Continuations of a prompt go on as rows of their own that attend to the prompt's cache."""
-        branches = [
+        """Let the completions of a prompt go on as sequences of their own that attend to the prompt's cache."""
+        prefixes = (*prompt.prefixes, prompt)
+        continuations = [
             Sequence(
+                SequenceKind.CONTINUATION,
+                prompt.requests,
                 [token],
                 0,
-                prompt.owner,
-                start=prompt.start + prompt.prompt_len,
-                prefixes=(*prompt.prefixes, prompt),
-                completion=index,
+                prompt.start + prompt.prompt_len,
+                prefixes,
+                max_new_tokens=prompt.request.request.max_tokens,
                 num_draws=1,
-                max_new_tokens=prompt.owner.request.max_tokens,
+                completion=index,
                 needs_cache=True,
             )
             for index, token in alive
         ]
-        self._scheduler.branch(prompt, branches)
-        prompt.owner.rows_left += len(branches)
-        if branches:
-            for parent in (*prompt.prefixes, prompt):
-                self._readers[parent] = self._readers.get(parent, 0) + len(branches)
-            prompt.owner.rows_left -= 1  # the branches speak for it now
-        else:
+        self._scheduler.branch(prompt, continuations)
+        if not continuations:
             self._end(prompt)
-
-    def _end(self, row: Sequence) -> None:
-        """The row is done, and its request with the last of its rows."""
-        self._leave(row)
-        running: RunningRequest = row.owner
-        running.rows_left -= 1
-        if not running.rows_left:
-            self._finish(running)
-
-    def _leave(self, row: Sequence) -> None:
-        """The row's slot goes back, and those of trunks that nobody else needs."""
-        self._release(row)
-        for parent in row.prefixes:
-            self._readers[parent] -= 1
-            if not self._readers[parent]:
-                del self._readers[parent]
-                self._leave(parent)
-
-    def _release(self, row: Sequence) -> None:
-        gone = self._scheduler.retire(row)
-        if gone is None:
             return
-        if not gone.group.sequences:
-            self._cache.free(gone.group)
-        elif gone.source is not None:
-            self._cache.move(gone.group, gone.source, gone.target, gone.length, gone.stale)
+        for prefix in prefixes:
+            prefix.num_readers += len(continuations)
+        prompt.request.num_sequences += len(continuations) - 1  # they speak for the prompt now
 
-    def _finish(self, running: RunningRequest) -> None:
-        for place, result in zip(running.places, running.results()):
+    # Endings
+
+    def _end(self, sequence: Sequence) -> None:
+        """End a sequence, and its request with the last of its sequences."""
+        self._release(sequence)
+        request = sequence.request
+        request.num_sequences -= 1
+        if not request.num_sequences:
+            self._finish(request)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back the sequence's slot, and those of its prefixes that nobody reads any more."""
+        move = self._scheduler.retire(sequence)
+        if move is not None:
+            if not move.block.sequences:
+                self._cache.free(move.block)
+            elif move.source is not None:
+                self._cache.move(move.block, move.source, move.target, move.tokens, move.stale_tokens)
+        for prefix in sequence.prefixes:
+            prefix.num_readers -= 1
+            if not prefix.num_readers:
+                self._release(prefix)
+
+    def _finish(self, request: Request) -> None:
+        for place, result in zip(request.places, request.results()):
             self._deliver(place, result)
 
     def _deliver(self, place: int, result: GenerationResult) -> None:
         self._results[place] = result
-        self._finished += 1
+        self._num_finished += 1
         if self._on_result is not None:
             self._on_result(place, result)
 
-    def _flops(self, chunk: ScheduledTokens, is_prefill: bool) -> float:
-        """Operations of one chunk: linear layers, attention over what each token sees, and the head where asked."""
-        config, row, count = self._config, chunk.sequence, chunk.count
-        seen = row.start + row.num_computed - count + (count + 1) / 2  # `computed` already counts this chunk
-        scored = min(count, row.prompt_len - (row.next_token is None)) if row.needs_scores and is_prefill else 0
-        heads = scored + (1 if row.num_draws else 0)
-        attention = config.attention_flops(1, 1) * count * seen
-        return config.linear_flops_per_token * count + attention + config.head_flops_per_token * heads
+    def _flops(self, item: ScheduledTokens, is_prefill: bool) -> float:
+        """Return the operations of some tokens: linear layers, attention over what each sees, the head where used."""
+        config, sequence, count = self._config, item.sequence, item.count
+        visible = sequence.start + sequence.num_computed - count + (count + 1) / 2  # num_computed counts them already
+        scored = 0
+        if sequence.needs_scores and is_prefill:
+            scored = min(count, sequence.prompt_len - (sequence.next_token is None))
+        positions = scored + (1 if sequence.num_draws else 0)
+        attention = config.attention_flops(1, 1) * count * visible
+        return config.linear_flops_per_token * count + attention + config.head_flops_per_token * positions
+
+
+def _sampling(sequence: Sequence) -> list[SamplingParams]:
+    """Return how the sequence's next tokens are drawn, one for each completion that it draws for."""
+    first = sequence.completion
+    return [c.next_sampling() for c in sequence.request.completions[first : first + sequence.num_draws]]
+
+
+def _shared_prefixes_again(done: Iterable[Batch]) -> list[Batch]:
+    """Return batches that compute the shared prefixes of finished batches anew, those that still have readers.
+
+    After an out-of-memory in prefill-only what is left passes all layers anew, and the cache keeps one layer only.
+    """
+    prefixes = [item.sequence for batch in done for item in batch.scheduled if item.sequence.num_readers]
+    for prefix in prefixes:
+        prefix.num_computed = 0
+    return [Batch((ScheduledTokens(prefix, prefix.num_pending),), True) for prefix in prefixes]
 
 
 def _depth(forest: abc.Sequence[PrefixNode | int]) -> int:
-    """Prefixes behind each other, at most."""
+    """Return the most prefixes on a path of the forest."""
     return max((1 + _depth(member.members) for member in forest if isinstance(member, PrefixNode)), default=0)
 
 

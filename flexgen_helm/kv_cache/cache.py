@@ -1,43 +1,55 @@
-"""The KV cache at rest: each slot group on the tier that its share of the policy names (`kv_groups` says how it lies).
+"""The KV cache of a run: cache blocks on the tiers that the plan names, each a storage with a codec.
 
-Groups elsewhere are brought beside the computing when a batch attends to them, one layer ahead of it; or, in host
-memory, attention is computed there and only queries and outputs cross the link (`delegates`).
+A block is opened when its first prompt is written. Its storage is where most of the planned share of a tier is
+missing; its newest tokens lie in a residual window on the compute device, if the codec keeps one. Attention writes by
+`write` and `append` and reads by `read`, `read_selected` and `read_prefix`, whatever the placement.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flexgen_helm.kv_cache.blocks import (
-    CacheShape,
-    DiskCache,
-    GroupCache,
-    HostCache,
-    KeysValues,
-    MemoryCache,
-    NearCache,
-)
-from flexgen_helm.kv_cache.quantized import DiskGroups, HostGroups, NearGroups, PackedCache, PackedGroups, slot_bytes
+from flexgen_helm.kv_cache.codec import KeysValues, Planes, make_codec
+from flexgen_helm.kv_cache.residual_window import ResidualWindow
+from flexgen_helm.kv_cache.storage import DeviceStorage, DiskStorage, HostStorage, MemoryPlanes, Storage, file_layout
+from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.offload.staging import ALIGNMENT, aligned
+from flexgen_helm.models.sparse import TopK
+from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.offload.transfer_stats import Kind
 from flexgen_helm.planner.placement import TIERS, Tier, most_underfilled
-from flexgen_helm.quant.kv_codec import TokenCodec
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.sequence import CacheBlock, Sequence
+from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
+
+
+@dataclass(eq=False)
+class _BlockCache:
+    """An open block.
+
+    units: room of every slot.
+    claims: of the storage, on its tier; window_claim: on the compute tier.
+    attends_on_host: attention over it is computed there.
+    """
+
+    storage: Storage
+    window: ResidualWindow | None
+    units: int
+    claims: list[Allocation]
+    window_claim: Allocation
+    attends_on_host: bool
 
 
 class KVCache:
-    """Caches of all open slot groups.
+    """Caches of all open blocks.
 
-    fractions: of the cache's bytes on each tier; a new group goes where most is missing. delegate: attention over
-    groups in host memory is computed by the host although a device computes the rest. form: what is packed of it, None
-    for nothing. one_layer: a pass takes all its batches through a layer before the next one and nobody decodes, so
-    what prefixes keep of one layer takes the place of the last one's.
+    codec: how keys and values are stored.
+    placed: bytes ever opened, by tier.
+    one_layer: see `__init__`.
     """
 
     def __init__(
@@ -46,260 +58,284 @@ class KVCache:
         tiers: Tiers,
         dtype: torch.dtype,
         fractions: Mapping[Tier, float],
-        delegate: bool = False,
-        fmt: CacheFormat | None = None,
+        *,
+        cpu_attention: bool = False,
+        cache_format: CacheFormat | None = None,
         one_layer: bool = False,
     ) -> None:
-        self._config = CacheShape(1 if one_layer else config.num_layers, config.num_kv_heads, config.head_dim)
-        self._plain_bytes = config.kv_bytes_per_token(dtype.itemsize) // config.num_layers * self._config.num_layers
-        self._tiers, self._dtype, self.one_layer = tiers, dtype, one_layer
-        self._fractions, self._delegate = fractions, delegate
-        self._groups: dict[CacheBlock, GroupCache | PackedCache] = {}
+        """Open nothing yet.
+
+        dtype: of keys and values as they are computed.
+        fractions: of the cache's bytes on each tier.
+        cpu_attention: the host attends to plain blocks in its memory although a device computes the rest.
+        cache_format: how older tokens are quantized; None: not at all.
+        one_layer: a pass takes all batches through a layer before the next one and nobody decodes (prefill-only),
+            so one layer's keys and values take the place of the last one's.
+        """
+        self.codec = make_codec(cache_format, config.num_kv_heads, config.head_dim, dtype)
+        self.one_layer = one_layer
+        self._num_layers, self._num_heads = 1 if one_layer else config.num_layers, config.num_kv_heads
+        self._tiers, self._dtype, self._fractions = tiers, dtype, fractions
+        self._cpu_attention = cpu_attention and cache_format is None
+        self._blocks: dict[CacheBlock, _BlockCache] = {}
         self._held = dict.fromkeys(TIERS, 0)
-        self.placed = dict.fromkeys(TIERS, 0)  # bytes ever opened, by tier
-        self.codec = None if fmt is None else TokenCodec(fmt, config.num_kv_heads, config.head_dim, dtype)
+        self.placed = dict.fromkeys(TIERS, 0)
 
     @property
-    def host_attends(self) -> bool:
-        """Whether attention over groups in host memory is computed there, so that they are not brought."""
-        return self._delegate and self.codec is None
+    def prefix_multiple(self) -> int | None:
+        """Shared prefixes end at a multiple of so many tokens; None where none can be shared.
 
-    @property
-    def prefix_tokens(self) -> int | None:
-        """Shared beginnings end at a multiple of so many tokens; None where none can be shared."""
-        return 1 if self.codec is None else self.codec.cache_format.prefix_multiple
+        Tokens that are quantized together belong to one sequence. What sparse attention selects, it selects among all
+        older tokens.
+        """
+        fmt = self.codec.cache_format
+        return 1 if fmt is None else fmt.prefix_multiple
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether rows may go on from the whole of another's prompt."""
-        return self.codec is None
+        """Whether sequences may continue the whole of another's prompt, wherever it ends."""
+        return self.codec.cache_format is None
 
+    # TODO-MERGE sizes
     @property
     def bytes_per_token(self) -> int:
-        if self.codec is None:
-            return self._plain_bytes
-        # On the disk every group of tokens begins a page.
-        each = aligned(self.codec.group_bytes) if self._fractions["disk"] > 0 else self.codec.group_bytes
-        return -(-self._config.num_layers * each // self.codec.group_tokens)
+        from flexgen_helm.offload.staging import aligned
+
+        if not self.codec.window_tokens:
+            return self._num_layers * self.codec.unit_bytes
+        unit = aligned(self.codec.unit_bytes) if self._fractions["disk"] > 0 else self.codec.unit_bytes
+        return -(-self._num_layers * unit // self.codec.group_tokens)
 
     @property
     def layer_bytes_per_token(self) -> int:
-        return self.bytes_per_token // self._config.num_layers
+        return self.bytes_per_token // self._num_layers
 
     @property
     def bytes_per_row(self) -> int:
-        """Beside the tokens': of the newest ones, which a packed cache keeps as they are."""
-        if self.codec is None:
-            return 0
-        fmt = self.codec.cache_format
-        return fmt.window_copies * fmt.window_tokens * self._plain_bytes
+        values = 2 * self.codec.window_copies * self.codec.window_tokens * self.codec.token_elements
+        return self._num_layers * values * self._dtype.itemsize
+
+    @property
+    def host_attends(self) -> bool:
+        return self._cpu_attention
 
     @property
     def fill_tokens(self) -> int:
-        """Positions that the last page of a prompt, or of a step of a group, may take beside it on the disk."""
-        if self.codec is not None or not self._fractions["disk"] or self.layer_bytes_per_token % ALIGNMENT == 0:
+        from flexgen_helm.offload.staging import ALIGNMENT
+
+        unaligned = self.layer_bytes_per_token % ALIGNMENT
+        if self.codec.window_tokens or not self._fractions["disk"] or not unaligned:
             return 0
         return -(-ALIGNMENT // self.layer_bytes_per_token)
 
-    def write(self, row: Sequence, layer: int, start: int, k: Tensor, v: Tensor) -> None:
-        """Store the keys and values [S, Hk, D] of `row`'s own tokens start … start + S - 1."""
-        group, layer = self._open(row), self._kept(layer)
-        if isinstance(group, PackedCache):
-            assert start == 0, "a prompt is written whole"
-            group.write(row.slot, layer, k, v)
+    # Writing
+
+    def write(self, sequence: Sequence, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store keys and values [S, Hk, D] of a whole prompt."""
+        assert sequence.block is not None
+        layer, codec, cache = self._stored_layer(layer), self.codec, self._open(sequence.block)
+        if cache.window is not None:
+            cache.window.write(sequence.slot, layer, k, v)
+        tokens = k.shape[0] // codec.group_tokens * codec.group_tokens
+        if tokens:
+            planes = codec.encode(k[:tokens], v[:tokens])
+            if cache.attends_on_host:
+                planes = self.copy_to_host("cache", *planes)
+            cache.storage.write(layer, sequence.slot, planes)
+
+    def append(self, block: CacheBlock, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store one token [B, Hk, D] of each sequence, at `positions` [B] of its own tokens."""
+        layer, cache = self._stored_layer(layer), self._open(block)
+        self._grow(block, cache, layer)
+        if cache.window is None:
+            slots = range(len(block.sequences))
+            cache.storage.prefetch(layer, *self._extent(block, cache))
+            cache.storage.append(layer, slots, positions, self.codec.encode(k, v))
             return
-        if self._is_delegated(group):
-            k, v = self.to_host("cache", k, v)
-        group.write(row.slot, layer, start, k, v)
+        for group in cache.window.append(layer, k, v):
+            units = torch.full((len(group.slots),), group.unit)
+            cache.storage.append(layer, group.slots, units, self.codec.encode(group.keys, group.values))
 
-    def append(self, group: CacheBlock, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store one token [B, Hk, D] for each of the group's rows, at `positions` [B] of their own tokens."""
-        found, layer = self._open(group.sequences[0]), self._kept(layer)
-        self._grow(found, group, layer)
-        if isinstance(found, PackedCache):
-            found.append(layer, k, v)
-        else:
-            found.append(layer, positions, k, v)
+    # Reading
 
-    def packed(self, group: CacheBlock) -> PackedCache:
-        """The cache of a group that is packed and has been written."""
-        found = self._groups[group]
-        assert isinstance(found, PackedCache)
-        return found
+    def read(self, block: CacheBlock, layer: int, part: DecodePart) -> KeysValues:
+        """Return keys and values [B, Hk, S, D] of a part of what the block's queries see."""
+        layer, cache = self._stored_layer(layer), self._blocks[block]
+        if not part.stored:
+            assert cache.window is not None
+            return cache.window.read(layer, part.seen_quantized)
+        planes = self._read(block, cache, layer, part.sequences)
+        return self.codec.decode_keys(planes), self.codec.decode_values(planes)
 
-    def active(self, group: CacheBlock, layer: int, length: int) -> KeysValues:
-        """Keys and values of the group's rows, their first `length` positions: [B, Hk, length, D] each."""
-        keys, values = self._plain(group).read(self._kept(layer))
-        rows = len(group.sequences)
-        return keys[:rows, :, :length], values[:rows, :, :length]
+    def read_keys(self, block: CacheBlock, layer: int, part: DecodePart) -> Tensor:
+        """Return the keys [B, Hk, S, D] of a stored part, by which values are selected."""
+        planes = self._read(block, self._blocks[block], self._stored_layer(layer), part.sequences)
+        return self.codec.decode_keys(planes)
 
-    def segment(self, row: Sequence, layer: int) -> KeysValues:
-        """Keys and values of the prompt of `row`, whose layer has been written: [Hk, prompt_len, D] each."""
-        assert row.block is not None
-        keys, values = self._plain(row.block).read(self._kept(layer))
-        return keys[row.slot, :, : row.prompt_len], values[row.slot, :, : row.prompt_len]
+    def read_selected(self, block: CacheBlock, layer: int, part: DecodePart, selected: TopK) -> Tensor:
+        """Return the values [B, Hk, k, D] of selected keys; no others are brought."""
+        storage = self._blocks[block].storage
+        return self.codec.decode_selected(storage.select(self._stored_layer(layer), part.sequences, selected.tokens))
 
-    def packed_segment(self, row: Sequence, layer: int, first: int, last: int) -> KeysValues:
-        """Tokens first … last - 1 of the prompt of `row` as they are packed: [Hk, n, D] each."""
-        assert row.block is not None
-        return self.packed(row.block).packed_segment(row.slot, self._kept(layer), first, last)
+    def read_prefix(self, prefix: Sequence, layer: int, part: PrefixPart) -> KeysValues:
+        """Return keys and values [Hk, n, D] of a part of a shared sequence."""
+        assert prefix.block is not None
+        layer, cache, size = self._stored_layer(layer), self._blocks[prefix.block], self.codec.group_tokens
+        if not part.stored:
+            assert cache.window is not None
+            keys, values = cache.window.read_tokens(prefix.slot, layer, part.first, part.last)
+            return keys[0], values[0]
+        first, last = part.first // size, -(-part.last // size)
+        slot = slice(prefix.slot, prefix.slot + 1)
+        planes = self._read(prefix.block, cache, layer, slot, slice(first, last))
+        tokens = slice(part.first - first * size, part.last - first * size)
+        return self.codec.decode_keys(planes)[0, :, tokens], self.codec.decode_values(planes)[0, :, tokens]
 
-    def plain_segment(self, row: Sequence, layer: int, first: int, last: int) -> KeysValues:
-        """The same of the newest tokens of a prompt that is packed, as they were computed."""
-        assert row.block is not None
-        return self.packed(row.block).plain_segment(row.slot, self._kept(layer), first, last)
+    def prefetch(self, block: CacheBlock, layer: int) -> None:
+        """Begin to bring one layer of a block to where attention is computed; harmless where it is there."""
+        cache = self._blocks.get(block)
+        if cache is not None:
+            counts, room = self._extent(block, cache)
+            if max(counts) + room:
+                cache.storage.prefetch(self._stored_layer(layer), counts, room)
 
-    def prefetch(self, group: CacheBlock, layer: int) -> None:
-        """Begin to bring one layer of a group beside the computing; harmless where it is there."""
-        found = self._groups.get(group)
-        if found is not None:
-            found.prefetch(self._kept(layer))
+    def done(self, block: CacheBlock, layer: int) -> None:
+        """Give back what was brought of a layer: a batch has attended to it."""
+        cache = self._blocks.get(block)
+        if cache is not None:
+            cache.storage.drop(self._stored_layer(layer))
 
-    def done(self, group: CacheBlock, layer: int) -> None:
-        """A batch has attended to this layer: what was brought is given back."""
-        found = self._groups.get(group)
-        if isinstance(found, PackedCache):
-            found.packed.drop(self._kept(layer))
-        elif found is not None:
-            found.drop(self._kept(layer))
+    # Attention on the host
 
-    def delegates(self, group: CacheBlock) -> bool:
-        """Whether the host computes attention over this group."""
-        return self._is_delegated(self._groups.get(group))
+    def attends_on_host(self, block: CacheBlock) -> bool:
+        """Whether the host computes attention over this block, so that queries go there instead of keys here."""
+        cache = self._blocks.get(block)
+        return cache is not None and cache.attends_on_host
 
-    def to_host(self, kind: Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
-        link = self._tiers.copy_engine
-        assert link is not None
+    def copy_to_host(self, kind: Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
+        engine = self._tiers.copy_engine
+        assert engine is not None
         self._tiers.stats.count_bytes("gpu_to_cpu", kind, sum(t.numel() * t.element_size() for t in tensors))
-        return tuple(link.to_host(tensor) for tensor in tensors)
+        return tuple(engine.to_host(tensor) for tensor in tensors)
 
-    def to_device(self, kind: Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
-        link = self._tiers.copy_engine
-        assert link is not None
+    def copy_to_device(self, kind: Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
+        engine = self._tiers.copy_engine
+        assert engine is not None
         self._tiers.stats.count_bytes("cpu_to_gpu", kind, sum(t.numel() * t.element_size() for t in tensors))
-        return tuple(link.to_device(tensor) for tensor in tensors)
+        return tuple(engine.to_device(tensor) for tensor in tensors)
 
-    def _kept(self, layer: int) -> int:
-        """Where a layer lies among those that exist."""
-        return 0 if self.one_layer else layer
+    # Blocks
 
-    def _plain(self, group: CacheBlock) -> GroupCache:
-        found = self._groups[group]
-        assert isinstance(found, GroupCache)
-        return found
+    def move(self, block: CacheBlock, source: int, target: int, tokens: int, stale_tokens: int) -> None:
+        """Make slot `target`, which held `stale_tokens`, a copy of slot `source` with its `tokens`."""
+        cache, size = self._blocks[block], self.codec.group_tokens
+        if cache.window is not None:
+            cache.window.move(source, target)
+        cache.storage.move(source, target, tokens // size, stale_tokens // size)
 
-    def _is_delegated(self, group: GroupCache | PackedCache | None) -> bool:
-        return isinstance(group, NearCache) and group.tier != self._tiers.compute_tier
-
-    def move(self, group: CacheBlock, source: int, target: int, length: int, stale: int) -> None:
-        """Let slot `target`, which held `stale` tokens, become a copy of the first `length` of slot `source`."""
-        found = self._groups[group]
-        if isinstance(found, PackedCache):
-            found.move(source, target)
-        else:
-            found.move(source, target, length, stale)
-
-    def free(self, group: CacheBlock) -> None:
-        """Give a group's memory back; harmless for one that never wrote."""
-        found = self._groups.pop(group, None)
-        if found is None:
+    def free(self, block: CacheBlock) -> None:
+        """Give a block's memory back; harmless for one that never wrote."""
+        cache = self._blocks.pop(block, None)
+        if cache is None:
             return
-        if isinstance(found, PackedCache):
-            found.packed.close()
-            claims = found.packed.claims
-            for claim in found.tail_claims:
-                self._tiers.ledgers[self._tiers.compute_tier].release(claim)
-        else:
-            found.close()
-            claims = found.claims
-        for claim in claims:
-            self._tiers.ledgers[found.tier].release(claim)
-            self._held[found.tier] -= claim.num_bytes
+        cache.storage.close()
+        tier, ledgers = cache.storage.tier, self._tiers.ledgers
+        for claim in cache.claims:
+            ledgers[tier].release(claim)
+            self._held[tier] -= claim.num_bytes
+        ledgers[self._tiers.compute_tier].release(cache.window_claim)
 
     def cancel(self) -> None:
-        """A pass has broken off: the next one brings what it needs anew, by its own names for layers."""
-        for found in self._groups.values():
-            (found.packed if isinstance(found, PackedCache) else found).cancel()
+        """Drop what was prefetched: a pass has broken off, and the next one may mean other layers."""
+        for cache in self._blocks.values():
+            cache.storage.cancel()
 
     def close(self) -> None:
-        for group in list(self._groups):
-            self.free(group)
+        for block in list(self._blocks):
+            self.free(block)
 
-    def _open(self, row: Sequence) -> GroupCache | PackedCache:
-        assert row.block is not None
-        found = self._groups.get(row.block)
-        if found is None and self.codec is not None:
-            found = self._groups[row.block] = self._open_packed(row.block, self.codec)
-        if found is None:
-            group = row.block
-            capacity = group.allocated_tokens(max(row.prompt_len for row in group.sequences) + 1)
-            num_bytes = group.num_slots * capacity * self.bytes_per_token
-            tier = self._tier_for(num_bytes)
-            parts = self._config, self._tiers, self._dtype, group
-            if tier == "disk":
-                found = DiskCache(*parts)
-            else:
-                near = tier == self._tiers.compute_tier or self._delegate
-                with self._tiers.ledgers[tier].claimed("cache", num_bytes) as claim:
-                    found = NearCache(*parts, capacity, tier, claim) if near else HostCache(*parts, capacity, claim)
-            self._held[tier] += found.claims[0].num_bytes
-            self.placed[tier] += found.claims[0].num_bytes
-            self._groups[group] = found
-        return found
+    def _stored_layer(self, layer: int) -> int:
+        return 0 if self.one_layer else layer
 
-    def _open_packed(self, group: CacheBlock, codec: TokenCodec) -> PackedCache:
-        ledgers, home, layers = self._tiers.ledgers, self._tiers.compute_tier, self._config.num_layers
-        groups = group.allocated_tokens(max(row.prompt_len for row in group.sequences) + 1) // codec.group_tokens
-        num_bytes = layers * group.num_slots * groups * codec.group_bytes
+    def _open(self, block: CacheBlock) -> _BlockCache:
+        cache = self._blocks.get(block)
+        if cache is None:
+            cache = self._blocks[block] = self._new(block)
+        return cache
+
+    def _new(self, block: CacheBlock) -> _BlockCache:
+        codec, home, layers = self.codec, self._tiers.compute_tier, self._num_layers
+        units = self._units(block, max(sequence.prompt_len for sequence in block.sequences))
+        num_bytes = layers * block.num_slots * units * codec.unit_bytes
         tier = self._tier_for(num_bytes)
         if tier == "disk":
-            num_bytes = layers * group.num_slots * slot_bytes(group, codec)
-        tails, parts = group.num_slots * self.bytes_per_row, (self._config, self._tiers, group, codec)
-        packed: PackedGroups
-        with ledgers[home].claimed("cache", tails) as tail, ledgers[tier].claimed("cache", num_bytes) as claim:
-            if tier == "disk":
-                packed = DiskGroups(*parts, claim)
-            else:
-                packed = NearGroups(*parts, tier) if tier == home else HostGroups(*parts)
-                packed.claims.append(claim)
-                packed.capacity = groups
+            num_bytes = file_layout(block, codec, layers).num_bytes
+        window_values = 2 * codec.window_copies * codec.window_tokens * codec.token_elements
+        window_bytes = layers * block.num_slots * window_values * self._dtype.itemsize
+        ledgers = self._tiers.ledgers
+        with (
+            ledgers[home].claimed("cache", window_bytes) as window_claim,
+            ledgers[tier].claimed("cache", num_bytes) as claim,
+        ):
+            storage = self._new_storage(block, tier, units, claim)
             try:
-                found = PackedCache(self._config, self._tiers, self._dtype, group, codec, packed, [tail])
+                window = None
+                if codec.window_tokens:
+                    window = ResidualWindow(block, codec, layers, self._tiers.device, self._num_heads, self._dtype)
             except BaseException:
-                packed.close()
+                storage.close()
                 raise
+        self._count(tier, num_bytes)
+        on_host = self._cpu_attention and tier == "cpu" != home
+        return _BlockCache(storage, window, units, [claim], window_claim, on_host)
+
+    def _new_storage(self, block: CacheBlock, tier: Tier, units: int, claim: Allocation) -> Storage:
+        tiers, codec, layers = self._tiers, self.codec, self._num_layers
+        if tier == "disk":
+            layout = file_layout(block, codec, layers)
+            file = tiers.directory().scratch(f"cache-{claim.serial}", claim.num_bytes)
+            return DiskStorage(tiers, codec, block, layout, file)
+        device = tiers.device if tier == tiers.compute_tier else torch.device("cpu")
+        planes = MemoryPlanes(codec, block.num_slots, layers, units, device)
+        if tier == tiers.compute_tier or self._cpu_attention:
+            return DeviceStorage(tier, codec, planes)
+        return HostStorage(tiers, codec, planes)
+
+    def _grow(self, block: CacheBlock, cache: _BlockCache, layer: int) -> None:
+        """Make room for the token that is about to be appended, a page at a time; a file has all of it already."""
+        units = self._units(block, max(sequence.num_computed for sequence in block.sequences))
+        tier = cache.storage.tier
+        if tier == "disk":
+            return
+        if units > cache.units:
+            num_bytes = self._num_layers * block.num_slots * (units - cache.units) * self.codec.unit_bytes
+            cache.claims.append(self._tiers.ledgers[tier].claim("cache", num_bytes))
+            self._count(tier, num_bytes)
+            cache.units = units
+        cache.storage.grow(layer, cache.units)
+
+    def _units(self, block: CacheBlock, tokens: int) -> int:
+        """Units of room that a slot has while its next token is the one behind `tokens`."""
+        return block.allocated_tokens(tokens + 1) // self.codec.group_tokens
+
+    def _extent(self, block: CacheBlock, cache: _BlockCache) -> tuple[list[int], int]:
+        """Stored units of each slot that queries read, and room for the token that they append before they do."""
+        room = 0 if cache.window is not None or block.sequences[0].is_shared else 1
+        return [self.codec.num_visible_units(sequence) - room for sequence in block.sequences], room
+
+    def _read(
+        self, block: CacheBlock, cache: _BlockCache, layer: int, slots: slice, units: slice = slice(None)
+    ) -> Planes:
+        planes = cache.storage.read(layer, *self._extent(block, cache))
+        axes = [(slots, *[slice(None)] * (plane.unit_axis - 1), units) for plane in self.codec.planes]
+        return tuple(data[index] for index, data in zip(axes, planes))
+
+    def _count(self, tier: Tier, num_bytes: int) -> None:
         self._held[tier] += num_bytes
         self.placed[tier] += num_bytes
-        return found
-
-    def _grow(self, found: GroupCache | PackedCache, group: CacheBlock, layer: int) -> None:
-        """Room for the token that is about to be appended, a page at a time."""
-        if isinstance(found, PackedCache):
-            assert self.codec is not None
-            groups = (
-                group.allocated_tokens(max(row.num_computed for row in group.sequences) + 1) // self.codec.group_tokens
-            )
-            if isinstance(found.packed, NearGroups) and groups > found.packed.capacity:
-                more = groups - found.packed.capacity
-                num_bytes = self._config.num_layers * group.num_slots * more * self.codec.group_bytes
-                found.packed.claims.append(self._tiers.ledgers[found.tier].claim("cache", num_bytes))
-                self._held[found.tier] += num_bytes
-                self.placed[found.tier] += num_bytes
-                found.packed.capacity = groups
-            return
-        if not isinstance(found, MemoryCache):
-            return
-        wanted = group.allocated_tokens(max(row.num_computed for row in group.sequences) + 1)
-        if wanted > found.capacity:
-            num_bytes = group.num_slots * (wanted - found.capacity) * self.bytes_per_token
-            found.claims.append(self._tiers.ledgers[found.tier].claim("cache", num_bytes))
-            self._held[found.tier] += num_bytes
-            self.placed[found.tier] += num_bytes
-            found.capacity = wanted
-        found.widen(layer)
 
     def _tier_for(self, num_bytes: int) -> Tier:
-        """Where most is missing, of those tiers that have room; the whole groups of a block rarely divide exactly."""
+        """Return where most is missing, of those tiers that have room: the blocks of a run rarely divide exactly."""
         total = sum(self._held.values()) + num_bytes
         allowed = [tier for tier in TIERS if self._fractions[tier] > 0]
         roomy = [tier for tier in allowed if (free := self._tiers.ledgers[tier].free) is None or free >= num_bytes]

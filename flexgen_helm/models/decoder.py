@@ -65,7 +65,7 @@ class Decoder:
             softcap=config.attn_softcap,
             slopes=alibi_slopes(config.num_heads).to(device) if config.alibi else None,
         )
-        self._dtype = dtype
+        self.dtype = dtype
         self._activation = _ACTIVATIONS[config.activation]
         ropes = {config.layer_rope(layer) for layer in range(config.num_layers)} - {None}
         self._frequencies = {r: inverse_frequencies(r, config.head_dim).to(device) for r in ropes if r is not None}
@@ -77,7 +77,7 @@ class Decoder:
             angles = positions.to(torch.float32)[:, None] * frequencies[None, :]
             angles = torch.cat((angles, angles), dim=-1)[:, None, :]
             cos, sin = angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
-            found[rope] = cos.to(self._dtype), sin.to(self._dtype)
+            found[rope] = cos.to(self.dtype), sin.to(self.dtype)
         return found
 
     def embed(self, weights: StageWeights, token_ids: Tensor, positions: Tensor) -> Tensor:

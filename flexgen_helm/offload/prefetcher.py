@@ -1,12 +1,12 @@
-"""Weights that rest on slower tiers and are brought beside the computing, stage by stage, ahead of it.
+"""Weights that are stored on slower tiers, brought to the compute device stage by stage, ahead of their use.
 
-A pass visits stages in a known order. For each visit the matrices that rest elsewhere are cut into units (a matrix,
-or row tiles of a large one), and a thread loads the units in order into a ring of staging memory, as far ahead as the
-ring has room. A stage that fits into the ring is loaded once and used by all its batches; of one that does not, each
-unit is given back as soon as it is used, and loaded again for the next batch.
+A pass visits stages in a known order. For each visit the offloaded matrices are cut into units (a matrix, or row
+tiles of a large one). Loader threads load units in order into a staging ring, as far ahead as the ring has room. A
+stage that fits into the ring is loaded once and used by all its batches. Of a larger one each unit is released as
+soon as it is used, and loaded again for the next batch.
 
-    loader     | layer 3: q k v o up down | layer 4: q k v …        (waits for room)
-    computing                   | layer 3, batch 0 | layer 3, batch 1 |   gives units back during its last use
+    loaders     | layer 3: q k v o up down | layer 4: q k v …        (wait for room)
+    computing                    | layer 3, batch 0 | layer 3, batch 1 |   releases units during its last use
 """
 
 from __future__ import annotations
@@ -22,16 +22,23 @@ from torch import Tensor
 from flexgen_helm.offload.staging import RingSlot, StagingRing, aligned
 from flexgen_helm.offload.transfer_stats import TransferStats
 
-# Loads in flight: while one crosses the second link of its way, the next is on the first.
+# Loads under way: while one crosses the second link of its way, the next is on the first.
 _LOADERS = 2
 
 # Fetches rows [first, first + count) of a matrix into staging memory (bytes, aligned) and returns them [count, in].
 Fetch = Callable[[int, int, Tensor], Tensor]
+# One use of a stage: name of a matrix -> (first row, rows [count, in]) of all its units, in order.
+StageRows = Callable[[str], Iterator[tuple[int, Tensor]]]
 
 
 @dataclass(frozen=True)
 class OffloadedMatrix:
-    """A matrix that rests elsewhere. row_bytes: of one row at rest. tile_rows: rows of one unit."""
+    """A matrix on another tier.
+
+    row_bytes: of one stored row.
+    tile_rows: rows of one unit.
+    fetch: see `Fetch`.
+    """
 
     name: str
     rows: int
@@ -44,20 +51,20 @@ class OffloadedMatrix:
         return self.rows * self.row_bytes
 
     def unit_bytes(self) -> list[int]:
-        """Staging bytes of each unit."""
+        """Return the staging bytes of each unit."""
         tiles = range(0, self.rows, self.tile_rows)
         return [staged_bytes(min(self.tile_rows, self.rows - first), self.row_bytes) for first in tiles]
 
 
 def staged_bytes(rows: int, row_bytes: int) -> int:
-    """Staging memory of a tile: aligned reads may begin and end beside it."""
+    """Return the staging memory of a tile: aligned reads may begin before it and end behind it."""
     return aligned(rows * row_bytes) + 2 * aligned(1)
 
 
 def fits(matrices: Sequence[OffloadedMatrix], capacity: int) -> bool:
-    """Whether a ring holds all units at once, wherever in it the first one lies."""
+    """Return whether a ring holds all units at once, wherever in it the first one is."""
     sizes = [size for matrix in matrices for size in matrix.unit_bytes()]
-    # Blocks may not fit round the ring's end exactly; one unit's size covers what that wastes.
+    # Slots may not fit round the ring's end exactly; one unit's size covers what that wastes.
     return sum(sizes) + max(sizes, default=0) <= capacity
 
 
@@ -67,46 +74,66 @@ class _Unit:
     first: int
     count: int
     ready: threading.Event = field(default_factory=threading.Event)
-    block: RingSlot | None = None
+    slot: RingSlot | None = None
     rows: Tensor | None = None
     error: BaseException | None = None
+
+    @property
+    def staged_bytes(self) -> int:
+        return staged_bytes(self.count, self.matrix.row_bytes)
 
 
 @dataclass(eq=False)
 class _Visit:
+    """uses_left: None while it is not known. keeps: the whole stage stays in the ring until its last use."""
+
     stage: str
     uses_left: int | None
-    keeps: bool  # the whole stage stays in the ring until its last use
+    keeps: bool
     units: deque[_Unit]
 
 
 class WeightPrefetcher:
-    """Loads units ahead of their use. One consumer; errors of the loader surface at the unit's use.
-
-    overlap False: nothing is loaded before its use (each unit on demand, in the consumer's thread). used: called
-    before a unit's memory is given back, while products that read it may still be under way on a device.
-    """
+    """Loads units ahead of their use. One thread uses them; errors of a loader surface at the unit's use."""
 
     def __init__(
-        self, ring: StagingRing, traffic: TransferStats, overlap: bool, used: Callable[[], None] = lambda: None
+        self, ring: StagingRing, stats: TransferStats, overlap: bool, mark_used: Callable[[], None] = lambda: None
     ) -> None:
-        self._ring, self._traffic, self._overlap, self._used = ring, traffic, overlap, used
+        """overlap: False loads each unit when it is used, in the thread that uses it.
+
+        mark_used: called before a unit's memory is released, while products that read it may still run on a device.
+        """
+        self._ring, self._stats, self._overlap, self._mark_used = ring, stats, overlap, mark_used
         self._visits: deque[_Visit] = deque()
         self._queue: deque[_Unit] = deque()
         self._wake = threading.Condition()
-        self._order = threading.Lock()  # blocks are taken in the order of the queue, though loads run side by side
-        self._loading = 0
+        self._order = threading.Lock()  # slots are taken in the order of the queue, though loads run side by side
+        self._num_loading = 0
         self._closed = False
         names = [f"weights loader {i}" for i in range(_LOADERS if overlap else 0)]
         self._loaders = [threading.Thread(target=self._load, name=name, daemon=True) for name in names]
         for loader in self._loaders:
             loader.start()
 
-    def visit(self, stage: str, matrices: Sequence[OffloadedMatrix], uses: int | None) -> bool:
-        """Announce the next visit: `stage` will be used `uses` times in a row and needs `matrices` in this order.
+    @property
+    def wants_more(self) -> bool:
+        """Whether loaders may run out of announced units before the next item begins."""
+        if not self._overlap:
+            return not self._visits
+        with self._wake:
+            return sum(unit.staged_bytes for unit in self._queue) < self._ring.capacity
 
-        uses None: not known yet, to be told by a later `visit` of the same stage; refused (False) for a stage that
-        does not fit into the ring.
+    @property
+    def has_expected(self) -> bool:
+        """Whether visits are announced whose uses are not known yet."""
+        return any(visit.uses_left is None for visit in self._visits)
+
+    def start(self, stage: str, matrices: Sequence[OffloadedMatrix], uses: int | None) -> bool:
+        """Announce the next visit and begin to load it: `stage` will be used `uses` times in a row.
+
+        matrices: what it needs, in the order of use.
+        uses: None where it is not known yet; a later call for the same stage says it. Returns False, and announces
+            nothing, for such a stage that does not fit into the ring.
         """
         expected = next((visit for visit in self._visits if visit.uses_left is None), None)
         if expected is not None and uses is not None:
@@ -131,55 +158,50 @@ class WeightPrefetcher:
                 self._wake.notify_all()
         return True
 
-    @property
-    def expects(self) -> bool:
-        """Whether visits are announced whose uses are not known yet."""
-        return any(visit.uses_left is None for visit in self._visits)
-
     @contextmanager
-    def using(self, stage: str) -> Iterator[Callable[[str], Iterator[tuple[int, Tensor]]]]:
-        """One use of the stage that is next in order: rows(name) yields (first row, rows [count, in]) of a matrix."""
+    def using(self, stage: str) -> Iterator[StageRows]:
+        """Use the stage that is next in order, once; waits for each unit when it is asked for."""
         assert self._visits and self._visits[0].stage == stage, f"{stage} is not the next visit"
         visit = self._visits[0]
         assert visit.uses_left is not None
-        last = visit.uses_left == 1
+        is_last = visit.uses_left == 1
 
         def rows(name: str) -> Iterator[tuple[int, Tensor]]:
             if visit.keeps:
                 for unit in [unit for unit in visit.units if unit.matrix.name == name]:
-                    yield unit.first, self._take(unit)
-                    if last:
+                    yield unit.first, self._wait(unit)
+                    if is_last:
                         visit.units.remove(unit)
-                        self._give(unit)
+                        self._release(unit)
                 return
-            # In order: what lies before the wanted matrix was not needed this time (experts nobody asked for).
+            # In order: units before the wanted matrix are not needed this time (experts that no token chose).
             while visit.units[0].matrix.name != name:
                 self._skip(visit.units.popleft())
-            rest = visit.units[0].matrix.rows
-            while rest:
-                unit = visit.units[0]  # still the visit's while it is used: an error there must not lose its block
-                yield unit.first, self._take(unit)
+            rows_left = visit.units[0].matrix.rows
+            while rows_left:
+                unit = visit.units[0]  # still the visit's while it is used: an error there must not lose its slot
+                yield unit.first, self._wait(unit)
                 visit.units.popleft()
-                self._give(unit)
-                rest -= unit.count
+                self._release(unit)
+                rows_left -= unit.count
 
         yield rows
         visit.uses_left -= 1
-        if last:
+        if is_last:
             while visit.units:
                 self._skip(visit.units.popleft())
             self._visits.popleft()
 
     def cancel(self) -> None:
-        """Forget all visits that were announced; what is being loaded is waited for and dropped."""
+        """Forget all announced visits; loads under way are waited for and dropped."""
         with self._wake:
             self._queue.clear()
         self._ring.cancel()
         with self._wake:
-            self._wake.wait_for(lambda: not self._loading)
+            self._wake.wait_for(lambda: not self._num_loading)
         for visit in self._visits:
             for unit in visit.units:
-                self._give(unit)
+                self._release(unit)
         self._visits.clear()
         self._ring.resume()
 
@@ -191,12 +213,12 @@ class WeightPrefetcher:
         for loader in self._loaders:
             loader.join()
 
-    def _take(self, unit: _Unit) -> Tensor:
-        if not self._overlap and unit.block is None:
+    def _wait(self, unit: _Unit) -> Tensor:
+        if not self._overlap and unit.slot is None:
             self._reserve(unit)
             self._fill(unit)
         if not unit.ready.is_set():
-            with self._traffic.timed("wait_weights"):
+            with self._stats.timed("wait_weights"):
                 unit.ready.wait()
         if unit.error is not None:
             raise unit.error
@@ -204,24 +226,23 @@ class WeightPrefetcher:
         return unit.rows
 
     def _skip(self, unit: _Unit) -> None:
-        """A unit that nobody needs: taken from the queue, or waited for and given back."""
+        """Take a unit that nobody needs from the queue, or wait for it and release it."""
         with self._wake:
             queued = unit in self._queue
             if queued:
                 self._queue.remove(unit)
-        if queued or not self._overlap:
-            self._give(unit)
-            return
-        unit.ready.wait()
-        self._give(unit)
+        if not queued and self._overlap:
+            unit.ready.wait()
+        self._release(unit)
 
-    def _give(self, unit: _Unit) -> None:
-        if unit.block is not None and not unit.block.given_back:
+    def _release(self, unit: _Unit) -> None:
+        if unit.slot is not None and not unit.slot.given_back:
             unit.rows = None
-            self._used()
-            self._ring.release(unit.block)
+            self._mark_used()
+            self._ring.release(unit.slot)
 
     def _load(self) -> None:
+        """Load units from the queue until the prefetcher is closed; runs in each loader thread."""
         while True:
             with self._order:
                 with self._wake:
@@ -229,24 +250,24 @@ class WeightPrefetcher:
                     if self._closed:
                         return
                     unit = self._queue.popleft()
-                    self._loading += 1
+                    self._num_loading += 1
                 self._reserve(unit)
             self._fill(unit)
             with self._wake:
-                self._loading -= 1
+                self._num_loading -= 1
                 self._wake.notify_all()
 
     def _reserve(self, unit: _Unit) -> None:
         try:
-            unit.block = self._ring.acquire(staged_bytes(unit.count, unit.matrix.row_bytes))
+            unit.slot = self._ring.acquire(unit.staged_bytes)
         except BaseException as error:  # surfaces where the unit is used; a loader that died would hang everyone
             unit.error = error
 
     def _fill(self, unit: _Unit) -> None:
         try:
-            if unit.block is not None:
-                with self._traffic.timed("load_weights"):
-                    unit.rows = unit.matrix.fetch(unit.first, unit.count, self._ring.bytes_of(unit.block))
+            if unit.slot is not None:
+                with self._stats.timed("load_weights"):
+                    unit.rows = unit.matrix.fetch(unit.first, unit.count, self._ring.bytes_of(unit.slot))
         except BaseException as error:  # surfaces where the unit is used
             unit.error = error
         finally:

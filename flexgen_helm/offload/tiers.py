@@ -43,10 +43,6 @@ class Tiers:
     _directory: OffloadDirectory | None = None
     _threads: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
 
-    def is_far(self, tier: Tier) -> bool:
-        """Whether computing on what rests there needs a copy first."""
-        return tier != self.compute_tier
-
     def submit(self, lane: str, work: Callable[[], Result]) -> Future[Result]:
         """Run in the lane's thread, one after the other; at once in the caller's where nothing may overlap.
 

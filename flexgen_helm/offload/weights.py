@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from flexgen_helm.planner.placement import Tier
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import FP16, Precision
+from flexgen_helm.scheduling.schedule import StageVisit
 
 # Bytes that a disk delivers in the time of one short read: many rows of a table are better read with all between them.
 _ROW_READ_BYTES = 256 << 10
@@ -45,25 +45,6 @@ LEAST_UNIT_BYTES = 1 << 20
 _GATHER_THREADS = 8
 
 HEAD_MATRIX = "head.lm.weight"
-
-
-class WeightStore(Protocol):
-    """Hands out the weights of a stage."""
-
-    def begin(self, order: Sequence[tuple[str, int]], again: bool = False) -> None:
-        """Announce the stages of a pass, each with the number of times in a row that it is used.
-
-        again: another pass that begins in the same order is certain to follow.
-        """
-        ...
-
-    def stage(self, name: str) -> AbstractContextManager[StageWeights]:
-        """Context in which one batch passes through the stage, which must be the next in the announced order."""
-        ...
-
-    def cancel(self) -> None:
-        """Forget what was announced and not used."""
-        ...
 
 
 class TieredWeights:
@@ -94,8 +75,8 @@ class TieredWeights:
         self._claims: list[tuple[Tier, Allocation]] = []
         self._home: dict[str, Tensor] = {}
         self._far: dict[str, _Far] = {}
-        self._streamer: WeightPrefetcher | None = None
-        self._ring_bytes = staging_bytes
+        self._prefetcher: WeightPrefetcher | None = None
+        self._stages = stage_names(checkpoint.config)
         self._gatherers: ThreadPoolExecutor | None = None
         try:
             for name, shape in checkpoint.shapes.items():
@@ -106,49 +87,48 @@ class TieredWeights:
             if self._far:
                 self._claim(tiers.compute_tier, "staging", staging_bytes)
                 memory = None if tiers.copy_engine is None else tiers.copy_engine.device_memory(aligned(staging_bytes))
-                self._streamer = WeightPrefetcher(StagingRing(staging_bytes, memory), tiers.stats, overlap, self._used)
-            self._matrices = {stage: self._stage_units(stage, staging_bytes) for stage in stage_names(self._config)}
+                ring = StagingRing(staging_bytes, memory)
+                self._prefetcher = WeightPrefetcher(ring, tiers.stats, overlap, self._used)
+            self._offloaded = {stage: self._stage_units(stage, staging_bytes) for stage in self._stages}
         except BaseException:
             self.close()
             raise
 
-    def begin(self, order: Sequence[tuple[str, int]], again: bool = False) -> None:
-        if self._streamer is None:
-            return
-        far = [(stage, uses) for stage, uses in order if self._matrices[stage]]
-        for stage, uses in far:
-            self._streamer.visit(stage, self._matrices[stage], uses)
-        if not again or self._streamer.expects:
-            return
-        ahead = 0
-        for stage in dict.fromkeys(stage for stage, _ in far):
-            ahead += sum(matrix.num_bytes for matrix in self._matrices[stage])
-            # Every batch meets the layers in order; whether it needs the head is not known (a prefix does not).
-            if stage == HEAD or ahead > self._ring_bytes:
-                break
-            if not self._streamer.visit(stage, self._matrices[stage], None):
-                break
+    def prefetch(self, visits: Generator[StageVisit, None, None]) -> None:
+        """Begin to load what the next visits need, as far ahead as the staging ring has room."""
+        prefetcher = self._prefetcher
+        while prefetcher is not None and (prefetcher.wants_more or prefetcher.has_expected):
+            visit = next(visits, None)
+            if visit is None:
+                return
+            matrices = self._offloaded[self._stages[visit.stage]]
+            if not matrices:
+                continue
+            has_room = visit.uses is not None or prefetcher.wants_more
+            if not has_room or not prefetcher.start(self._stages[visit.stage], matrices, visit.uses):
+                visits.close()  # of the next pass no more is loaded
+                return
 
     @contextmanager
     def stage(self, name: str) -> Iterator[StageWeights]:
-        if self._streamer is None or not self._matrices[name]:
+        if self._prefetcher is None or not self._offloaded[name]:
             yield _Stage(self, name, None)
             return
-        with self._streamer.using(name) as rows:
+        with self._prefetcher.using(name) as rows:
             yield _Stage(self, name, rows)
 
     def cancel(self) -> None:
-        if self._streamer is not None:
-            self._streamer.cancel()
+        if self._prefetcher is not None:
+            self._prefetcher.cancel()
 
     def streamed_bytes(self) -> dict[str, int]:
         """Stage -> bytes of its matrices that rest on other tiers."""
-        return {stage: sum(matrix.num_bytes for matrix in found) for stage, found in self._matrices.items()}
+        return {stage: sum(matrix.num_bytes for matrix in found) for stage, found in self._offloaded.items()}
 
     def close(self) -> None:
-        if self._streamer is not None:
-            self._streamer.close()
-            self._streamer = None
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
         if self._gatherers is not None:
             self._gatherers.shutdown()
         self._home.clear()

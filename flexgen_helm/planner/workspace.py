@@ -12,7 +12,7 @@ from flexgen_helm.quant.precisions import CacheFormat
 _SCORE_ROWS = 1024
 # Queries of a prompt that attend to a quantized or sparse cache together, and bytes of masks that are kept
 # (`engine.attention_metadata`).
-SIGHT_ROWS, KEPT_MASK_BYTES = 256, 32 << 20
+QUERY_CHUNK_TOKENS, KEPT_MASK_BYTES = 256, 32 << 20
 # Elements of weights in the compute type: the tile that was upcast, and the copy that a product may pack.
 _TILES = 2 << 20
 
@@ -50,8 +50,8 @@ class Workspace:
             # Two masks on their way to one slice of queries, with its keys and values side by side; the scores of a
             # choice, which is made by sums, the largest, and once more without the others.
             kv = config.num_kv_heads * config.head_dim
-            choosing = 4 * 8 * config.num_heads * SIGHT_ROWS * prompt if self._cache.is_sparse else 0
-            packed = KEPT_MASK_BYTES + 2 * 4 * SIGHT_ROWS * prompt + self._element * 4 * kv * prompt
+            choosing = 4 * 8 * config.num_heads * QUERY_CHUNK_TOKENS * prompt if self._cache.is_sparse else 0
+            packed = KEPT_MASK_BYTES + 2 * 4 * QUERY_CHUNK_TOKENS * prompt + self._element * 4 * kv * prompt
             return self._layer(tokens, scores) + packed + choosing
         return self._layer(tokens, scores)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.engine.scheduler import Scheduler
+from flexgen_helm.scheduling.scheduler import Scheduler
 from flexgen_helm.errors import (
     Interrupted,
     MemoryLimitError,

@@ -9,7 +9,8 @@ import torch
 from scipy import stats
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.engine.sampler import SamplingParams, sample_tokens, uniform_draw
+from flexgen_helm.engine.sampler import sample_tokens
+from flexgen_helm.scheduling.sampling import SamplingParams, uniform_draw
 
 LOGITS = torch.tensor([[2.0, -1.0, 0.5, 0.5, -9.0, 1.5]])
 

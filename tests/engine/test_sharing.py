@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine import engine as engine_module
 from flexgen_helm.engine.limits import UNLIMITED
-from flexgen_helm.engine.prefix_tree import PrefixCostModel, plan_prefixes
-from flexgen_helm.engine.prepare import shared_prefixes
+from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, plan_prefixes
+from flexgen_helm.scheduling.prepare import shared_prefixes
 from flexgen_helm.models import attention
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
@@ -465,7 +465,7 @@ def test_what_is_planned_is_told_to_the_planner(tiny):
     prompts = [[*range(2, 30), 40 + i] for i in range(6)]
     requests = [GenerationRequest(prompt_token_ids=p, max_tokens=1, ignore_eos=True) for p in prompts]
     with Engine.from_pretrained(tiny("llama").path) as engine:
-        from flexgen_helm.engine.prepare import prepare
+        from flexgen_helm.scheduling.prepare import prepare
 
         prepared = prepare(requests, engine.config, engine.tokenizer, "row")
         asked = engine_module._asked(prepared, PrefixCostModel(UNLIMITED, 0.0), True, None)
@@ -482,7 +482,7 @@ def test_what_is_planned_is_told_to_the_planner(tiny):
 def test_completions_are_predicted_as_they_are_computed(tiny):
     requests = [GenerationRequest(prompt_token_ids=[5] * 20, max_tokens=4, n=3, temperature=1.0, ignore_eos=True)]
     with Engine.from_pretrained(tiny("llama").path) as engine:
-        from flexgen_helm.engine.prepare import prepare
+        from flexgen_helm.scheduling.prepare import prepare
 
         prepared = prepare(requests, engine.config, engine.tokenizer, "row")
         asked = engine_module._asked(prepared, PrefixCostModel(UNLIMITED, 0.0), True, None)

@@ -20,7 +20,7 @@ from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.quant import precisions
-from flexgen_helm.quant.kv_codec import TokenCodec
+from flexgen_helm.kv_cache.codec import TokenCodec
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
 from tests.helpers.offload import MIB, offloaded, policies

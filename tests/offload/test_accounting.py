@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.engine.scheduler import Scheduler, SchedulerLimits
+from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits
 from flexgen_helm.errors import RequestError
 from flexgen_helm.offload import weights
-from flexgen_helm.sequence import Admission, Sequence
+from flexgen_helm.scheduling.sequence import Admission, Sequence
 from tests.helpers.tiny_models import VOCABULARY
 
 MIB = 1 << 20

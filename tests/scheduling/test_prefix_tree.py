@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_helm.engine.prefix_tree import MAX_DEPTH, PrefixCostModel, PrefixNode, Prompt, plan_prefixes
+from flexgen_helm.scheduling.prefix_tree import MAX_DEPTH, PrefixCostModel, PrefixNode, Prompt, plan_prefixes
 
 ENDLESS = 1 << 40
 FREE = PrefixCostModel(ENDLESS, 0)

@@ -1,15 +1,15 @@
 """Which beginnings of prompts are computed once for several of them. No torch.
 
-All prompts of a run form a tree of token prefixes. Where some of them part, the tokens since the last such place are
-computed once if that saves more than it costs: every batch with users of a prefix attends to one segment more, and
-every token of them merges one part more.
+All prompts of a run form a tree of token prefixes. Where prompts part, the tokens since the last such place become a
+shared prefix if that saves more than it costs: every batch with users of a prefix attends to one segment more, and
+each of their tokens merges one partial result more.
 
-    a b c d e f           prefix [a b c], its users [d e f], [d g] and [x y]
-    a b c d g             [d] would save one token of two users, and is not worth a segment
+    a b c d e f           prefix [a b c] with the users [d e f], [d g] and [x y]
+    a b c d g             [d] would save one token of two users: not worth a segment
     a b c x y
 
-A prefix ends before the last token of every user, which has something of its own to feed that way, and one token
-earlier where prompts are scored: what its last token predicts is then the same for all users.
+A prefix ends before the last token of every user, so that each has a token of its own to compute. Where prompts are
+scored it ends one token earlier: what its last token predicts is then the same for all users.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-# Prefixes behind each other: every batch attends to each of them.
+# Most prefixes on a path of the tree: a batch attends to each of them.
 MAX_DEPTH = 16
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """tokens: as fed; scored: log-probabilities of them are wanted; steps: tokens that may be drawn behind them."""
+    """A prompt as the tree sees it.
+
+    tokens: as they are computed.
+    scored: their log-probabilities are wanted.
+    steps: tokens that may be generated and computed behind them.
+    """
 
     tokens: list[int]
     scored: bool
@@ -32,8 +37,11 @@ class Prompt:
 
 @dataclass(eq=False)
 class PrefixNode:
-    """Tokens [start, end) of some prompts. members: prompts (their places) and longer prefixes directly below; users:
-    all prompts below."""
+    """Tokens [start, end) that prompts share.
+
+    users: places of all prompts below.
+    members: the prompts (places) and longer prefixes directly below.
+    """
 
     end: int
     parent: PrefixNode | None = None
@@ -52,10 +60,15 @@ class PrefixNode:
 
 @dataclass(frozen=True)
 class PrefixCostModel:
-    """What a prefix must be. room: positions that a prompt and its prefixes may take together; row_tokens: what each
-    of them takes beside its own, in positions; step_tokens: what every step does; group_tokens: prefixes end where a
-    group of so many tokens does; overhead, token_overhead: tokens that could be computed while a batch attends to one
-    segment more, and while a token of it does."""
+    """What a prefix costs, in tokens that could be computed instead, and what it may not exceed.
+
+    room: positions of cache that a prompt and its prefixes may take together.
+    overhead: cost of one more segment for each batch.
+    group_tokens: prefixes end at a multiple of it.
+    slot_overhead: positions that each sequence takes beside its own.
+    token_overhead: cost of one more segment for each token.
+    step_overhead: positions that every step takes beside its token.
+    """
 
     room: int
     overhead: float
@@ -65,17 +78,17 @@ class PrefixCostModel:
     step_overhead: int = 0
 
     def costs(self, end: int, users: Sequence[Prompt]) -> float:
-        """What a prefix up to `end` costs, in tokens; prompts and every step are taken for a batch each."""
+        """Return the cost of a prefix up to `end`; prompts and every step count as a batch each."""
         behind = sum(len(user.tokens) - end + user.steps for user in users)
         return self.overhead * (1 + max(user.steps for user in users)) + self.token_overhead * behind
 
 
-def plan_prefixes(prompts: Sequence[Prompt], rules: PrefixCostModel) -> list[PrefixNode | int]:
-    """A forest with every prompt's place in it once, the longest first."""
+def plan_prefixes(prompts: Sequence[Prompt], cost: PrefixCostModel) -> list[PrefixNode | int]:
+    """Return a forest in which every prompt's place occurs once, the longest prompts first."""
     order = sorted(range(len(prompts)), key=lambda place: prompts[place].tokens)
     roots: list[PrefixNode | int] = []
     under: dict[int, PrefixNode] = {}  # the deepest prefix of a prompt
-    path: list[tuple[PrefixNode, int]] = []  # chosen prefixes that contain the place at hand, with their last place
+    path: list[tuple[PrefixNode, int]] = []  # chosen prefixes of the current place, with their last place
     for first, last, depth in _branchings([prompts[place].tokens for place in order]):
         while path and path[-1][1] < first:
             path.pop()
@@ -86,11 +99,11 @@ def plan_prefixes(prompts: Sequence[Prompt], rules: PrefixCostModel) -> list[Pre
         end = min(depth, len(prompts[users[0]].tokens) - 1)  # of sorted prompts the first may be the whole prefix
         if any(prompts[place].scored for place in users):
             end = min(end, depth - 1)
-        prefix = PrefixNode(end // rules.group_tokens * rules.group_tokens, parent, users)
+        prefix = PrefixNode(end // cost.group_tokens * cost.group_tokens, parent, users)
         theirs = [prompts[place] for place in users]
-        if prefix.end <= prefix.start or prefix.saved < rules.costs(prefix.end, theirs):
+        if prefix.end <= prefix.start or prefix.saved < cost.costs(prefix.end, theirs):
             continue
-        if not _fits(prefix, theirs, len(path) + 1, rules):
+        if not _fits(prefix, theirs, len(path) + 1, cost):
             continue
         path.append((prefix, last))
         (parent.members if parent is not None else roots).append(prefix)
@@ -101,18 +114,18 @@ def plan_prefixes(prompts: Sequence[Prompt], rules: PrefixCostModel) -> list[Pre
     return roots
 
 
-def _fits(prefix: PrefixNode, users: Sequence[Prompt], depth: int, rules: PrefixCostModel) -> bool:
-    """Whether the chain down to a prefix fits, and no user is kept out by what prefixes take beside their tokens."""
-    beside = depth * rules.slot_overhead
-    if prefix.end + beside > rules.room:
+def _fits(prefix: PrefixNode, users: Sequence[Prompt], depth: int, cost: PrefixCostModel) -> bool:
+    """Return whether the path down to a prefix fits, and no user that fits alone is kept out by its overhead."""
+    overhead = depth * cost.slot_overhead
+    if prefix.end + overhead > cost.room:
         return False
-    each = 1 + rules.step_overhead
-    alone = (len(user.tokens) + user.steps * each + rules.slot_overhead for user in users if user.steps)
-    return not beside or max((need for need in alone if need <= rules.room), default=0) + beside <= rules.room
+    step = 1 + cost.step_overhead
+    alone = (len(user.tokens) + user.steps * step + cost.slot_overhead for user in users if user.steps)
+    return not overhead or max((need for need in alone if need <= cost.room), default=0) + overhead <= cost.room
 
 
 def prefixes_of(members: Sequence[PrefixNode | int]) -> Iterator[PrefixNode]:
-    """All prefixes of a forest."""
+    """Yield all prefixes of a forest."""
     for member in members:
         if isinstance(member, PrefixNode):
             yield member
@@ -122,36 +135,36 @@ def prefixes_of(members: Sequence[PrefixNode | int]) -> Iterator[PrefixNode]:
 def dissolve(
     members: Sequence[PrefixNode | int], dissolved: Collection[PrefixNode], parent: PrefixNode | None = None
 ) -> list[PrefixNode | int]:
-    """The forest without some prefixes: what was below them is below their parents."""
-    found: list[PrefixNode | int] = []
+    """Return the forest without some prefixes: what was below them is below their parents."""
+    forest: list[PrefixNode | int] = []
     for member in members:
         if isinstance(member, PrefixNode):
             if member in dissolved:
-                found += dissolve(member.members, dissolved, parent)
+                forest += dissolve(member.members, dissolved, parent)
                 continue
             member.parent = parent
             member.members = dissolve(member.members, dissolved, member)
-        found.append(member)
-    return found
+        forest.append(member)
+    return forest
 
 
-def _branchings(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """Of sorted prompts, every run first … last that shares `depth` tokens and no longer run does; outer ones first."""
-    found: list[tuple[int, int, int]] = []
+def _branchings(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
+    """Return the maximal runs (first, last, depth) of sorted prompts that share `depth` tokens; outer ones first."""
+    runs: list[tuple[int, int, int]] = []
     open_: list[tuple[int, int]] = []  # depth, first
     for place in range(1, len(prompts) + 1):
         depth = _common(prompts[place - 1], prompts[place]) if place < len(prompts) else 0
         first = place - 1
         while open_ and open_[-1][0] > depth:
             deeper, first = open_.pop()
-            found.append((first, place - 1, deeper))
+            runs.append((first, place - 1, deeper))
         if depth and (not open_ or open_[-1][0] < depth):
             open_.append((depth, first))
-    return iter(sorted(found, key=lambda run: (run[0], -run[1])))
+    return sorted(runs, key=lambda run: (run[0], -run[1]))
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Leading tokens that two prompts share."""
+    """Return how many leading tokens two prompts share."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -163,7 +176,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _sort(members: list[PrefixNode | int], prompts: Sequence[Prompt]) -> None:
-    """Longest first: neighbours share shapes, and what does not fit shows early."""
+    """Sort by length, longest first: neighbours share cache blocks, and what does not fit shows early."""
     longest: dict[PrefixNode | int, tuple[int, int]] = {}
     for member in members:
         if isinstance(member, PrefixNode):

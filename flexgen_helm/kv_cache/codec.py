@@ -1,0 +1,243 @@
+"""How keys and values of tokens are stored: as they are computed, or quantized in groups of tokens.
+
+A codec turns whole groups of tokens into units. A unit is a slice of one or two planes, the tensors that a storage
+keeps for each layer:
+
+    plain       a unit is one token     planes: keys [slots, Hk, units, D] and values
+    quantized   a unit is a group       planes: bytes of keys [slots, units, key_bytes] and of values
+
+Shapes: n groups or units, T tokens, B sequences, Hk key heads, D elements a head.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from flexgen_helm.quant.arithmetic import NotQuantizableError, largest_value
+from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.kernels import dequantize_into
+from flexgen_helm.quant.packing import quantize
+from flexgen_helm.quant.precisions import CacheFormat
+from flexgen_helm.scheduling.sequence import Sequence
+
+KeysValues = tuple[Tensor, Tensor]
+Planes = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One tensor of a layer's cache.
+
+    shape: of a unit.
+    dtype: of its elements.
+    unit_axis: axis of the units in memory; axis 0 are the slots.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit_axis: int = 1
+
+    @property
+    def unit_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def memory_shape(self, slots: int, units: int) -> tuple[int, ...]:
+        """Return the shape in memory."""
+        before = self.unit_axis - 1
+        return (slots, *self.shape[:before], units, *self.shape[before:])
+
+    def by_unit(self, data: Tensor) -> Tensor:
+        """View a tensor in memory as [slots, units, *shape]."""
+        return data.movedim(self.unit_axis, 1)
+
+
+class Codec(ABC):
+    """One layer's keys and values of a cache block as units.
+
+    group_tokens: tokens of a unit.
+    planes: what a storage keeps.
+    num_fetched_planes: leading planes that every query reads; of the others it reads what it selects.
+    window_tokens: newest tokens that a residual window keeps as they were computed; 0: queries read all tokens
+        from the storage.
+    window_copies: versions of those tokens that the window keeps.
+    token_elements: of one token's keys.
+    cache_format: how older tokens are quantized and selected; None where nothing is.
+    """
+
+    group_tokens: int
+    planes: tuple[Plane, ...]
+    num_fetched_planes: int
+    window_tokens: int
+    window_copies: int
+    token_elements: int
+    cache_format: CacheFormat | None
+
+    @property
+    def unit_bytes(self) -> int:
+        return sum(plane.unit_bytes for plane in self.planes)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of a unit that every query reads."""
+        return sum(plane.unit_bytes for plane in self.planes[: self.num_fetched_planes])
+
+    @abstractmethod
+    def encode(self, k: Tensor, v: Tensor) -> Planes:
+        """Encode whole groups of tokens [n * group_tokens, Hk, D] as units [n, *shape] of each plane."""
+
+    @abstractmethod
+    def decode_keys(self, planes: Planes) -> Tensor:
+        """Decode units of B slots, as they lie in memory, to keys [B, Hk, T, D]."""
+
+    @abstractmethod
+    def decode_values(self, planes: Planes) -> Tensor:
+        """Decode units of B slots, as they lie in memory, to values [B, Hk, T, D]."""
+
+    @abstractmethod
+    def num_stored(self, position: int) -> int:
+        """Return how many tokens the query at `position` reads from the storage; those behind are in the window."""
+
+    def num_visible_units(self, sequence: Sequence) -> int:
+        """Return how many stored units the sequence's next query reads, or, of a shared one, its readers do."""
+        tokens = sequence.prompt_len if sequence.is_shared else self.num_stored(sequence.num_computed)
+        return tokens // self.group_tokens
+
+    def round_trip(self, k: Tensor, v: Tensor) -> KeysValues:
+        """Return what encoding leaves of tokens [n * cache_format.group_tokens, Hk, D]."""
+        return k, v
+
+    def select_values(self, data: Tensor, tokens: Tensor) -> Tensor:
+        """Select, of the values' plane [B, units, bytes], single tokens [B, Hk, k] -> [B, Hk, k, bytes]."""
+        raise NotImplementedError("only formats of sparse attention select values")
+
+    def decode_selected(self, selected: Tensor) -> Tensor:
+        """Decode bytes [B, Hk, k, bytes] of selected values to [B, Hk, k, D]."""
+        raise NotImplementedError("only formats of sparse attention select values")
+
+
+class PlainCodec(Codec):
+    """Keys and values as they are computed; a unit is a token."""
+
+    group_tokens, num_fetched_planes, window_tokens, window_copies, cache_format = 1, 2, 0, 0, None
+
+    def __init__(self, heads: int, dim: int, dtype: torch.dtype) -> None:
+        plane = Plane((heads, dim), dtype, unit_axis=2)
+        self.planes, self.token_elements = (plane, plane), heads * dim
+
+    def encode(self, k: Tensor, v: Tensor) -> Planes:
+        return k, v
+
+    def decode_keys(self, planes: Planes) -> Tensor:
+        return planes[0]
+
+    def decode_values(self, planes: Planes) -> Tensor:
+        return planes[1]
+
+    def num_stored(self, position: int) -> int:
+        return position + 1  # the query's own token is stored before it is read
+
+
+class QuantizedCodec(Codec):
+    """Keys and values quantized as a `CacheFormat` says; the newest tokens stay in a residual window.
+
+    key_bytes: of a group. Where every token is quantized for itself, tokens are stored in groups all the same: one
+    token is too short for a transfer.
+    """
+
+    def __init__(self, cache_format: CacheFormat, heads: int, dim: int, dtype: torch.dtype) -> None:
+        self.cache_format: CacheFormat = cache_format
+        self._heads, self._dim, self._dtype = heads, dim, dtype
+        self.token_elements = heads * dim
+        self.group_tokens = cache_format.stored_group_tokens
+        self.window_tokens, self.window_copies = cache_format.window_tokens, cache_format.window_copies
+        formats = cache_format.keys, cache_format.values
+        self.planes = tuple(Plane((self._group_bytes(fmt),), torch.uint8) for fmt in formats)
+        # With sparse attention the scores of the keys name the values to read.
+        self.num_fetched_planes = 1 if cache_format.is_sparse else 2
+
+    def num_stored(self, position: int) -> int:
+        return max(0, position + 1 - self.cache_format.residual_window) // self.group_tokens * self.group_tokens
+
+    def encode(self, k: Tensor, v: Tensor) -> Planes:
+        groups = k.shape[0] // self.group_tokens
+        formats = self.cache_format.keys, self.cache_format.values
+        return tuple(self._quantize(x, fmt).view(groups, -1) for x, fmt in zip((k, v), formats))
+
+    def decode_keys(self, planes: Planes) -> Tensor:
+        return self._dequantize_groups(planes[0], self.cache_format.keys).transpose(1, 2)
+
+    def decode_values(self, planes: Planes) -> Tensor:
+        return self._dequantize_groups(planes[1], self.cache_format.values).transpose(1, 2)
+
+    def select_values(self, data: Tensor, tokens: Tensor) -> Tensor:
+        # Such formats quantize the values of every token and head by themselves.
+        slots, by_token = data.shape[0], data.unflatten(-1, (self.group_tokens, self._heads, -1))
+        slot = torch.arange(slots, device=data.device)[:, None, None]
+        head = torch.arange(self._heads, device=data.device)[None, :, None]
+        return by_token[slot, tokens // self.group_tokens, tokens % self.group_tokens, head]
+
+    def decode_selected(self, selected: Tensor) -> Tensor:
+        count = selected.shape[:-1].numel()
+        flat = self._dequantize(selected, self.cache_format.values, count, self._dim)
+        return flat.view(*selected.shape[:-1], self._dim)
+
+    def round_trip(self, k: Tensor, v: Tensor) -> KeysValues:
+        formats = self.cache_format.keys, self.cache_format.values
+        keys, values = (x if fmt is None else self._round_trip(x, fmt) for x, fmt in zip((k, v), formats))
+        return keys, values
+
+    def _round_trip(self, x: Tensor, fmt: GroupFormat) -> Tensor:
+        tokens = x.shape[0]
+        flat = self._dequantize(self._quantize(x, fmt), fmt, *self._matrix_shape(fmt, tokens))
+        return flat.view(tokens, self._heads, self._dim)
+
+    def _matrix_shape(self, fmt: GroupFormat | None, tokens: int) -> tuple[int, int]:
+        """Rows and width of the matrix that is quantized: a row is a token's head, or a token with all its heads."""
+        if fmt is None or fmt.axis == "in":
+            return tokens * self._heads, self._dim
+        return tokens, self._heads * self._dim
+
+    def _group_bytes(self, fmt: GroupFormat | None) -> int:
+        rows, width = self._matrix_shape(fmt, self.group_tokens)
+        return rows * width * self._dtype.itemsize if fmt is None else fmt.packed_bytes(rows, width)
+
+    def _quantize(self, x: Tensor, fmt: GroupFormat | None) -> Tensor:
+        if fmt is None:
+            return x.contiguous().view(torch.uint8)
+        x = x.reshape(self._matrix_shape(fmt, x.shape[0]))
+        try:
+            return quantize(x, fmt)
+        except NotQuantizableError:
+            # The sequence fails by its hidden states, which show what is not finite; its neighbours go on.
+            limit = largest_value(fmt)
+            return quantize(torch.nan_to_num(x, nan=0.0).clamp(-limit, limit), fmt)
+
+    def _dequantize_groups(self, data: Tensor, fmt: GroupFormat | None) -> Tensor:
+        slots, groups = data.shape[:2]
+        tokens = slots * groups * self.group_tokens
+        flat = self._dequantize(data, fmt, *self._matrix_shape(fmt, tokens))
+        return flat.view(slots, groups * self.group_tokens, self._heads, self._dim)
+
+    def _dequantize(self, data: Tensor, fmt: GroupFormat | None, rows: int, width: int) -> Tensor:
+        if not rows:  # behind a window nothing is selected
+            return torch.empty((0, width), dtype=self._dtype, device=data.device)
+        if fmt is None:
+            return data.reshape(rows, -1).view(self._dtype)
+        stripes = data.reshape(fmt.num_stripes(rows), fmt.stripe_bytes(width))
+        return dequantize_into(stripes, fmt, torch.empty((rows, width), dtype=self._dtype, device=data.device))
+
+
+def make_codec(cache_format: CacheFormat | None, heads: int, dim: int, dtype: torch.dtype) -> Codec:
+    """Return the codec for a format; None stores keys and values as they are computed."""
+    return PlainCodec(heads, dim, dtype) if cache_format is None else QuantizedCodec(cache_format, heads, dim, dtype)
+
+
+def total_bytes(planes: SequenceOf[Tensor]) -> int:
+    """Return the bytes of some tensors."""
+    return sum(plane.numel() * plane.element_size() for plane in planes)

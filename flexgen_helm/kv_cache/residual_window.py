@@ -1,0 +1,96 @@
+"""The newest tokens of sequences whose older tokens are quantized, as they were computed, on the compute device.
+
+Token p lies at place p mod W. A group is encoded and stored when its last token comes:
+
+    tokens  0 … 31 | 32 … 63 | 64 …           W = residual window + group - 1
+            stored    stored   this window
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexgen_helm.kv_cache.codec import Codec, KeysValues
+from flexgen_helm.kv_cache.tensors import zeros
+from flexgen_helm.scheduling.sequence import CacheBlock
+
+
+@dataclass(frozen=True, eq=False)
+class CompleteGroups:
+    """Group number `unit` of some slots: keys and values [len(slots) * group_tokens, Hk, D], slot by slot."""
+
+    slots: list[int]
+    unit: int
+    keys: Tensor
+    values: Tensor
+
+
+class ResidualWindow:
+    """The windows of one cache block, in all layers: keys and values [slots, W, Hk, D]."""
+
+    def __init__(
+        self, block: CacheBlock, codec: Codec, num_layers: int, device: torch.device, heads: int, dtype: torch.dtype
+    ) -> None:
+        self._block, self._codec, self._device = block, codec, device
+        shape = (2, block.num_slots, codec.window_tokens, heads, codec.token_elements // heads)
+        self._plain = [zeros(shape, device, dtype) for _ in range(num_layers)]
+        # Where tokens are quantized one by one, those of a group that is not whole yet are seen quantized too.
+        self._quantized = [zeros(shape, device, dtype) for _ in range(num_layers if codec.window_copies > 1 else 0)]
+
+    def write(self, slot: int, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keep the last tokens of a prompt [S, Hk, D]."""
+        codec, length = self._codec, k.shape[0]
+        first = max(0, length - codec.window_tokens)
+        places = torch.arange(first, length, device=self._device) % codec.window_tokens
+        for half, new in enumerate((k, v)):
+            self._plain[layer][half, slot, places] = new[first:]
+        if self._quantized:
+            for half, new in enumerate(codec.round_trip(k[first:], v[first:])):
+                self._quantized[layer][half, slot, places] = new
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> list[CompleteGroups]:
+        """Keep one token [B, Hk, D] of each sequence; return the groups that they complete."""
+        codec, newest, sequences = self._codec, self._plain[layer], self._block.sequences
+        slots = torch.arange(len(sequences), device=self._device)
+        places = torch.tensor([s.num_computed % codec.window_tokens for s in sequences], device=self._device)
+        newest[0, slots, places], newest[1, slots, places] = k, v
+        if self._quantized:
+            seen = self._quantized[layer]
+            seen[0, slots, places], seen[1, slots, places] = codec.round_trip(k, v)
+        # Sequences that began together complete a group together.
+        complete: dict[int, list[int]] = {}
+        for slot, sequence in enumerate(sequences):
+            if (sequence.num_computed + 1) % codec.group_tokens == 0:
+                complete.setdefault(sequence.num_computed, []).append(slot)
+        groups = []
+        for last, of_slots in complete.items():
+            tokens = torch.arange(last - codec.group_tokens + 1, last + 1, device=self._device) % codec.window_tokens
+            keys, values = (half[of_slots][:, tokens].flatten(0, 1) for half in newest)
+            groups.append(CompleteGroups(of_slots, last // codec.group_tokens, keys, values))
+        return groups
+
+    def read(self, layer: int, seen_quantized: Tensor | None) -> KeysValues:
+        """Return keys and values [B, Hk, W, D] of the block's sequences.
+
+        seen_quantized: places [B, W] whose round trip is seen; None where no token is quantized for itself.
+        """
+        count = len(self._block.sequences)
+        newest = self._plain[layer][:, :count]
+        if seen_quantized is not None:
+            newest = torch.where(seen_quantized[None, :, :, None, None], self._quantized[layer][:, :count], newest)
+        return newest[0].transpose(1, 2), newest[1].transpose(1, 2)
+
+    def read_tokens(self, slot: int, layer: int, first: int, last: int) -> KeysValues:
+        """Return keys and values [1, Hk, n, D] of tokens first … last - 1 of a slot, as they were computed."""
+        assert last - first <= self._codec.window_tokens
+        places = torch.arange(first, last, device=self._device) % self._codec.window_tokens
+        keys, values = self._plain[layer][:, slot : slot + 1, places].transpose(2, 3)
+        return keys, values
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a slot to another."""
+        for tensor in (*self._plain, *self._quantized):
+            tensor[:, target] = tensor[:, source]

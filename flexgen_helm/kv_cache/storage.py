@@ -1,0 +1,432 @@
+"""Where the units of a cache block are stored: on the compute device, in host memory, or on the disk.
+
+In memory a plane has one tensor a layer. On the disk a block is one file, layer after layer, in one of two layouts:
+
+    one token a unit        | slot 0: its prompt | slot 1 … | step 0: one token of all slots | step 1 … |
+    a group of tokens       | slot 0: unit, unit, … (a page each) | slot 1 … |
+
+Tokens of a step are written together, so that a step is one write. Shapes: B sequences, n units; see `codec`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from math import prod
+
+import torch
+from torch import Tensor
+
+from flexgen_helm.kv_cache.codec import Codec, Plane, Planes, total_bytes
+from flexgen_helm.kv_cache.tensors import zeros
+from flexgen_helm.kv_cache.transfers import BlockTransfers
+from flexgen_helm.offload.disk import DirectFile
+from flexgen_helm.offload.staging import aligned
+from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.planner.placement import Tier
+from flexgen_helm.scheduling.sequence import CacheBlock
+
+_HOST = torch.device("cpu")
+
+
+class Storage(ABC):
+    """Units of one cache block on one tier, in all layers."""
+
+    tier: Tier
+
+    @abstractmethod
+    def write(self, layer: int, slot: int, planes: Planes) -> None:
+        """Store the first units [n, *shape] of a slot: those of its prompt."""
+
+    @abstractmethod
+    def append(self, layer: int, slots: SequenceOf[int], units: Tensor, planes: Planes) -> None:
+        """Store one unit [len(slots), *shape] in each of some slots, at `units` [len(slots)]."""
+
+    @abstractmethod
+    def read(self, layer: int, counts: SequenceOf[int], room: int = 0) -> Planes:
+        """Return the first units of the first B slots, where attention is computed, as planes lie in memory.
+
+        counts: stored units to read of each slot; the planes have max(counts) + room units.
+        room: units that are appended between `prefetch` and the read's use.
+        The planes are those that every query reads.
+        """
+
+    @abstractmethod
+    def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
+        """Return the bytes [B, Hk, k, bytes] of single tokens' values, on the compute device.
+
+        tokens: [B, Hk, k].
+        The layer was read and not dropped.
+        """
+
+    @abstractmethod
+    def move(self, source: int, target: int, units: int, stale_units: int) -> None:
+        """Make slot `target`, which held `stale_units`, a copy of the first `units` of slot `source`."""
+
+    def grow(self, layer: int, units: int) -> None:
+        """Make room for so many units a slot."""
+        return None
+
+    def prefetch(self, layer: int, counts: SequenceOf[int], room: int = 0) -> None:
+        """Begin to bring what `read` with the same arguments returns."""
+        return None
+
+    def drop(self, layer: int) -> None:
+        """Give back what `read` brought."""
+        return None
+
+    def cancel(self) -> None:
+        """Drop everything that was prefetched: a pass has broken off."""
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class MemoryPlanes:
+    """The tensors of a block in one memory; they grow by copying, a layer at a time."""
+
+    def __init__(self, codec: Codec, num_slots: int, num_layers: int, units: int, device: torch.device) -> None:
+        self._planes, self._num_slots, self._device = codec.planes, num_slots, device
+        self._layers = [empty_planes(codec.planes, num_slots, units, device) for _ in range(num_layers)]
+
+    def grow(self, layer: int, units: int) -> None:
+        if self.has_room(layer, units):
+            return
+        wider = empty_planes(self._planes, self._num_slots, units, self._device)
+        for plane, new, old in zip(self._planes, wider, self._layers[layer]):
+            plane.by_unit(new)[:, : old.shape[plane.unit_axis]] = plane.by_unit(old)
+        self._layers[layer] = wider
+
+    def write(self, layer: int, slot: int, planes: Planes) -> None:
+        for plane, stored, new in zip(self._planes, self._layers[layer], planes):
+            plane.by_unit(stored)[slot, : new.shape[0]] = new
+
+    def append(self, layer: int, slots: SequenceOf[int], units: Tensor, planes: Planes) -> None:
+        put_units(self._planes, self._layers[layer], slots, units, planes)
+
+    def read(self, layer: int, num_slots: int, units: int) -> Planes:
+        """View the first units of the first slots, as they lie in memory."""
+        stored = zip(self._planes, self._layers[layer])
+        return tuple(data[:num_slots].narrow(plane.unit_axis, 0, units) for plane, data in stored)
+
+    def plane(self, layer: int, index: int) -> Tensor:
+        return self._layers[layer][index]
+
+    def move(self, source: int, target: int, units: int, stale_units: int) -> None:
+        # What remains of the old sequence is cleared: a masked position still takes part in the product with weight
+        # 0, and 0 times a value that is not finite would carry one sequence's fault into its neighbours.
+        for planes in self._layers:
+            for plane, data in zip(self._planes, planes):
+                by_unit = plane.by_unit(data)
+                by_unit[target, :units] = by_unit[source, :units]
+                by_unit[target, units:stale_units] = 0
+
+    def has_room(self, layer: int, units: int) -> bool:
+        return self._layers[layer][0].shape[self._planes[0].unit_axis] >= units
+
+
+def put_units(
+    specs: SequenceOf[Plane], stored: SequenceOf[Tensor], slots: SequenceOf[int], units: Tensor, planes: Planes
+) -> None:
+    """Put one unit [len(slots), *shape] of each plane into each of some slots."""
+    for plane, data, new in zip(specs, stored, planes):
+        plane.by_unit(data)[torch.as_tensor(slots, device=data.device), units.to(data.device)] = new
+
+
+class DeviceStorage(Storage):
+    """On the compute device, or in host memory where the host computes attention: nothing is copied to be read."""
+
+    def __init__(self, tier: Tier, codec: Codec, planes: MemoryPlanes) -> None:
+        self.tier, self._codec, self._planes = tier, codec, planes
+
+    def write(self, layer: int, slot: int, planes: Planes) -> None:
+        self._planes.write(layer, slot, planes)
+
+    def append(self, layer: int, slots: SequenceOf[int], units: Tensor, planes: Planes) -> None:
+        self._planes.append(layer, slots, units, planes)
+
+    def read(self, layer: int, counts: SequenceOf[int], room: int = 0) -> Planes:
+        return self._planes.read(layer, len(counts), max(counts) + room)
+
+    def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
+        return self._codec.select_values(self._planes.plane(layer, 1)[slots], tokens)
+
+    def move(self, source: int, target: int, units: int, stale_units: int) -> None:
+        self._planes.move(source, target, units, stale_units)
+
+    def grow(self, layer: int, units: int) -> None:
+        self._planes.grow(layer, units)
+
+
+class HostStorage(Storage):
+    """In host memory behind the link: what a query reads crosses the link for each use."""
+
+    tier: Tier = "cpu"
+
+    def __init__(self, tiers: Tiers, codec: Codec, planes: MemoryPlanes) -> None:
+        self._tiers, self._codec, self._planes = tiers, codec, planes
+        self._transfers: BlockTransfers[Planes] = BlockTransfers(tiers)
+
+    def write(self, layer: int, slot: int, planes: Planes) -> None:
+        self._store(layer, planes, lambda near: self._planes.write(layer, slot, near))
+
+    def append(self, layer: int, slots: SequenceOf[int], units: Tensor, planes: Planes) -> None:
+        if self._transfers.is_fetching(layer) and not self._codec.window_tokens:  # what is read next needs them too
+            put_units(self._codec.planes, self._transfers.fetched(layer), slots, units, planes)
+        self._store(layer, planes, lambda near: self._planes.append(layer, slots, units.cpu(), near))
+
+    def read(self, layer: int, counts: SequenceOf[int], room: int = 0) -> Planes:
+        self.prefetch(layer, counts, room)
+        return self._transfers.fetched(layer)
+
+    def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
+        selected = self._codec.select_values(self._planes.plane(layer, 1)[slots], tokens.cpu())
+        return copied_to_device(self._tiers, (selected,))[0]
+
+    def move(self, source: int, target: int, units: int, stale_units: int) -> None:
+        self._transfers.finish_stores()
+        self._planes.move(source, target, units, stale_units)
+
+    def grow(self, layer: int, units: int) -> None:
+        if not self._planes.has_room(layer, units):
+            self._transfers.finish_stores(layer)
+            if self._transfers.is_fetching(layer):
+                self._transfers.fetched(layer)  # the copy is made before the tensors change
+            self._planes.grow(layer, units)
+
+    def prefetch(self, layer: int, counts: SequenceOf[int], room: int = 0) -> None:
+        codec, units = self._codec, max(counts)
+
+        def fetch() -> Planes:
+            stored = self._planes.read(layer, len(counts), units)[: codec.num_fetched_planes]
+            # One long copy over the link, spread out behind it.
+            arrived = copied_to_device(self._tiers, tuple(plane.contiguous() for plane in stored))
+            if not room:
+                return arrived
+            wider = empty_planes(codec.planes, len(counts), units + room, self._tiers.device)
+            for plane, new, old in zip(codec.planes, wider, arrived):
+                plane.by_unit(new)[:, :units] = plane.by_unit(old)
+            return wider
+
+        self._transfers.prefetch(layer, len(counts) * (units + room) * codec.fetched_bytes, fetch)
+
+    def drop(self, layer: int) -> None:
+        self._transfers.drop(layer)
+
+    def cancel(self) -> None:
+        self._transfers.cancel()
+
+    def close(self) -> None:
+        self._transfers.close()
+
+    def _store(self, layer: int, planes: Planes, write: Callable[[Planes], None]) -> None:
+        self._transfers.store(layer, total_bytes(planes), lambda: write(copied_to_host(self._tiers, planes)))
+
+
+class DiskStorage(Storage):
+    """In a file of the run. Slots do not move: a sequence that takes another's slot is only known by a new number."""
+
+    tier: Tier = "disk"
+
+    def __init__(self, tiers: Tiers, codec: Codec, block: CacheBlock, layout: FileLayout, file: DirectFile) -> None:
+        self._tiers, self._codec, self._layout, self._file = tiers, codec, layout, file
+        self._transfers: BlockTransfers[tuple[Planes, Planes]] = BlockTransfers(tiers)  # on the device, on the host
+        self._slots = list(range(block.num_slots))  # slot of the block -> slot of the file
+
+    def write(self, layer: int, slot: int, planes: Planes) -> None:
+        place = self._slots[slot]
+        self._store(layer, planes, lambda near: self._layout.write(self._file, layer, place, near))
+
+    def append(self, layer: int, slots: SequenceOf[int], units: Tensor, planes: Planes) -> None:
+        if self._transfers.is_fetching(layer) and not self._codec.window_tokens:
+            put_units(self._codec.planes, self._transfers.fetched(layer)[0], slots, units, planes)
+        places, numbers = [self._slots[slot] for slot in slots], units.tolist()
+        self._store(layer, planes, lambda near: self._layout.append(self._file, layer, places, numbers, near))
+
+    def read(self, layer: int, counts: SequenceOf[int], room: int = 0) -> Planes:
+        self.prefetch(layer, counts, room)
+        return self._transfers.fetched(layer)[0]
+
+    def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
+        near = self._transfers.fetched(layer)[1]
+        selected = self._codec.select_values(near[1][slots], tokens.cpu())
+        return copied_to_device(self._tiers, (selected,))[0]
+
+    def move(self, source: int, target: int, units: int, stale_units: int) -> None:
+        self._slots[target], self._slots[source] = self._slots[source], self._slots[target]
+
+    def prefetch(self, layer: int, counts: SequenceOf[int], room: int = 0) -> None:
+        codec, wanted = self._codec, list(zip(self._slots, counts))
+        units = max(counts) + room
+
+        def fetch() -> tuple[Planes, Planes]:
+            near = empty_planes(codec.planes, len(counts), units, _HOST)
+            self._transfers.count("disk_to_cpu", self._layout.read(self._file, layer, wanted, near))
+            return copied_to_device(self._tiers, near[: codec.num_fetched_planes]), near
+
+        self._transfers.prefetch(layer, len(counts) * units * codec.unit_bytes, fetch)
+
+    def drop(self, layer: int) -> None:
+        self._transfers.drop(layer)
+
+    def cancel(self) -> None:
+        self._transfers.cancel()
+
+    def close(self) -> None:
+        self._transfers.close()
+        self._file.close(delete=True)
+
+    def _store(self, layer: int, planes: Planes, write: Callable[[Planes], int]) -> None:
+        def store() -> None:
+            self._transfers.count("cpu_to_disk", write(copied_to_host(self._tiers, planes)))
+
+        self._transfers.store(layer, total_bytes(planes), store)
+
+
+class FileLayout(ABC):
+    """Where units are in the file of a cache block. num_bytes: of the file."""
+
+    num_bytes: int
+
+    @abstractmethod
+    def write(self, file: DirectFile, layer: int, slot: int, planes: Planes) -> int:
+        """Write the first units [n, *shape] of a slot; return the bytes written."""
+
+    @abstractmethod
+    def append(
+        self, file: DirectFile, layer: int, slots: SequenceOf[int], units: SequenceOf[int], planes: Planes
+    ) -> int:
+        """Write one unit [len(slots), *shape] in each of some slots; return the bytes written."""
+
+    @abstractmethod
+    def read(self, file: DirectFile, layer: int, wanted: SequenceOf[tuple[int, int]], planes: Planes) -> int:
+        """Fill planes with the first units of some slots, (slot, units) each; return the bytes read."""
+
+
+class StepLayout(FileLayout):
+    """For units of one token: every pass appends one token to all slots of a block, which are written as one piece."""
+
+    def __init__(self, block: CacheBlock, codec: Codec, num_layers: int) -> None:
+        self._planes, self._num_slots, unit = codec.planes, block.num_slots, codec.unit_bytes
+        self._prompts = [sequence.prompt_len for sequence in block.sequences]
+        steps = max(sequence.cache_tokens - sequence.prompt_len for sequence in block.sequences)
+        self._step_bytes = aligned(block.num_slots * unit)
+        self._offsets: list[int] = []  # of each slot's prompt within a layer
+        end = 0
+        for length in self._prompts:
+            self._offsets.append(end)
+            end += aligned(length * unit)
+        self._steps_offset, self._layer_bytes = end, end + steps * self._step_bytes
+        self.num_bytes = max(aligned(1), num_layers * self._layer_bytes)
+
+    def write(self, file: DirectFile, layer: int, slot: int, planes: Planes) -> int:
+        assert planes[0].shape[0] == self._prompts[slot], "a prompt is written whole"
+        pieces = [new.movedim(0, plane.unit_axis - 1).reshape(-1) for plane, new in zip(self._planes, planes)]
+        if not self._prompts[slot]:
+            return 0
+        joined = torch.cat(pieces)
+        file.write_tensor(layer * self._layer_bytes + self._offsets[slot], joined)
+        return total_bytes((joined,))
+
+    def append(
+        self, file: DirectFile, layer: int, slots: SequenceOf[int], units: SequenceOf[int], planes: Planes
+    ) -> int:
+        steps = {unit - self._prompts[slot] for slot, unit in zip(slots, units)}
+        assert len(steps) == 1, "the sequences of a block decode together"
+        piece = torch.zeros((len(planes), self._num_slots, *planes[0].shape[1:]), dtype=planes[0].dtype)
+        for half, new in zip(piece, planes):
+            half[list(slots)] = new
+        offset = self._steps_offset + steps.pop() * self._step_bytes
+        file.write_tensor(layer * self._layer_bytes + offset, piece)
+        return total_bytes((piece,))
+
+    def read(self, file: DirectFile, layer: int, wanted: SequenceOf[tuple[int, int]], planes: Planes) -> int:
+        base, done, specs = layer * self._layer_bytes, 0, self._planes
+        for row, (slot, count) in enumerate(wanted):
+            if prompt := min(count, self._prompts[slot]):
+                shape = specs[0].memory_shape(len(specs), self._prompts[slot])
+                found = file.read_tensor(base + self._offsets[slot], shape, specs[0].dtype)
+                done += total_bytes((found,))
+                for plane, target, data in zip(specs, planes, found):
+                    plane.by_unit(target)[row, :prompt] = plane.by_unit(data[None])[0, :prompt]
+        steps = max(0, max(count - self._prompts[slot] for slot, count in wanted))
+        if steps:
+            # Each step fills whole pages; what is behind its tokens is read and left out.
+            dtype = specs[0].dtype
+            width, used = self._step_bytes // dtype.itemsize, sum(prod(plane.shape) for plane in specs)
+            found = file.read_tensor(base + self._steps_offset, (steps, width), dtype)
+            done += total_bytes((found,))
+            tokens = found[:, : used * self._num_slots].reshape(steps, len(specs), self._num_slots, *specs[0].shape)
+            for row, (slot, _) in enumerate(wanted):
+                first = self._prompts[slot]
+                for index, (plane, target) in enumerate(zip(specs, planes)):
+                    plane.by_unit(target)[row, first : first + steps] = tokens[:, index, slot]
+        return done
+
+
+class PagedLayout(FileLayout):
+    """For groups of tokens: every unit begins a page of its slot, because slots complete groups at different times."""
+
+    def __init__(self, block: CacheBlock, codec: Codec, num_layers: int) -> None:
+        self._planes, self._unit_bytes = codec.planes, codec.unit_bytes
+        self._page_bytes = aligned(codec.unit_bytes)
+        self._slot_bytes = block.capacity // codec.group_tokens * self._page_bytes
+        self._layer_bytes = block.num_slots * self._slot_bytes
+        self.num_bytes = num_layers * self._layer_bytes
+
+    def write(self, file: DirectFile, layer: int, slot: int, planes: Planes) -> int:
+        return self._write(file, self._offset(layer, slot, 0), planes)
+
+    def append(
+        self, file: DirectFile, layer: int, slots: SequenceOf[int], units: SequenceOf[int], planes: Planes
+    ) -> int:
+        return sum(
+            self._write(file, self._offset(layer, slot, unit), tuple(plane[i : i + 1] for plane in planes))
+            for i, (slot, unit) in enumerate(zip(slots, units))
+        )
+
+    def read(self, file: DirectFile, layer: int, wanted: SequenceOf[tuple[int, int]], planes: Planes) -> int:
+        sizes = [plane.unit_bytes for plane in self._planes]
+        for row, (slot, count) in enumerate(wanted):
+            if count:
+                found = file.read_tensor(self._offset(layer, slot, 0), (count, self._page_bytes), torch.uint8)
+                for target, part in zip(planes, found[:, : self._unit_bytes].split(sizes, 1)):
+                    target[row, :count] = part
+        return sum(count for _, count in wanted) * self._unit_bytes
+
+    def _write(self, file: DirectFile, offset: int, planes: Planes) -> int:
+        joined = torch.cat(planes, 1)
+        pages = zeros((joined.shape[0], self._page_bytes), _HOST, torch.uint8)
+        pages[:, : self._unit_bytes] = joined
+        file.write_tensor(offset, pages)
+        return total_bytes((joined,))
+
+    def _offset(self, layer: int, slot: int, unit: int) -> int:
+        return layer * self._layer_bytes + slot * self._slot_bytes + unit * self._page_bytes
+
+
+def file_layout(block: CacheBlock, codec: Codec, num_layers: int) -> FileLayout:
+    """Return the layout that suits how a codec appends."""
+    return (PagedLayout if codec.window_tokens else StepLayout)(block, codec, num_layers)
+
+
+def copied_to_device(tiers: Tiers, planes: Planes) -> Planes:
+    """Copy tensors of the host to the compute device; the same tensors where the host computes."""
+    if tiers.copy_engine is None:
+        return planes
+    tiers.stats.count_bytes("cpu_to_gpu", "cache", total_bytes(planes))
+    return tuple(tiers.copy_engine.to_device(plane.contiguous()) for plane in planes)
+
+
+def copied_to_host(tiers: Tiers, planes: Planes) -> Planes:
+    """Copy tensors of the compute device to the host; the same tensors where the host computes."""
+    if tiers.copy_engine is None:
+        return planes
+    tiers.stats.count_bytes("gpu_to_cpu", "cache", total_bytes(planes))
+    return tuple(tiers.copy_engine.to_host(plane) for plane in planes)
+
+
+def empty_planes(specs: SequenceOf[Plane], slots: int, units: int, device: torch.device) -> Planes:
+    return tuple(zeros(plane.memory_shape(slots, units), device, plane.dtype) for plane in specs)

@@ -1,0 +1,98 @@
+"""Copies of one cache block between its tier and the compute device: fetches ahead of their use, and late stores."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+import torch
+
+from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.offload.ledger import Allocation
+from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_stats import LinkName
+
+Fetched = TypeVar("Fetched")
+
+
+class BlockTransfers(Generic[Fetched]):
+    """Layers of a block that were fetched, and stores that are under way. A fetch waits for the layer's stores."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._fetches: dict[int, tuple[Future[Fetched], Allocation]] = {}
+        self._stores: dict[int, list[Future[None]]] = {}
+        self._lock = threading.Lock()
+
+    def prefetch(self, layer: int, num_bytes: int, fetch: Callable[[], Fetched]) -> None:
+        """Begin to fetch a layer, which takes `num_bytes` on the compute device; harmless if it is under way."""
+        if layer in self._fetches:
+            return
+
+        def after_stores() -> Fetched:
+            with self._tiers.stats.timed("load_cache"):
+                self.finish_stores(layer)
+                return fetch()
+
+        with self._tiers.ledgers[self._tiers.compute_tier].claimed("staging", num_bytes) as claim:
+            self._tiers.note_fetch(num_bytes)
+            self._fetches[layer] = self._tiers.submit("cache in", after_stores), claim
+
+    def fetched(self, layer: int) -> Fetched:
+        """Wait for a layer that was prefetched."""
+        return self._tiers.wait(self._fetches[layer][0], "cache")
+
+    def is_fetching(self, layer: int) -> bool:
+        return layer in self._fetches
+
+    def drop(self, layer: int) -> None:
+        """Give a fetched layer's memory back."""
+        fetch = self._fetches.pop(layer, None)
+        if fetch is not None:
+            fetch[0].exception()  # waits; an error was raised where the layer was read
+            self._tiers.ledgers[self._tiers.compute_tier].release(fetch[1])
+
+    def store(self, layer: int, num_bytes: int, write: Callable[[], None]) -> None:
+        """Write in the background; a later fetch of the layer waits for it, and gets its error."""
+
+        def explained() -> None:
+            try:
+                write()
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                # A smaller batch does not help: the pass that could write this again may be long over.
+                raise MemoryLimitError(
+                    "memory ran out while the KV cache was stored; lower --gpu-memory or --cpu-memory so that more is "
+                    "kept free"
+                ) from error
+
+        future = self._tiers.store_async("cache", num_bytes, explained)
+        with self._lock:
+            self._stores.setdefault(layer, []).append(future)
+
+    def finish_stores(self, layer: int | None = None) -> None:
+        """Wait for the stores of a layer (None: of all); raise their first error."""
+        with self._lock:
+            layers = list(self._stores) if layer is None else [layer]
+            waiting = [future for each in layers for future in self._stores.pop(each, [])]
+        errors = [error for future in waiting if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def count(self, link: LinkName, num_bytes: int) -> None:
+        self._tiers.stats.count_bytes(link, "cache", num_bytes)
+
+    def cancel(self) -> None:
+        """Drop all fetches: the next pass may mean another layer by the same number, and need not meet their errors.
+
+        Stores finish first, so that the next pass writes behind them.
+        """
+        for layer in list(self._fetches):
+            self.drop(layer)
+        for future in [future for waiting in self._stores.values() for future in waiting]:
+            future.exception()  # waits
+
+    def close(self) -> None:
+        self.cancel()
+        self._stores.clear()  # nobody reads any more what was written

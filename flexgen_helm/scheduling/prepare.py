@@ -1,0 +1,226 @@
+"""From the caller's requests to distinct requests, the prefixes that they share, and their sequences. No torch."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flexgen_helm.errors import RequestError
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.policy import Schedule
+from flexgen_helm.request import GenerationRequest
+from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, Prompt, plan_prefixes
+from flexgen_helm.scheduling.sequence import Request, Sequence, SequenceKind
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class PreparedRequests:
+    """Distinct requests, each with the places that asked for it, and those that cannot be served.
+
+    refused: place -> why.
+    """
+
+    distinct: list[Request]
+    refused: Mapping[int, Exception]
+
+
+def prepare(
+    requests: abc.Sequence[GenerationRequest], config: ModelConfig, tokenizer: Tokenizer | None, schedule: Schedule
+) -> PreparedRequests:
+    """Encode requests, check them against model and schedule, and join equal ones; a bad request fails alone."""
+    refused: dict[int, Exception] = {}
+    texts: dict[str, None] = {}
+    for place, request in enumerate(requests):
+        try:
+            request.validate()
+            if tokenizer is None and (request.prompt is not None or request.stop):
+                what = "a text prompt" if request.prompt is not None else "stop strings"
+                raise RequestError(
+                    f"this model has no tokenizer files, so {what} cannot be used; give prompt_token_ids"
+                )
+        except RequestError as error:
+            refused[place] = error
+            continue
+        if request.prompt is not None:
+            texts[request.prompt] = None
+    encoded = _encode(list(texts), tokenizer) if tokenizer and texts else {}
+
+    distinct: dict[tuple[object, ...], Request] = {}
+    token_bytes = tokenizer.token_bytes if tokenizer else None
+    for place, request in enumerate(requests):
+        if place in refused:
+            continue
+        try:
+            ids = encoded[request.prompt] if request.prompt is not None else list(request.prompt_token_ids or ())
+            if isinstance(ids, RequestError):
+                raise ids
+            prepared = Request(request, *_with_context(ids, request, tokenizer), token_bytes)
+            _check(prepared, config, schedule)
+        except RequestError as error:
+            refused[place] = error
+            continue
+        distinct.setdefault(_identity(prepared), prepared).places.append(place)
+    return PreparedRequests(list(distinct.values()), refused)
+
+
+def shared_prefixes(
+    requests: abc.Sequence[Request], cost: PrefixCostModel, by_completion: bool = False
+) -> list[PrefixNode | int]:
+    """Return the forest of prompt beginnings that are worth computing once; its leaves are places in `requests`.
+
+    by_completion: continuations of one prompt cannot attend to the cache of all of it, so each completion is a user
+        of its own; the request's place then occurs as often, one behind the other.
+    """
+    prompts, places = [], []
+    for place, request in enumerate(requests):
+        asked = request.request
+        fed = request.tokens if asked.max_tokens else request.tokens[:-1]  # nothing follows: the last one is not fed
+        prompt = Prompt(fed, asked.echo_logprobs, max(0, asked.max_tokens - 1))
+        count = request.num_completions if by_completion and asked.max_tokens > 1 else 1
+        prompts += [prompt] * count
+        places += [place] * count
+    forest = plan_prefixes(prompts, cost)
+    return forest if len(places) == len(requests) else _renumbered(forest, places)
+
+
+def make_sequences(
+    request: Request,
+    prefixes: tuple[Sequence, ...],
+    *,
+    cache_tokens: int,
+    max_sequences: int,
+    slot_overhead: int,
+    step_overhead: int,
+    shares_prompts: bool,
+) -> list[Sequence]:
+    """Return the sequences of one request behind its shared prefixes.
+
+    Several completions continue one prompt's cache. Those that do not fit at once are split over several sequences
+    of the prompt, each of which computes it anew.
+
+    cache_tokens, max_sequences, slot_overhead, step_overhead: as in `SchedulerLimits`.
+    shares_prompts: whether a sequence can attend to all of another's cache; if not, each completion computes the
+        prompt.
+    Raises `RequestError` where not even one completion fits.
+    """
+    asked, start = request.request, sum(prefix.prompt_len for prefix in prefixes)
+    tokens, overhead = request.tokens[start:], (1 + len(prefixes)) * slot_overhead
+    prompts: list[Sequence] = []
+
+    def add_prompt(
+        completion: int, max_new_tokens: int, num_draws: int, num_continuations: int = 0, continuation_tokens: int = 0
+    ) -> None:
+        prompts.append(
+            Sequence(
+                SequenceKind.PROMPT,
+                (request,),
+                list(tokens),
+                len(tokens),
+                start,
+                prefixes,
+                max_new_tokens,
+                num_draws,
+                completion,
+                num_continuations,
+                continuation_tokens,
+                needs_cache=asked.max_tokens > 1,
+                needs_scores=asked.echo_logprobs and completion == 0,
+            )
+        )
+
+    if request.num_completions == 1 or asked.max_tokens <= 1 or not shares_prompts:
+        steps = max(0, asked.max_tokens - 1)
+        needed = start + len(tokens) + steps * (1 + step_overhead) + overhead
+        if steps and needed > cache_tokens:
+            raise _too_large(needed, cache_tokens)
+        if steps:
+            for completion in range(request.num_completions):
+                add_prompt(completion, asked.max_tokens, 1)
+        else:
+            num_draws = request.num_completions if asked.max_tokens else 0
+            add_prompt(0, asked.max_tokens, num_draws)
+    else:
+        steps = asked.max_tokens - 1
+        needed = len(request.tokens) + steps * step_overhead + overhead
+        at_once = min(request.num_completions, (cache_tokens - needed) // steps, max(1, max_sequences - 1))
+        if at_once < 1:
+            raise _too_large(needed + steps, cache_tokens)
+        for first in range(0, request.num_completions, at_once):
+            count = min(at_once, request.num_completions - first)
+            # max_new_tokens 1: the prompt's last token is fed, but what follows it lives in the continuations.
+            add_prompt(first, 1, count, count, steps)
+    request.num_sequences += len(prompts)
+    if asked.echo_logprobs:
+        request.scored = (*prefixes, prompts[0])
+    return prompts
+
+
+def _renumbered(members: abc.Sequence[PrefixNode | int], places: abc.Sequence[int]) -> list[PrefixNode | int]:
+    renumbered: list[PrefixNode | int] = []
+    for member in members:
+        if isinstance(member, PrefixNode):
+            member.users = [places[user] for user in member.users]
+            member.members = _renumbered(member.members, places)
+            renumbered.append(member)
+        else:
+            renumbered.append(places[member])
+    return renumbered
+
+
+def _encode(texts: list[str], tokenizer: Tokenizer) -> dict[str, list[int] | RequestError]:
+    """Return the token ids of every text, or why it has none (text that is not valid Unicode)."""
+    try:
+        return dict(zip(texts, tokenizer.encode_batch(texts)))
+    except RequestError as error:
+        if len(texts) == 1:
+            return {texts[0]: error}
+        half = len(texts) // 2
+        return _encode(texts[:half], tokenizer) | _encode(texts[half:], tokenizer)
+
+
+def _with_context(ids: list[int], request: GenerationRequest, tokenizer: Tokenizer | None) -> tuple[list[int], int]:
+    """Condition an empty prompt on BOS, or on EOS where the model knows no BOS (as such models are trained)."""
+    if ids or request.max_tokens == 0:
+        return ids, 0
+    context = None
+    if tokenizer is not None:
+        context = tokenizer.bos_id if tokenizer.bos_id is not None else min(tokenizer.eos_ids, default=None)
+    if context is None:
+        raise RequestError("the prompt is empty and the model names no token to begin a text with; give one token")
+    return [context], 1
+
+
+def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
+    tokens, max_tokens = request.tokens, request.request.max_tokens
+    if schedule == "prefill-only" and max_tokens > 1:
+        raise RequestError(
+            f"max_tokens is {max_tokens} and the schedule prefill-only draws one token at most; take --schedule zigzag"
+        )
+    # The last token is never fed, so a prompt may be scored one token beyond the window.
+    if len(tokens) + max_tokens > config.max_positions + 1:
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens and max_tokens is {max_tokens}, together beyond the model's window "
+            f"of {config.max_positions} tokens; shorten the prompt or lower max_tokens"
+        )
+    for token in tokens:
+        if not 0 <= token < config.vocab_size:
+            raise RequestError(f"token id {token} is outside the vocabulary of {config.vocab_size} tokens")
+
+
+def _identity(request: Request) -> tuple[object, ...]:
+    """Return what is equal for requests whose answers are equal by definition."""
+    r = request.request
+    randomness = (r.top_p, r.seed) if r.temperature else ()
+    return (
+        tuple(request.tokens), request.num_context, r.max_tokens, r.temperature, randomness, tuple(r.stop), r.n,
+        r.echo_logprobs, r.ignore_eos,
+    )  # fmt: skip
+
+
+def _too_large(needed: int, available: int) -> RequestError:
+    return RequestError(
+        f"the request needs a KV cache of {needed} tokens and the memory limit leaves room for {available}; "
+        "raise the limit (--cpu-memory, --gpu-memory) or lower max_tokens"
+    )

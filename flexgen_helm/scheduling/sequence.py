@@ -1,0 +1,289 @@
+"""What moves through the model: requests, their sequences, cache blocks and the batches of a pass. No torch.
+
+A request becomes one or more sequences, each a line of tokens with a cache of its own:
+
+    SHARED_PREFIX   "Answer the question. Q: … A: …"      computed once for several requests
+      PROMPT          "Q: 2 + 2 = ? A:"                   attends to the prefix; decodes in place ...
+        CONTINUATION    " 4"                              ... or, with several completions, each is a sequence
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import abc
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+from flexgen_helm.request import Completion, Cost, FinishReason, GenerationRequest, GenerationResult
+from flexgen_helm.scheduling.sampling import SamplingParams, uniform_draw
+from flexgen_helm.tokenizer.stop_strings import StopMatcher
+
+
+class CompletionState:
+    """One completion that grows token by token."""
+
+    def __init__(self, request: GenerationRequest, index: int, token_bytes: Callable[[int], bytes] | None) -> None:
+        """Begin with no tokens.
+
+        index: of the completion among those of the request.
+        token_bytes: text of a token; None where the model has no tokenizer, then only ids are kept.
+        """
+        self._request = request
+        self._index = index
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._matcher = StopMatcher(token_bytes, request.stop) if token_bytes else None
+        self.finish_reason: FinishReason | None = None
+        self.num_drawn = 0
+
+    def next_sampling(self) -> SamplingParams:
+        """Return how the next token is drawn."""
+        request = self._request
+        if request.temperature == 0.0:
+            return SamplingParams(0.0, 1.0, 0.0)
+        uniform = uniform_draw(request.seed, self._index, self.num_drawn)
+        return SamplingParams(request.temperature, request.top_p, uniform)
+
+    def push(self, token: int, logprob: float, eos_ids: Collection[int]) -> bool:
+        """Append a drawn token; return whether the completion has ended."""
+        self.num_drawn += 1
+        if token in eos_ids and not self._request.ignore_eos:
+            self.finish_reason = "endoftext"
+            return True
+        self._ids.append(token)
+        self._logprobs.append(logprob)
+        if self._matcher is not None and self._matcher.push(token):
+            self.finish_reason = "stop"
+        elif self.num_drawn == self._request.max_tokens:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def result(self) -> Completion:
+        reason = self.finish_reason or "length"
+        if self._matcher is None:
+            return Completion("", ("",) * len(self._ids), tuple(self._ids), tuple(self._logprobs), reason)
+        kept = self._matcher.result()
+        return Completion(kept.text, kept.tokens, kept.token_ids, tuple(self._logprobs[: kept.n_kept]), reason)
+
+
+class Request:
+    """One distinct request of a run, its completions and its costs.
+
+    request: as the caller asked.
+    tokens: the prompt as it is computed.
+    num_context: leading tokens that the caller did not ask for (the BOS that an empty prompt is conditioned on).
+    places: indices in the caller's list that asked for exactly this.
+    scored: the sequences that score the prompt, outermost shared prefix first.
+    num_sequences: sequences that work for this request alone and have not ended.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        tokens: abc.Sequence[int],
+        num_context: int,
+        token_bytes: Callable[[int], bytes] | None,
+    ) -> None:
+        self.request = request
+        self.tokens = list(tokens)
+        self.num_context = num_context
+        self.places: list[int] = []
+        # At temperature 0 all completions are the same.
+        self.num_completions = 1 if request.temperature == 0.0 else request.n
+        wanted = self.num_completions if request.max_tokens else 0
+        self.completions = [CompletionState(request, i, token_bytes) for i in range(wanted)]
+        self.scored: tuple[Sequence, ...] = ()
+        self.num_sequences = 0
+        self.error: Exception | None = None
+        self._cost = Cost(prompt_tokens=len(self.tokens) - num_context)
+
+    @property
+    def num_fed(self) -> int:
+        """Most tokens that pass through the model for this request: the last drawn one is never fed."""
+        return len(self.tokens) + self.num_completions * max(0, self.request.max_tokens - 1)
+
+    def charge(self, prefill: bool, tokens: float, flops: float, seconds: float, batch_size: int) -> None:
+        """Add the request's share of one batch."""
+        cost = self._cost
+        self._cost = replace(
+            cost,
+            prompt_tokens_computed=cost.prompt_tokens_computed + (tokens if prefill else 0),
+            flops=cost.flops + flops,
+            prefill_s=cost.prefill_s + (seconds if prefill else 0.0),
+            decode_s=cost.decode_s + (0.0 if prefill else seconds),
+            batch_size=max(cost.batch_size, batch_size),
+        )
+
+    def results(self) -> list[GenerationResult]:
+        """Return one result for each place; the cost is split evenly among them."""
+        request = self.request
+        asked = tuple(self.tokens[self.num_context :])
+        if self.error is not None:
+            return [GenerationResult(prompt_token_ids=asked, error=self.error) for _ in self.places]
+        done = [completion.result() for completion in self.completions]
+        if not done:
+            done = [Completion("", (), (), (), "length")]
+        completions = done * request.n if len(done) == 1 else done
+        logprobs = None
+        if request.echo_logprobs:
+            #  tokens    a b c d        scores[i] is the log-probability of tokens[i + 1]
+            #  scores      1 2 3
+            scores = [score for sequence in self.scored for score in sequence.prompt_logprobs]
+            logprobs = (None, *scores)[self.num_context :] if asked else ()
+        share = 1.0 / len(self.places)
+        num_drawn = sum(completion.num_drawn for completion in self.completions)
+        output = num_drawn * (request.n if len(done) == 1 else 1)
+        cost = replace(
+            self._cost,
+            output_tokens=output,
+            prompt_tokens_computed=self._cost.prompt_tokens_computed * share,
+            padded_prompt_tokens=float(self._cost.prompt_tokens),
+            padded_output_tokens=float(output),
+            flops=self._cost.flops * share,
+            prefill_s=self._cost.prefill_s * share,
+            decode_s=self._cost.decode_s * share,
+        )
+        return [GenerationResult(tuple(completions), asked, logprobs, None, cost) for _ in self.places]
+
+
+class SequenceKind(enum.Enum):
+    """What a sequence is for."""
+
+    PROMPT = "prompt"  # of one request: decodes in place, or continuations branch off it
+    CONTINUATION = "continuation"  # one of several completions of a prompt, whose cache it attends to
+    SHARED_PREFIX = "shared prefix"  # the beginning of several prompts, computed once
+
+
+@dataclass(eq=False)
+class CacheBlock:
+    """Sequences whose cache lies in the same tensors: `sequences[i]` owns slot `i`.
+
+    Active sequences fill the first slots, so that attention reads one contiguous slice: where a sequence ends, the
+    last one takes its slot.
+
+    capacity: tokens of a slot.
+    num_slots: sequences that the block was opened for.
+    page_tokens: the cache grows by so many tokens a slot; 0: it has its whole capacity from the first token on.
+    slot_overhead: what every slot takes beside its tokens, in positions.
+    block_overhead: what the block takes beside its slots, in positions.
+    """
+
+    capacity: int
+    num_slots: int
+    sequences: list[Sequence]
+    page_tokens: int = 0
+    slot_overhead: int = 0
+    block_overhead: int = 0
+
+    def allocated_positions(self, tokens: int) -> int:
+        """Return the positions of cache that the block takes when its longest sequence has `tokens`."""
+        return self.num_slots * (self.allocated_tokens(tokens) + self.slot_overhead) + self.block_overhead
+
+    def allocated_tokens(self, tokens: int) -> int:
+        """Return the tokens a slot that are allocated when the longest sequence has `tokens`."""
+        if not self.page_tokens:
+            return self.capacity
+        return min(self.capacity, -(-tokens // self.page_tokens) * self.page_tokens)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One line of tokens with a cache.
+
+    kind: what it is for.
+    requests: those that it works for; several only where a prefix is shared.
+    tokens: its own tokens, prompt first; generated ones are appended.
+    prompt_len: tokens of the prompt (0 for a continuation, which begins with a drawn token).
+    start: absolute position of tokens[0].
+    prefixes: sequences whose whole cache precedes this one's, outermost first.
+    max_new_tokens: tokens that may follow the prompt in this sequence.
+    num_draws: tokens to draw from the last position: 1, or 0 where only scores are wanted, or one for each
+        completion of a prompt.
+    completion: index of the first completion that it draws for.
+    num_continuations, continuation_tokens: sequences that may branch off this prompt, and the cache positions that
+        each of them may come to need; 0 where it decodes in place.
+    needs_cache: whether later tokens attend to this sequence.
+    needs_scores: log-probabilities of the prompt's tokens are wanted, and of `next_token`.
+    next_token: the token that follows a shared prefix in all its users.
+    num_computed: leading tokens that have passed through the model.
+    block, slot: where its cache lies, while it has one.
+    prompt_logprobs: the scores, once they are there.
+    num_readers: unfinished sequences that attend to this one's cache.
+    """
+
+    kind: SequenceKind
+    requests: tuple[Request, ...]
+    tokens: list[int]
+    prompt_len: int
+    start: int = 0
+    prefixes: tuple[Sequence, ...] = ()
+    max_new_tokens: int = 0
+    num_draws: int = 0
+    completion: int = 0
+    num_continuations: int = 0
+    continuation_tokens: int = 0
+    needs_cache: bool = False
+    needs_scores: bool = False
+    next_token: int | None = None
+    num_computed: int = 0
+    block: CacheBlock | None = None
+    slot: int = -1
+    prompt_logprobs: list[float] = field(default_factory=list)
+    num_readers: int = 0
+
+    @property
+    def request(self) -> Request:
+        """The one request that a prompt or a continuation works for."""
+        assert self.kind is not SequenceKind.SHARED_PREFIX
+        return self.requests[0]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other sequences attend to its cache; then it does not decode itself."""
+        return self.kind is SequenceKind.SHARED_PREFIX or self.num_continuations > 0
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.num_computed < self.prompt_len
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to compute next. The last token of a prompt that nothing follows predicts nothing and is left out."""
+        end = len(self.tokens) if self.max_new_tokens else len(self.tokens) - 1
+        return max(0, end - self.num_computed)
+
+    @property
+    def targets(self) -> list[int]:
+        """What the pending tokens predict, of the prompt."""
+        behind = [] if self.next_token is None else [self.next_token]
+        return self.tokens[self.num_computed + 1 : self.prompt_len] + behind
+
+    @property
+    def cache_tokens(self) -> int:
+        """Slot capacity that it can come to need: the last token that may be drawn is never fed."""
+        return self.prompt_len + max(0, self.max_new_tokens - 1)
+
+    @property
+    def num_fed(self) -> int:
+        """Most tokens that pass through the model from here on, those of its continuations included."""
+        return self.num_pending + max(0, self.max_new_tokens - 1) + self.num_continuations * self.continuation_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduledTokens:
+    """`count` tokens of a sequence in one batch, from `sequence.num_computed` on."""
+
+    sequence: Sequence
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Tokens that are computed together, side by side; decoding sequences are in slot order, block by block."""
+
+    scheduled: tuple[ScheduledTokens, ...]
+    is_prefill: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.count for item in self.scheduled)
