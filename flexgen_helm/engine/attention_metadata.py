@@ -13,7 +13,7 @@ from torch import Tensor
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models import attention, sparse
 from flexgen_helm.models.attention import AttentionConfig, PartialAttention, QueryChunk
-from flexgen_helm.planner.workspace import KEPT_MASK_BYTES, SIGHT_ROWS
+from flexgen_helm.planner.workspace import KEPT_MASK_BYTES, QUERY_CHUNK_TOKENS
 from flexgen_helm.quant.kv_codec import TokenCodec
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.sequence import Batch, CacheBlock, Sequence
@@ -343,8 +343,8 @@ def _kept_sights(tokens: int, window: int | None, fmt: CacheFormat, device: torc
 
 
 def _made_sights(tokens: int, window: int | None, fmt: CacheFormat, device: torch.device) -> Iterator[QueryChunk]:
-    for first in range(0, tokens, SIGHT_ROWS):
-        at = torch.arange(first, min(first + SIGHT_ROWS, tokens))
+    for first in range(0, tokens, QUERY_CHUNK_TOKENS):
+        at = torch.arange(first, min(first + QUERY_CHUNK_TOKENS, tokens))
         borders = torch.tensor([fmt.num_quantized(position) for position in at.tolist()])
         oldest = 0 if window is None else max(0, first - window + 1)
         low, high = int(borders[0]), int(borders[-1])

@@ -15,10 +15,11 @@ from flexgen_helm.engine.prepare import PreparedRequests, make_sequences, shared
 from flexgen_helm.engine.running_request import RunningPrefix, RunningRequest
 from flexgen_helm.engine.sampler import SamplingParams
 from flexgen_helm.engine.schedule import work_items
-from flexgen_helm.engine.scheduler import Scheduler, SchedulerLimits
+from flexgen_helm.engine.scheduler import Scheduler
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.sequence import Admission, Batch, ScheduledTokens, Sequence

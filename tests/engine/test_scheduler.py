@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.engine.schedule import WorkItem, work_items
-from flexgen_helm.engine.scheduler import Scheduler, SchedulerLimits
+from flexgen_helm.engine.scheduler import Scheduler
+from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.sequence import Admission, Sequence
 
 families_strategy = st.lists(

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine import engine as engine_module
-from flexgen_helm.engine.limits import UNLIMITED
 from flexgen_helm.engine.prefix_tree import PrefixCostModel, plan_prefixes
 from flexgen_helm.engine.prepare import shared_prefixes
 from flexgen_helm.models import attention
 from flexgen_helm.offload.ledger import Ledger
+from flexgen_helm.planner.constants import UNLIMITED
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
 from tests.helpers.faults import replaced
 from tests.helpers.offload import MIB, offloaded, policies

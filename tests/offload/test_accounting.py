@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.engine.scheduler import Scheduler, SchedulerLimits
+from flexgen_helm.engine.scheduler import Scheduler
 from flexgen_helm.errors import RequestError
 from flexgen_helm.offload import weights
+from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.sequence import Admission, Sequence
 from tests.helpers.tiny_models import VOCABULARY
 
@@ -147,7 +148,7 @@ def test_a_second_token_is_refused_alone_where_the_schedule_has_none(tiny, tmp_p
 
 def test_diagonal_reads_at_most_what_zigzag_reads(tiny, tmp_path, monkeypatch):
     """In the same memory and for the same work: rows of all ages fill it, so fewer passes serve them."""
-    monkeypatch.setattr("flexgen_helm.engine.limits.PAGE_TOKENS", 4)
+    monkeypatch.setattr("flexgen_helm.planner.memory.PAGE_TOKENS", 4)
     model, read = tiny("llama"), {}
     with Engine.from_pretrained(model.path) as engine:
         token = engine.config.kv_bytes_per_token(4)
