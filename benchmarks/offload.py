@@ -34,9 +34,9 @@ from flexgen_helm.benchmarks.roofline import (
     measure_rates,
     operation_seconds,
 )
-from flexgen_helm.engine.limits import MAX_BATCH_TOKENS
 from flexgen_helm.errors import UsageError
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
+from flexgen_helm.planner.constants import MAX_BATCH_TOKENS
 from flexgen_helm.planner.memory import plan_memory
 from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.planner.policy import Policy

@@ -22,7 +22,6 @@ from flexgen_helm.checkpoint.paths import state_dir as home_folder
 from flexgen_helm.engine.auto_planner import AutoPlanner
 from flexgen_helm.engine.device import open_device, tier_capacities
 from flexgen_helm.engine.executor import Executor
-from flexgen_helm.engine.limits import UNLIMITED, RunSize, activation_fractions, scheduler_limits
 from flexgen_helm.engine.run import OnResult, Run
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
@@ -36,7 +35,9 @@ from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner import workload as planner_workload
-from flexgen_helm.planner.memory import plan_memory
+from flexgen_helm.planner.cache_sizes import cache_sizes
+from flexgen_helm.planner.constants import UNLIMITED
+from flexgen_helm.planner.memory import RunSize, SchedulerLimits, activation_fractions, plan_memory, scheduler_limits
 from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_fractions, tier_fractions
 from flexgen_helm.planner.plan import precision_named
 from flexgen_helm.planner.policy import Policy, Schedule, parse_choices
@@ -45,7 +46,6 @@ from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.request import GenerationRequest, GenerationResult, MemoryLimits, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, prefixes_of
 from flexgen_helm.scheduling.prepare import PreparedRequests, prepare, shared_prefixes
-from flexgen_helm.scheduling.scheduler import SchedulerLimits
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # Seconds that a batch takes in one layer for one more segment of keys, beside the work itself: a few small operations.
@@ -341,6 +341,14 @@ class Engine:
         )
         free = {tier: ledger.free or 0 for tier, ledger in self._tiers.ledgers.items()}
         hidden_bytes, home = self.config.hidden_size * self._dtype.itemsize, self._tiers.compute_tier
+        sizes = cache_sizes(
+            self.config,
+            self._cache_form,
+            self._dtype.itemsize,
+            on_disk=self._plan.cache["disk"] > 0,
+            host_attention=self._cpu_attention and home == "gpu",
+            one_layer=cache.one_layer,
+        )
         limits = scheduler_limits(
             self._plan,
             self._policy,
@@ -348,12 +356,8 @@ class Engine:
             workload,
             free,
             home,
-            cache.bytes_per_token,
-            cache.layer_bytes_per_token,
+            sizes,
             hidden_bytes,
-            cache.bytes_per_row,
-            cache.host_attends,
-            cache.fill_tokens,
         )
         return limits, activation_fractions(self._plan, self._schedule, workload, free, home, hidden_bytes)
 

@@ -13,13 +13,14 @@ from flexgen_helm.engine.executor import BatchOutput, Executor, SequenceOutput
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import PreparedRequests, make_sequences, shared_prefixes
 from flexgen_helm.scheduling.sampling import SamplingParams
 from flexgen_helm.scheduling.schedule import work_items
-from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits
+from flexgen_helm.scheduling.scheduler import Scheduler
 from flexgen_helm.scheduling.sequence import Batch, Request, ScheduledTokens, Sequence, SequenceKind
 
 OnResult = Callable[[int, GenerationResult], None]

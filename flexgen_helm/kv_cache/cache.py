@@ -96,38 +96,6 @@ class KVCache:
         """Whether sequences may continue the whole of another's prompt, wherever it ends."""
         return self.codec.cache_format is None
 
-    # TODO-MERGE sizes
-    @property
-    def bytes_per_token(self) -> int:
-        from flexgen_helm.offload.staging import aligned
-
-        if not self.codec.window_tokens:
-            return self._num_layers * self.codec.unit_bytes
-        unit = aligned(self.codec.unit_bytes) if self._fractions["disk"] > 0 else self.codec.unit_bytes
-        return -(-self._num_layers * unit // self.codec.group_tokens)
-
-    @property
-    def layer_bytes_per_token(self) -> int:
-        return self.bytes_per_token // self._num_layers
-
-    @property
-    def bytes_per_row(self) -> int:
-        values = 2 * self.codec.window_copies * self.codec.window_tokens * self.codec.token_elements
-        return self._num_layers * values * self._dtype.itemsize
-
-    @property
-    def host_attends(self) -> bool:
-        return self._cpu_attention
-
-    @property
-    def fill_tokens(self) -> int:
-        from flexgen_helm.offload.staging import ALIGNMENT
-
-        unaligned = self.layer_bytes_per_token % ALIGNMENT
-        if self.codec.window_tokens or not self._fractions["disk"] or not unaligned:
-            return 0
-        return -(-ALIGNMENT // self.layer_bytes_per_token)
-
     # Writing
 
     def write(self, sequence: Sequence, layer: int, k: Tensor, v: Tensor) -> None:

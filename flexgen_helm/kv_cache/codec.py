@@ -156,8 +156,8 @@ class QuantizedCodec(Codec):
         self.token_elements = heads * dim
         self.group_tokens = cache_format.stored_group_tokens
         self.window_tokens, self.window_copies = cache_format.window_tokens, cache_format.window_copies
-        formats = cache_format.keys, cache_format.values
-        self.planes = tuple(Plane((self._group_bytes(fmt),), torch.uint8) for fmt in formats)
+        sizes = cache_format.group_bytes(heads, dim, dtype.itemsize)
+        self.planes = tuple(Plane((size,), torch.uint8) for size in sizes)
         # With sparse attention the scores of the keys name the values to read.
         self.num_fetched_planes = 1 if cache_format.is_sparse else 2
 
@@ -202,10 +202,6 @@ class QuantizedCodec(Codec):
         if fmt is None or fmt.axis == "in":
             return tokens * self._heads, self._dim
         return tokens, self._heads * self._dim
-
-    def _group_bytes(self, fmt: GroupFormat | None) -> int:
-        rows, width = self._matrix_shape(fmt, self.group_tokens)
-        return rows * width * self._dtype.itemsize if fmt is None else fmt.packed_bytes(rows, width)
 
     def _quantize(self, x: Tensor, fmt: GroupFormat | None) -> Tensor:
         if fmt is None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Direct I/O wants addresses, offsets and lengths that are multiples of this.
-ALIGNMENT = 4096
+from flexgen_helm.planner.constants import ALIGNMENT
+
 # Memory from here on comes in large pages (2 MiB on most machines).
 _LARGE = 4 << 20
 

@@ -15,13 +15,10 @@ from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.disk import OffloadDirectory
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.transfer_stats import Kind, TransferStats
+from flexgen_helm.planner.constants import MAX_PENDING_STORE_BYTES
 from flexgen_helm.planner.placement import Tier
 
 Result = TypeVar("Result")
-
-# Bytes that may wait in memory to be stored elsewhere (or one piece, if it alone is larger): enough for the disk to be
-# busy while the next batch computes. Slower disks hold computing up instead of filling the memory.
-MAX_PENDING_STORE_BYTES = 64 << 20
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from flexgen_helm.planner.constants import BLOCK_SEQUENCES, MAX_PENDING_STORE_BYTES
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem, layer_matrices, layer_shapes
@@ -254,16 +255,26 @@ def _memory(
         if not resident:
             forms[home][0][ONE] += situation.ring_bytes
         # Layers of groups elsewhere that are brought beside the computing: the one in use and the next.
-        group = 2 * min(32, shape.gpu_batch_size) * workload.longest * situation.kv_elements / config.num_layers * work
+        group = (
+            2
+            * min(BLOCK_SEQUENCES, shape.gpu_batch_size)
+            * workload.longest
+            * situation.kv_elements
+            / config.num_layers
+            * work
+        )
         far_cache = (CC, CD) if home == "gpu" else (CD,)
         for index in far_cache:
             if not (index == CC and situation.cpu_attention):
                 forms[home][0][index] += group
         decoding = int(min(rows, shape.gpu_batch_size) * workload.longest)
-        working[home] = max(
-            situation.workspace.layer(int(tokens), int(workload.longest_prompt), 0),
-            situation.workspace.layer(int(min(rows, shape.gpu_batch_size)), 1, decoding),
-        ) + 4 * 64 * (1 << 20)
+        working[home] = (
+            max(
+                situation.workspace.layer(int(tokens), int(workload.longest_prompt), 0),
+                situation.workspace.layer(int(min(rows, shape.gpu_batch_size)), 1, decoding),
+            )
+            + 4 * MAX_PENDING_STORE_BYTES
+        )
     else:
         layer = situation.layer_bytes
         states = workload.prompt * config.hidden_size * shape.gpu_batch_size * work

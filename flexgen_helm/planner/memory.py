@@ -1,42 +1,60 @@
-"""Where everything goes: from byte limits (and a policy, if one is given) to fractions by tier. No torch.
+"""Divide the memory of the tiers: weights and staging when a model loads, cache and hidden states for each run.
 
-Until a search decides, 'auto' is this rule of thumb:
+`plan_memory` places the weights. Without a policy it follows a rule of thumb:
 
-- Weights that fit beside the computing stay there: in the compute type where half of the tier suffices, else as they
-  are stored.
-- Otherwise a ring for streaming takes two layers' worth, at most a quarter of the tier (half of it, if that lets one
-  layer fit). Of the rest, half (three quarters on a gpu, whose cache goes to the host) holds weights and half is left
-  for the block's cache and hidden states. Weights beyond that go to the host's memory, where half of the limit is
-  theirs, and then to the disk.
-- The cache lies beside the computing on a machine without a gpu, and in host memory on one with.
+- Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is enough, else as stored.
+- Otherwise a staging ring takes two layers, at most a quarter of the tier (half of it, if only that holds one layer).
+  Of the rest, weights take half (three quarters on a gpu, whose cache goes to the host). The next weights take half of
+  the host's limit, the others go to the disk.
+- The cache is on the compute tier of a machine without a gpu, and in host memory of one with a gpu.
+
+`scheduler_limits` divides what is then free between hidden states and KV cache. Without a policy, resident weights run
+in batches of `BATCH_TOKENS`, and streamed weights in blocks as large as the cache has room for. No torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.models.config import stage_names, tensor_shapes
+from flexgen_helm.planner.cache_sizes import CacheSizes
+from flexgen_helm.planner.constants import (
+    ACTIVATIONS_SHARE,
+    BATCH_TOKENS,
+    BLOCK_SEQUENCES,
+    COPIES_SHARE,
+    HOST_WEIGHTS_SHARE,
+    LARGE_BLOCK_SEQUENCES,
+    MAX_BATCH_TOKENS,
+    MAX_SEQUENCES,
+    MAX_STAGING_SHARE,
+    MIN_STAGING_BYTES,
+    PAGE_TOKENS,
+    PASS_TOKENS,
+    STAGING_SHARE,
+    STREAMED_BATCH_TOKENS,
+    UNLIMITED,
+    WEIGHTS_SHARE,
+)
 from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, limit_flag, place, tier_fractions
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import Policy, Schedule
 
 Fractions = Mapping[Tier, float]
-
-# Share of a tier that compute copies of the weights may take, so that the KV cache keeps the rest.
-COPIES_SHARE = 0.5
-_STAGING_SHARE, _MOST_STAGING_SHARE = 0.25, 0.5
-_WEIGHTS_SHARE: Mapping[Tier, float] = {"gpu": 0.75, "cpu": 0.5}
-# The least ring: three units of this size, so that one is used while another arrives.
-MIN_STAGING_BYTES = 3 << 20
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """weights: tensor name -> tier (vectors, which rest beside the computing, are not named). cache, activations:
-    fractions by tier. staging_bytes: of the ring, 0 where no weights are elsewhere. compute_copies: matrices beside
-    the computing rest in the compute type."""
+    """Placement of a loaded model.
+
+    weights: matrix name -> tier. Vectors are not named: they are on the compute tier.
+    cache, activations: fractions by tier.
+    staging_bytes: size of the staging ring, 0 if all weights are resident.
+    compute_copies: resident matrices are kept in the compute dtype.
+    """
 
     weights: Mapping[str, Tier]
     cache: Fractions
@@ -49,44 +67,91 @@ class MemoryPlan:
         return self.staging_bytes > 0
 
 
+@dataclass(frozen=True)
+class RunSize:
+    """Size of a run.
+
+    longest: positions of the longest sequence.
+    prompt_tokens: over all requests; a request with more completions than tokens counts its completions.
+    """
+
+    longest: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What one pass may hold.
+
+    batch_tokens, batch_sequences: of one batch; a longer sequence is a batch of its own.
+    max_sequences: sequences with a cache.
+    cache_tokens: positions of KV cache over all sequences.
+    pass_tokens: prompt tokens that one pass admits, so that running sequences do not wait; a longer prompt is admitted
+        alone.
+    page_tokens: 0 allocates a sequence's whole cache at admission. Otherwise caches grow by pages and each pass admits
+        a few sequences, so that young and old ones share the memory (diagonal schedule).
+    slot_overhead: positions that each sequence takes besides its tokens (residual window, last disk page).
+    step_overhead: positions that each decode step of a block takes besides its tokens (last disk page).
+    max_windows: sequences and shared prefixes whose residual window is on the compute tier while the rest of their
+        cache is offloaded.
+    block_sequences: sequences of a cache block; above `BLOCK_SEQUENCES` only neighbours of similar length.
+    """
+
+    batch_tokens: int
+    batch_sequences: int
+    max_sequences: int
+    cache_tokens: int
+    pass_tokens: int
+    page_tokens: int = 0
+    slot_overhead: int = 0
+    step_overhead: int = 0
+    max_windows: int = UNLIMITED
+    block_sequences: int = BLOCK_SEQUENCES
+
+
 def plan_memory(
-    rest: StorageSizes,
+    storage: StorageSizes,
     limits: Mapping[Tier, int],
-    home: Tier,
+    compute_tier: Tier,
     compute_bytes: int,
     policy: Policy | None = None,
 ) -> MemoryPlan:
-    """limits: bytes of each tier. home: the tier beside the computing. compute_bytes: of an element.
+    """Place the weights by a policy, or by the rule of thumb.
 
-    Raises `MemoryLimitError` with the missing bytes where the weights with their ring exceed a tier. Without a gpu its
-    shares are the cpu's.
+    limits: bytes of each tier.
+    compute_bytes: of an element in the compute dtype.
+    policy: without a gpu its gpu shares go to the cpu.
+
+    Raises `MemoryLimitError` with the missing bytes if the weights with their staging ring exceed a tier.
     """
-    has_gpu = home == "gpu"
-    sizes = rest.matrices
-    vectors = compute_bytes * sum(prod(shape) for shape in tensor_shapes(rest.config).values() if len(shape) == 1)
-    total, unpacked = sum(sizes.values()), rest.num_values * compute_bytes
-    copies_fit = unpacked + vectors <= COPIES_SHARE * limits[home]
-    if policy is None and total + vectors <= limits[home]:
-        near: Fractions = {tier: float(tier == home) for tier in TIERS}
-        return MemoryPlan(place(sizes, near), near, near, 0, copies_fit)
-    staging = staging_bytes(rest, limits[home])
+    has_gpu = compute_tier == "gpu"
+    sizes = storage.matrices
+    vector_bytes = compute_bytes * sum(
+        prod(shape) for shape in tensor_shapes(storage.config).values() if len(shape) == 1
+    )
+    total, copy_bytes = sum(sizes.values()), storage.num_values * compute_bytes
+    copies_fit = copy_bytes + vector_bytes <= COPIES_SHARE * limits[compute_tier]
+    on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}
+    staging = staging_bytes(storage, limits[compute_tier])
     if policy is not None:
-        wanted = tier_fractions(policy, "weights", has_gpu)
-        placed = place(sizes, wanted)
-        far = any(tier != home for tier in placed.values())
-        cache, hidden = tier_fractions(policy, "cache", has_gpu), tier_fractions(policy, "activations", has_gpu)
-        plan = MemoryPlan(placed, cache, hidden, staging if far else 0, copies_fit and not far)
+        placed = place(sizes, tier_fractions(policy, "weights", has_gpu))
+        cache, activations = (tier_fractions(policy, kind, has_gpu) for kind in ("cache", "activations"))
+        offloads = any(tier != compute_tier for tier in placed.values())
+        plan = MemoryPlan(placed, cache, activations, staging if offloads else 0, copies_fit and not offloads)
+    elif total + vector_bytes <= limits[compute_tier]:
+        return MemoryPlan(place(sizes, on_compute_tier), on_compute_tier, on_compute_tier, 0, copies_fit)
     else:
-        near_bytes = max(0.0, _WEIGHTS_SHARE[home] * (limits[home] - staging) - vectors)
-        host_bytes = limits["cpu"] / 2 if has_gpu else 0.0
-        first = min(1.0, near_bytes / total)
-        second = min(1.0 - first, host_bytes / total)
-        weights = {"gpu": first, "cpu": second} if has_gpu else {"gpu": 0.0, "cpu": first}
-        beside: Fractions = {tier: float(tier == home) for tier in TIERS}
-        host: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
-        placed = place(sizes, {**weights, "disk": 1.0 - first - second})  # type: ignore[dict-item]
-        plan = MemoryPlan(placed, host, beside, staging, False)
-    needed = _needed(plan, sizes, vectors, home, unpacked)
+        resident = max(0.0, WEIGHTS_SHARE[compute_tier] * (limits[compute_tier] - staging) - vector_bytes)
+        near = min(1.0, resident / total)
+        host = min(1.0 - near, HOST_WEIGHTS_SHARE * limits["cpu"] / total) if has_gpu else 0.0
+        fractions = {"gpu": near, "cpu": host} if has_gpu else {"gpu": 0.0, "cpu": near}
+        placed = place(sizes, {**fractions, "disk": 1.0 - near - host})  # type: ignore[dict-item]
+        in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
+        plan = MemoryPlan(placed, in_host_memory, on_compute_tier, staging, False)
+    needed = {tier: sum(sizes[name] for name, at in plan.weights.items() if at == tier) for tier in TIERS}
+    if plan.compute_copies:  # all weights are resident
+        needed[compute_tier] = copy_bytes
+    needed[compute_tier] += vector_bytes + plan.staging_bytes
     for tier in TIERS:
         if needed[tier] > limits[tier]:
             raise MemoryLimitError(
@@ -96,20 +161,129 @@ def plan_memory(
     return plan
 
 
-def _needed(plan: MemoryPlan, sizes: Mapping[str, int], vectors: int, home: Tier, unpacked: int) -> dict[Tier, int]:
-    needed = dict.fromkeys(TIERS, 0)
-    for name, tier in plan.weights.items():
-        needed[tier] += sizes[name]
-    if plan.compute_copies:  # then nothing is elsewhere
-        needed[home] = unpacked
-    needed[home] += vectors + plan.staging_bytes
-    return needed
+def staging_bytes(storage: StorageSizes, limit: int) -> int:
+    """Size the ring through which offloaded weights reach a compute tier of `limit` bytes."""
+    largest = max(storage.stage_bytes(stage) for stage in stage_names(storage.config)[1:])
+    staging = max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(STAGING_SHARE * limit)))
+    # A layer that does not fit is loaded again for every batch, so a larger ring pays if it makes one fit.
+    one_layer = largest + MIN_STAGING_BYTES
+    return one_layer if staging < one_layer <= limit * MAX_STAGING_SHARE else staging
 
 
-def staging_bytes(rest: StorageSizes, limit: int) -> int:
-    """Of the ring through which weights of other tiers come, in the tier beside the computing of `limit` bytes."""
-    largest = max(rest.stage_bytes(stage) for stage in stage_names(rest.config)[1:])
-    staging = max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
-    # A layer that does not fit is loaded anew for every batch: for one that could, a larger share is well spent.
-    one = largest + MIN_STAGING_BYTES
-    return one if staging < one <= limit * _MOST_STAGING_SHARE else staging
+def activation_fractions(
+    plan: MemoryPlan,
+    schedule: Schedule,
+    run: RunSize,
+    free: Mapping[Tier, int],
+    compute_tier: Tier,
+    hidden_bytes: int,
+) -> Fractions:
+    """Place hidden states: as planned, but for prefill-only as near as they fit.
+
+    A prefill-only pass holds the hidden states of the whole data set: they fill their share of the compute tier, then
+    of host memory, then the disk.
+
+    free: bytes left on each tier.
+    hidden_bytes: of one token's hidden state.
+    """
+    total = run.prompt_tokens * hidden_bytes
+    if schedule != "prefill-only" or not total:
+        return plan.activations
+    left, fractions = 1.0, dict.fromkeys(TIERS, 0.0)
+    for tier in dict.fromkeys((compute_tier, "cpu")):
+        fractions[tier] = min(left, ACTIVATIONS_SHARE * free[tier] / total)
+        left = 1.0 - sum(fractions.values())
+    return {**fractions, "disk": max(0.0, left)}
+
+
+def scheduler_limits(
+    plan: MemoryPlan,
+    policy: Policy | None,
+    schedule: Schedule,
+    run: RunSize,
+    free: Mapping[Tier, int],
+    compute_tier: Tier,
+    cache: CacheSizes,
+    hidden_bytes: int,
+) -> SchedulerLimits:
+    """Divide the free memory between hidden states and KV cache, and derive what a pass may hold.
+
+    free: bytes left on each tier once the weights are loaded.
+    hidden_bytes: of one token's hidden state.
+    """
+    attended = (compute_tier, "cpu") if cache.host_attends else (compute_tier,)
+    fetches_cache = any(share > 0 and tier not in attended for tier, share in plan.cache.items())
+    block = BLOCK_SEQUENCES if policy is None else min(BLOCK_SEQUENCES, policy.gpu_batch_size)
+    # Two layers of an offloaded block are on the compute device: the one in use and the next.
+    staging = 2 * block * (run.longest + 1) * cache.layer_bytes_per_token if fetches_cache else 0
+    hidden = _hidden_state_bytes(plan, policy, schedule, run, free, compute_tier, cache, hidden_bytes, staging)
+    available = {tier: free[tier] - (hidden[tier] if plan.activations[tier] > 0 else 0) for tier in TIERS}
+    available[compute_tier] -= staging
+    max_windows = UNLIMITED
+    if cache.window_bytes and plan.cache[compute_tier] < 1:
+        # Residual windows of an offloaded cache stay on the compute tier: half of its room is theirs.
+        available[compute_tier] /= 2
+        max_windows = max(1, int(available[compute_tier] // cache.window_bytes))
+    room = {tier: max(0.0, available[tier]) / share for tier, share in plan.cache.items() if share > 0}
+
+    fill_tokens = cache.fill_tokens
+    memory_room = min((room[tier] for tier in room if tier != "disk"), default=math.inf)
+    if room.get("disk", math.inf) >= (1 + fill_tokens) * memory_room:
+        fill_tokens = 0  # memory runs out before the disk does, even with the worst page fill
+    pass_tokens = PASS_TOKENS
+    if schedule == "prefill-only":
+        pass_tokens = UNLIMITED
+    elif schedule != "row":
+        pass_bytes = min(hidden[tier] / share for tier, share in plan.activations.items() if share > 0)
+        pass_tokens = max(1, int(pass_bytes / hidden_bytes))
+    if policy is not None:
+        batch_tokens, batch_sequences = MAX_BATCH_TOKENS, policy.gpu_batch_size
+        max_sequences, block_sequences = policy.block_size, BLOCK_SEQUENCES
+    elif plan.streams_weights:
+        batch_tokens = batch_sequences = STREAMED_BATCH_TOKENS
+        max_sequences, block_sequences = UNLIMITED, BLOCK_SEQUENCES
+    else:
+        batch_tokens = batch_sequences = BATCH_TOKENS
+        max_sequences = MAX_SEQUENCES[compute_tier]
+        block_sequences = BLOCK_SEQUENCES if fetches_cache else LARGE_BLOCK_SEQUENCES
+    return SchedulerLimits(
+        batch_tokens,
+        batch_sequences,
+        min(max_sequences, max_windows),
+        cache_tokens=int(min(room.values()) / cache.bytes_per_token),
+        pass_tokens=pass_tokens,
+        page_tokens=PAGE_TOKENS if schedule == "diagonal" else 0,
+        slot_overhead=-(-cache.window_bytes // cache.bytes_per_token) + fill_tokens,
+        step_overhead=fill_tokens,
+        max_windows=max_windows,
+        block_sequences=block_sequences,
+    )
+
+
+def _hidden_state_bytes(
+    plan: MemoryPlan,
+    policy: Policy | None,
+    schedule: Schedule,
+    run: RunSize,
+    free: Mapping[Tier, int],
+    compute_tier: Tier,
+    cache: CacheSizes,
+    hidden_bytes: int,
+    staging: int,
+) -> dict[Tier, float]:
+    """Bytes of each tier that hidden states of waiting batches may take.
+
+    Under a policy they may take what the block's cache and staging leave, and always at least their share.
+    """
+    if schedule == "row":  # one batch at a time: nothing waits
+        return dict.fromkeys(TIERS, 0.0)
+    all_prompts = run.prompt_tokens * hidden_bytes
+    found: dict[Tier, float] = {}
+    for tier in TIERS:
+        allowed = ACTIVATIONS_SHARE * free[tier]
+        if policy is not None and schedule != "prefill-only":
+            cached = policy.block_size * run.longest * cache.bytes_per_token * plan.cache[tier]
+            windows = staging + policy.block_size * cache.window_bytes if tier == compute_tier else 0
+            allowed = max(allowed, free[tier] - cached - windows)
+        found[tier] = min(allowed, all_prompts)
+    return found

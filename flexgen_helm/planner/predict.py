@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flexgen_helm.planner.constants import BLOCK_SEQUENCES
 from flexgen_helm.planner.cost_model import (
     CACHE,
     RESOURCES,
@@ -20,8 +21,6 @@ from flexgen_helm.planner.cost_model import (
 from flexgen_helm.planner.placement import TIERS, Tier, achieved_fractions, place, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
-
-GROUP_ROWS = 32  # rows of the cache that rest on one tier together
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def placed_fractions(situation: PlanningProblem, policy: Policy) -> Affine:
 
 def _groups(batch: int, batches: int) -> dict[str, int]:
     """Rows of each group of the cache."""
-    one = [min(GROUP_ROWS, batch - first) for first in range(0, batch, GROUP_ROWS)]
+    one = [min(BLOCK_SEQUENCES, batch - first) for first in range(0, batch, BLOCK_SEQUENCES)]
     return {f"{number}": rows for number, rows in enumerate(one * batches)}
 
 

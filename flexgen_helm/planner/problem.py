@@ -11,7 +11,9 @@ from typing import Literal
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.config import EMBED_TABLE, HEAD, ModelConfig, layer_stage, stage_tensor_shapes
-from flexgen_helm.planner.memory import COPIES_SHARE, staging_bytes
+from flexgen_helm.planner.cache_sizes import cache_sizes
+from flexgen_helm.planner.constants import BLOCK_SEQUENCES, COPIES_SHARE, MARGIN_BYTES, MARGIN_SHARE, MAX_BATCH_TOKENS
+from flexgen_helm.planner.memory import staging_bytes
 from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.planner.workload import Workload
@@ -20,8 +22,6 @@ from flexgen_helm.quant.precisions import Precision
 
 # Name of the profile of the machine at hand.
 MEASURED = "measured"
-# What a machine keeps for everything that is not ours: a share of its memory, and never less than this.
-MARGIN_SHARE, MARGIN_BYTES = 0.1, 1 << 30
 
 
 def without_margin(free: float, total: float) -> int:
@@ -45,8 +45,8 @@ class EngineTraits:
     pinned_cache: bool = True
     disk_cache_on_host: bool = False
     converts_per_batch: bool = True
-    max_batch_tokens: int = 4096
-    decode_sequences: int = 32
+    max_batch_tokens: int = MAX_BATCH_TOKENS
+    decode_sequences: int = BLOCK_SEQUENCES
     page_cache: bool = False
     staging: Literal["ring", "layers"] = "ring"
 
@@ -166,8 +166,7 @@ class PlanningProblem:
     @property
     def window_bytes(self) -> int:
         """Of a sequence's newest tokens, which a packed cache keeps as they are beside the computing."""
-        cache = self.precision.cache
-        return 0 if cache is None else cache.window_copies * cache.window_tokens * self.kv_elements * self.compute_bytes
+        return cache_sizes(self.config, self.precision.cache, self.compute_bytes, on_disk=False).window_bytes
 
     @property
     def kv_elements(self) -> int:

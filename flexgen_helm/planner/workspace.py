@@ -6,15 +6,8 @@ Counted as if nothing were freed before the operation that follows it.
 from __future__ import annotations
 
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
+from flexgen_helm.planner.constants import KEPT_MASK_BYTES, QUERY_CHUNK_TOKENS, SCORE_TOKENS, UPCAST_ELEMENTS
 from flexgen_helm.quant.precisions import CacheFormat
-
-# Query rows of scores that exist at once (`models.attention`).
-_SCORE_ROWS = 1024
-# Queries of a prompt that attend to a quantized or sparse cache together, and bytes of masks that are kept
-# (`engine.attention_metadata`).
-QUERY_CHUNK_TOKENS, KEPT_MASK_BYTES = 256, 32 << 20
-# Elements of weights in the compute type: the tile that was upcast, and the copy that a product may pack.
-_TILES = 2 << 20
 
 
 class Workspace:
@@ -39,11 +32,11 @@ class Workspace:
         """
         config = self._config
         scores = 4 * config.num_heads * decoding
-        users, positions = min(shared[0], _SCORE_ROWS), shared[1]
+        users, positions = min(shared[0], SCORE_TOKENS), shared[1]
         if self._direct or self._masks:
             scores += 4 * config.num_heads * users * positions
         if self._direct:
-            scores += 4 * config.num_heads * min(prompt, _SCORE_ROWS) * prompt
+            scores += 4 * config.num_heads * min(prompt, SCORE_TOKENS) * prompt
         elif self._masks:
             scores += 4 * prompt * prompt
         if self._cache is not None:
@@ -58,10 +51,10 @@ class Workspace:
     def _layer(self, tokens: int, scores: int) -> int:
         config = self._config
         states = self._element * tokens * (self._per_token + 4 * config.hidden_size)
-        return states + (4 if self._direct else 2) * scores + self._element * _TILES
+        return states + (4 if self._direct else 2) * scores + self._element * UPCAST_ELEMENTS
 
     def head(self, tokens: int, positions: int) -> int:
         """The head over some positions of a batch: logits in float32, joined from tiles, bent by a cap, drawn from."""
         copies = 5 if self._config.final_softcap is not None else 4
         asked = 4 * positions * (copies * self._config.vocab_size + 3 * self._config.hidden_size)
-        return asked + self._element * (tokens * self._config.hidden_size + _TILES)
+        return asked + self._element * (tokens * self._config.hidden_size + UPCAST_ELEMENTS)

@@ -90,6 +90,22 @@ class CacheFormat:
         """2 where newest tokens are kept as they are and as they are seen packed."""
         return 2 if self.group_tokens == 1 else 1
 
+    def group_bytes(self, num_heads: int, head_dim: int, element_bytes: int) -> tuple[int, int]:
+        """Bytes of the keys and of the values of one stored group of tokens, in one layer.
+
+        element_bytes: of an element in the compute dtype.
+        """
+        tokens = self.stored_group_tokens
+
+        def part(fmt: GroupFormat | None) -> int:
+            if fmt is None:
+                return tokens * num_heads * head_dim * element_bytes
+            if fmt.axis == "in":  # a row is one head of one token
+                return fmt.packed_bytes(tokens * num_heads, head_dim)
+            return fmt.packed_bytes(tokens, num_heads * head_dim)
+
+        return part(self.keys), part(self.values)
+
     def bytes_per_value(self, plain: int) -> float:
         """Mean over keys and values, scales included; plain: of one that is not packed."""
         return sum(_value_bytes(fmt, plain) for fmt in (self.keys, self.values)) / 2

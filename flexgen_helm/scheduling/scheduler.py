@@ -11,40 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from flexgen_helm.planner.constants import BLOCK_SEQUENCES
+from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, ScheduledTokens, Sequence, SequenceKind
 
-# Rows of one slot group: enough to make one attention call worth its overhead, few enough that rows of
-# neighbouring lengths (the queue is sorted) share a capacity, and that their memory comes back soon.
-BLOCK_SEQUENCES = 32
-# Where more are allowed, a larger group takes at most this share of the cache, and so much of a further row's slot may
-# stay unused.
+# A block of more than `BLOCK_SEQUENCES` takes at most this share of the cache, and leaves at most this share of a
+# sequence's slot unused.
 _LARGE_BLOCK_SHARE = 1 / 8
-UNLIMITED = 1 << 62
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """What a pass may hold. batch_tokens, batch_rows: real tokens and rows of one batch (one longer row still goes
-    alone); max_rows: rows with a cache; cache_tokens: positions of KV cache over all rows; pass_tokens: prompt tokens
-    that one pass lets in, so that running rows are not kept waiting (one longer prompt still comes alone).
-    page_tokens: 0 sets a row's whole cache aside when it is let in; else caches grow by pages, and rows are let in a
-    few each pass, so that young and old ones fill the memory together (the diagonal schedule). row_tokens: what every
-    row takes beside its positions, in positions (the newest tokens of a packed cache, the last page of a prompt on the
-    disk); step_tokens: what every step of a group takes beside its tokens (the last page of a step on the disk).
-    max_tails: rows and prefixes whose newest tokens lie beside the computing, where the rest of their cache does not.
-    group_rows: of one slot group; beyond `GROUP_ROWS` only neighbours of nearly the same length.
-    """
-
-    batch_tokens: int
-    batch_sequences: int
-    max_sequences: int
-    cache_tokens: int
-    pass_tokens: int
-    page_tokens: int = 0
-    slot_overhead: int = 0
-    step_overhead: int = 0
-    max_windows: int = UNLIMITED
-    block_sequences: int = BLOCK_SEQUENCES
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.scheduling.scheduler import Scheduler
 from flexgen_helm.errors import (
     Interrupted,
     MemoryLimitError,
@@ -21,6 +20,7 @@ from flexgen_helm.errors import (
 )
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.quant.precisions import PAPER_GROUPS, Precision
+from flexgen_helm.scheduling.scheduler import Scheduler
 from tests.helpers.tiny_models import build_tiny
 
 

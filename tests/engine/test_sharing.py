@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine import engine as engine_module
-from flexgen_helm.engine.limits import UNLIMITED
-from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, plan_prefixes
-from flexgen_helm.scheduling.prepare import shared_prefixes
 from flexgen_helm.models import attention
 from flexgen_helm.offload.ledger import Ledger
+from flexgen_helm.planner.constants import UNLIMITED
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
+from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, plan_prefixes
+from flexgen_helm.scheduling.prepare import shared_prefixes
 from tests.helpers.faults import replaced
 from tests.helpers.offload import MIB, offloaded, policies
 from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN

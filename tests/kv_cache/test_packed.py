@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.engine import attention_metadata
-from flexgen_helm.engine.attention_metadata import _packed_prompt
+from flexgen_helm.engine.attention_metadata import PromptAttention
 from flexgen_helm.errors import NumericalError, UsageError
+from flexgen_helm.kv_cache import visibility
+from flexgen_helm.kv_cache.codec import QuantizedCodec
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.quant import precisions
-from flexgen_helm.kv_cache.codec import TokenCodec
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
 from tests.helpers.offload import MIB, offloaded, policies
@@ -80,8 +80,8 @@ def test_a_prompt_sees_what_the_definition_says(name, tokens, window, alibi, see
     fmt, draw = FORMATS[name], torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(tokens, heads, 16, generator=draw) for heads in (4, 2, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
-    codec = TokenCodec(fmt, 2, 16, torch.float32)
-    found, _ = _packed_prompt(q, k, v, AttentionConfig(0.25, slopes=slopes), window, codec)
+    codec = QuantizedCodec(fmt, 2, 16, torch.float32)
+    found, _ = PromptAttention._attend(window, AttentionConfig(0.25, slopes=slopes), codec, q, k, v)
     expected = direct(q, k, v, fmt, 0.25, window, slopes)
     assert (found - expected).abs().max() < 1e-5
     if tokens > 40 and window is None:
@@ -94,36 +94,38 @@ def test_a_prompt_sees_what_the_definition_says(name, tokens, window, alibi, see
 @settings(deadline=None, max_examples=20)
 def test_token_groups_come_back(name, groups, seed):
     fmt = FORMATS[name]
-    codec = TokenCodec(fmt, 3, 16, torch.float32)
+    codec = QuantizedCodec(fmt, 3, 16, torch.float32)
     draw = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(groups * codec.group_tokens, 3, 16, generator=draw) for _ in range(2))
-    packed = codec.quantize(k, v)
-    assert packed.shape == (groups, codec.group_bytes) and packed.dtype == torch.uint8
-    unpacked = codec.dequantize_keys(packed[None])[0], codec.dequantize_values(packed[None])[0]
-    sides = zip(unpacked, codec.round_trip(k, v), (k, v), (fmt.keys, fmt.values))
+    planes = codec.encode(k, v)
+    assert all(plane.shape == (groups, spec.unit_bytes) for plane, spec in zip(planes, codec.planes))
+    stored = tuple(plane[None] for plane in planes)
+    decoded = [codec.decode_keys(stored)[0].transpose(0, 1), codec.decode_values(stored)[0].transpose(0, 1)]
+    sides = zip(decoded, codec.round_trip(k, v), (k, v), (fmt.keys, fmt.values))
     for found, seen, x, part in sides:
         assert torch.equal(found, packed_tokens(x, part)) and torch.equal(seen, found)
     if name != "paper":
-        assert codec.group_bytes == pytest.approx(2 * codec.group_tokens * 48 * fmt.bytes_per_value(4))
-        assert codec.fetched_bytes == codec.group_bytes if fmt.value_share == 1 else codec.key_bytes
+        assert codec.unit_bytes == pytest.approx(2 * codec.group_tokens * 48 * fmt.bytes_per_value(4))
+        keys = codec.planes[0].unit_bytes
+        assert codec.fetched_bytes == (codec.unit_bytes if fmt.value_share == 1 else keys)
     if fmt.value_share < 1:
         tokens = torch.randint(0, groups * codec.group_tokens, (2, 3, 7), generator=draw)
-        picked = codec.dequantize_selected(codec.select_values(torch.stack((packed, packed)), tokens))
+        picked = codec.decode_selected(codec.select_values(torch.stack((planes[1], planes[1])), tokens))
         for row, head in itertools.product(range(2), range(3)):
-            assert torch.equal(picked[row, head], unpacked[1][tokens[row, head], head])
+            assert torch.equal(picked[row, head], decoded[1][tokens[row, head], head])
 
 
 def test_masks_of_long_prompts_are_not_kept(monkeypatch):
     """They grow with the square of the length, for every length, beside what the ledgers count."""
     fmt = FORMATS["channels"]
-    attention_metadata._kept_sights.cache_clear()
+    visibility._kept_chunks.cache_clear()
     held = 0
     for tokens in (*range(100, 700, 20), 900, 2000):
-        sights = list(attention_metadata._sights(tokens, None, fmt, torch.device("cpu")))
+        sights = list(visibility.query_chunks(tokens, None, fmt, torch.device("cpu")))
         assert [sight.queries.stop for sight in sights][-1] == tokens
         held += sum(sight.mask.numel() * 4 for sight in sights) * (tokens < 725)
-    kept = attention_metadata._kept_sights.cache_info()
-    assert kept.currsize == 30 and held < attention_metadata.KEPT_MASK_BYTES
+    kept = visibility._kept_chunks.cache_info()
+    assert kept.currsize == 30 and held < visibility.KEPT_MASK_BYTES
 
 
 def asked(seed=0, count=7, most=30):
@@ -229,12 +231,14 @@ def test_sparse_attention_brings_only_the_values_it_takes(tiny, tmp_path, monkey
             (result,) = engine.run([GenerationRequest(prompt_token_ids=prompt, max_tokens=9, ignore_eos=True)])
             assert result.error is None
             brought[share] = engine.last_run["bytes"]["cpu_to_gpu"]["cache"]
-            codec = TokenCodec(fmt, engine.config.num_kv_heads, engine.config.head_dim, torch.float32)
+            codec = QuantizedCodec(
+                FORMATS["sparse channels"], engine.config.num_kv_heads, engine.config.head_dim, torch.float32
+            )
             layers, token_value = engine.config.num_layers, engine.config.kv_size * (4 + 16 / 8) / 8
     keys = values = 0
     for position in range(85, 93):
         older = codec.num_stored(position)
-        keys += older // codec.group_tokens * codec.key_bytes
+        keys += older // codec.group_tokens * codec.fetched_bytes
         values += math.ceil(Fraction("0.1") * older) * token_value
     assert brought[0.1] == layers * (keys + values)
     assert brought[1.0] > 1.5 * brought[0.1]
@@ -281,15 +285,15 @@ def test_what_a_packed_cache_takes(tiny, tmp_path, monkeypatch):
         engine.run(requests)
         config, codec = (
             engine.config,
-            TokenCodec(fmt, engine.config.num_kv_heads, engine.config.head_dim, torch.float32),
+            QuantizedCodec(fmt, engine.config.num_kv_heads, engine.config.head_dim, torch.float32),
         )
         assert codec.group_tokens == 16 and codec.window_tokens == 20
         groups = (40 + 9 - 1) // 16
         ring = 2 * 20 * config.kv_size * 4
         taken = sum(num_bytes for tier, kind, num_bytes in claimed if (tier, kind) == ("cpu", "cache"))
-        assert taken == config.num_layers * (groups * codec.group_bytes + ring)
+        assert taken == config.num_layers * (groups * codec.unit_bytes + ring)
         values = 2 * 16 * config.kv_size
-        assert codec.group_bytes * 8 / values == pytest.approx((4 + 32 / 16 + 4 + 16 / 8) / 2)
+        assert codec.unit_bytes * 8 / values == pytest.approx((4 + 32 / 16 + 4 + 16 / 8) / 2)
 
 
 def test_a_limit_that_is_too_small_is_told(tiny, tmp_path):

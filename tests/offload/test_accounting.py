@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits
 from flexgen_helm.errors import RequestError
 from flexgen_helm.offload import weights
-from flexgen_helm.scheduling.sequence import Admission, Sequence
+from flexgen_helm.planner.memory import SchedulerLimits
+from flexgen_helm.scheduling.scheduler import Scheduler
+from flexgen_helm.scheduling.sequence import Sequence
 from tests.helpers.tiny_models import VOCABULARY
 
 MIB = 1 << 20
@@ -147,7 +148,7 @@ def test_a_second_token_is_refused_alone_where_the_schedule_has_none(tiny, tmp_p
 
 def test_diagonal_reads_at_most_what_zigzag_reads(tiny, tmp_path, monkeypatch):
     """In the same memory and for the same work: rows of all ages fill it, so fewer passes serve them."""
-    monkeypatch.setattr("flexgen_helm.engine.limits.PAGE_TOKENS", 4)
+    monkeypatch.setattr("flexgen_helm.planner.memory.PAGE_TOKENS", 4)
     model, read = tiny("llama"), {}
     with Engine.from_pretrained(model.path) as engine:
         token = engine.config.kv_bytes_per_token(4)
@@ -186,12 +187,12 @@ def test_what_comes_from_the_disk_crosses_the_link_with_what_rests_on_the_host(t
 def most_rows(prompt: int, steps: int, room: int, page: int, count: int = 800) -> tuple[int, int, int]:
     """The most rows under way at once, passes, and the most positions of cache; `steps` tokens are fed after each
     prompt."""
-    families = [
-        Admission(Sequence([1] * prompt, prompt, None, max_new_tokens=steps + 1, num_draws=1, needs_cache=True))
+    prompts = [
+        Sequence(SequenceKind.PROMPT, (), [1] * prompt, prompt, max_new_tokens=steps + 1, num_draws=1, needs_cache=True)
         for _ in range(count)
     ]
     many = 1 << 30
-    scheduler = Scheduler(families, SchedulerLimits(many, many, many, room, many, page))
+    scheduler = Scheduler(prompts, SchedulerLimits(many, many, many, room, many, page))
     most = passes = peak = 0
     while batches := scheduler.next_pass():
         passes += 1

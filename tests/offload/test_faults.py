@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import MemoryLimitError, OffloadError
-from flexgen_helm.kv_cache import blocks, quantized
+from flexgen_helm.kv_cache import residual_window, storage
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.offload import weights
 from flexgen_helm.offload.disk import DirectFile
@@ -260,11 +260,12 @@ def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
     ]
 
 
-@pytest.mark.parametrize("precision", ["fp16", "4bit"])
+@pytest.mark.parametrize(
+    "precision, module", [("fp16", storage), ("4bit", storage), ("4bit", residual_window)], ids=["16", "4", "window"]
+)
 @pytest.mark.parametrize("policy", ["6x2,0,100,0,100,0,100", "6x2,0,100,100,0,100,0", "6x2,0,0,0,0,100,0"])
-def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatch, precision, policy):
+def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatch, precision, module, policy):
     """Beside the computing, in host memory, on the disk; the room is the next attempt's, and closing balances."""
-    module = blocks if precision == "fp16" else quantized
     with offloaded(tiny, tmp_path, policy=policy, precision=precision, device="sim", cpu_attention=False) as engine:
         expected = engine.run(workload())
         for at in (0, 1, 2, 5):

@@ -116,10 +116,10 @@ def test_every_use_gets_the_bytes_and_each_is_fetched_as_promised(
         streamer = WeightPrefetcher(ring, TransferStats(), overlap)
         for number in range(repeats):
             for stage in stages:
-                assert streamer.visit(stage, matrices[stage], uses[stage])
-            if ahead and number + 1 < repeats and not streamer.expects:
-                for stage in stages:  # as `PlacedWeights.begin` announces a pass that is certain to follow
-                    assert streamer.visit(stage, matrices[stage], None) == keeps[stage]
+                assert streamer.start(stage, matrices[stage], uses[stage])
+            if ahead and number + 1 < repeats and not streamer.has_expected:
+                for stage in stages:  # as `TieredWeights.prefetch` announces a pass that is certain to follow
+                    assert streamer.start(stage, matrices[stage], None) == keeps[stage]
                     if not keeps[stage]:
                         break
             for stage in stages:
@@ -159,7 +159,7 @@ def test_an_error_of_a_fetch_surfaces_at_the_use_and_the_streamer_goes_on(drawn,
 
     def one_pass(streamer):
         for stage in stages:
-            streamer.visit(stage, matrices[stage], uses[stage])
+            streamer.start(stage, matrices[stage], uses[stage])
         for stage in stages:
             for _ in range(uses[stage]):
                 use(streamer, source, stage, [m.name for m in matrices[stage]])
@@ -198,7 +198,7 @@ def test_a_pass_that_is_broken_off_anywhere_leaves_an_empty_ring(drawn, extra_pa
     def broken_pass(streamer):
         nonlocal left
         for stage in stages:
-            streamer.visit(stage, matrices[stage], uses[stage])
+            streamer.start(stage, matrices[stage], uses[stage])
         for stage in stages:
             for _ in range(uses[stage]):
                 with streamer.using(stage) as rows:
@@ -222,7 +222,7 @@ def test_a_pass_that_is_broken_off_anywhere_leaves_an_empty_ring(drawn, extra_pa
             assert ring.in_use == 0
         if not closes:
             for stage in stages:
-                streamer.visit(stage, matrices[stage], 1)
+                streamer.start(stage, matrices[stage], 1)
             for stage in stages:
                 use(streamer, source, stage, [m.name for m in matrices[stage]])
         streamer.close()
@@ -238,7 +238,7 @@ def test_loading_goes_on_while_a_stage_is_used():
         matrices = {s: [source.matrix(s, "m", 4, 500, 2)] for s in ("a", "b")}
         streamer = WeightPrefetcher(StagingRing(16 * ALIGNMENT), TransferStats(), overlap)
         for stage in matrices:
-            streamer.visit(stage, matrices[stage], 1)
+            streamer.start(stage, matrices[stage], 1)
         with streamer.using("a") as rows:
             deadline = time.monotonic() + (5.0 if overlap else 0.1)
             while source.fetched["b.m"] < 2000 and time.monotonic() < deadline:
@@ -253,17 +253,17 @@ def test_a_pass_that_is_expected_is_loaded_before_its_uses_are_known():
     source = Source()
     matrix = source.matrix("a", "m", 4, 500, 4)
     streamer = WeightPrefetcher(StagingRing(16 * ALIGNMENT), TransferStats(), True)
-    assert streamer.visit("a", [matrix], None) and streamer.expects
+    assert streamer.start("a", [matrix], None) and streamer.has_expected
     deadline = time.monotonic() + 5.0
     while not source.fetched["a.m"] and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert streamer.visit("a", [matrix], 2) and not streamer.expects
+    assert streamer.start("a", [matrix], 2) and not streamer.has_expected
     use(streamer, source, "a", ["m"])
     use(streamer, source, "a", ["m"])
     assert source.fetched == {"a.m": 2000}
-    streamer.visit("a", [matrix], None)
+    streamer.start("a", [matrix], None)
     with pytest.raises(AssertionError, match="was expected next"):
-        streamer.visit("b", [matrix], 1)
+        streamer.start("b", [matrix], 1)
     streamer.close()
 
 
@@ -271,7 +271,7 @@ def test_a_unit_beyond_the_ring_surfaces_instead_of_hanging():
     source = Source()
     matrix = source.matrix("a", "m", 1, 5 * ALIGNMENT, 1)
     streamer = WeightPrefetcher(StagingRing(2 * ALIGNMENT), TransferStats(), True)
-    streamer.visit("a", [matrix], 1)
+    streamer.start("a", [matrix], 1)
     with pytest.raises(AssertionError, match="in a ring of"):
         within(WAIT_S, lambda: use(streamer, source, "a", ["m"]))
     within(WAIT_S, streamer.close)
@@ -282,7 +282,7 @@ def test_waiting_is_told_apart_from_loading():
     matrix = source.matrix("a", "m", 8, 500, 1)
     traffic = TransferStats()
     streamer = WeightPrefetcher(StagingRing(16 * ALIGNMENT), traffic, True)
-    streamer.visit("a", [matrix], 1)
+    streamer.start("a", [matrix], 1)
     use(streamer, source, "a", ["m"])
     streamer.close()
     spent = traffic.seconds()
@@ -297,7 +297,7 @@ def test_the_byte_count_would_notice_a_matrix_that_is_fetched_again():
         matrix = source.matrix("a", "m", 4, 500, 1)
         assert staged_bytes(1, 500) == 3 * ALIGNMENT
         streamer = WeightPrefetcher(StagingRing(pages * ALIGNMENT), TransferStats(), True)
-        streamer.visit("a", [matrix], 3)
+        streamer.start("a", [matrix], 3)
         for _ in range(3):
             use(streamer, source, "a", ["m"])
         streamer.close()

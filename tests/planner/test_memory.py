@@ -1,4 +1,4 @@
-"""How much a pass may hold: a planned block's hidden states and cache share the room as the plan counted on."""
+"""The sizes of a cache, and what of the free memory a pass may hold."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_helm.engine.limits import HIDDEN_SHARE, RunSize, scheduler_limits
-from flexgen_helm.planner.memory import MemoryPlan
+from flexgen_helm.planner.cache_sizes import CacheSizes
+from flexgen_helm.planner.constants import ACTIVATIONS_SHARE
+from flexgen_helm.planner.memory import MemoryPlan, RunSize, scheduler_limits
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from tests.helpers.planning_problems import small
@@ -18,8 +19,9 @@ FREE = {"gpu": 1_000_000, "cpu": 100_000_000, "disk": 0}
 ASKED = RunSize(longest=20, prompt_tokens=1600)
 
 
-def limits(policy, plan, host_attends=True, schedule="zigzag"):
-    return scheduler_limits(plan, policy, schedule, ASKED, FREE, "gpu", 1200, 100, 500, 0, host_attends)
+def limits(policy, plan, host_attends=True, schedule="zigzag", free=FREE, window_bytes=0):
+    cache = CacheSizes(1200, 100, window_bytes, host_attends=host_attends)
+    return scheduler_limits(plan, policy, schedule, ASKED, free, "gpu", cache, hidden_bytes=500)
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def test_a_planned_block_is_let_in_whole(plan):
     """Its hidden states may take what the block's cache leaves, here everything: 1600 x 500 bytes of a million."""
     policy = Policy(100, 1, 0, 1, 0, 1, 1, 0)
     assert limits(policy, plan).pass_tokens == 1600
-    assert limits(None, plan).pass_tokens == HIDDEN_SHARE * 1_000_000 // 500  # nobody counted
+    assert limits(None, plan).pass_tokens == ACTIVATIONS_SHARE * 1_000_000 // 500  # nobody counted
 
 
 def test_what_the_cache_needs_is_left_to_it(plan):
@@ -45,9 +47,7 @@ def test_newest_tokens_of_a_packed_cache_keep_their_room(plan):
     """30 rows of 20 positions, and 10,000 bytes each beside the computing."""
     policy = Policy(30, 1, 0, 1, 1, 0, 1, 0)
     near = replace(plan, cache=NEAR)
-    found = scheduler_limits(
-        near, policy, "zigzag", ASKED, {**FREE, "gpu": 1_300_000}, "gpu", 1200, 100, 500, 10_000, True
-    )
+    found = limits(policy, near, free={**FREE, "gpu": 1_300_000}, window_bytes=10_000)
     assert found.pass_tokens == (1_300_000 - 720_000 - 300_000) // 500
     assert found.cache_tokens >= 30 * (20 + 10_000 // 1200)
 
@@ -55,16 +55,13 @@ def test_newest_tokens_of_a_packed_cache_keep_their_room(plan):
 def test_where_all_prompts_are_under_way_prefixes_keep_their_room(plan):
     policy = Policy(30, 1, 0, 1, 1, 0, 1, 0)
     found = limits(policy, replace(plan, cache=NEAR), schedule="prefill-only")
-    assert found.cache_tokens == int((1 - HIDDEN_SHARE) * 1_000_000 / 1200)
+    assert found.cache_tokens == int((1 - ACTIVATIONS_SHARE) * 1_000_000 / 1200)
 
 
 def test_groups_that_the_host_attends_to_need_no_staging(plan):
     policy = Policy(100, 1, 0, 1, 0, 1, 1, 0)
     tight = {**FREE, "gpu": 800_000}
-    pair = [
-        scheduler_limits(plan, policy, "zigzag", ASKED, tight, "gpu", 1200, 100, 500, 0, attends).pass_tokens
-        for attends in (True, False)
-    ]
+    pair = [limits(policy, plan, attends, free=tight).pass_tokens for attends in (True, False)]
     assert pair == [1600, (800_000 - 2 * 32 * 21 * 100) // 500]
 
 

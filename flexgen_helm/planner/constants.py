@@ -1,0 +1,65 @@
+"""Sizes that the memory plan, the cost model, the scheduler and the stores share. Each is written here once. No torch.
+
+The values are rules of thumb, measured on CPUs with two cores and on a T4, unless a line says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flexgen_helm.planner.placement import Tier
+
+UNLIMITED = 1 << 62
+
+# --- Sequences ---
+# Sequences of one cache block: enough to make one attention call worth its overhead, few enough that sequences of
+# similar length (the queue is sorted) share a capacity and that their memory is freed soon.
+BLOCK_SEQUENCES = 32
+# The same with cache and weights on the compute device: each block is one more call a layer, 0.2 ms for a 135M model.
+LARGE_BLOCK_SEQUENCES = 128
+# Sequences that decode together with resident weights: a CPU's products are near their full rate at a hundred.
+MAX_SEQUENCES: Mapping[Tier, int] = {"cpu": 128, "gpu": 512}
+
+# --- Tokens ---
+# Tokens of one batch with resident weights: enough for the full product rate, few enough to stay in the CPU's caches.
+BATCH_TOKENS = 1024
+# The same with streamed weights, which are upcast anew for every batch: fewer and larger batches pay.
+STREAMED_BATCH_TOKENS = 2048
+# The same where a policy counts sequences instead of tokens: bounds the workspace of their prompts.
+MAX_BATCH_TOKENS = 4096
+# Prompt tokens that join a pass with resident weights. Interleaved decoding reads the weights once more for each pass
+# (about 2 %), and results arrive steadily instead of at the end of a block.
+PASS_TOKENS = 4 * BATCH_TOKENS
+# Tokens of a page of a growing cache: copying a cache once a page costs a sixteenth of reading it at every step.
+PAGE_TOKENS = 16
+# Queries of a prompt that attend to a quantized or sparse cache together (`engine.attention_metadata`).
+QUERY_CHUNK_TOKENS = 256
+# Queries of a prompt whose scores exist at once (`models.attention`).
+SCORE_TOKENS = 1024
+
+# --- Bytes ---
+# Direct I/O requires addresses, offsets and lengths that are multiples of this.
+ALIGNMENT = 4096
+# Smallest staging ring: three units of 1 MiB, so that one is used while the next one arrives.
+MIN_STAGING_BYTES = 3 << 20
+# Bytes that may wait in memory to be stored: the disk stays busy while the next batch computes, and a slow disk holds
+# computing up before it fills the memory.
+MAX_PENDING_STORE_BYTES = 64 << 20
+# Attention masks that are kept between layers (`engine.attention_metadata`).
+KEPT_MASK_BYTES = 32 << 20
+# Elements of weights in the compute dtype: the tile that was upcast, and the copy that a product may pack.
+UPCAST_ELEMENTS = 2 << 20
+
+# --- Shares of a tier ---
+# Free bytes that hidden states of waiting batches may take where no policy says so.
+ACTIVATIONS_SHARE = 0.1
+# Weights in the compute dtype; the KV cache keeps the rest.
+COPIES_SHARE = 0.5
+# The staging ring, and its share where only a larger ring holds a whole layer.
+STAGING_SHARE, MAX_STAGING_SHARE = 0.25, 0.5
+# Weights that stay on the compute device although not all of them fit. A gpu's cache goes to the host.
+WEIGHTS_SHARE: Mapping[Tier, float] = {"gpu": 0.75, "cpu": 0.5}
+# Weights in host memory behind a gpu.
+HOST_WEIGHTS_SHARE = 0.5
+# What the machine keeps for other programs: a share of a tier, and at least so many bytes.
+MARGIN_SHARE, MARGIN_BYTES = 0.1, 1 << 30
