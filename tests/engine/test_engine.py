@@ -197,13 +197,14 @@ def test_one_rows_fault_does_not_reach_its_slot_group(tiny, monkeypatch):
         honest = Executor._layer
         calls = []
 
-        def poison(self, state, stage):
-            honest(self, state, stage)
-            if stage == 1 and state.layout.decodes:
+        def poison(self, layer, state, weights):
+            hidden = honest(self, layer, state, weights)
+            if layer == 0 and state.metadata.decodes:
                 calls.append(None)
                 if len(calls) == 4:
-                    state.hidden = state.hidden.clone()
-                    state.hidden[1] = math.nan
+                    hidden = hidden.clone()
+                    hidden[1] = math.nan
+            return hidden
 
         monkeypatch.setattr(Executor, "_layer", poison)
         after = engine.run(requests)

@@ -474,7 +474,7 @@ def test_what_is_planned_is_told_to_the_planner(tiny):
         packed = engine_module._asked(prepared, PrefixCostModel(UNLIMITED, 0.0), True, FORMATS["channels"])
         assert packed.computed * packed.num_sequences == pytest.approx(16 + 6 * 13)
         assert (
-            len(shared_prefixes(prepared.running, PrefixCostModel(10, 0.0))) == 6
+            len(shared_prefixes(prepared.distinct, PrefixCostModel(10, 0.0))) == 6
             and plan_prefixes([], PrefixCostModel(10, 0.0)) == []
         )
 

@@ -9,7 +9,7 @@ from flexgen_helm.errors import RequestError
 from flexgen_helm.offload import weights
 from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.scheduling.scheduler import Scheduler
-from flexgen_helm.scheduling.sequence import Sequence
+from flexgen_helm.scheduling.sequence import Sequence, SequenceKind
 from tests.helpers.tiny_models import VOCABULARY
 
 MIB = 1 << 20

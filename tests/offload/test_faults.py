@@ -100,7 +100,7 @@ def test_a_batch_for_which_memory_runs_out_is_halved(
 
 def test_halving_is_recorded_and_goes_on_until_it_fits(tiny, expected, tmp_path, monkeypatch):
     """Memory for 20 tokens a batch: 12 rows shrink step by step, and later batches stay small."""
-    honest, sizes = Executor._embed, []
+    honest, sizes = Executor._new_state, []
 
     def narrow(self, batch):
         if batch.num_tokens > 20 and len(batch.scheduled) > 1:
@@ -108,7 +108,7 @@ def test_halving_is_recorded_and_goes_on_until_it_fits(tiny, expected, tmp_path,
         sizes.append(batch.num_tokens)
         return honest(self, batch)
 
-    monkeypatch.setattr(Executor, "_embed", narrow)
+    monkeypatch.setattr(Executor, "_new_state", narrow)
     with offloaded(tiny, tmp_path) as engine:
         found = engine.run(workload())
         assert engine.last_run["halvings"] >= 2
@@ -133,7 +133,7 @@ def never_enough(*args, **kwargs):
 
 def test_other_errors_of_the_library_are_not_taken_for_memory(tiny, tmp_path, monkeypatch):
     with offloaded(tiny, tmp_path) as engine:
-        replaced(monkeypatch, Executor, "_step", 3, lambda: RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+        replaced(monkeypatch, Executor, "_compute", 3, lambda: RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
         with pytest.raises(RuntimeError, match="mat1"):
             engine.run(workload())
 
@@ -261,7 +261,7 @@ def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
 
 
 @pytest.mark.parametrize(
-    "precision, module", [("fp16", storage), ("4bit", storage), ("4bit", residual_window)], ids=["16", "4", "window"]
+    "precision, module", [("fp16", storage), ("paper-4bit", storage), ("4bit", residual_window)], ids=["16", "4", "window"]
 )
 @pytest.mark.parametrize("policy", ["6x2,0,100,0,100,0,100", "6x2,0,100,100,0,100,0", "6x2,0,0,0,0,100,0"])
 def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatch, precision, module, policy):
