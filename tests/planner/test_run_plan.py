@@ -1,0 +1,82 @@
+"""A run's plan is a value: it follows from what is passed, and from no run before."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexgen_helm.planner.linear_program import Solution
+from flexgen_helm.planner.memory import RunSize, plan_memory
+from flexgen_helm.planner.placement import StorageSizes, achieved_fractions
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.run_plan import plan_run
+from flexgen_helm.planner.search import search
+from flexgen_helm.quant.precisions import PRECISIONS
+from tests.helpers.planning_problems import MIB, config, small
+
+OPT = config("opt-125m")
+STORAGE = StorageSizes(OPT)
+LIMITS = {"gpu": 100 * MIB, "cpu": 400 * MIB, "disk": 4000 * MIB}
+FREE = {"gpu": 40 * MIB, "cpu": 200 * MIB, "disk": 3000 * MIB}
+RUN = RunSize(longest=40, prompt_tokens=24 * 32)
+
+
+def plan(memory=None, run=RUN, compute_tier="gpu", **arguments):
+    memory = memory or plan_memory(STORAGE, LIMITS, "gpu", 4)
+    settings = {"policy": None, "schedule": None, "solution": None, "cache_format": None, "cpu_attention": True}
+    fixed = {"config": OPT, "compute_tier": compute_tier, "compute_bytes": 4}
+    return plan_run(memory, run, FREE, **fixed, **{**settings, **arguments})
+
+
+def test_without_a_policy_the_plan_follows_the_placement_of_the_weights():
+    made = plan()
+    assert (made.policy, made.schedule) == (None, "zigzag")
+    assert made.cache == {"gpu": 0, "cpu": 1, "disk": 0} and made.activations["gpu"] == 1
+    roomy = plan(plan_memory(STORAGE, {tier: 1 << 40 for tier in LIMITS}, "gpu", 4))
+    assert roomy.schedule == "row" and roomy.cache["gpu"] == 1
+    assert plan(schedule="diagonal").limits.page_tokens > 0
+
+
+def test_a_policy_decides_block_and_placement():
+    policy = Policy(8, 3, 0.1, 0.9, 0, 0.5, 0, 1)
+    made = plan(plan_memory(STORAGE, LIMITS, "gpu", 4, policy), policy=policy)
+    assert made.policy == policy and made.schedule == "zigzag"
+    assert made.cache == {"gpu": 0, "cpu": 0.5, "disk": 0.5} and made.activations == {"gpu": 0, "cpu": 1, "disk": 0}
+    assert (made.limits.batch_sequences, made.limits.max_sequences) == (8, 24)
+
+
+def test_a_search_takes_precedence_and_leaves_nothing_behind():
+    """What a search found for one run does not outlive it: the next one may find nothing."""
+    memory = plan_memory(STORAGE, LIMITS, "gpu", 4)
+    before = plan(memory)
+    found = search(small(100, 400))
+    moved = Solution(Policy(4, 1, 0, 1, 0, 0, 0, 0), "diagonal", found.prediction)
+    searched = plan(memory, solution=moved)
+    assert (searched.policy, searched.schedule) == (moved.policy, "diagonal")
+    assert searched.cache["disk"] == searched.activations["disk"] == 1
+    assert plan(memory) == before
+
+
+def test_a_pass_over_the_whole_data_set_spreads_its_hidden_states():
+    made = plan(schedule="prefill-only", run=RunSize(40, 100_000))
+    assert made.activations["gpu"] == pytest.approx(0.1 * FREE["gpu"] / (100_000 * 768 * 4))
+    assert made.activations["disk"] > 0 and sum(made.activations.values()) == pytest.approx(1)
+
+
+def test_a_quantized_cache_takes_fewer_bytes():
+    plain, packed = (plan(cache_format=fmt).limits for fmt in (None, PRECISIONS["4bit"].cache))
+    assert packed.cache_tokens > 4 * plain.cache_tokens and packed.slot_overhead > plain.slot_overhead == 0
+
+
+def test_a_run_by_the_rule_of_thumb_is_predicted_as_the_closest_policy():
+    memory = plan_memory(STORAGE, {"gpu": 0, "cpu": 1 << 40, "disk": 0}, "cpu", 4)
+    made = plan(memory, compute_tier="cpu")
+    weights = achieved_fractions(STORAGE.matrices, memory.weights)
+    assert made.comparable_policy(weights, 24, "cpu") == Policy(24, 1, 0, 1, 0, 1, 0, 1)
+    assert made.comparable_policy(weights, 5000, "cpu") == Policy(128, 1, 0, 1, 0, 1, 0, 1)
+    streamed = plan()
+    weights = achieved_fractions(STORAGE.matrices, plan_memory(STORAGE, LIMITS, "gpu", 4).weights)
+    closest = streamed.comparable_policy(weights, 5000, "gpu")
+    assert (closest.gpu_batch_size, closest.num_gpu_batches) == (2048, 2)
+    assert (closest.wg, closest.cc, closest.hg) == (weights["gpu"], 1, 1)
+    given = Policy(3, 1)
+    assert plan(policy=given).comparable_policy(weights, 24, "gpu") is given
