@@ -51,7 +51,7 @@ class AutoPlanner:
         folder: Path,
         *,
         device: str,
-        rest_dtype: str,
+        storage_dtype: str,
         link_gb_s: tuple[float, float] | None,
         overlap: bool,
         cpu_attention: bool,
@@ -60,7 +60,7 @@ class AutoPlanner:
         precision: Precision,
     ) -> None:
         self._config, self._limits, self._folder = config, limits, folder
-        self._device, self._rest_dtype, self._link = device, rest_dtype, link_gb_s
+        self._device, self._storage_dtype, self._link = device, storage_dtype, link_gb_s
         self._overlap, self._cpu_attention = overlap, cpu_attention
         self._schedule, self._max_latency, self._precision = schedule, max_latency, precision
         self._profile: HardwareProfile | None = None
@@ -97,7 +97,7 @@ class AutoPlanner:
             self.profile,
             workload,
             precision=self._precision,
-            rest_dtype=self._rest_dtype,
+            rest_dtype=self._storage_dtype,
             limits=MemoryLimits(self._limits["gpu"], self._limits["cpu"], self._limits["disk"]),
             overlap=self._overlap,
             cpu_attention=self._cpu_attention,

@@ -7,12 +7,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import psutil
 import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
@@ -23,9 +22,10 @@ from flexgen_helm.engine.auto_planner import AutoPlanner
 from flexgen_helm.engine.device import open_device, tier_capacities
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.run import OnResult, Run
+from flexgen_helm.engine.run_record import EngineIdentity, predicted, run_record
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
-from flexgen_helm.hardware.rates import compute_dtype, matmul_flops
+from flexgen_helm.hardware.rates import compute_dtype
 from flexgen_helm.identity import text_of
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.decoder import Decoder
@@ -34,35 +34,36 @@ from flexgen_helm.offload.copy_engine import CopyEngine, SimulatedCopyEngine
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner import workload as planner_workload
-from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.constants import UNLIMITED
-from flexgen_helm.planner.memory import RunSize, SchedulerLimits, activation_fractions, plan_memory, scheduler_limits
-from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_fractions, tier_fractions
+from flexgen_helm.planner.memory import RunSize, plan_memory
+from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_fractions
 from flexgen_helm.planner.plan import precision_named
 from flexgen_helm.planner.policy import Policy, Schedule, parse_choices
-from flexgen_helm.quant.precisions import FP16, CacheFormat, Precision
-from flexgen_helm.report.throughput import throughput, versions
+from flexgen_helm.planner.run_plan import RunPlan, plan_run
+from flexgen_helm.planner.workload import Workload
+from flexgen_helm.quant.precisions import FP16, Precision
 from flexgen_helm.request import GenerationRequest, GenerationResult, MemoryLimits, Progress
-from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, prefixes_of
-from flexgen_helm.scheduling.prepare import PreparedRequests, prepare, shared_prefixes
+from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
+from flexgen_helm.scheduling.prepare import PreparedRequests, planned_workload, prepare
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
-# Seconds that a batch takes in one layer for one more segment of keys, beside the work itself: a few small operations.
+# Seconds that a batch takes in one layer for one more segment of keys: a few small operations.
 _SEGMENT_S = 1e-4
-# What a token takes beside, for each element of its queries: some passes over them and over the outputs that merge, in
-# operations of products that take as long (7 % of computing the token for SmolLM2-135M on two cores, 1 % for 7B).
+# Operations that a token takes for one more segment, for each element of its queries: passes over queries and merged
+# outputs, in operations of products that take as long (7 % of computing the token for SmolLM2-135M on two cores, 1 %
+# for 7B).
 _SEGMENT_FLOPS = 900.0
-# A run that was not planned is worth measuring the machine for its prediction from this on; measuring takes half of it.
-_WORTH_MEASURING_S = 60.0
-# Not measured: what is shared, and with it the last bits of a result, must not change between two processes.
-_USUAL_FLOPS = {"cpu": 2e11, "cuda": 1e14}
+# Rates that the two are weighed with. Not measured: what is shared, and with it the last bits of a result, must not
+# change between two processes.
+_TYPICAL_FLOPS = {"cpu": 2e11, "cuda": 1e14}
+# Unplanned runs longer than this measure the machine, so that a prediction can be reported; measuring takes half of it.
+_MEASURE_FROM_S = 60.0
 # Part of every fingerprint: raised when a change of the code can change a result.
 RESULTS_VERSION = 4
 
 
 class Engine:
-    """A loaded model. Results do not depend on what else is in the run (see docs/engine.md for the tolerances)."""
+    """A loaded model. Results do not depend on what else is in the run (docs/engine.md has the tolerances)."""
 
     def __init__(
         self,
@@ -81,30 +82,27 @@ class Engine:
         max_latency: float | None = None,
         precision: Precision = FP16,
     ) -> None:
-        self.name = name
-        self.config = checkpoint.config
-        self.tokenizer = tokenizer
-        self.precision, self._cache_form = precision.name, precision.cache
-        self.last_run: dict[str, Any] = {}
-        self._policy = policy
-        self._cpu_attention = cpu_attention
-        self._device, self._simulated = device, link is not None and device.type == "cpu"
-        self._dtype = compute_dtype(device, checkpoint.storage_dtype)
-        home: Tier = "cpu" if link is None else "gpu"
-        sizes = tier_capacities(limits, device, folder, self._simulated)
-        ledgers = {tier: Ledger(tier, sizes[tier]) for tier in TIERS}
-        self._tiers = Tiers(device, home, ledgers, link, folder, overlap)
-        self.ledger = ledgers[home]
         began = time.perf_counter()
-        rest = StorageSizes(self.config, precision)
-        self._matrices = rest.matrices
-        self._plan = plan_memory(rest, sizes, home, self._dtype.itemsize, policy)
+        self.name, self.config, self.tokenizer, self.precision = name, checkpoint.config, tokenizer, precision.name
+        self.last_run: dict[str, Any] = {}
+        self._policy, self._schedule, self._cpu_attention = policy, schedule, cpu_attention
+        self._cache_format = precision.cache
+        self._device, self._dtype = device, compute_dtype(device, checkpoint.storage_dtype)
+        compute_tier: Tier = "cpu" if link is None else "gpu"
+        simulated = link is not None and device.type == "cpu"
+        capacities = tier_capacities(limits, device, folder, simulated)
+        ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
+        self._tiers = Tiers(device, compute_tier, ledgers, link, folder, overlap)
+        self.ledger = ledgers[compute_tier]
+        storage = StorageSizes(self.config, precision)
+        self._matrix_bytes = storage.matrices
+        self._memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, policy)
         self._planner = AutoPlanner(
             self.config,
-            sizes,
+            capacities,
             folder,
-            device="cpu" if link is None else "sim" if self._simulated else "cuda",
-            rest_dtype=str(checkpoint.storage_dtype).removeprefix("torch."),
+            device="cpu" if link is None else "sim" if simulated else "cuda",
+            storage_dtype=str(checkpoint.storage_dtype).removeprefix("torch."),
             link_gb_s=link.gb_s if isinstance(link, SimulatedCopyEngine) else None,
             overlap=overlap,
             cpu_attention=cpu_attention,
@@ -112,20 +110,18 @@ class Engine:
             max_latency=max_latency,
             precision=precision,
         )
-        # Weights that do not all rest beside the computing are placed by the search, as far as it finds a way.
-        self._searched = policy is None and (self._plan.streams_weights or max_latency is not None)
-        if self._searched and (found := self._planner.weights()) is not None:
-            self._plan = plan_memory(rest, sizes, home, self._dtype.itemsize, found)
-        self._schedule: Schedule = schedule or ("zigzag" if self._plan.streams_weights else "row")
-        self._wanted_schedule = schedule
+        # Weights that do not all fit on the compute device are placed by the search, if it finds a way.
+        self._searches = policy is None and (self._memory.streams_weights or max_latency is not None)
+        if self._searches and (placement := self._planner.weights()) is not None:
+            self._memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, placement)
         try:
             self._weights = TieredWeights(
                 checkpoint,
                 self._tiers,
-                self._plan.weights,
+                self._memory.weights,
                 self._dtype,
-                compute_copies=self._plan.compute_copies,
-                staging_bytes=self._plan.staging_bytes,
+                compute_copies=self._memory.compute_copies,
+                staging_bytes=self._memory.staging_bytes,
                 overlap=overlap,
                 precision=precision,
             )
@@ -135,9 +131,20 @@ class Engine:
         self._decoder = Decoder(self.config, device, self._dtype)
         if device.type == "cpu":
             keep_freed_memory()
-        self._load_s = time.perf_counter() - began
-        self._origin = checkpoint.origin
-        self.fingerprint = self._identity(checkpoint, precision)
+        tokenizer_fingerprint = tokenizer.fingerprint if tokenizer else None
+        self.fingerprint = engine_fingerprint(
+            checkpoint.fingerprint, tokenizer_fingerprint, precision, device.type, self._dtype
+        )
+        self._identity = EngineIdentity(
+            name,
+            checkpoint.origin,
+            self.fingerprint,
+            precision.name,
+            device,
+            self._dtype,
+            simulated,
+            time.perf_counter() - began,
+        )
         self._lock = threading.Lock()
         self._closed = False
 
@@ -211,54 +218,59 @@ class Engine:
         should_stop: Callable[[], bool] | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> list[GenerationResult]:
-        """Answer requests; results in the order asked. A bad request fails alone, in its `error`.
+        """Answer requests; return results in the order asked. A bad request fails alone, in its `error`.
 
-        on_result(place, result): called as soon as each is finished, from this thread. should_stop: asked often;
-        once true, `Interrupted` is raised and what was reported stays valid. One run at a time; others wait.
+        on_result: called as (place, result) as soon as a request is finished, from this thread.
+        should_stop: called often; once it returns true, `Interrupted` is raised and reported results stay valid.
+        progress: called after every batch.
+        One run at a time: other threads wait.
         """
         with self._lock:
             if self._closed:
                 raise FlexgenError("the engine is closed")
             began = time.perf_counter()
             self._tiers.reset()
-            delegate = self._cpu_attention and self._tiers.compute_tier == "gpu"
-            # Judged by what was asked for: the schedule of the last plan may have suited other requests.
-            prepared = prepare(requests, self.config, self.tokenizer, self._wanted_schedule or "zigzag")
-            rules = self._prefix_rules()
-            # Only a search needs to know beforehand what will be shared; the run itself plans that with its own room.
-            asked = _asked(prepared, rules, self._searched, self._cache_form)
-            self._plan_block(asked)
-            one_layer = self._schedule == "prefill-only"
+            prepared = prepare(requests, self.config, self.tokenizer, self._schedule or "zigzag")
+            prefix_cost = self._prefix_cost()
+            # Only a search must know beforehand what will be shared; the run plans that with its own room.
+            workload = planned_workload(prepared.distinct, prefix_cost, self._searches, self._cache_format)
+            plan = self._plan(prepared, workload)
             cache = KVCache(
                 self.config,
                 self._tiers,
                 self._dtype,
-                self._plan.cache,
-                cpu_attention=delegate,
-                cache_format=self._cache_form,
-                one_layer=one_layer,
+                plan.cache,
+                cpu_attention=self._cpu_attention and self._tiers.compute_tier == "gpu",
+                cache_format=self._cache_format,
+                one_layer=plan.schedule == "prefill-only",
             )
-            limits, waiting = self._block(cache, prepared)
-            hidden = ActivationStore(self._tiers, waiting)
-            executor = Executor(self._decoder, self._weights, cache, hidden, self._device)
+            activations = ActivationStore(self._tiers, plan.activations)
+            executor = Executor(self._decoder, self._weights, cache, activations, self._device)
             try:
                 eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
-                run = Run(self.config, executor, cache, limits, self._schedule, eos_ids, rules)
-                results = run.answer(requests, prepared, on_result, should_stop or _never, progress)
+                run = Run(self.config, executor, cache, plan.limits, plan.schedule, eos_ids, prefix_cost)
+                results = run.answer(requests, prepared, on_result, should_stop or (lambda: False), progress)
             finally:
-                hidden.close()
+                activations.close()
                 cache.close()
-            seconds = time.perf_counter() - began
-            placed = {
-                "weights": achieved_fractions(self._matrices, self._plan.weights),
-                "cache": _shares(cache.placed, self._plan.cache),
-                "activations": _shares(hidden.placed, waiting),
+            placement = {
+                "weights": self._weight_fractions(),
+                "cache": _fractions(cache.placed, plan.cache),
+                "activations": _fractions(activations.placed, plan.activations),
             }
-            self.last_run = self._record(
-                results, len(prepared.distinct), seconds, executor, limits, placed, run.halvings
+            self.last_run = run_record(
+                self._identity,
+                plan,
+                self._tiers,
+                results,
+                num_unique=len(prepared.distinct),
+                seconds=time.perf_counter() - began,
+                placement=placement,
+                halvings=run.halvings,
+                workspace_bytes=executor.peak_workspace_bytes,
             )
-            if asked is not None:
-                self._compare(replace(asked, saved_tokens=run.saved_tokens), limits)
+            if workload is not None:
+                self._compare(plan, replace(workload, saved_tokens=run.saved_tokens))
             return results
 
     def close(self) -> None:
@@ -278,179 +290,60 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _plan_block(self, asked: planner_workload.Workload | None) -> None:
-        """For `auto`: block, cache and hidden states for what is asked for, with the weights as they lie."""
-        if not self._searched or asked is None:
-            return
-        lie = achieved_fractions(self._matrices, self._plan.weights)
-        found = self._planner.block(asked, Policy(1, 1, wg=lie["gpu"], wc=lie["cpu"]))
-        if found is None:  # the rule of thumb for what is left
-            self._policy, self._schedule = None, self._wanted_schedule or "zigzag"
-            return
-        has_gpu = self._tiers.compute_tier == "gpu"
-        cache, hidden = (tier_fractions(found.policy, kind, has_gpu) for kind in ("cache", "activations"))
-        self._plan = replace(self._plan, cache=cache, activations=hidden)
-        self._policy, self._schedule = found.policy, found.schedule
-
-    def _compare(self, asked: planner_workload.Workload, limits: SchedulerLimits) -> None:
-        """Put what was predicted beside what was measured, and learn from the difference."""
-        policy = self._policy
-        if policy is None:
-            rows = min(limits.batch_sequences, limits.max_sequences, asked.num_sequences)
-            near = {"gpu": (1.0, 0.0), "cpu": (0.0, 1.0)}
-            lie = achieved_fractions(self._matrices, self._plan.weights)
-            wg, wc = min(1.0, lie["gpu"]), min(1.0 - min(1.0, lie["gpu"]), lie["cpu"])
-            cg, cc = near["cpu"] if self._plan.cache["cpu"] else near["gpu"]
-            hg, hc = near[self._tiers.compute_tier]
-            policy = Policy(
-                rows, max(1, min(limits.max_sequences, asked.num_sequences) // rows), wg, wc, cg, cc, hg, hc
-            )
-        worth = self._searched or self.last_run["latency_s"] > _WORTH_MEASURING_S
-        prediction = self._planner.predict(asked, policy, self._schedule, measure=worth)
-        if prediction is None:
-            return
-        self.last_run["predicted_latency_s"] = prediction.latency_s
-        self.last_run["predicted"] = {
-            "prefill_s": prediction.prefill_s,
-            "decode_s": prediction.decode_s,
-            "latency_s": prediction.latency_s,
-            "seconds": {phase: dict(spent) for phase, spent in prediction.seconds.items()},
-        }
-        self._planner.learn(prediction, self.last_run)
-
-    def _prefix_rules(self) -> PrefixCostModel:
-        """What sharing costs in tokens, in all layers; room is left open."""
-        layers = self.config.num_layers / self.config.linear_flops_per_token
-        batch, token = _SEGMENT_S * _USUAL_FLOPS[self._device.type], _SEGMENT_FLOPS * self.config.q_size
-        return PrefixCostModel(UNLIMITED, overhead=batch * layers, token_overhead=token * layers)
-
-    def _identity(self, checkpoint: Checkpoint, precision: Precision) -> str:
-        return engine_fingerprint(
-            checkpoint.fingerprint,
-            self.tokenizer.fingerprint if self.tokenizer else None,
-            precision,
-            self._device.type,
-            self._dtype,
+    def _plan(self, prepared: PreparedRequests, workload: Workload | None) -> RunPlan:
+        """Plan one run; `auto` searches block, cache and hidden states for it, with the weights as they are."""
+        solution = None
+        if self._searches and workload is not None:
+            weights = self._weight_fractions()
+            solution = self._planner.block(workload, Policy(1, 1, wg=weights["gpu"], wc=weights["cpu"]))
+        size = RunSize(
+            max((request.num_fed for request in prepared.distinct), default=1),
+            sum(max(len(request.tokens), request.num_completions) for request in prepared.distinct),
+        )
+        return plan_run(
+            self._memory,
+            size,
+            {tier: ledger.free or 0 for tier, ledger in self._tiers.ledgers.items()},
+            policy=self._policy,
+            schedule=self._schedule,
+            solution=solution,
+            config=self.config,
+            cache_format=self._cache_format,
+            compute_tier=self._tiers.compute_tier,
+            compute_bytes=self._dtype.itemsize,
+            cpu_attention=self._cpu_attention,
         )
 
-    def _block(self, cache: KVCache, prepared: PreparedRequests) -> tuple[SchedulerLimits, Mapping[Tier, float]]:
-        """Limits of a pass, and where hidden states wait."""
-        workload = RunSize(
-            max((running.num_fed for running in prepared.distinct), default=1),
-            sum(max(len(running.tokens), running.num_completions) for running in prepared.distinct),
-        )
-        free = {tier: ledger.free or 0 for tier, ledger in self._tiers.ledgers.items()}
-        hidden_bytes, home = self.config.hidden_size * self._dtype.itemsize, self._tiers.compute_tier
-        sizes = cache_sizes(
-            self.config,
-            self._cache_form,
-            self._dtype.itemsize,
-            on_disk=self._plan.cache["disk"] > 0,
-            host_attention=self._cpu_attention and home == "gpu",
-            one_layer=cache.one_layer,
-        )
-        limits = scheduler_limits(
-            self._plan,
-            self._policy,
-            self._schedule,
-            workload,
-            free,
-            home,
-            sizes,
-            hidden_bytes,
-        )
-        return limits, activation_fractions(self._plan, self._schedule, workload, free, home, hidden_bytes)
+    def _compare(self, plan: RunPlan, workload: Workload) -> None:
+        """Put what was predicted beside what was measured, and correct the rates by the difference."""
+        policy = plan.comparable_policy(self._weight_fractions(), workload.num_sequences, self._tiers.compute_tier)
+        measure = self._searches or self.last_run["latency_s"] > _MEASURE_FROM_S
+        prediction = self._planner.predict(workload, policy, plan.schedule, measure=measure)
+        if prediction is not None:
+            self.last_run.update(predicted(prediction))
+            self._planner.learn(prediction, self.last_run)
 
-    def _record(
-        self,
-        results: Sequence[GenerationResult],
-        unique: int,
-        seconds: float,
-        executor: Executor,
-        limits: SchedulerLimits,
-        placed: Mapping[str, Mapping[Tier, float]],
-        halvings: int,
-    ) -> dict[str, Any]:
-        figures = throughput((result.cost for result in results), seconds)
-        rate = matmul_flops(self._device, self._dtype)
-        spent = self._tiers.stats.seconds()
-        waited = sum(found for what, found in spent.items() if what.startswith("wait_"))
-        batches_s = figures["prefill_s"] + figures["decode_s"]
-        return {
-            "model": self.name,
-            "origin": self._origin,
-            "fingerprint": self.fingerprint,
-            "precision": self.precision,
-            "policy": {
-                "batch_tokens": limits.batch_tokens if self._policy is None else None,
-                "gpu_batch_size": limits.batch_sequences,
-                "max_rows": limits.max_sequences,
-                **({} if self._policy is None else asdict(self._policy)),
-            },
-            "schedule": self._schedule,
-            **figures,
-            "workload": {"num_requests": len(results), "num_unique": unique, **figures["workload"]},
-            "wall_s": {"load": self._load_s, "generate": seconds},
-            "bytes": self._tiers.stats.bytes(),
-            "time_s": {
-                "compute": batches_s - waited,
-                "wait": waited,
-                "other": max(0.0, seconds - batches_s),
-                **spent,
-            },
-            "peak_bytes": {tier: ledger.peak for tier, ledger in self._tiers.ledgers.items()},
-            "peak_workspace_bytes": executor.peak_workspace_bytes + self._tiers.peak_transfer_bytes,
-            "halvings": halvings,
-            "predicted_latency_s": None,
-            "roofline_s": figures["flops"] / rate,
-            "achieved_placement": {kind: dict(shares) for kind, shares in placed.items()},
-            "hardware": {
-                "device": "sim" if self._simulated else str(self._device),
-                "compute_dtype": str(self._dtype).removeprefix("torch."),
-                "threads": torch.get_num_threads(),
-                "matmul_flops": rate,
-                "memory_bytes": psutil.virtual_memory().total,
-            },
-            "versions": versions(),
-        }
+    def _prefix_cost(self) -> PrefixCostModel:
+        """Return what sharing a prefix costs in tokens, over all layers; room is left open."""
+        flops_per_layer = self.config.linear_flops_per_token / self.config.num_layers
+        overhead = _SEGMENT_S * _TYPICAL_FLOPS[self._device.type] / flops_per_layer
+        token_overhead = _SEGMENT_FLOPS * self.config.q_size / flops_per_layer
+        return PrefixCostModel(UNLIMITED, overhead, token_overhead=token_overhead)
+
+    def _weight_fractions(self) -> dict[Tier, float]:
+        return achieved_fractions(self._matrix_bytes, self._memory.weights)
 
 
 def engine_fingerprint(
     weights: str, tokenizer: str | None, precision: Precision, device_type: str, dtype: torch.dtype
 ) -> str:
-    """The digest by which answers are cached: of everything that a result depends on beside the request."""
+    """Return the digest by which responses are cached: of all that a result depends on besides the request."""
     known = text_of((RESULTS_VERSION, weights, tokenizer, precision.label, device_type))
-    # The type stands without quotes, as torch prints it.
+    # The dtype has no quotes, as torch prints it.
     return hashlib.sha256(f"{known[:-1]}, {dtype})".encode()).hexdigest()
 
 
-def _asked(
-    prepared: PreparedRequests, rules: PrefixCostModel, shares: bool, fmt: CacheFormat | None
-) -> planner_workload.Workload | None:
-    """The lengths of all distinct requests' rows, and what they share, if that is wanted; None where there is none."""
-    lengths = [
-        (max(1, len(running.tokens)), max(1, running.request.max_tokens))
-        for running in prepared.distinct
-        for _ in range(max(1, running.num_completions))
-    ]
-    if not lengths:
-        return None
-    group = 1 if fmt is None else fmt.prefix_multiple
-    saved = 0
-    if shares and group is not None:
-        forest = shared_prefixes(prepared.distinct, replace(rules, group_tokens=group), by_completion=fmt is not None)
-        saved = sum(prefix.saved for prefix in prefixes_of(forest))
-    for running in prepared.distinct:
-        if fmt is None or running.request.max_tokens <= 1:  # its continuations share the whole prompt
-            saved += (max(1, running.num_completions) - 1) * len(running.tokens)
-    return planner_workload.Workload.of(lengths, saved)
-
-
-def _never() -> bool:
-    return False
-
-
-def _shares(placed: Mapping[Tier, int], planned: Mapping[Tier, float]) -> Mapping[Tier, float]:
-    """Fractions of bytes by tier; as planned where nothing was placed."""
+def _fractions(placed: Mapping[Tier, int], planned: Mapping[Tier, float]) -> Mapping[Tier, float]:
+    """Return fractions of bytes by tier; as planned where nothing was placed."""
     total = sum(placed.values())
     return {tier: placed[tier] / total if total else planned[tier] for tier in TIERS}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexgen_helm.errors import RequestError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.policy import Schedule
+from flexgen_helm.planner.workload import Workload
+from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.request import GenerationRequest
-from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, Prompt, plan_prefixes
+from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, Prompt, plan_prefixes, prefixes_of
 from flexgen_helm.scheduling.sequence import Request, Sequence, SequenceKind
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
@@ -83,6 +85,31 @@ def shared_prefixes(
         places += [place] * count
     forest = plan_prefixes(prompts, cost)
     return forest if len(places) == len(requests) else _renumbered(forest, places)
+
+
+def planned_workload(
+    requests: abc.Sequence[Request], cost: PrefixCostModel, with_prefixes: bool, cache_format: CacheFormat | None
+) -> Workload | None:
+    """Return the lengths of all sequences and what they share, as the planner needs them; None without requests.
+
+    with_prefixes: count shared prefixes, which takes as long as planning them.
+    """
+    lengths = [
+        (max(1, len(request.tokens)), max(1, request.request.max_tokens))
+        for request in requests
+        for _ in range(max(1, request.num_completions))
+    ]
+    if not lengths:
+        return None
+    multiple = 1 if cache_format is None else cache_format.prefix_multiple
+    saved_tokens = 0
+    if with_prefixes and multiple is not None:
+        forest = shared_prefixes(requests, replace(cost, group_tokens=multiple), cache_format is not None)
+        saved_tokens = sum(prefix.saved for prefix in prefixes_of(forest))
+    for request in requests:
+        if cache_format is None or request.request.max_tokens <= 1:  # its completions share the whole prompt
+            saved_tokens += (max(1, request.num_completions) - 1) * len(request.tokens)
+    return Workload.of(lengths, saved_tokens)
 
 
 def make_sequences(

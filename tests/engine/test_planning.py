@@ -15,6 +15,7 @@ from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.workload import Workload
 from tests.helpers.planning_problems import small
 
 
@@ -174,7 +175,7 @@ def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(profiler, "measure", full)
-    monkeypatch.setattr(engine_module, "_WORTH_MEASURING_S", 0.0)
+    monkeypatch.setattr(engine_module, "_MEASURE_FROM_S", 0.0)
     with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
         assert all(result.error is None for result in engine.run(requests(3)))
         assert engine.last_run["predicted_latency_s"] is None
@@ -224,3 +225,21 @@ def test_the_share_of_overlap_is_learnt_from_what_did_not_hide():
     # Without overlap there is none to learn.
     still = replace(situation, overlap=False)
     assert "overlap" not in corrections(predict(still, policy, "zigzag"), record)
+
+
+def test_a_search_that_fails_does_not_take_the_placement_of_the_last_run(tiny, tmp_path, monkeypatch):
+    """Its cache and hidden states go where the engine's own memory plan puts them."""
+    monkeypatch.setattr("flexgen_helm.planner.memory.MIN_STAGING_BYTES", 1 << 15)
+    path = tiny("llama").path
+    limits = MemoryLimits(cpu=streamed_limit(path), disk=64 << 20)
+    on_disk = Policy(3, 3, wg=0.0, wc=0.2, cg=0.0, cc=0.0, hg=0.0, hc=0.0)
+    with Engine.from_pretrained(path, device="cpu", limits=limits, offload_dir=tmp_path) as engine:
+        planner = engine._planner
+        solved = planner.block(Workload.uniform(12, 4, 9), on_disk)
+        monkeypatch.setattr(planner, "block", lambda *_: replace(solved, policy=on_disk, schedule="zigzag"))
+        assert [result.error for result in engine.run(requests(9))] == [None] * 9
+        assert engine.last_run["achieved_placement"]["cache"]["disk"] == 1.0
+        monkeypatch.setattr(planner, "block", lambda *_: None)
+        assert [result.error for result in engine.run(requests(9))] == [None] * 9
+        assert engine.last_run["achieved_placement"]["cache"] == {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}
+        assert engine.last_run["achieved_placement"]["activations"] == {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}

@@ -15,7 +15,7 @@ from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.planner.constants import UNLIMITED
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, plan_prefixes
-from flexgen_helm.scheduling.prepare import shared_prefixes
+from flexgen_helm.scheduling.prepare import planned_workload, shared_prefixes
 from tests.helpers.faults import replaced
 from tests.helpers.offload import MIB, offloaded, policies
 from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
@@ -468,10 +468,10 @@ def test_what_is_planned_is_told_to_the_planner(tiny):
         from flexgen_helm.scheduling.prepare import prepare
 
         prepared = prepare(requests, engine.config, engine.tokenizer, "row")
-        asked = engine_module._asked(prepared, PrefixCostModel(UNLIMITED, 0.0), True, None)
+        asked = planned_workload(prepared.distinct, PrefixCostModel(UNLIMITED, 0.0), True, None)
         assert asked.computed * asked.num_sequences == pytest.approx(28 + 6)
-        assert engine_module._asked(prepared, PrefixCostModel(UNLIMITED, 0.0), False, None).computed == 29
-        packed = engine_module._asked(prepared, PrefixCostModel(UNLIMITED, 0.0), True, FORMATS["channels"])
+        assert planned_workload(prepared.distinct, PrefixCostModel(UNLIMITED, 0.0), False, None).computed == 29
+        packed = planned_workload(prepared.distinct, PrefixCostModel(UNLIMITED, 0.0), True, FORMATS["channels"])
         assert packed.computed * packed.num_sequences == pytest.approx(16 + 6 * 13)
         assert (
             len(shared_prefixes(prepared.distinct, PrefixCostModel(10, 0.0))) == 6
@@ -485,5 +485,5 @@ def test_completions_are_predicted_as_they_are_computed(tiny):
         from flexgen_helm.scheduling.prepare import prepare
 
         prepared = prepare(requests, engine.config, engine.tokenizer, "row")
-        asked = engine_module._asked(prepared, PrefixCostModel(UNLIMITED, 0.0), True, None)
+        asked = planned_workload(prepared.distinct, PrefixCostModel(UNLIMITED, 0.0), True, None)
         assert (asked.num_sequences, asked.computed * 3) == (3, pytest.approx(20))

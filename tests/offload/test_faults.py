@@ -64,8 +64,8 @@ def assert_idle(engine) -> None:
 
 # Where memory runs out: between items, in the layers' or the head's products, and in threads that load.
 PLACES = {
-    "an item": (Executor, "_step", 60),
-    "the end of an item": (Executor, "_step", 60),
+    "an item": (Executor, "_compute", 60),
+    "the end of an item": (Executor, "_compute", 60),
     "a product": (weights, "tiled_linear", 300),
     "the logits": (Executor, "_predict", 8),
     "a loader": (weights._OnDisk, "fetch", 150),
@@ -133,7 +133,9 @@ def never_enough(*args, **kwargs):
 
 def test_other_errors_of_the_library_are_not_taken_for_memory(tiny, tmp_path, monkeypatch):
     with offloaded(tiny, tmp_path) as engine:
-        replaced(monkeypatch, Executor, "_compute", 3, lambda: RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+        replaced(
+            monkeypatch, Executor, "_compute", 3, lambda: RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        )
         with pytest.raises(RuntimeError, match="mat1"):
             engine.run(workload())
 
@@ -261,7 +263,9 @@ def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
 
 
 @pytest.mark.parametrize(
-    "precision, module", [("fp16", storage), ("paper-4bit", storage), ("4bit", residual_window)], ids=["16", "4", "window"]
+    "precision, module",
+    [("fp16", storage), ("paper-4bit", storage), ("4bit", residual_window)],
+    ids=["16", "4", "window"],
 )
 @pytest.mark.parametrize("policy", ["6x2,0,100,0,100,0,100", "6x2,0,100,100,0,100,0", "6x2,0,0,0,0,100,0"])
 def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatch, precision, module, policy):

@@ -1,0 +1,112 @@
+"""The record of one run: what was planned, what it took, and what was moved (`flexgen_run.json`, docs/reference)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from flexgen_helm.hardware.rates import matmul_flops
+from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.planner.placement import Tier
+from flexgen_helm.planner.predict import Prediction
+from flexgen_helm.planner.run_plan import RunPlan
+from flexgen_helm.report.throughput import throughput, versions
+from flexgen_helm.request import GenerationResult
+
+
+@dataclass(frozen=True)
+class EngineIdentity:
+    """What the records of all runs of one engine share.
+
+    simulated: a gpu in host memory computes.
+    load_s: seconds that loading took.
+    """
+
+    model: str
+    origin: str
+    fingerprint: str
+    precision: str
+    device: torch.device
+    dtype: torch.dtype
+    simulated: bool
+    load_s: float
+
+
+def run_record(
+    engine: EngineIdentity,
+    plan: RunPlan,
+    tiers: Tiers,
+    results: Sequence[GenerationResult],
+    *,
+    num_unique: int,
+    seconds: float,
+    placement: Mapping[str, Mapping[Tier, float]],
+    halvings: int,
+    workspace_bytes: int,
+) -> dict[str, Any]:
+    """Return the record as plain values; bytes, seconds and fractions.
+
+    num_unique: distinct requests.
+    placement: fractions by tier that weights, cache and activations really had.
+    halvings: how often batches were halved because memory ran out.
+    """
+    figures = throughput((result.cost for result in results), seconds)
+    rate = matmul_flops(engine.device, engine.dtype)
+    transfer_s = tiers.stats.seconds()
+    wait_s = sum(spent for kind, spent in transfer_s.items() if kind.startswith("wait_"))
+    batches_s = figures["prefill_s"] + figures["decode_s"]
+    limits, policy = plan.limits, plan.policy
+    return {
+        "model": engine.model,
+        "origin": engine.origin,
+        "fingerprint": engine.fingerprint,
+        "precision": engine.precision,
+        "policy": {
+            "batch_tokens": limits.batch_tokens if policy is None else None,
+            "gpu_batch_size": limits.batch_sequences,
+            "max_rows": limits.max_sequences,
+            **({} if policy is None else asdict(policy)),
+        },
+        "schedule": plan.schedule,
+        **figures,
+        "workload": {"num_requests": len(results), "num_unique": num_unique, **figures["workload"]},
+        "wall_s": {"load": engine.load_s, "generate": seconds},
+        "bytes": tiers.stats.bytes(),
+        "time_s": {
+            "compute": batches_s - wait_s,
+            "wait": wait_s,
+            "other": max(0.0, seconds - batches_s),
+            **transfer_s,
+        },
+        "peak_bytes": {tier: ledger.peak for tier, ledger in tiers.ledgers.items()},
+        "peak_workspace_bytes": workspace_bytes + tiers.peak_transfer_bytes,
+        "halvings": halvings,
+        "predicted_latency_s": None,
+        "roofline_s": figures["flops"] / rate,
+        "achieved_placement": {kind: dict(fractions) for kind, fractions in placement.items()},
+        "hardware": {
+            "device": "sim" if engine.simulated else str(engine.device),
+            "compute_dtype": str(engine.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "matmul_flops": rate,
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+        "versions": versions(),
+    }
+
+
+def predicted(prediction: Prediction) -> dict[str, Any]:
+    """Return the entries of a record that put a prediction beside the measurement."""
+    return {
+        "predicted_latency_s": prediction.latency_s,
+        "predicted": {
+            "prefill_s": prediction.prefill_s,
+            "decode_s": prediction.decode_s,
+            "latency_s": prediction.latency_s,
+            "seconds": {phase: dict(spent) for phase, spent in prediction.seconds.items()},
+        },
+    }
