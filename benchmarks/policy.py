@@ -61,7 +61,7 @@ class Case:
 
 def run(options: Options) -> dict[str, Any]:
     """Rows are seconds; `of_prediction` is measured over predicted, `ratios` what the project promises."""
-    from flexgen_helm.engine.profiler import measured_profile
+    from flexgen_helm.engine.machine_profile import measured_profile
 
     refused = sorted(set(options.engine) - {"offload_dir"})
     if refused:

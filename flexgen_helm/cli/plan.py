@@ -173,7 +173,7 @@ def _profile(engine: EngineOptions, hardware: str) -> HardwareProfile:
     from dataclasses import replace
 
     from flexgen_helm.checkpoint.paths import state_dir
-    from flexgen_helm.engine.profiler import measured_profile, profile_named
+    from flexgen_helm.engine.machine_profile import measured_profile, profile_named
 
     if hardware != "measured":
         if engine.offload_dir is not None:

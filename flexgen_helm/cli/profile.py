@@ -22,7 +22,7 @@ def profile(
     ] = False,
 ) -> None:
     """Measure this machine: bandwidths, rates and capacities, as JSON. Close other programs first."""
-    from flexgen_helm.engine.profiler import measured_profile
+    from flexgen_helm.engine.machine_profile import measured_profile
     from flexgen_helm.files import replace_text
 
     if out is not None and not out.parent.is_dir():

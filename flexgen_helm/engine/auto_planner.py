@@ -1,8 +1,8 @@
-"""`policy='auto'`: where an engine's weights go, the block for each run, and what is learnt from the last one.
+"""Plans for one engine (`policy='auto'`): where weights go, the block of each run, and corrections by measurement.
 
-Weights are placed once, before requests are known, for a workload as evaluation suites have them. The block, the
-cache and the hidden states are planned anew for the lengths of every run, with rates that were corrected by the runs
-before: the machine may be busier, or better, than when it was measured.
+Weights are placed once, before requests are known, for a workload that is typical of evaluation suites. Block, cache
+and hidden states are planned for the lengths of every run, with rates that earlier runs have corrected: the machine
+may be busier, or faster, than when it was measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.engine.profiler import measured_profile, profile_named, saved_profile
+from flexgen_helm.engine.machine_profile import load_saved, measured_profile, profile_named
 from flexgen_helm.errors import FlexgenError, MemoryLimitError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.config import ModelConfig
@@ -33,16 +33,18 @@ from flexgen_helm.request import MemoryLimits
 # Names another profile than this machine's measured one: a shipped machine, or a file that `profile -o` wrote.
 HARDWARE_VARIABLE = "FLEXGEN_HELM_HARDWARE"
 # Before requests are known: few-shot prompts, short answers, and enough of them to fill every block.
-TYPICAL = Workload.uniform(512, 32, 1)
-# How far one run moves a rate towards what it measured, and how far any may go in all.
-_STEP, _LEAST, _MOST = 0.5, 0.25, 4.0
-# Rates are learnt where the predicted share of the time is at least this: of a phase, and of what was waited for.
-_NOTABLE_PHASE, _NOTABLE_WAIT = 0.1, 0.3
+TYPICAL_WORKLOAD = Workload.uniform(512, 32, 1)
+# Exponent by which one run moves a rate towards what it measured, and bounds of the factor before it.
+_STEP, _MIN_FACTOR, _MAX_FACTOR = 0.5, 0.25, 4.0
+# Rates are corrected if the predicted share of the time is at least this: of a phase, and of what was waited for.
+_PHASE_SHARE, _WAIT_SHARE = 0.1, 0.3
 _PHASES = ("prefill", "decode")
+
+logger = logging.getLogger(__name__)
 
 
 class AutoPlanner:
-    """Plans for one engine. limits: bytes of its tiers; device: 'cpu', 'cuda' or 'sim' (with its link, in GB/s)."""
+    """Searches and predicts for one engine, with a profile that it corrects."""
 
     def __init__(
         self,
@@ -59,39 +61,32 @@ class AutoPlanner:
         max_latency: float | None,
         precision: Precision,
     ) -> None:
+        """Check the profile that `HARDWARE_VARIABLE` names; measure nothing yet.
+
+        limits: bytes of the engine's tiers.
+        folder: of the disk tier.
+        device: 'cpu', 'cuda' or 'sim', the latter with its link in GB/s.
+        schedule, max_latency: None leaves the search free.
+        """
         self._config, self._limits, self._folder = config, limits, folder
         self._device, self._storage_dtype, self._link = device, storage_dtype, link_gb_s
         self._overlap, self._cpu_attention = overlap, cpu_attention
-        self._schedule, self._max_latency, self._precision = schedule, max_latency, precision
+        self._schedules = AUTOMATIC if schedule is None else (schedule,)
+        self._max_latency, self._precision = max_latency, precision
         self._profile: HardwareProfile | None = None
-        self._refused: bool | None = None
+        self._has_profile: bool | None = None  # None: not tried yet
         if os.environ.get(HARDWARE_VARIABLE, "measured") != "measured":
-            _ = self.profile  # one that cannot be used is refused now
+            _ = self.profile
 
     @property
     def profile(self) -> HardwareProfile:
-        """This machine's, as corrected so far; measured at the first use."""
+        """The machine's profile with the corrections so far; measured at its first use."""
         if self._profile is None:
-            named = os.environ.get(HARDWARE_VARIABLE) or "measured"
-            tell = logging.getLogger(__name__).warning
-            if named == "measured":
-                found = measured_profile(folder=self._folder, tell=tell)
-            else:
-                found = profile_named(named, tell)
-            if self._device == "sim":
-                found = simulated_gpu(replace(found, gpu=None, link=None), self._limits["gpu"], self._link)
-            elif self._device == "cpu":
-                found = replace(found, gpu=None, link=None)
-            # Limits were set from what is free now; a profile from before may have seen less.
-            cpu = replace(found.cpu, memory_bytes=max(found.cpu.memory_bytes, self._limits["cpu"]))
-            disk = replace(found.disk, bytes=max(found.disk.bytes, self._limits["disk"]))
-            gpu = found.gpu
-            if gpu is not None:
-                gpu = replace(gpu, memory_bytes=max(gpu.memory_bytes, self._limits["gpu"]))
-            self._profile = replace(found, cpu=cpu, disk=disk, gpu=gpu)
+            self._profile = self._load_profile()
         return self._profile
 
-    def situation(self, workload: Workload, endless: bool = False) -> PlanningProblem:
+    def problem(self, workload: Workload, endless: bool = False) -> PlanningProblem:
+        """Return the planning problem of a workload; endless: it goes on for ever."""
         return planning_problem(
             self._config,
             self.profile,
@@ -105,42 +100,64 @@ class AutoPlanner:
         )
 
     def weights(self) -> Policy | None:
-        """A policy for weights that do not fit beside the computing; None where there is no profile, or the search
-        finds none that fits."""
-        found = self._search(self.situation(TYPICAL, endless=True), None) if self._measurable() else None
-        return None if found is None else found.policy
+        """Search a policy for weights that exceed the compute device; None without a profile or a feasible policy."""
+        solution = self._search(self.problem(TYPICAL_WORKLOAD, endless=True), None) if self._measured() else None
+        return None if solution is None else solution.policy
 
     def block(self, workload: Workload, weights: Policy) -> Solution | None:
-        """The block for a run whose weights lie as `weights` says; None as `weights`."""
-        return self._search(self.situation(workload), weights) if self._measurable() else None
+        """Search batching and cache placement of a run for the given weight placement; None if infeasible."""
+        return self._search(self.problem(workload), weights) if self._measured() else None
 
     def predict(
         self, workload: Workload, policy: Policy, schedule: Schedule, *, measure: bool = True
     ) -> Prediction | None:
-        """What a run should take; None where there is no profile. measure: the machine, where none was kept."""
-        if not measure and self._profile is None and saved_profile(self._folder) is None:
-            return None
-        return predict(self.situation(workload), policy, schedule) if self._measurable() else None
+        """Predict a run; None without a profile.
 
-    def _measurable(self) -> bool:
-        """Whether there is a profile: a machine that cannot be measured (a full disk) is no reason to lose a run."""
-        if self._refused is None:
+        measure: measure the machine if no profile is saved.
+        """
+        if not measure and self._profile is None and load_saved(self._folder) is None:
+            return None
+        return predict(self.problem(workload), policy, schedule) if self._measured() else None
+
+    def learn(self, prediction: Prediction, record: Mapping[str, Any]) -> None:
+        """Correct the rates of what bound a run; record: of the run."""
+        self._profile = corrected(self.profile, corrections(prediction, record))
+
+    def _load_profile(self) -> HardwareProfile:
+        name = os.environ.get(HARDWARE_VARIABLE) or "measured"
+        if name == "measured":
+            profile = measured_profile(folder=self._folder, tell=logger.warning)
+        else:
+            profile = profile_named(name, logger.warning)
+        if self._device == "sim":
+            profile = simulated_gpu(replace(profile, gpu=None, link=None), self._limits["gpu"], self._link)
+        elif self._device == "cpu":
+            profile = replace(profile, gpu=None, link=None)
+        # Limits follow from what is free now; a saved profile may have seen less.
+        cpu, disk, gpu = profile.cpu, profile.disk, profile.gpu
+        if gpu is not None:
+            gpu = replace(gpu, memory_bytes=max(gpu.memory_bytes, self._limits["gpu"]))
+        return replace(
+            profile,
+            cpu=replace(cpu, memory_bytes=max(cpu.memory_bytes, self._limits["cpu"])),
+            disk=replace(disk, bytes=max(disk.bytes, self._limits["disk"])),
+            gpu=gpu,
+        )
+
+    def _measured(self) -> bool:
+        """Return whether there is a profile: a machine that cannot be measured (a full disk) must not end a run."""
+        if self._has_profile is None:
             try:
                 _ = self.profile
-                self._refused = False
+                self._has_profile = True
             except (FlexgenError, OSError) as error:
-                self._refused = True
-                logging.getLogger(__name__).warning("this machine cannot be measured, so nothing is planned: %s", error)
-        return not self._refused
+                self._has_profile = False
+                logger.warning("this machine cannot be measured, so nothing is planned: %s", error)
+        return self._has_profile
 
-    def learn(self, prediction: Prediction, measured: Mapping[str, Any]) -> None:
-        """Correct the rates of what the run was bound by. measured: the run's record."""
-        self._profile = corrected(self.profile, corrections(prediction, measured))
-
-    def _search(self, situation: PlanningProblem, weights: Policy | None) -> Solution | None:
-        schedules = AUTOMATIC if self._schedule is None else (self._schedule,)
+    def _search(self, problem: PlanningProblem, weights: Policy | None) -> Solution | None:
         try:
-            return search(situation, schedules, max_latency=self._max_latency, fixed=weights)
+            return search(problem, self._schedules, max_latency=self._max_latency, fixed=weights)
         except MemoryLimitError:
             if self._max_latency is not None:
                 raise
@@ -148,7 +165,7 @@ class AutoPlanner:
 
 
 def corrected(profile: HardwareProfile, factors: Mapping[str, float]) -> HardwareProfile:
-    """The profile with the rates of some resources multiplied."""
+    """Return the profile with the rates of some resources multiplied."""
     profile = replace(
         profile,
         prefill_share=profile.prefill_share * factors.get("prefill", 1.0),
@@ -164,55 +181,58 @@ def corrected(profile: HardwareProfile, factors: Mapping[str, float]) -> Hardwar
     return profile
 
 
-def corrections(prediction: Prediction, measured: Mapping[str, Any]) -> dict[str, float]:
-    """Resource -> factor for its rate: half of the way from what was predicted to what was measured, in logarithms.
+def corrections(prediction: Prediction, record: Mapping[str, Any]) -> dict[str, float]:
+    """Return factors for rates by resource: half of the way, in logarithms, from predicted to measured.
 
-    Computing is judged phase by phase, by the time that batches took without waiting; a link or the disk by the whole
-    time, where the run mostly waited for it; else the share of overlap, by how much of the transfers did hide.
+    Computing is judged phase by phase, by the time that batches took without waiting. A link or the disk is judged by
+    the whole time, if the run mostly waited for it; otherwise the overlap, by how much of the transfers was hidden.
     """
     blocks = prediction.latency_s / (prediction.prefill_s + prediction.decode_s)
-    told = {phase: blocks * prediction.seconds[phase].get("compute", 0.0) for phase in _PHASES}
-    total, waited = float(measured["latency_s"]), float(measured["time_s"]["wait"])
-    taken = {phase: float(measured[f"{phase}_s"]) for phase in _PHASES}
+    expected = {phase: blocks * prediction.seconds[phase].get("compute", 0.0) for phase in _PHASES}
+    total, waited = float(record["latency_s"]), float(record["time_s"]["wait"])
+    taken = {phase: float(record[f"{phase}_s"]) for phase in _PHASES}
     # Which phase waited is not measured: as predicted.
     idle = {
-        phase: max(0.0, blocks * seconds - told[phase])
+        phase: max(0.0, blocks * seconds - expected[phase])
         for phase, seconds in zip(_PHASES, (prediction.prefill_s, prediction.decode_s))
     }
-    whole = sum(idle.values()) or 1.0
-    computed = {phase: taken[phase] - waited * idle[phase] / whole for phase in _PHASES}
-    mixed = not told["prefill"]  # prompts and single tokens in one pass, which is told as decoding
+    total_idle = sum(idle.values()) or 1.0
+    computed = {phase: taken[phase] - waited * idle[phase] / total_idle for phase in _PHASES}
+    mixed = not expected["prefill"]  # prompts and single tokens in one pass, which is predicted as decoding
     if mixed:
-        told, computed = dict.fromkeys(_PHASES, sum(told.values())), dict.fromkeys(_PHASES, sum(computed.values()))
-    found: dict[str, float] = {}
+        expected, computed = (dict.fromkeys(_PHASES, sum(times.values())) for times in (expected, computed))
+    factors: dict[str, float] = {}
     for phase in _PHASES:
-        if told[phase] > _NOTABLE_PHASE * prediction.latency_s and computed[phase] > 0:
-            found[phase] = _step(told[phase], computed[phase])
-    if waited > _NOTABLE_WAIT * total:
-        spent = {
+        if expected[phase] > _PHASE_SHARE * prediction.latency_s and computed[phase] > 0:
+            factors[phase] = _factor(expected[phase], computed[phase])
+    if waited > _WAIT_SHARE * total:
+        transfer_s = {
             name: blocks * sum(phase.get(name, 0.0) for phase in prediction.seconds.values())
             for name in ("disk_read", "to_gpu")
         }
-        slowest = max(spent, key=lambda name: spent[name])
-        if spent[slowest] > _NOTABLE_WAIT * prediction.latency_s:
-            return {**found, slowest: _step(spent[slowest], total)}
+        slowest = max(transfer_s, key=lambda name: transfer_s[name])
+        if transfer_s[slowest] > _WAIT_SHARE * prediction.latency_s:
+            return {**factors, slowest: _factor(transfer_s[slowest], total)}
     phases = [prediction.seconds[phase] for phase in _PHASES]
-    moved = [[blocks * spent.get(name, 0.0) for name in RESOURCES if name != "compute"] for spent in phases]
-    expected = _hidden(moved, list(told.values()), prediction.latency_s)
-    seen = _hidden(moved, list(computed.values()), sum(taken.values()))
-    notable = not mixed and sum(map(sum, moved)) > _NOTABLE_PHASE * total
-    if notable and expected is not None and seen is not None:
-        found["overlap"] = _step(seen, expected)
-    return found
+    transfers = [[blocks * spent.get(name, 0.0) for name in RESOURCES if name != "compute"] for spent in phases]
+    predicted_share = _hidden_share(transfers, list(expected.values()), prediction.latency_s)
+    measured_share = _hidden_share(transfers, list(computed.values()), sum(taken.values()))
+    notable = not mixed and sum(map(sum, transfers)) > _PHASE_SHARE * total
+    if notable and predicted_share is not None and measured_share is not None:
+        factors["overlap"] = _factor(measured_share, predicted_share)
+    return factors
 
 
-def _hidden(moved: Sequence[Sequence[float]], computed: Sequence[float], total: float) -> float | None:
-    """Of what can hide behind the longest resource of each phase, the share that did; None where nothing can or did."""
-    together = sum(map(sum, moved)) + sum(computed)
-    longest = sum(max([own, *others]) for own, others in zip(computed, moved))
+def _hidden_share(transfers: Sequence[Sequence[float]], computed: Sequence[float], total: float) -> float | None:
+    """Return the share that was hidden of what can hide behind the longest resource of each phase.
+
+    None if nothing can hide, or nothing did.
+    """
+    together = sum(map(sum, transfers)) + sum(computed)
+    longest = sum(max([own, *others]) for own, others in zip(computed, transfers))
     share = (together - total) / (together - longest) if together > longest else 0.0
     return min(1.0, share) if share > 0.05 else None
 
 
-def _step(predicted: float, measured: float) -> float:
-    return min(_MOST, max(_LEAST, predicted / measured)) ** _STEP
+def _factor(predicted: float, measured: float) -> float:
+    return min(_MAX_FACTOR, max(_MIN_FACTOR, predicted / measured)) ** _STEP

@@ -1,4 +1,4 @@
-"""The machine that an engine computes on: its device, the link to it, and what its tiers hold."""
+"""The device that computes, the copies to and from it, and what its tiers hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexgen_helm.request import MemoryLimits
 def open_device(
     name: str, link_gb_s: tuple[float, float] | None, limits: MemoryLimits
 ) -> tuple[torch.device, CopyEngine | None]:
-    """The device that computes, and the link to it: None where the host computes."""
+    """Return the compute device and its copy engine; None where the host computes."""
     check_device(name, link_gb_s, limits)
     if name == "sim":
         return torch.device("cpu"), SimulatedCopyEngine(*(link_gb_s or (None, None)))
@@ -33,13 +33,14 @@ def open_device(
     return device, CudaCopyEngine(device)
 
 
-def tier_capacities(limits: MemoryLimits, device: torch.device, folder: Path, simulated: bool) -> dict[Tier, int]:
-    """Bytes of each tier: what is asked for, else what the machine has, less a margin."""
+def tier_capacities(limits: MemoryLimits, device: torch.device, folder: Path) -> dict[Tier, int]:
+    """Return the bytes of each tier: the given limit, otherwise what the machine has free, less a margin."""
     memory = psutil.virtual_memory()
-    host = without_margin(memory.available, memory.total)
-    near = without_margin(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else 0
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    disk = shutil.disk_usage(existing)
-    found: dict[Tier, int] = {"gpu": near, "cpu": host, "disk": without_margin(disk.free, 0)}
-    given: dict[Tier, int | None] = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
-    return {tier: found[tier] if (limit := given[tier]) is None else limit for tier in TIERS}
+    capacities: dict[Tier, int] = {
+        "gpu": without_margin(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else 0,
+        "cpu": without_margin(memory.available, memory.total),
+        "disk": without_margin(shutil.disk_usage(existing).free, 0),
+    }
+    given = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
+    return {tier: capacities[tier] if (limit := given[tier]) is None else limit for tier in TIERS}

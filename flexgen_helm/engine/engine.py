@@ -26,6 +26,7 @@ from flexgen_helm.engine.run_record import EngineIdentity, predicted, run_record
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.rates import compute_dtype
+from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.identity import text_of
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.decoder import Decoder
@@ -87,10 +88,11 @@ class Engine:
         self.last_run: dict[str, Any] = {}
         self._policy, self._schedule, self._cpu_attention = policy, schedule, cpu_attention
         self._cache_format = precision.cache
+        self._threads = ThreadGovernor() if device.type == "cpu" else None
         self._device, self._dtype = device, compute_dtype(device, checkpoint.storage_dtype)
         compute_tier: Tier = "cpu" if link is None else "gpu"
         simulated = link is not None and device.type == "cpu"
-        capacities = tier_capacities(limits, device, folder, simulated)
+        capacities = tier_capacities(limits, device, folder)
         ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
         self._tiers = Tiers(device, compute_tier, ledgers, link, folder, overlap)
         self.ledger = ledgers[compute_tier]
@@ -245,7 +247,7 @@ class Engine:
                 one_layer=plan.schedule == "prefill-only",
             )
             activations = ActivationStore(self._tiers, plan.activations)
-            executor = Executor(self._decoder, self._weights, cache, activations, self._device)
+            executor = Executor(self._decoder, self._weights, cache, activations, self._device, self._threads)
             try:
                 eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
                 run = Run(self.config, executor, cache, plan.limits, plan.schedule, eos_ids, prefix_cost)
@@ -253,6 +255,8 @@ class Engine:
             finally:
                 activations.close()
                 cache.close()
+                if self._threads is not None:
+                    self._threads.release()
             placement = {
                 "weights": self._weight_fractions(),
                 "cache": _fractions(cache.placed, plan.cache),

@@ -16,6 +16,7 @@ from torch import Tensor
 from flexgen_helm.engine.attention_metadata import AttentionMetadata, build_attention_metadata
 from flexgen_helm.engine.sampler import sample_tokens
 from flexgen_helm.errors import Interrupted, MemoryLimitError
+from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import RopeConfig, stage_names
 from flexgen_helm.models.decoder import Decoder, Rotary, StageWeights
@@ -89,9 +90,11 @@ class Executor:
         cache: KVCache,
         activations: ActivationStore,
         device: torch.device,
+        threads: ThreadGovernor | None = None,
     ) -> None:
+        """threads: chooses the threads that compute; None where a device does."""
         self._decoder, self._weights, self._cache, self._activations = decoder, weights, cache, activations
-        self._device = device
+        self._device, self._threads = device, threads
         self._stages = stage_names(decoder.config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // decoder.config.vocab_size)
         fused = device.type == "cpu" and decoder.dtype == torch.float32
@@ -127,6 +130,8 @@ class Executor:
                 for item, following in zip_longest(items, items[1:]):
                     if should_stop():
                         raise Interrupted("interrupted; everything finished so far is kept")
+                    if self._threads is not None:
+                        self._threads.adapt()
                     began, batch = time.perf_counter(), batches[item.batch]
                     self._weights.prefetch(visits)  # load_weight(i, j + 1, k)
                     state = self._load(item, batch, states)  # load_activation(i, j, k), begun an item ago

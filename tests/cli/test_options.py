@@ -182,11 +182,11 @@ def test_fetch_prints_the_path(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("command", ["profile", "bench"])
 def test_what_was_measured_is_printed_even_where_it_cannot_be_written(monkeypatch, capsys, tmp_path, command):
     import flexgen_helm.benchmarks
-    from flexgen_helm.engine import profiler
+    from flexgen_helm.engine import machine_profile
     from flexgen_helm.hardware.profile import load_profile
 
     result = {"name": "measured", "rows": [], "ratios": {}}
-    monkeypatch.setattr(profiler, "measured_profile", lambda **settings: load_profile("laptop"))
+    monkeypatch.setattr(machine_profile, "measured_profile", lambda **settings: load_profile("laptop"))
     monkeypatch.setattr(flexgen_helm.benchmarks, "load", lambda name: lambda options: result)
     arguments = {"profile": [], "bench": ["any", "--json"]}[command]
     assert cli.main([command, *arguments, "--out", str(tmp_path)]) == 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from flexgen_helm import Engine, cli
-from flexgen_helm.engine import profiler
+from flexgen_helm.engine import machine_profile
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
 
@@ -84,7 +84,7 @@ def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
         asked.append(folder)
         return kept
 
-    monkeypatch.setattr(profiler, "measured_profile", measured)
+    monkeypatch.setattr(machine_profile, "measured_profile", measured)
     free = 10 << 40
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(free, 0, free))
     folder = tmp_path / "not" / "yet"

@@ -1,5 +1,6 @@
 """What an engine does with plans: weights, blocks, predictions beside measurements, and learning."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,8 +10,9 @@ import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.engine import engine as engine_module
-from flexgen_helm.engine import profiler
+from flexgen_helm.engine import machine_profile, profiler
 from flexgen_helm.engine.auto_planner import corrected, corrections
+from flexgen_helm.engine.machine_profile import SavedProfile
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.policy import Policy
@@ -122,39 +124,57 @@ def test_a_wait_corrects_the_channel_and_not_the_computing():
 
 def quick_profile(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
-    monkeypatch.setattr(profiler, "_READ_BYTES", 64 << 20)
+    monkeypatch.setattr(profiler, "_FILE_BYTES", 64 << 20)
     monkeypatch.setattr(profiler, "_ROWS", (1, 64, 256))
     monkeypatch.setattr(profiler, "_WIDTH", 256)
 
 
 def test_this_machine_is_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(profiler, "busy_share", lambda: 0.0)
+    monkeypatch.setattr(machine_profile, "busy_share", lambda: 0.0)
     quick_profile(tmp_path, monkeypatch)
     told = []
-    found = profiler.measured_profile(tell=told.append)
+    found = machine_profile.measured_profile(tell=told.append)
     assert len(told) == 1 and not list((tmp_path / "offload").iterdir())
     assert found.cpu.matmul_flops["float32"].best > 1e8 and found.disk.read_bytes_s > 1e6
     assert 0.5 <= found.disk.duplex <= 1 and 0 <= found.overlap <= 1
-    assert profiler.measured_profile(tell=told.append) == found and len(told) == 1
+    assert machine_profile.measured_profile(tell=told.append) == found and len(told) == 1
     kept = tmp_path / "profile.json"
     kept.write_text(kept.read_text().replace('"cores"', '"horses"'))  # another machine
-    profiler.measured_profile(tell=told.append)
+    machine_profile.measured_profile(tell=told.append)
     assert len(told) == 2
     kept.write_text("{")
-    profiler.measured_profile(tell=told.append)
+    machine_profile.measured_profile(tell=told.append)
     assert len(told) == 3
 
 
 @pytest.mark.parametrize("shares", [(0.6, 0.0), (0.0, 0.6)])
-def test_what_is_measured_on_a_busy_machine_is_not_kept(shares, tmp_path, monkeypatch):
+def test_a_profile_of_a_busy_machine_is_used_until_the_machine_is_quiet(shares, tmp_path, monkeypatch):
     quick_profile(tmp_path, monkeypatch)
-    found, told = iter(shares * 2), []
-    monkeypatch.setattr(profiler, "busy_share", lambda: next(found))
-    profiler.measured_profile(tell=told.append)
-    assert not (tmp_path / "profile.json").exists()
-    assert "60%" in told[-1] and "not kept" in told[-1] and "flexgen-helm profile" in told[-1]
-    profiler.measured_profile(fresh=True, tell=told.append)  # asked for by name
-    assert (tmp_path / "profile.json").exists() and "kept as you asked" in told[-1]
+    told, measured = [], []
+    honest = machine_profile.measure
+    monkeypatch.setattr(machine_profile, "measure", lambda folder: measured.append(honest(folder)) or measured[-1])
+    readings = iter(shares)
+    monkeypatch.setattr(machine_profile, "busy_share", lambda: next(readings))
+    first = machine_profile.measured_profile(tell=told.append)
+    assert "60%" in told[-1] and "flexgen-helm profile" in told[-1]
+    monkeypatch.setattr(machine_profile, "busy_share", lambda: 0.6)
+    assert machine_profile.measured_profile(tell=told.append) == first and len(measured) == 1
+    monkeypatch.setattr(machine_profile, "busy_share", lambda: 0.0)
+    assert machine_profile.measured_profile(tell=told.append) != first and len(measured) == 2
+    machine_profile.measured_profile(tell=told.append)
+    assert len(measured) == 2, "one of a quiet machine stays"
+
+
+def test_a_profile_that_was_saved_before_profiles_were_marked_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+    folder = tmp_path / "offload"
+    machine_profile.save(SavedProfile(load_profile("laptop"), 0.9), folder)
+    assert machine_profile.load_saved(folder).is_marked
+    path = tmp_path / "profile.json"
+    content = json.loads(path.read_text())
+    del content["busy_share"]
+    path.write_text(json.dumps(content))
+    assert not machine_profile.load_saved(folder).is_marked
 
 
 def test_other_programs_are_noticed():
@@ -162,7 +182,7 @@ def test_other_programs_are_noticed():
         [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
     ) as busy:
         busy.stdout.readline()
-        share = profiler.busy_share()
+        share = machine_profile.busy_share()
         busy.kill()
     assert share > 0.25 / psutil.cpu_count()
 
@@ -174,7 +194,7 @@ def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeyp
     def full(folder):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(profiler, "measure", full)
+    monkeypatch.setattr(machine_profile, "measure", full)
     monkeypatch.setattr(engine_module, "_MEASURE_FROM_S", 0.0)
     with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
         assert all(result.error is None for result in engine.run(requests(3)))
@@ -186,11 +206,11 @@ def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeyp
 def test_the_machine_is_not_measured_for_the_prediction_of_a_short_run(tiny, tmp_path, monkeypatch):
     monkeypatch.delenv("FLEXGEN_HELM_HARDWARE")
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
-    monkeypatch.setattr(profiler, "measure", lambda folder: pytest.fail("measured"))
+    monkeypatch.setattr(machine_profile, "measure", lambda folder: pytest.fail("measured"))
     with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
         engine.run(requests(3))
         assert engine.last_run["predicted_latency_s"] is None
-        profiler.save_profile(load_profile("laptop"), tmp_path / "offload")
+        machine_profile.save(SavedProfile(load_profile("laptop"), 0.0), tmp_path / "offload")
         engine.run(requests(3))
         assert engine.last_run["predicted_latency_s"] > 0
 
@@ -202,9 +222,9 @@ def test_a_named_machine_that_is_unknown_is_refused_before_anything_runs(tiny, m
 
 
 def test_a_named_machine_takes_the_place_of_this_one(monkeypatch):
-    assert profiler.profile_named("t4", print) == load_profile("t4")
+    assert machine_profile.profile_named("t4", print) == load_profile("t4")
     with pytest.raises(UsageError, match="t5"):
-        profiler.profile_named("t5", print)
+        machine_profile.profile_named("t5", print)
 
 
 def test_the_share_of_overlap_is_learnt_from_what_did_not_hide():

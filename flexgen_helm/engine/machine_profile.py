@@ -1,0 +1,136 @@
+"""The profile of this machine: measured once, saved below `FLEXGEN_HELM_HOME`, measured again if the machine changes.
+
+A profile that was measured beside other programs is saved with a mark. It is used until the machine is quiet, and
+then replaced: so a busy machine is not measured again by every process, and no plan believes its rates for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.engine.profiler import measure
+from flexgen_helm.errors import UsageError
+from flexgen_helm.files import replace_text
+from flexgen_helm.hardware.profile import HardwareProfile, load_profile
+from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
+
+# Version of the profiler: raised when it measures something else.
+_VERSION = 4
+# Share of the processors' time that other programs take on a busy machine.
+_BUSY_SHARE = 0.25
+_WATCHED_S = 0.5
+
+
+@dataclass(frozen=True)
+class SavedProfile:
+    """busy_share: share of the processors' time that other programs took meanwhile."""
+
+    profile: HardwareProfile
+    busy_share: float
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether it was measured on a busy machine, so that its rates are too low."""
+        return self.busy_share > _BUSY_SHARE
+
+
+def profile_named(name: str, tell: Callable[[str], None]) -> HardwareProfile:
+    """Return a shipped profile, one from a file, or for 'measured' this machine's."""
+    return measured_profile(tell=tell) if name == "measured" else load_profile(name)
+
+
+def measured_profile(
+    *, folder: Path | None = None, fresh: bool = False, tell: Callable[[str], None] | None = None
+) -> HardwareProfile:
+    """Return this machine's profile, the saved one if it still holds.
+
+    folder: of the disk tier, whose disk is measured.
+    fresh: measure again in any case.
+    tell: takes sentences for the user.
+    """
+    folder, tell = folder or state_dir() / "offload", tell or (lambda text: None)
+    saved = None if fresh else load_saved(folder)
+    if saved is not None and (not saved.is_marked or busy_share() > _BUSY_SHARE):
+        return saved.profile
+    tell("measuring this machine for half a minute; close programs that compute")
+    before = busy_share()
+    measured = SavedProfile(measure(folder), max(before, busy_share()))
+    if measured.is_marked:
+        tell(
+            f"other programs take {measured.busy_share:.0%} of the processors, so the measured rates are too low; "
+            "they are replaced when the machine is quiet: run `flexgen-helm profile` then"
+        )
+    save(measured, folder)
+    return measured.profile
+
+
+def busy_share() -> float:
+    """Return the share of all processors' time that other programs take, watched for half a second."""
+    earlier = read_cpu_times()
+    time.sleep(_WATCHED_S)
+    return busy_cores(earlier, read_cpu_times()) / (psutil.cpu_count() or 1)
+
+
+def load_saved(folder: Path) -> SavedProfile | None:
+    """Return what was measured before; None if nothing was, or the machine is another one now."""
+    path = _path()
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved.get("identity") == machine_identity(folder):
+            profile = HardwareProfile.from_json(saved["profile"], str(path))
+            return SavedProfile(profile, float(saved.get("busy_share", 0.0)))
+    except (OSError, ValueError, KeyError, TypeError, UsageError):
+        pass  # of another version, or damaged
+    return None
+
+
+def save(saved: SavedProfile, folder: Path) -> None:
+    """Save a profile as this machine's."""
+    path = _path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "identity": machine_identity(folder),
+        "busy_share": saved.busy_share,
+        "profile": saved.profile.to_json(),
+    }
+    replace_text(path, json.dumps(content, indent=2))
+
+
+def machine_identity(folder: Path) -> dict[str, Any]:
+    """Return what a profile depends on: if one of these differs, the machine is measured again."""
+    from importlib.metadata import version
+
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    models = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return {
+        "version": _VERSION,
+        "processor": next(models, platform.processor()),
+        "cores": psutil.cpu_count(logical=True),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "memory_bytes": psutil.virtual_memory().total,
+        "device": os.stat(existing).st_dev,
+        "gpu": [line for path in gpus for line in _lines(path)],
+        "torch": version("torch"),
+    }
+
+
+def _path() -> Path:
+    return state_dir() / "profile.json"
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
