@@ -1,0 +1,222 @@
+"""The KV cache by itself: whatever the tier and the codec, a query reads what was written, in the defined version."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.kv_cache.cache import KVCache
+from flexgen_helm.kv_cache.visibility import decode_parts, prefix_parts
+from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
+from flexgen_helm.offload.ledger import Ledger
+from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.planner.placement import TIERS
+from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.precisions import CacheFormat
+from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
+
+HEADS, DIM, LAYERS = 2, 16, 2
+CONFIG = replace(resolve("opt-125m").entry.config, num_layers=LAYERS, num_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM)
+FORMATS = {
+    "plain": None,
+    "channels": CacheFormat(GroupFormat(4, 16, "out"), GroupFormat(4, 8, "in", "word"), 5),
+    "token by token": CacheFormat(GroupFormat(4, 8, "in"), GroupFormat(4, 8, "in"), 3),
+    "sparse": CacheFormat(None, None, 4, value_share=0.5),
+}
+PLACES = {"device": ("gpu", True), "host": ("cpu", True), "disk": ("disk", True), "disk of a host": ("disk", False)}
+
+
+class Reference:
+    """Keys and values of every sequence as they were computed, in plain lists."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = torch.Generator().manual_seed(seed)
+        self.tokens: dict[tuple[Sequence, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def new(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (torch.randn(tokens, HEADS, DIM, generator=self._draw) for _ in range(2))
+        return k, v
+
+    def add(self, sequence: Sequence, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        old = self.tokens.get((sequence, layer))
+        self.tokens[sequence, layer] = (k, v) if old is None else (torch.cat((old[0], k)), torch.cat((old[1], v)))
+
+    def seen(self, cache: KVCache, sequence: Sequence, layer: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the query at `position` sees by the definition: older groups after a round trip, the rest as it was."""
+        k, v = self.tokens[sequence, layer]
+        fmt = cache.codec.cache_format
+        border = 0 if fmt is None else min(fmt.num_quantized(position), k.shape[0])
+        whole = border if fmt is None else -(-border // fmt.group_tokens) * fmt.group_tokens
+        if not whole:
+            return k, v
+        old_k, old_v = cache.codec.round_trip(k[:whole], v[:whole])
+        return torch.cat((old_k[:border], k[border:])), torch.cat((old_v[:border], v[border:]))
+
+
+def open_cache(folder: Path, place: str, fmt: CacheFormat | None, overlap: bool) -> tuple[KVCache, Tiers]:
+    tier, has_gpu = PLACES[place]
+    engine = SimulatedCopyEngine(None, None) if has_gpu else None
+    ledgers = {name: Ledger(name, 1 << 30) for name in TIERS}
+    tiers = Tiers(torch.device("cpu"), "gpu" if has_gpu else "cpu", ledgers, engine, folder, overlap)
+    fractions = {name: float(name == tier) for name in TIERS}
+    return KVCache(CONFIG, tiers, torch.float32, fractions, cache_format=fmt), tiers
+
+
+def visible(cache: KVCache, block: CacheBlock, layer: int) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """For every sequence of a block, position -> (key, value) of all that its query reads, from all parts."""
+    found: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in block.sequences]
+    for part in decode_parts(block, {None}, cache.codec, torch.device("cpu")):
+        if part.stored and part.value_share < 1:
+            keys = cache.read_keys(block, layer, part)
+            values = torch.full_like(keys, float("nan"))  # of sparse formats values are selected: tested elsewhere
+        else:
+            keys, values = cache.read(block, layer, part)
+        mask, places = part.masks[None], part.key_positions
+        for row, number in enumerate(range(part.sequences.start, part.sequences.stop)):
+            for column in range(keys.shape[2]):
+                if mask is None or mask[row, 0, 0, column] == 0:
+                    position = column if places is None else int(places[row, column])
+                    assert position not in found[number], "a key is seen once"
+                    found[number][position] = keys[row, :, column], values[row, :, column]
+    return found
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(list(FORMATS)),
+    place=st.sampled_from(list(PLACES)),
+    prompts=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    steps=st.integers(1, 40),
+    page_tokens=st.sampled_from([0, 16]),
+    prefetch=st.booleans(),
+    overlap=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_decoding_reads_what_was_written(tmp_path, name, place, prompts, steps, page_tokens, prefetch, overlap, seed):
+    cache, tiers = open_cache(tmp_path, place, FORMATS[name], overlap)
+    reference, draw = Reference(seed), torch.Generator().manual_seed(seed)
+    sequences = [
+        Sequence(SequenceKind.PROMPT, (), [1] * n, n, max_new_tokens=steps + 1, num_draws=1, needs_cache=True)
+        for n in prompts
+    ]
+    block = CacheBlock(max(s.cache_tokens for s in sequences), len(sequences), list(sequences), page_tokens)
+    try:
+        for slot, sequence in enumerate(sequences):
+            sequence.block, sequence.slot = block, slot
+            for layer in range(LAYERS):
+                k, v = reference.new(sequence.prompt_len)
+                cache.write(sequence, layer, k, v)
+                reference.add(sequence, layer, k, v)
+            sequence.num_computed = sequence.prompt_len
+        for _ in range(steps):
+            for layer in range(LAYERS):
+                if prefetch:
+                    cache.prefetch(block, layer)
+                k, v = reference.new(len(block.sequences))
+                for row, sequence in enumerate(block.sequences):
+                    reference.add(sequence, layer, k[row : row + 1], v[row : row + 1])
+                at = torch.tensor([sequence.num_computed for sequence in block.sequences])
+                cache.append(block, layer, at, k, v)
+                for sequence, found in zip(block.sequences, visible(cache, block, layer)):
+                    keys, values = reference.seen(cache, sequence, layer, sequence.num_computed)
+                    assert sorted(found) == list(range(sequence.num_computed + 1))
+                    for position, (key, value) in found.items():
+                        assert torch.equal(key, keys[position])
+                        assert value.isnan().all() or torch.equal(value, values[position])
+                cache.done(block, layer)
+            for sequence in block.sequences:
+                sequence.num_computed += 1
+            if len(block.sequences) > 1 and torch.rand((), generator=draw) < 0.3:  # one ends, the last takes its slot
+                slot = int(torch.randint(len(block.sequences), (), generator=draw))
+                last, gone = block.sequences.pop(), block.sequences[slot] if slot < len(block.sequences) else None
+                if gone is not None:
+                    cache.move(block, last.slot, slot, last.num_computed, gone.num_computed)
+                    block.sequences[slot], last.slot = last, slot
+        cache.free(block)
+        for ledger in tiers.ledgers.values():
+            ledger.check({})
+    finally:
+        cache.close()
+        tiers.close()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(["plain", "channels", "token by token"]),
+    place=st.sampled_from(list(PLACES)),
+    groups=st.integers(1, 4),
+    behind=st.lists(st.integers(0, 50), min_size=1, max_size=5),
+    overlap=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_readers_of_a_prefix_see_what_was_written(tmp_path, name, place, groups, behind, overlap, seed):
+    cache, tiers = open_cache(tmp_path, place, FORMATS[name], overlap)
+    reference, length = Reference(seed), groups * (cache.prefix_multiple or 1)
+    prefix = Sequence(SequenceKind.SHARED_PREFIX, (), [1] * length, length, max_new_tokens=1, needs_cache=True)
+    prefix.block, prefix.slot = CacheBlock(length, 1, [prefix]), 0
+    positions = [length + n for n in behind]
+    try:
+        for layer in range(LAYERS):
+            k, v = reference.new(length)
+            cache.write(prefix, layer, k, v)
+            reference.add(prefix, layer, k, v)
+        for layer in range(LAYERS):
+            seen: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in positions]
+            for part in prefix_parts(prefix, positions, cache.codec):
+                keys, values = cache.read_prefix(prefix, layer, part)
+                assert keys.shape == (HEADS, part.last - part.first, DIM)
+                mask = part.mask(torch.tensor(positions), max(positions), None, torch.device("cpu"))
+                for query in range(len(positions)):
+                    for column in range(keys.shape[1]):
+                        if mask is None or mask[query, column] == 0:
+                            assert part.first + column not in seen[query]
+                            seen[query][part.first + column] = keys[:, column], values[:, column]
+            cache.done(prefix.block, layer)
+            for query, position in enumerate(positions):
+                keys, values = reference.seen(cache, prefix, layer, position)
+                assert sorted(seen[query]) == list(range(length))
+                assert all(
+                    torch.equal(k, keys[at]) and torch.equal(v, values[at]) for at, (k, v) in seen[query].items()
+                )
+    finally:
+        cache.close()
+        tiers.close()
+
+
+def test_a_slot_that_was_not_moved_would_be_noticed(tmp_path):
+    """The inverse: without the move, the sequence in the freed slot reads its predecessor's tokens."""
+    cache, tiers = open_cache(tmp_path, "device", None, True)
+    sequences = [
+        Sequence(SequenceKind.PROMPT, (), [1] * 3, 3, max_new_tokens=3, num_draws=1, needs_cache=True) for _ in "ab"
+    ]
+    block, reference = CacheBlock(5, 2, list(sequences)), Reference(0)
+    for slot, sequence in enumerate(sequences):
+        sequence.block, sequence.slot, sequence.num_computed = block, slot, 3
+        k, v = reference.new(3)
+        cache.write(sequence, 0, k, v)
+        reference.add(sequence, 0, k, v)
+    block.sequences[:] = [sequences[1]]
+    cache.append(block, 0, torch.tensor([3]), *reference.new(1))
+    keys = visible(cache, block, 0)[0]
+    assert not torch.equal(keys[0][0], reference.tokens[sequences[1], 0][0][0])
+    cache.close()
+    tiers.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_storages_are_chosen_by_the_plan(tmp_path, place):
+    cache, tiers = open_cache(tmp_path, place, None, True)
+    prompt = Sequence(SequenceKind.PROMPT, (), [1] * 3, 3, max_new_tokens=3, num_draws=1, needs_cache=True)
+    prompt.block, prompt.slot = CacheBlock(5, 1, [prompt]), 0
+    cache.write(prompt, 0, *Reference(0).new(3))
+    tier = PLACES[place][0]
+    assert cache.placed[tier] > 0 and sum(cache.placed.values()) == cache.placed[tier]
+    assert tiers.ledgers[tier].by_kind() == {"cache": cache.placed[tier]}
+    cache.close()
+    tiers.close()
