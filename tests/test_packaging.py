@@ -79,7 +79,7 @@ def test_the_wheel_holds_what_the_repository_maps(files, wheel):
         "scenarios/simple.py",
         "runs/quickstart.conf",
         "benchmarks/clients.py",
-        "plugin/hooks.py",
+        "plugin/helm_patches.py",
         "py.typed",
     ):
         assert f"flexgen_helm/{expected}" in names

@@ -66,9 +66,9 @@ def executed(spec: RunSpec, adapter_spec: AdapterSpec, foreign: bool = False) ->
 
 
 def fake_result(request: Any) -> RequestResult:
-    question = convert.ask(request, fake_engine.FakeTokenizer(), 10**6)
+    question = convert.to_generation_request(request, fake_engine.FakeTokenizer(), 10**6)
     found = fake_engine.answer(question.request)
-    return convert.reply(request, question, found, False, fake_engine.FakeTokenizer())
+    return convert.to_request_result(request, question, found, False, fake_engine.FakeTokenizer())
 
 
 def run_spec(entry: str) -> RunSpec:
@@ -132,12 +132,12 @@ def test_token_requests_are_taken_as_they_are() -> None:
     tokenizer = fake_engine.FakeTokenizer(adds_bos=True)
     fields = dict(model="m", model_deployment="m", max_tokens=0, temperature=0.0, echo_prompt=True)
     request = TokenRequest(prompt="abc", prompt_token_ids=(5, 6, 7), **fields)
-    question = convert.ask(request, tokenizer, 100)
+    question = convert.to_generation_request(request, tokenizer, 100)
     assert question.request.prompt_token_ids == (5, 6, 7)
-    echoed = convert.reply(request, question, fake_engine.answer(question.request), False, tokenizer)
+    echoed = convert.to_request_result(request, question, fake_engine.answer(question.request), False, tokenizer)
     assert [token.text for token in echoed.completions[0].tokens] == ["\x05", "\x06", "\x07"]
-    other = convert.ask(replace(request, prompt_token_ids=(5, 6, 8)), tokenizer, 100)
+    other = convert.to_generation_request(replace(request, prompt_token_ids=(5, 6, 8)), tokenizer, 100)
     assert other.key != question.key
-    text = convert.ask(convert.Request(prompt="abc", **fields), tokenizer, 100)
+    text = convert.to_generation_request(convert.Request(prompt="abc", **fields), tokenizer, 100)
     assert text.request.prompt_token_ids == (tokenizer.bos_id, *map(ord, "abc"))
     assert "prompt_token_ids" not in repr(request)  # HELM writes the whole request into every error
