@@ -13,15 +13,18 @@ FinishReason = Literal["length", "stop", "endoftext"]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One request. Filled by the caller, never changed.
+    """What a caller asks for.
 
-    Exactly one of `prompt` and `prompt_token_ids` is given. `prompt` is encoded as the tokenizer does by
-    default (with BOS where the model was trained with one); `prompt_token_ids` is taken as it is.
-
-    temperature: 0 is a true argmax. top_p: nucleus mass in (0, 1]. seed: with the completion's index it fixes
-    every random draw, whatever else is in the batch. stop: strings; text and tokens end before the earliest.
-    n: completions wanted. echo_logprobs: also score the prompt. ignore_eos: generate through EOS (throughput
-    work with random weights, where an early end would change the workload).
+    prompt: text, encoded as the tokenizer does by default (with BOS if the model was trained with one).
+    prompt_token_ids: taken as they are. Exactly one of the two is given.
+    max_tokens: most tokens to generate; 0 with `echo_logprobs` only scores the prompt.
+    temperature: 0 takes the most probable token.
+    top_p: probability mass of the nucleus, in (0, 1].
+    seed: fixes every random draw together with the completion's index, whatever else is in the batch.
+    stop: strings; text and tokens end before the earliest.
+    n: completions wanted.
+    echo_logprobs: also return log-probabilities of the prompt's tokens.
+    ignore_eos: generate through EOS, for throughput work with random weights.
     """
 
     prompt: str | None = None
@@ -36,7 +39,7 @@ class GenerationRequest:
     ignore_eos: bool = False
 
     def validate(self) -> None:
-        """Raise `RequestError` where the request contradicts itself; needs no model."""
+        """Raise `RequestError` if the request contradicts itself; needs no model."""
         if (self.prompt is None) == (self.prompt_token_ids is None):
             raise RequestError("a request needs exactly one of prompt and prompt_token_ids")
         if self.max_tokens < 0:
@@ -55,12 +58,13 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """One continuation. Filled by the engine.
+    """One completion of a request.
 
-    `tokens`, `token_ids` and `logprobs` are parallel and exclude EOS and the stop string; a token that the stop
-    string cuts in two stays, with its text trimmed, so that the tokens' texts join to `text`. (A token that is
-    not whole UTF-8 is spelt `bytes:\\xNN`; those spellings do not join.) `logprobs` are natural logarithms of
-    the raw, untempered softmax.
+    text: without EOS and stop string.
+    tokens: texts of the tokens, which join to `text`. The text of a token that the stop string cuts in two is
+        trimmed. A token that is not whole UTF-8 is written `bytes:\\xNN`, and does not join.
+    token_ids, logprobs: parallel to `tokens`; natural logarithms of the raw softmax, temperature 1.
+    finish_reason: length, stop or endoftext.
     """
 
     text: str
@@ -77,10 +81,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one request took of the run it was part of.
+    """What one request took of its run.
 
-    Seconds are the request's share by operations of the passes it rode on; `flops` are multiply-adds counted
-    twice, in linear layers and attention. Tokens computed are fewer than asked for where work was shared.
+    prompt_tokens, output_tokens: asked for and generated.
+    prompt_tokens_computed: fewer than `prompt_tokens` if work was shared.
+    padded_prompt_tokens, padded_output_tokens: with the padding that was really computed.
+    flops: of linear layers and attention; a multiply-add counts two.
+    prefill_s, decode_s: seconds; the share of its batches that the request's operations are.
+    batch_size: of its largest batch.
     """
 
     prompt_tokens: int = 0
@@ -96,11 +104,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """The answer to one request, in the order asked.
+    """The answer to one request.
 
-    `prompt_logprobs` has the length of `prompt_token_ids`, its first entry None, and is None itself unless the
-    request asked for `echo_logprobs`. `error` is None or the exception of this request alone; then
-    `completions` is empty.
+    completions: `n` of them; empty if there is an error.
+    prompt_token_ids: the prompt as it was computed.
+    prompt_logprobs: as long as `prompt_token_ids`, the first entry None; None without `echo_logprobs`.
+    error: the exception of this request alone, or None.
     """
 
     completions: tuple[Completion, ...] = ()
@@ -112,7 +121,7 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Bytes that each tier may hold at rest (staging buffers included); None = what the machine has, less a margin."""
+    """Bytes of tensors and staging buffers that each tier may hold; None: what the machine has, less a margin."""
 
     gpu: int | None = None
     cpu: int | None = None
@@ -121,8 +130,12 @@ class MemoryLimits:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, in tokens fed or drawn; the total counts every `max_tokens` in full: an upper
-    bound."""
+    """How far a run is.
+
+    done_tokens: computed so far, prompts included.
+    total_tokens: an upper bound: it counts every `max_tokens` in full.
+    elapsed_s: seconds since the run began.
+    """
 
     done_tokens: int
     total_tokens: int
@@ -132,7 +145,7 @@ class Progress:
 
     @property
     def remaining_s(self) -> float | None:
-        """Expected seconds to go at the mean rate so far; None before the first token."""
+        """Expected seconds until the end at the mean rate so far; None before the first token."""
         if not self.done_tokens:
             return None
         return self.elapsed_s * (self.total_tokens - self.done_tokens) / self.done_tokens
