@@ -65,7 +65,7 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Resolv
     """Find what a name means without touching the network.
 
     A name that exists as it is (in the user's models file, in the catalogue, on disk) wins over one that is read
-    as base and precision suffix. `revision` wins over the models file's and the catalogue's. Raises
+    as base and precision suffix. `revision` wins over the models file's. Raises
     `UnknownModelError` with the closest catalogue names, `UsageError` where the models file cannot be used.
     """
     text = os.fspath(name)
@@ -103,7 +103,7 @@ def _known(
         )
     if (entry := CATALOG.get(name)) is not None:
         kind: Kind = "hub" if entry.hub_repo else "wheel" if name == WHEEL_MODEL else "unpublished"
-        return ResolvedModel(name, precision, kind, None, entry.hub_repo, revision or entry.revision, entry)
+        return ResolvedModel(name, precision, kind, None, entry.hub_repo, revision, entry)
     if not name:
         return None  # as a path it would be the current folder
     path = Path(name).expanduser()
