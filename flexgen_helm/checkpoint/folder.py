@@ -1,9 +1,10 @@
-"""What lies in a model folder. `config.json` is data: code that it names (`auto_map`) is never looked at. No torch."""
+"""The files of a model folder. `config.json` is data: code that it names (`auto_map`) is never looked at. No torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,10 +24,10 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
-# Any of these makes a tokenizer; the others only adorn one.
-_TOKENIZER_CORES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# Each holds a vocabulary; a tokenizer needs one of them.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
-# What trainers leave beside the weights, pickled too.
+# What trainers leave in the folder, pickled too.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 
 _SIZES = (
@@ -43,7 +44,7 @@ _SIZES = (
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises `CheckpointError` naming the file where it is none."""
+    """Read a JSON object; raises `CheckpointError` naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -56,95 +57,118 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
-    """Family, spec and the raw configuration of a model folder.
+    """Return the architecture, the model config, and the content of `config.json` of a model folder.
 
     Raises `UnsupportedArchitectureError` by name, `CheckpointError` for a configuration that is missing,
-    incomplete, or of weights that were quantized already.
+    incomplete, or of weights that are quantized already.
     """
     path = folder / CONFIG
-    config = read_json(path)
+    content = read_json(path)
     try:
-        architecture = architecture_of_config(config)
+        architecture = architecture_of_config(content)
     except UnsupportedArchitectureError as error:
-        if "auto_map" not in config:
+        if "auto_map" not in content:
             raise
         raise UnsupportedArchitectureError(f"{error}; the code that {path} names (auto_map) is never run") from None
-    if method := config.get("quantization_config"):
+    if method := content.get("quantization_config"):
         method = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
         raise CheckpointError(f"{path}: these weights are quantized already ({method}); use the original checkpoint")
+    return architecture, model_config_from(architecture.read_config, content, path), content
+
+
+def model_config_from(
+    read: Callable[[Mapping[str, Any]], ModelConfig], content: Mapping[str, Any], path: Path
+) -> ModelConfig:
+    """Apply an architecture's reader to the content of `path`.
+
+    Raises `CheckpointError` if an entry is missing or of the wrong kind, if a size is not a positive integer, or if
+    the heads do not divide evenly.
+    """
     try:
-        model_config = architecture.read_config(config)
-        check_sizes(model_config, path)
-        return architecture, model_config, config
+        config = read(content)
+        for name in _SIZES:
+            value = getattr(config, name)
+            if not isinstance(value, int) or value < 1:
+                size = name.replace("_", " ")
+                raise CheckpointError(f"{path} gives {size} as {value!r}; it must be a positive integer")
+        if config.num_heads % config.num_kv_heads:
+            raise CheckpointError(f"{path}: {config.num_heads} heads share {config.num_kv_heads} key heads unevenly")
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error}") from error
     except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path} has an entry of the wrong kind: {error}") from error
-
-
-def check_sizes(model_config: ModelConfig, path: Path) -> None:
-    """Raise `CheckpointError` where a size is not a positive whole number or the heads do not divide."""
-    for name in _SIZES:
-        value = getattr(model_config, name)
-        if not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{path} gives {name.replace('_', ' ')} as {value!r}; it must be a positive integer")
-    if model_config.num_heads % model_config.num_kv_heads:
-        raise CheckpointError(
-            f"{path} gives {model_config.num_heads} heads that share {model_config.num_kv_heads} keys unevenly"
-        )
+    return config
 
 
 def tokenizer_folder(folder: Path) -> Path | None:
-    """The folder if it contains a tokenizer, else None."""
-    return folder if any((folder / name).is_file() for name in _TOKENIZER_CORES) else None
+    """Return the folder if it contains a tokenizer, else None."""
+    return folder if any((folder / name).is_file() for name in VOCABULARY_FILES) else None
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder: the single one, those that the index names, or the only one there is.
+    """Return a folder's safetensors files: the single one, those that the index names, or the only one there is.
 
-    Raises `CheckpointError` where one is missing or lies outside the folder, or where there are only pickles.
+    Raises `CheckpointError` if one is missing or outside the folder, or if all weights are pickled.
     """
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    index = folder / INDEX
-    if index.is_file():
-        return [folder / name for name in sorted(set(indexed(index).values()))]
+    if (folder / INDEX).is_file():
+        return [folder / name for name in sorted(set(read_index(folder / INDEX).values()))]
     files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())  # a link may lead nowhere
     if len(files) == 1:
         return files
     if files:
         raise CheckpointError(f"{folder} has {len(files)} safetensors files but no {INDEX} that orders them")
     if pickle_names([file.name for file in folder.iterdir()]):
-        raise CheckpointError(
-            f"{folder} has only pickled weights, which are not loaded because they can run code; "
-            f"`flexgen-helm convert {folder}` turns them into safetensors"
-        )
+        raise only_pickled_weights(str(folder), str(folder))
     raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
 
 
-def indexed(index: Path) -> dict[str, str]:
-    """Tensor name -> file name of a sharded checkpoint's index; each file is there, inside the folder."""
+def deciding_files(folder: Path, weights: Iterable[Path] = ()) -> list[Path]:
+    """Return every file of a model folder that decides results."""
+    others = (folder / name for name in (CONFIG, INDEX, *TOKENIZER_FILES))
+    return [*(file for file in others if file.is_file()), *weights]
+
+
+def read_index(index: Path, must_exist: bool = True) -> dict[str, str]:
+    """Return tensor name -> file name of a sharded checkpoint.
+
+    Raises `CheckpointError` if a file is outside the folder, or missing while it `must_exist`.
+    """
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(v, str) for v in shards.values()):
         raise CheckpointError(f"{index} has no weight_map from tensor names to files")
     for name in sorted(set(shards.values())):
-        require_inside(index, name)
-        if not (index.parent / name).is_file():
+        # By name, not by where links lead: a hub snapshot consists of links to its blobs.
+        if "\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CheckpointError(f"{index} names {name}, which lies outside the folder")
+        if must_exist and not (index.parent / name).is_file():
             raise CheckpointError(f"{index} names {name}, which is missing; fetch the model again")
     return shards
 
 
-def require_inside(index: Path, name: str) -> None:
-    """Raise `CheckpointError` where a file that an index names lies outside its folder."""
-    # By the letter, not by where links lead: a hub snapshot consists of links to its store.
-    if "\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise CheckpointError(f"{index} names {name}, which lies outside the folder")
-
-
 def pickle_names(names: Collection[str]) -> list[str]:
-    """Those of a folder's file names that pickled weights go by: the usual one, the index, or any others."""
+    """Return which of a folder's file names hold pickled weights: the usual one, the index, or any others."""
     for usual in (PICKLE, PICKLE_INDEX):
         if usual in names:
             return [usual]
     pickles = (name for name in names if name.endswith((".bin", ".pt", ".pth")))
     return sorted(name for name in pickles if not name.startswith(_NO_WEIGHTS))
+
+
+def only_pickled_weights(title: str, model: str) -> CheckpointError:
+    """Make the error for a model that needs converting; `model` is what the command takes."""
+    return CheckpointError(
+        f"{title} has only pickled weights, which are not loaded because they can run code; "
+        f"`flexgen-helm convert {model}` turns them into safetensors"
+    )
+
+
+def require_space(folder: Path, needed: int, subject: str, remedy: str) -> None:
+    """Raise `CheckpointError` if fewer than `needed` bytes are free. subject: 'the model takes'."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(
+            f"{subject} {needed:,} bytes and {free:,} are free in {folder}: {needed - free:,} bytes are missing; "
+            f"make room, or {remedy}"
+        )

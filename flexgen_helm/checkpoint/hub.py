@@ -2,308 +2,260 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
-from filelock import FileLock
-
+from flexgen_helm.checkpoint.fingerprint import check_blobs
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
     PICKLE_INDEX,
     TOKENIZER_FILES,
-    indexed,
+    deciding_files,
+    only_pickled_weights,
     pickle_names,
     read_config,
+    read_index,
     read_json,
-    require_inside,
+    require_space,
     weight_files,
 )
-from flexgen_helm.checkpoint.manifest import check_blobs, hub_conversion, is_conversion, snapshot_files
-from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.manifest import hub_conversion, is_conversion
+from flexgen_helm.checkpoint.paths import read_state, update_state
+from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import CheckpointError, UsageError
-from flexgen_helm.files import replace_text
 
 Progress = Callable[[str], None]
 
+_REVISIONS = "revisions.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SMALL = [CONFIG, "generation_config.json", *TOKENIZER_FILES]
-_WANTED = ["*.safetensors", "*.safetensors.index.json", *_SMALL]
+_SMALL_FILES = [CONFIG, "generation_config.json", *TOKENIZER_FILES]
+_SAFETENSORS = ["*.safetensors", "*.safetensors.index.json", *_SMALL_FILES]
 # Subfolders and `consolidated*` repeat the weights in the makers' own formats.
-_UNWANTED = ["*/*", "consolidated*"]
+_REPEATED = ["*/*", "consolidated*"]
 
 
 @dataclass(frozen=True)
-class _Pinned:
-    """A revision of a repository as far as it is known.
+class _Revision:
+    """A revision of a repository, resolved as far as possible.
 
-    commits: what to look for in the cache, best first; exactly one where the hub answered. files: sizes in bytes (None
-    where the hub does not tell) of the top-level files, None where the hub was not asked. reason: why it was not.
+    commits: to look for in the cache, best first; only one if the hub answered.
+    files: name -> bytes (None if the hub does not tell) of the top-level files; None if the hub did not answer.
+    reason: why it did not answer.
     """
 
     repo: str
     revision: str | None
     commits: tuple[str | None, ...]
-    files: dict[str, int | None] | None
+    files: dict[str, int | None] | None = None
     reason: str = ""
 
-    @property
-    def at(self) -> str:
-        return f"{self.repo} at {self.revision}" if self.revision else self.repo
+    def __str__(self) -> str:
+        return _title(self.repo, self.revision)
 
     @property
-    def name(self) -> str:
+    def model_name(self) -> str:
         return self.repo.replace("/", "--")
 
 
 def fetch_snapshot(repo: str, revision: str | None, tell: Progress) -> Path:
-    """The folder, named by its commit, of a snapshot with safetensors, or of the conversion of one without.
+    """Return the folder, named by its commit, of a snapshot with safetensors, or of the conversion of one without.
 
-    Raises `CheckpointError` where it cannot be obtained, is incomplete, or a file differs from the hub's hash of it.
+    Raises `CheckpointError` if it cannot be obtained, is incomplete, or a file differs from the hub's hash of it.
     """
     with _hub_errors(repo, revision):
-        pinned = _pin(repo, revision, _has_weights)
-        if (converted := _converted(pinned)) is not None:
-            _remember(repo, revision, converted.name)
-            return converted
-        if pinned.files is not None:
-            _refuse_pickles(pinned)
-            tell(f"fetching {repo} at commit {pinned.commits[0]}")
-        folder = _download(pinned, _WANTED)
-    _require_complete(folder, pinned.at)
-    check_blobs(snapshot_files(folder, weight_files(folder)), tell)
-    _remember(repo, revision, folder.name)
+        resolved = _resolve(repo, revision, _has_weights)
+        conversions = (hub_conversion(repo, commit) for commit in resolved.commits if commit)
+        if (conversion := next(filter(is_conversion, conversions), None)) is not None:
+            _remember_commit(repo, revision, conversion.name)
+            return conversion
+        if resolved.files is not None:
+            _require_safetensors(resolved, resolved.files)
+            tell(f"fetching {repo} at commit {resolved.commits[0]}")
+        folder = _download(resolved, _SAFETENSORS)
+    _require_complete(folder, str(resolved))
+    check_blobs(deciding_files(folder, weight_files(folder)), tell)
+    _remember_commit(repo, revision, folder.name)
     return folder
 
 
-def fetch_pickles(repo: str, revision: str | None, beside: Path, tell: Progress) -> tuple[Path, list[Path]]:
-    """The folder of a snapshot without safetensors, named by its commit, and its pickled files; none is opened.
+def fetch_pickles(repo: str, revision: str | None, output_disk: Path, tell: Progress) -> tuple[Path, list[Path]]:
+    """Return the folder of a snapshot without safetensors, named by its commit, and its pickled files, all unopened.
 
-    beside: where the conversion will be written, whose disk must hold it too. Raises `UsageError` where there is
-    nothing to convert, `CheckpointError` where something is missing, damaged or too large.
+    output_disk: a folder on the disk of the conversion. If it is the hub cache's disk, both must fit.
+    Raises `UsageError` if there is nothing to convert, `CheckpointError` if a file is missing, damaged or too large.
     """
     with _hub_errors(repo, revision):
-        pinned = _pin(repo, revision, _has_pickles)
-        if pinned.files is None:
-            folder = _download(pinned, _SMALL)  # whatever else has come is in the same folder
-            if any(folder.glob("*.safetensors")):
-                raise UsageError(f"{pinned.at} has safetensors weights; nothing needs converting")
-            names = pickle_names([file.name for file in folder.iterdir()])
-        else:
-            if any(name.endswith(".safetensors") for name in pinned.files):
-                raise UsageError(f"{pinned.at} has safetensors weights; nothing needs converting")
-            names = pickle_names(pinned.files)
-            tell(f"fetching {repo} at commit {pinned.commits[0]}")
-            folder = _download(pinned, [*_SMALL, PICKLE_INDEX])
-            read_config(folder)  # an architecture that is not served is refused before gigabytes come
+        resolved = _resolve(repo, revision, _has_pickles)
+        if resolved.files is None:
+            folder = _download(resolved, _SMALL_FILES)  # all other cached files are in the same folder
+        if any(name.endswith(".safetensors") for name in resolved.files or _file_names(folder)):
+            raise UsageError(f"{resolved} has safetensors weights; nothing needs converting")
+        if resolved.files is not None:
+            tell(f"fetching {repo} at commit {resolved.commits[0]}")
+            folder = _download(resolved, [*_SMALL_FILES, PICKLE_INDEX])
+            read_config(folder)  # refuses an unsupported architecture before gigabytes are downloaded
+            names = pickle_names(resolved.files)
             if names == [PICKLE_INDEX]:
-                names = _shards_named(folder / PICKLE_INDEX)
+                names = sorted(set(read_index(folder / PICKLE_INDEX, must_exist=False).values()))
             if len(names) == 1 or (folder / PICKLE_INDEX).is_file():
-                _require_space(pinned, folder, names, beside)
-                folder = _download(pinned, [*_SMALL, PICKLE_INDEX, *names])
-    files = pickled_files(folder, pinned.at)
-    check_blobs([*snapshot_files(folder, ()), *files], tell)
-    _remember(repo, revision, folder.name)
+                sizes = {name: resolved.files.get(name) or 0 for name in names}
+                _require_space(resolved, sizes, folder, output_disk)
+                folder = _download(resolved, [*_SMALL_FILES, PICKLE_INDEX, *names])
+    files = pickled_files(folder, str(resolved))
+    check_blobs(deciding_files(folder, files), tell)
+    _remember_commit(repo, revision, folder.name)
     return folder, files
 
 
-def pickled_files(folder: Path, what: str) -> list[Path]:
-    """The pickled weight files of a folder, all there; `CheckpointError` where it is not clear which they are."""
+def pickled_files(folder: Path, title: str) -> list[Path]:
+    """Return a folder's pickled weight files; `CheckpointError` if one is missing or it is unclear which they are."""
     read_json(folder / CONFIG)
-    names = pickle_names([file.name for file in folder.iterdir()])
+    names = pickle_names(_file_names(folder))
     if names == [PICKLE_INDEX]:
-        return [folder / name for name in sorted(set(indexed(folder / PICKLE_INDEX).values()))]
+        return [folder / name for name in sorted(set(read_index(folder / PICKLE_INDEX).values()))]
     if len(names) != 1:
-        found = f"{len(names)} pickled files ({', '.join(names)})" if names else "no pickled weights"
-        raise CheckpointError(f"{what} has {found}; convert needs one, or {PICKLE_INDEX} that orders several")
+        listed = f"{len(names)} pickled files ({', '.join(names)})" if names else "no pickled weights"
+        raise CheckpointError(f"{title} has {listed}; convert needs one, or {PICKLE_INDEX} that orders several")
     return [folder / names[0]]
 
 
-# --- revisions ----------------------------------------------------------------------------------------------------
+# ---- revisions ----
 
 
-def _pin(repo: str, revision: str | None, have: Callable[[str, str], bool]) -> _Pinned:
-    """Resolve a revision; the hub is not asked about a commit that is here, and need not answer about others."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    if revision and _COMMIT.fullmatch(revision) and have(repo, revision):
-        return _Pinned(repo, revision, (revision,), None, "the hub was not asked")
+def _resolve(repo: str, revision: str | None, is_cached: Callable[[str, str], bool]) -> _Revision:
+    """Resolve a revision to a commit. The hub is not asked about a cached commit, and may be unreachable."""
+    if revision and _COMMIT.fullmatch(revision) and is_cached(repo, revision):
+        return _Revision(repo, revision, (revision,), reason="the hub was not asked")
+    hub = _import_hub()
+    errors = hub.errors
     try:
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
-    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, HFValidationError):
+        info = hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
         raise
-    except Exception as error:  # Offline, no network, a hub that is down: each its own class.
-        known = _remembered(repo, revision)
-        commits = (revision,) if known is None else (known, revision)
-        return _Pinned(repo, revision, commits, None, f"the hub cannot be reached ({type(error).__name__})")
-    files = {file.rfilename: getattr(file, "size", None) for file in info.siblings or ()}
-    return _Pinned(repo, revision, (info.sha,), {name: size for name, size in files.items() if "/" not in name})
+    except Exception as error:  # offline, no network, a hub that is down: each has a class of its own
+        commits = tuple(dict.fromkeys((_remembered_commit(repo, revision) or revision, revision)))
+        return _Revision(repo, revision, commits, reason=f"the hub cannot be reached ({type(error).__name__})")
+    files = {file.rfilename: getattr(file, "size", None) for file in info.siblings or () if "/" not in file.rfilename}
+    return _Revision(repo, revision, (info.sha,), files)
 
 
-def _download(pinned: _Pinned, patterns: Sequence[str]) -> Path:
-    """The snapshot's folder with the files that match, from the cache alone where the hub was not asked."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    for commit in pinned.commits:
+def _download(resolved: _Revision, patterns: Sequence[str]) -> Path:
+    """Return the snapshot's folder with the files that match, from the cache alone if the hub did not answer."""
+    hub = _import_hub()
+    for commit in resolved.commits:
         try:
-            return Path(
-                snapshot_download(
-                    pinned.repo,
-                    revision=commit,
-                    allow_patterns=list(patterns),
-                    ignore_patterns=_UNWANTED,
-                    local_files_only=pinned.files is None,
-                )
+            folder = hub.snapshot_download(
+                resolved.repo,
+                revision=commit,
+                allow_patterns=list(patterns),
+                ignore_patterns=_REPEATED,
+                local_files_only=resolved.files is None,
             )
-        except LocalEntryNotFoundError as error:
+            return Path(folder)
+        except hub.errors.LocalEntryNotFoundError as error:
             missing = error
     raise CheckpointError(
-        f"{pinned.at} is not (completely) in the local cache and {pinned.reason or 'it could not be downloaded'}; "
-        f"connect once and run `flexgen-helm fetch {pinned.name}`, or name a local folder"
+        f"{resolved} is not (completely) in the local cache and {resolved.reason or 'it could not be downloaded'}; "
+        f"connect once and run `flexgen-helm fetch {resolved.model_name}`, or name a local folder"
     ) from missing
 
 
-def _revisions() -> dict[str, str]:
-    try:
-        content = json.loads((state_dir() / "revisions.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _remembered(repo: str, revision: str | None) -> str | None:
-    """The commit that a branch or tag was when it was fetched last."""
-    commit = _revisions().get(f"{repo}@{revision or 'main'}")
+def _remembered_commit(repo: str, revision: str | None) -> str | None:
+    """Return the commit of a branch or tag when it was fetched last."""
+    commit = read_state(_REVISIONS).get(f"{repo}@{revision or 'main'}")
     return commit if isinstance(commit, str) and _COMMIT.fullmatch(commit) else None
 
 
-def _remember(repo: str, revision: str | None, commit: str) -> None:
-    # The hub's own cache notes a branch only for whoever downloads by its name, and we download by commit.
-    if commit in (revision, _remembered(repo, revision)) or not _COMMIT.fullmatch(commit):
-        return
-    try:
-        state_dir().mkdir(parents=True, exist_ok=True)
-        with FileLock(state_dir() / "revisions.json.lock"):
-            known = {**_revisions(), f"{repo}@{revision or 'main'}": commit}
-            replace_text(state_dir() / "revisions.json", json.dumps(known, indent=1, sort_keys=True))
-    except OSError:
-        pass  # offline, the hub's own cache may still know
+def _remember_commit(repo: str, revision: str | None, commit: str) -> None:
+    # The hub's own cache notes a branch only for downloads by its name, and we download by commit.
+    if commit not in (revision, _remembered_commit(repo, revision)) and _COMMIT.fullmatch(commit):
+        update_state(_REVISIONS, lambda commits: commits.update({f"{repo}@{revision or 'main'}": commit}))
+
+
+def _import_hub() -> ModuleType:
+    """Import `huggingface_hub` at first use: it takes half a second, and makes its names when they are asked for."""
+    with import_lock("huggingface_hub"):
+        import huggingface_hub
+        from huggingface_hub import HfApi, errors, snapshot_download  # noqa: F401
+    return huggingface_hub
 
 
 @contextmanager
 def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """The hub's errors as sentences that say what to do."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    at = f"{repo} at {revision}" if revision else repo
+    """Turn the hub's errors into sentences that say what to do."""
+    errors, title = _import_hub().errors, _title(repo, revision)
     try:
         yield
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise CheckpointError(
-            f"{at} is gated: accept its licence on the hub, then set HF_TOKEN or run `hf auth login`"
+            f"{title} is gated: accept its license on the hub, then set HF_TOKEN or run `hf auth login`"
         ) from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise CheckpointError(f"the hub has no revision {revision} of {repo}") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise CheckpointError(f"the hub has no model {repo}, or it is private and HF_TOKEN is not set") from error
-    except HFValidationError as error:
-        raise CheckpointError(f"{repo} is no valid name of a hub repository: {error}") from error
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"{repo} is not a valid name of a hub repository: {error}") from error
     except OSError as error:
-        raise CheckpointError(f"{at} cannot be downloaded: {error}") from error
+        raise CheckpointError(f"{title} cannot be downloaded: {error}") from error
 
 
-# --- completeness -------------------------------------------------------------------------------------------------
+def _title(repo: str, revision: str | None) -> str:
+    return f"{repo} at {revision}" if revision else repo
 
 
-def _converted(pinned: _Pinned) -> Path | None:
-    """The conversion at the pinned commit."""
-    found = (hub_conversion(pinned.repo, commit) for commit in pinned.commits if commit)
-    return next((folder for folder in found if is_conversion(folder)), None)
+# ---- completeness ----
+
+
+def _file_names(folder: Path) -> list[str]:
+    return [file.name for file in folder.iterdir()]
 
 
 def _has_weights(repo: str, commit: str) -> bool:
-    """Whether this very commit is here, converted or in the hub's cache, so that nothing need be asked of the hub."""
-    if is_conversion(hub_conversion(repo, commit)):
-        return True
-    return _is_here(repo, commit, _WANTED, lambda folder: _require_complete(folder, repo))
+    """Whether this commit is here, converted or in the hub's cache."""
+    return is_conversion(hub_conversion(repo, commit)) or _is_cached(
+        repo, commit, _SAFETENSORS, lambda folder: _require_complete(folder, repo)
+    )
 
 
 def _has_pickles(repo: str, commit: str) -> bool:
-    return _is_here(repo, commit, _SMALL, lambda folder: pickled_files(folder, repo))
+    return _is_cached(repo, commit, _SMALL_FILES, lambda folder: pickled_files(folder, repo))
 
 
-def _is_here(repo: str, commit: str, patterns: list[str], require: Callable[[Path], object]) -> bool:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
+def _is_cached(repo: str, commit: str, patterns: list[str], check: Callable[[Path], object]) -> bool:
+    """Whether a snapshot in the hub's cache passes `check`, which raises `CheckpointError`."""
     try:
-        folder = snapshot_download(
-            repo, revision=commit, allow_patterns=patterns, ignore_patterns=_UNWANTED, local_files_only=True
-        )
-        require(Path(folder))
-    except (LocalEntryNotFoundError, CheckpointError):
+        check(_download(_Revision(repo, commit, (commit,)), patterns))
+    except CheckpointError:
         return False
     return True
 
 
-def _require_complete(folder: Path, what: str) -> None:
+def _require_complete(folder: Path, title: str) -> None:
     try:
         read_json(folder / CONFIG)
         weight_files(folder)
     except CheckpointError as error:
-        raise CheckpointError(f"the snapshot of {what} in the local cache is incomplete: {error}") from error
+        raise CheckpointError(f"the snapshot of {title} in the local cache is incomplete: {error}") from error
 
 
-def _refuse_pickles(pinned: _Pinned) -> None:
-    assert pinned.files is not None
-    if any(name.endswith(".safetensors") for name in pinned.files):
+def _require_safetensors(resolved: _Revision, names: dict[str, int | None]) -> None:
+    if any(name.endswith(".safetensors") for name in names):
         return
-    if pickle_names(pinned.files):
-        raise CheckpointError(
-            f"{pinned.repo} has only pickled weights (.bin), which are not loaded because they can run code; "
-            f"`flexgen-helm convert {pinned.name}` turns them into safetensors"
-        )
-    raise CheckpointError(f"{pinned.repo} has no safetensors weights")
+    if pickle_names(names):
+        raise only_pickled_weights(resolved.repo, resolved.model_name)
+    raise CheckpointError(f"{resolved.repo} has no safetensors weights")
 
 
-def _shards_named(index: Path) -> list[str]:
-    """The files that an index names, which need not be there yet."""
-    shards = read_json(index).get("weight_map")
-    names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
-    if not names:
-        raise CheckpointError(f"{index} has no weight_map from tensor names to files")
-    for name in names:
-        require_inside(index, name)
-    return names
-
-
-def _require_space(pinned: _Pinned, folder: Path, names: Iterable[str], beside: Path) -> None:
-    assert pinned.files is not None
-    sizes = {name: pinned.files.get(name) or 0 for name in names}
-    missing = sum(size for name, size in sizes.items() if not (folder / name).is_file())
-    same_disk = os.stat(folder).st_dev == os.stat(beside).st_dev
-    needed = missing + (sum(sizes.values()) if same_disk else 0)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        both = " and its conversion" if same_disk else ""
-        raise CheckpointError(
-            f"{pinned.at}{both} take {needed:,} bytes and {free:,} are free in {folder}: {needed - free:,} bytes are "
-            "missing; make room, or name another disk in HF_HOME or --out"
-        )
+def _require_space(resolved: _Revision, sizes: dict[str, int], folder: Path, output_disk: Path) -> None:
+    needed = sum(size for name, size in sizes.items() if not (folder / name).is_file())
+    what = str(resolved)
+    if os.stat(folder).st_dev == os.stat(output_disk).st_dev:
+        needed += sum(sizes.values())
+        what += " and its conversion"
+    require_space(folder, needed, f"{what} take", "name another disk in HF_HOME or --out")

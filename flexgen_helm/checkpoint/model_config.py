@@ -1,34 +1,29 @@
-"""The architecture record of a model by name, without its weights and without torch: what a plan needs."""
+"""The model config of a name, without weights and without torch: what a plan needs."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
+from flexgen_helm.checkpoint.catalog import HalfType
 from flexgen_helm.checkpoint.folder import read_config
-from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.errors import UsageError
 from flexgen_helm.models.config import ModelConfig
 
 
-def read_model_config(name_or_path: str | os.PathLike[str]) -> tuple[ModelConfig, str]:
-    """The record, and the type of the weights at rest ('float16' or 'bfloat16').
+def read_model_config(model: str | os.PathLike[str] | ResolvedModel) -> tuple[ModelConfig, HalfType]:
+    """Return the model config, and the type in which the weights are stored.
 
-    Raises `UsageError` for a model that is neither in the catalogue nor on this machine.
+    Raises `UsageError` for a model that is neither in the catalog nor on this machine.
     """
-    resolved = resolve(name_or_path)
-    if resolved.path is not None and resolved.kind == "folder":
-        folder: Path = resolved.path.parent if resolved.path.is_file() else resolved.path
-        _, spec, config = read_config(folder)
-        return spec, storage_dtype(config.get("dtype") or config.get("torch_dtype"))
+    resolved = model if isinstance(model, ResolvedModel) else resolve(model)
     if resolved.entry is not None:
-        return resolved.entry.config, storage_dtype(resolved.entry.default_dtype)
-    raise UsageError(
-        f"a plan for {resolved.name} needs its sizes, which neither the catalogue nor this machine has; name a "
-        "catalogue model or a folder with config.json"
-    )
-
-
-def storage_dtype(name: object) -> str:
-    """The 16-bit type in which weights of a configuration's type rest."""
-    return "bfloat16" if name == "bfloat16" else "float16"
+        return resolved.entry.config, resolved.entry.default_dtype
+    if resolved.path is None or resolved.kind != "folder":
+        raise UsageError(
+            f"neither the catalog nor this machine has the sizes of {resolved.name}; name a catalog model or a folder "
+            "with config.json"
+        )
+    _, config, content = read_config(resolved.path.parent if resolved.path.is_file() else resolved.path)
+    dtype = content.get("dtype") or content.get("torch_dtype")
+    return config, "bfloat16" if dtype == "bfloat16" else "float16"

@@ -1,4 +1,4 @@
-"""From what a user types to what it means: catalogue, hub, folder, file or a name of the user's own. No torch."""
+"""What a model name means: the catalog, the hub, a folder, a file, or a name of the user's own. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,26 +21,23 @@ Precision = Literal["fp16", "fp16-s", "4bit", "4bit-s", "paper-4bit"]
 Kind = Literal["wheel", "hub", "folder", "gguf", "unpublished"]
 
 # Longest first: "-4bit" is also the end of "-paper-4bit".
-_SUFFIXES: tuple[tuple[str, Precision], ...] = (
-    ("-paper-4bit", "paper-4bit"),
-    ("-fp16-s", "fp16-s"),
-    ("-4bit-s", "4bit-s"),
-    ("-4bit", "4bit"),
-)
+_SUFFIXES: tuple[Precision, ...] = ("paper-4bit", "fp16-s", "4bit-s", "4bit")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/|--)[A-Za-z0-9][\w.-]*")
-_WAYS = (
-    "a model is named by the catalogue, by a hub repository (org/repo or org--repo), by a folder with config.json and "
+_KINDS_OF_NAMES = (
+    "a model is named by the catalog, by a hub repository (org/repo or org--repo), by a folder with config.json and "
     "safetensors files, by a .gguf file, or in the file that FLEXGEN_HELM_MODELS names"
 )
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """What a model name means.
+    """What a model name means. Filled by `resolve`.
 
-    name: without `flexgen/` and without the precision's suffix. kind: where the weights come from; 'unpublished'
-    has none to fetch, only dummy weights. path: the local folder or file (kinds 'folder' and 'gguf'). revision: of
-    the hub's repository, None for its default branch. arguments: client arguments of the user's own models file.
+    name: without `flexgen/` and without the precision suffix.
+    kind: where the weights come from; 'unpublished' has only dummy weights.
+    path: the local folder or file (kinds 'folder' and 'gguf').
+    revision: of the hub repository, None for its default branch.
+    arguments: client arguments of the user's own models file.
     """
 
     name: str
@@ -54,53 +51,40 @@ class ResolvedModel:
 
 
 def split_precision(name: str) -> tuple[str, Precision]:
-    """`opt-125m-paper-4bit` -> (`opt-125m`, 'paper-4bit'); without a suffix the precision is 'fp16'."""
-    for suffix, precision in _SUFFIXES:
-        if name.endswith(suffix) and len(name) > len(suffix):
-            return name[: -len(suffix)], precision
+    """Split `opt-125m-paper-4bit` into (`opt-125m`, 'paper-4bit'); without a suffix the precision is 'fp16'."""
+    for precision in _SUFFIXES:
+        base = name.removesuffix(f"-{precision}")
+        if base and base != name:
+            return base, precision
     return name, "fp16"
 
 
 def resolve(name: str | os.PathLike[str], revision: str | None = None) -> ResolvedModel:
-    """Find what a name means without touching the network.
+    """Find out what a name means, without the network.
 
-    A name that exists as it is (in the user's models file, in the catalogue, on disk) wins over one that is read
-    as base and precision suffix. `revision` wins over the models file's. Raises
-    `UnknownModelError` with the closest catalogue names, `UsageError` where the models file cannot be used.
+    A name that exists as a whole (in the user's models file, in the catalog, on disk) wins over the same name split
+    into base and precision suffix. `revision` wins over the models file's. Raises `UnknownModelError` with the closest
+    names, `UsageError` if the models file cannot be used.
     """
-    text = os.fspath(name)
-    text = text.removeprefix("flexgen/")
-    own = _own_models()
-    base, precision = split_precision(text)
-    readings: list[tuple[str, Precision]] = [(text, "fp16")]
-    if base != text:
-        readings.append((base, precision))
-    for candidate, wanted in readings:
-        found = _known(candidate, wanted, revision, own)
-        if found is not None:
-            return found
-    # Any org/repo could exist on the hub, so this reading comes last, and there the suffix is ours.
+    text = os.fspath(name).removeprefix("flexgen/")
+    user_models = _read_user_models()
+    base, suffix = split_precision(text)
+    candidates: dict[str, Precision] = {text: "fp16", base: suffix}
+    for candidate, precision in candidates.items():
+        if candidate in user_models:
+            return _resolve_user_model(candidate, precision, revision, user_models[candidate])
+        if (model := _resolve_known(candidate, precision, revision)) is not None:
+            return model
+    # Any org/repo may exist on the hub, so the hub comes last, and there the suffix is ours.
     if _HUB_NAME.fullmatch(base) and base.count("--") + base.count("/") == 1:
         repo = base.replace("--", "/")
-        entry = next((e for e in CATALOG.values() if e.hub_repo == repo), None)
-        return ResolvedModel(repo.replace("/", "--"), precision, "hub", hub_repo=repo, revision=revision, entry=entry)
-    raise UnknownModelError(_unknown(base, own))
+        entry = next((entry for entry in CATALOG.values() if entry.hub_repo == repo), None)
+        return ResolvedModel(repo.replace("/", "--"), suffix, "hub", hub_repo=repo, revision=revision, entry=entry)
+    raise UnknownModelError(_unknown_model(base, user_models))
 
 
-def _known(
-    name: str, precision: Precision, revision: str | None, own: Mapping[str, dict[str, Any]]
-) -> ResolvedModel | None:
-    if name in own:
-        arguments = dict(own[name])
-        path = arguments.pop("path", None)
-        own_revision = arguments.pop("revision", None)
-        target = _known(name if path is None else path, precision, revision or own_revision, {})
-        if target is None:
-            what = "needs a path, for it is no catalogue name" if path is None else f"has the path {path}, not found"
-            raise UnknownModelError(f"model {name} of the file that FLEXGEN_HELM_MODELS names {what}")
-        return ResolvedModel(
-            name, precision, target.kind, target.path, target.hub_repo, target.revision, target.entry, arguments
-        )
+def _resolve_known(name: str, precision: Precision, revision: str | None) -> ResolvedModel | None:
+    """Look a name up in the catalog and on disk."""
     if (entry := CATALOG.get(name)) is not None:
         kind: Kind = "hub" if entry.hub_repo else "wheel" if name == WHEEL_MODEL else "unpublished"
         return ResolvedModel(name, precision, kind, None, entry.hub_repo, revision, entry)
@@ -114,8 +98,20 @@ def _known(
     return None
 
 
-def _own_models() -> dict[str, dict[str, Any]]:
-    """Name -> client arguments of the file that `FLEXGEN_HELM_MODELS` names; its paths are relative to it."""
+def _resolve_user_model(
+    name: str, precision: Precision, revision: str | None, arguments: Mapping[str, Any]
+) -> ResolvedModel:
+    path = arguments.get("path")
+    model = _resolve_known(path or name, precision, revision or arguments.get("revision"))
+    if model is None:
+        problem = f"has the path {path}, not found" if path else "needs a path, for it is no catalog name"
+        raise UnknownModelError(f"model {name} of the file that FLEXGEN_HELM_MODELS names {problem}")
+    others = {key: value for key, value in arguments.items() if key not in ("path", "revision")}
+    return replace(model, name=name, arguments=others)
+
+
+def _read_user_models() -> dict[str, dict[str, Any]]:
+    """Return name -> client arguments of the file that `FLEXGEN_HELM_MODELS` names; its paths are relative to it."""
     named = os.environ.get("FLEXGEN_HELM_MODELS")
     if not named:
         return {}
@@ -131,16 +127,16 @@ def _own_models() -> dict[str, dict[str, Any]]:
         arguments = {"path": value} if isinstance(value, str) else value
         if not isinstance(arguments, dict) or not isinstance(arguments.get("path", ""), str):
             raise UsageError(f"model {name} of {file} must be a path, or arguments of which `path` is a string")
-        arguments = dict(arguments)
         if "path" in arguments and arguments["path"] not in CATALOG:
-            arguments["path"] = str(file.parent / Path(arguments["path"]).expanduser())
+            arguments = {**arguments, "path": str(file.parent / Path(arguments["path"]).expanduser())}
         models[str(name).removeprefix("flexgen/")] = arguments
     return models
 
 
-def _unknown(name: str, own: Mapping[str, Any]) -> str:
+def _unknown_model(name: str, user_models: Mapping[str, Any]) -> str:
     if name.endswith((".gguf", ".safetensors")) or name.startswith((".", "/", "~")):
-        return f"there is no model file or folder {name}; {_WAYS}"
-    close = difflib.get_close_matches(name.lower(), [*CATALOG, *own], n=3, cutoff=0.5)
-    ways = f"did you mean {' or '.join(close)}? {_WAYS[0].upper()}{_WAYS[1:]}" if close else _WAYS
-    return f"model {name!r} is not known; {ways}"
+        return f"there is no model file or folder {name}; {_KINDS_OF_NAMES}"
+    close = difflib.get_close_matches(name.lower(), [*CATALOG, *user_models], n=3, cutoff=0.5)
+    if not close:
+        return f"model {name!r} is not known; {_KINDS_OF_NAMES}"
+    return f"model {name!r} is not known; did you mean {' or '.join(close)}? A{_KINDS_OF_NAMES[1:]}"

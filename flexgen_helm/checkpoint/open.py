@@ -1,4 +1,4 @@
-"""From a name to a `Checkpoint`, fetched first where needed."""
+"""Open a model's weights by name, fetched first if needed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.dummy import DummyCheckpoint
 from flexgen_helm.checkpoint.fetch import WHEEL, Progress, fetch_resolved
 from flexgen_helm.checkpoint.fingerprint import snapshot_fingerprint
-from flexgen_helm.checkpoint.folder import read_config, tokenizer_folder
-from flexgen_helm.checkpoint.manifest import is_conversion, read_manifest
-from flexgen_helm.checkpoint.model_config import storage_dtype
+from flexgen_helm.checkpoint.folder import tokenizer_folder
+from flexgen_helm.checkpoint.manifest import Manifest, is_conversion
+from flexgen_helm.checkpoint.model_config import read_model_config
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
-from flexgen_helm.errors import UsageError
 
 
 def open_checkpoint(
@@ -28,68 +27,49 @@ def open_checkpoint(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Checkpoint:
-    """Open a model's weights; a precision suffix in the name is accepted and does not matter here.
+    """Open a model's weights; a precision suffix in the name is accepted and ignored.
 
-    weights 'dummy' gives seeded random weights and needs the model's sizes only: from the catalogue, or a local
-    folder's `config.json`, or a .gguf file. Raises `UnknownModelError`, `UnsupportedArchitectureError` or
-    `CheckpointError`, each naming what is wrong and what to do.
+    weights: 'dummy' makes seeded random weights from the model's sizes alone, which the catalog, a local folder's
+        `config.json` or a .gguf file gives.
+
+    Raises `UnknownModelError`, `UnsupportedArchitectureError` or `CheckpointError`, each naming problem and remedy.
     """
     resolved = name_or_path if isinstance(name_or_path, ResolvedModel) else resolve(name_or_path, revision)
     if weights == "dummy":
-        dummy = _dummy(resolved, seed)
-        dummy.origin = f"dummy weights of {resolved.name}, seed {seed}"
-        return dummy
+        checkpoint: Checkpoint = _dummy(resolved, seed)
+        checkpoint.origin = f"dummy weights of {resolved.name}, seed {seed}"
+        return checkpoint
     path = fetch_resolved(resolved, progress)
-    checkpoint = _open(resolved, path)
-    checkpoint.origin = _origin(resolved, path)
+    converted = is_conversion(path)
+    if path.suffix == ".gguf" and path.is_file():
+        checkpoint = _open_gguf(path)
+    elif resolved.hub_repo is not None and not converted:
+        sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+        checkpoint = SafetensorsCheckpoint(path, snapshot_fingerprint(resolved.hub_repo, path.name, sizes))
+    else:
+        checkpoint = SafetensorsCheckpoint(path)
+    if resolved.kind == "hub":
+        checkpoint.origin = f"{resolved.hub_repo}@{path.name}"
+    elif resolved.kind == "wheel":
+        checkpoint.origin = WHEEL
+    else:
+        checkpoint.origin = Manifest.read(path).origin if converted else path.resolve().name
     return checkpoint
 
 
-def _open(resolved: ResolvedModel, path: Path) -> Checkpoint:
-    if path.suffix == ".gguf" and path.is_file():
-        return _gguf(path)
-    if resolved.kind == "hub" and not is_conversion(path):
-        assert resolved.hub_repo is not None
-        sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
-        return SafetensorsCheckpoint(path, snapshot_fingerprint(resolved.hub_repo, path.name, sizes))
-    return SafetensorsCheckpoint(path)
+def _dummy(resolved: ResolvedModel, seed: int) -> DummyCheckpoint:
+    if resolved.kind == "gguf" and resolved.path is not None:
+        checkpoint = _open_gguf(resolved.path)
+        return DummyCheckpoint(checkpoint.config, seed, checkpoint.storage_dtype, checkpoint.tokenizer_path)
+    config, dtype = read_model_config(resolved)
+    tokenizer_path = None
+    if resolved.path is not None:
+        tokenizer_path = tokenizer_folder(resolved.path.parent if resolved.path.is_file() else resolved.path)
+    return DummyCheckpoint(config, seed, getattr(torch, dtype), tokenizer_path)
 
 
-def _origin(resolved: ResolvedModel, path: Path) -> str:
-    if resolved.kind == "hub":
-        return f"{resolved.hub_repo}@{path.name}"
-    if resolved.kind == "wheel":
-        return WHEEL
-    if path.is_dir() and is_conversion(path):
-        return str(read_manifest(path).get("origin"))
-    return path.resolve().name
-
-
-def _gguf(path: Path) -> Checkpoint:
-    # Needs the gguf package, which a machine with safetensors only may lack.
+def _open_gguf(path: Path) -> Checkpoint:
+    # Imported late: the gguf package is needed for these files only.
     from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
 
     return GgufCheckpoint(path)
-
-
-def _dummy(resolved: ResolvedModel, seed: int) -> DummyCheckpoint:
-    if resolved.entry is not None:
-        return DummyCheckpoint(resolved.entry.config, seed, _half(resolved.entry.default_dtype))
-    if resolved.path is None:
-        raise UsageError(
-            f"dummy weights of {resolved.name} need its sizes, which the catalogue does not have; name a catalogue "
-            "model or a folder with config.json"
-        )
-    if resolved.kind == "gguf":
-        real = _gguf(resolved.path)
-        return DummyCheckpoint(real.config, seed, real.storage_dtype, real.tokenizer_path)
-    folder: Path = resolved.path.parent if resolved.path.is_file() else resolved.path
-    _, model_config, config = read_config(folder)
-    return DummyCheckpoint(
-        model_config, seed, _half(config.get("dtype") or config.get("torch_dtype")), tokenizer_folder(folder)
-    )
-
-
-def _half(name: object) -> torch.dtype:
-    found: torch.dtype = getattr(torch, storage_dtype(name))
-    return found

@@ -1,18 +1,50 @@
-"""Where state and data live; both places are named by the environment."""
+"""Folders of state and data, named by the environment, and small JSON files in the state folder."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from flexgen_helm.files import replace_text
 
 
 def state_dir() -> Path:
-    """Folder of everything we keep (`FLEXGEN_HELM_HOME`, default `~/.cache/flexgen_helm`); it need not exist yet."""
+    """Folder of all our state (`FLEXGEN_HELM_HOME`, default `~/.cache/flexgen_helm`); it need not exist yet."""
     named = os.environ.get("FLEXGEN_HELM_HOME")
     return Path(named).expanduser() if named else Path.home() / ".cache" / "flexgen_helm"
 
 
 def data_dir() -> Path | None:
-    """Folder of scenario data that is used before the hub (`FLEXGEN_HELM_DATA`), or None where none is named."""
+    """Folder of scenario data that is used before the hub (`FLEXGEN_HELM_DATA`), or None if the variable is unset."""
     named = os.environ.get("FLEXGEN_HELM_DATA")
     return Path(named).expanduser() if named else None
+
+
+def read_state(name: str) -> dict[str, Any]:
+    """Read a JSON object from the state folder; {} if it is missing or damaged."""
+    try:
+        content = json.loads((state_dir() / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def update_state(name: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON object in the state folder, one process at a time; do nothing if it cannot be written.
+
+    For facts that can be found out again: losing them costs time, not correctness.
+    """
+    file = state_dir() / name
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock"):
+            content = read_state(name)
+            change(content)
+            replace_text(file, json.dumps(content, indent=1, sort_keys=True))
+    except OSError:
+        pass

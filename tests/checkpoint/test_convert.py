@@ -263,7 +263,7 @@ def test_a_disk_that_fills_meanwhile_leaves_nothing(tmp_path: Path) -> None:
 # --- interruption -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["_reserve", "_fill", "_write_file", "_put_in_place"])
+@pytest.mark.parametrize("place", ["_reserve", "_fill", "write_synced", "_put_in_place"])
 def test_interrupted_anywhere_leaves_nothing_and_starts_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,7 +287,7 @@ def test_interrupted_anywhere_leaves_nothing_and_starts_over(
     open_checkpoint(out).verify()
 
 
-@pytest.mark.parametrize("place", ["_fill", "_write_file", "_put_in_place"])
+@pytest.mark.parametrize("place", ["_fill", "write_synced", "_put_in_place"])
 def test_killed_it_leaves_nothing_that_opens(tmp_path: Path, place: str) -> None:
     folder, out = write_pickled(tmp_path / "m"), tmp_path / "out"
     code = (
@@ -498,7 +498,7 @@ def test_a_home_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
 def test_a_second_process_is_told_of_the_first(tmp_path: Path) -> None:
     folder = write_pickled(tmp_path / "m")
     with (
-        module._alone(tmp_path / "out"),
+        module._locked(tmp_path / "out"),
         pytest.raises(UsageError, match="another process is converting into .*out; wait"),
     ):
         convert(folder, tmp_path / "out")
@@ -631,10 +631,10 @@ def test_tensors_are_hashed_at_the_first_load_only(tmp_path: Path, monkeypatch: 
     hashed: list[str] = []
     from flexgen_helm.checkpoint import manifest
 
-    real = manifest._require
+    real = manifest._require_equal
     monkeypatch.setattr(
         manifest,
-        "_require",
+        "_require_equal",
         lambda path, digest, known, what="": (hashed.append(what), real(path, digest, known, what)),
     )
 
@@ -744,7 +744,7 @@ def test_the_hub_is_asked_for_nothing_in_vain(hub: SimpleNamespace, monkeypatch:
         convert("org/repo")
     assert not hub.asked
     (hub.source / "model.safetensors").unlink()
-    monkeypatch.setattr("flexgen_helm.checkpoint.hub.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr("flexgen_helm.checkpoint.folder.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match=r"and its conversion take [\d,]+ bytes and 1,000 are free.*missing"):
         convert("org/repo")
     assert not any(name.endswith(".bin") for name in hub.asked)

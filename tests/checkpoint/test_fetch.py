@@ -117,7 +117,7 @@ def test_hashes_are_remembered_by_file_and_date(tmp_path: Path, monkeypatch: pyt
     assert not (state_dir() / "hashes.json").exists()
     os.utime(file, (1e9, 1e9))
     expected = file_sha256(file)
-    monkeypatch.setattr("flexgen_helm.checkpoint.fingerprint._hash", lambda path: pytest.fail("hashed again"))
+    monkeypatch.setattr("flexgen_helm.checkpoint.fingerprint.hash_file", lambda path: pytest.fail("hashed again"))
     assert file_sha256(file) == expected
     monkeypatch.undo()
 
@@ -342,7 +342,7 @@ def test_weights_of_a_snapshot_are_hashed_once(hub: Path, monkeypatch: pytest.Mo
     for file in snapshot.iterdir():
         os.utime(file, (1e9, 1e9))
     fetch("org/repo")
-    monkeypatch.setattr("flexgen_helm.checkpoint.fingerprint._hash", lambda path: pytest.fail("hashed again"))
+    monkeypatch.setattr("flexgen_helm.checkpoint.fingerprint.hash_file", lambda path: pytest.fail("hashed again"))
     fetch("org/repo")
     open_checkpoint("org/repo")
 

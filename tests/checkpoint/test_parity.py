@@ -166,7 +166,7 @@ def test_dummy_weights_of_the_catalogue() -> None:
     assert table.std().item() == pytest.approx(0.02, rel=0.01) and abs(table.mean().item()) < 1e-4
     with pytest.raises(CheckpointError, match="not published.*dummy"):
         open_checkpoint("opt-175b")
-    with pytest.raises(UsageError, match="dummy weights of org--repo"):
+    with pytest.raises(UsageError, match="sizes of org--repo"):
         open_checkpoint("org/repo", weights="dummy")
 
 
