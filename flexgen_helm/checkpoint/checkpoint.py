@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
 
 import torch
 
+from flexgen_helm.checkpoint.stored_tensors import MatchedTensor
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures import RowSelection
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
@@ -98,6 +99,21 @@ class Checkpoint(ABC):
             raise CheckpointError(f"{self._title(name)} contains {largest:g}, too large for {dtype}")
 
 
+class FileCheckpoint(Checkpoint):
+    """Weights in files, whose constructor calls `_use` with the model's tensors."""
+
+    def _use(self, tensors: Mapping[str, MatchedTensor]) -> None:
+        self._tensors = tensors
+        # The 16-bit type of most elements; float16 if there is none.
+        elements: Counter[str] = Counter()
+        for name, tensor in tensors.items():
+            elements[tensor.stored.dtype] += prod(self.shapes[name])
+        self.storage_dtype = torch.bfloat16 if elements["BF16"] > elements["F16"] else torch.float16
+
+    def _title(self, name: str) -> str:
+        return self._tensors[name].stored.title
+
+
 def row_tiles(rows: RowSelection, width: int) -> Iterator[tuple[int, int]]:
     """Yield (first row, number of rows) of each read of about a tile; width: elements per row."""
     step = max(1, TILE_ELEMENTS // width)
@@ -105,18 +121,3 @@ def row_tiles(rows: RowSelection, width: int) -> Iterator[tuple[int, int]]:
         first = rows.first + repeat * rows.stride
         for start in range(first, first + rows.count, step):
             yield start, min(step, first + rows.count - start)
-
-
-def checked_shapes(config: ModelConfig, num_stored: int, path: Path) -> dict[str, tuple[int, ...]]:
-    """Return `tensor_shapes(config)`; refuse a damaged number of layers, which can be billions, before that."""
-    if config.num_layers > num_stored:
-        raise CheckpointError(f"{path} contains {num_stored} tensors, too few for {config.num_layers} layers")
-    return tensor_shapes(config)
-
-
-def most_used_half_type(tensors: Iterable[tuple[torch.dtype | None, tuple[int, ...]]]) -> torch.dtype:
-    """Return the 16-bit type of most elements, given each tensor's type and shape; float16 if there is none."""
-    elements: Counter[torch.dtype | None] = Counter()
-    for dtype, shape in tensors:
-        elements[dtype] += prod(shape)
-    return torch.bfloat16 if elements[torch.bfloat16] > elements[torch.float16] else torch.float16

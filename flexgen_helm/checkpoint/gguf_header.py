@@ -7,7 +7,6 @@ Reading is our own for speed: `gguf.GGUFReader` makes several numpy views per st
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from typing import Any
 
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGMLQuantizationType, GGUFValueType, Keys
 
-from flexgen_helm.checkpoint.fingerprint import file_stamp
+from flexgen_helm.checkpoint.fingerprint import SourceFile
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
 
 _VERSIONS = (2, 3)
@@ -38,26 +38,16 @@ _SCALARS = {
 
 
 @dataclass(frozen=True)
-class GgufTensor:
-    """One tensor in the file. shape: as in torch, rows first. offset, size: bytes from the start, and of the data."""
-
-    name: str
-    kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True)
 class GgufHeader:
     """A header, shared by all readers of the file.
 
     metadata: every key as a Python bool, int, float, str or list of these.
-    tensors: by the file's own names.
+    tensors: by the file's own names; their dtype is the name of a `GGMLQuantizationType`.
     """
 
+    file: SourceFile
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
+    tensors: Mapping[str, StoredTensor]
 
 
 def read_gguf_header(path: str | Path) -> GgufHeader:
@@ -67,7 +57,7 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
     truncated or corrupt.
     """
     try:
-        return _read(os.path.abspath(path), file_stamp(Path(path)))
+        return _read(SourceFile.open(Path(path)))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     # mmap refuses an empty file with ValueError, as an enumeration refuses an unknown type.
@@ -76,10 +66,9 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
 
 
 @lru_cache(maxsize=1)  # a vocabulary is some 20 MB of strings
-def _read(path: str, stamp: tuple[int, ...]) -> GgufHeader:
-    """stamp: changes with the file's content."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _Parser(data).header()
+def _read(file: SourceFile) -> GgufHeader:
+    with file.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Parser(data).header(file)
 
 
 class _Parser:
@@ -89,7 +78,7 @@ class _Parser:
         self._data = data
         self._position = 0
 
-    def header(self) -> GgufHeader:
+    def header(self, file: SourceFile) -> GgufHeader:
         magic, version, num_tensors, num_keys = self._unpack("IIQQ")
         if magic != GGUF_MAGIC:
             raise ValueError("it does not begin with the letters GGUF")
@@ -108,8 +97,9 @@ class _Parser:
             block, block_bytes = GGML_QUANT_SIZES[kind]
             if shape[-1] % block:
                 raise ValueError(f"tensor {name} has rows of {shape[-1]} elements, no multiple of {block}")
-            tensors[name] = GgufTensor(name, kind, shape, data_start + offset, prod(shape) // block * block_bytes)
-        return GgufHeader(metadata, tensors)
+            size = prod(shape) // block * block_bytes
+            tensors[name] = StoredTensor(file, name, kind.name, shape, data_start + offset, size)
+        return GgufHeader(file, metadata, tensors)
 
     def _tensor(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
         name = self._string()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile, file_sha256, recall, remember
 from flexgen_helm.checkpoint.folder import CONFIG, TOKENIZER_FILES, read_json
 from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
 
 MANIFEST = "flexgen_conversion.json"
@@ -135,19 +136,22 @@ class TensorVerifier:
     is remembered while the file is unchanged.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, SourceFile]) -> None:
-        """files: the name of each tensor that the model uses -> its file."""
+    def __init__(self, folder: Path, used: Iterable[StoredTensor]) -> None:
+        """used: the tensors that the model uses, possibly repeated."""
         self._manifest = manifest = Manifest.read(folder)
         self._lock = threading.Lock()
         for name, digest in manifest.copied.items():
             _require_equal(folder / name, file_sha256(folder / name), digest)
         self._tensors_of: dict[SourceFile, set[str]] = {}
-        for name, file in files.items():
-            if name not in manifest.tensors or file.path.name not in manifest.headers:
-                raise CheckpointError(f"{manifest.path} lacks the tensor {name} of {file.path.name}")
-            self._tensors_of.setdefault(file, set()).add(name)
+        names = set()
+        for tensor in used:
+            file_name = tensor.file.path.name
+            if tensor.name not in manifest.tensors or file_name not in manifest.headers:
+                raise CheckpointError(f"{manifest.path} lacks the tensor {tensor.name} of {file_name}")
+            self._tensors_of.setdefault(tensor.file, set()).add(tensor.name)
+            names.add(tensor.name)
         # Remembered with the verified files: other hashes or other tensors are verified again.
-        self._identity = hashlib.sha256(f"{self.fingerprint} {sorted(files)}".encode()).hexdigest()
+        self._identity = hashlib.sha256(f"{self.fingerprint} {sorted(names)}".encode()).hexdigest()
         self._unverified: dict[SourceFile, set[str]] = {}
         for file, names in self._tensors_of.items():
             length = int.from_bytes(file.read(0, 8, "header length"), "little")
@@ -160,8 +164,9 @@ class TensorVerifier:
     def fingerprint(self) -> str:
         return self._manifest.fingerprint
 
-    def check(self, file: SourceFile, name: str) -> None:
+    def check(self, stored: StoredTensor) -> None:
         """Raise `CheckpointError` naming file and tensor if the tensor is not what was converted."""
+        file, name = stored.file, stored.name
         with self._lock:
             if name not in self._unverified.get(file, ()):
                 return

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from flexgen_helm.checkpoint.checkpoint import Checkpoint, checked_shapes, most_used_half_type, row_tiles
+from flexgen_helm.checkpoint.checkpoint import FileCheckpoint, row_tiles
 from flexgen_helm.checkpoint.fingerprint import SourceFile, check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
@@ -23,33 +22,14 @@ from flexgen_helm.checkpoint.folder import (
     weight_files,
 )
 from flexgen_helm.checkpoint.manifest import TensorVerifier, is_conversion
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.models.architectures import Architecture, RowSelection, find_source, select_rows
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.architectures import RowSelection
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
-@dataclass(frozen=True)
-class _StoredTensor:
-    """A tensor in a file.
-
-    dtype: safetensors' name of it.
-    offset: bytes from the start of the file.
-    rows: those that are the canonical tensor's.
-    transposed: `rows` are columns in the file.
-    """
-
-    file: SourceFile
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    rows: RowSelection = RowSelection(0, 0, 0)
-    transposed: bool = False
-
-
-class SafetensorsCheckpoint(Checkpoint):
+class SafetensorsCheckpoint(FileCheckpoint):
     """Opening checks every shard's header against the file's length and finds every tensor of the model."""
 
     def __init__(self, path: Path, fingerprint: str | None = None) -> None:
@@ -62,16 +42,13 @@ class SafetensorsCheckpoint(Checkpoint):
         self._files = [path] if path.is_file() else weight_files(folder)
         self._snapshot_fingerprint = fingerprint
         self.tokenizer_path = tokenizer_folder(folder)
-        stored: dict[str, _StoredTensor] = {}
-        for file in self._files:
-            stored.update(_read_header(file))
-        shapes = checked_shapes(self.config, len(stored), path)
-        self._stored = _match(stored, self.config, shapes, architecture, path)
-        files = {tensor.name: tensor.file for tensor in self._stored.values()}
-        self._verifier = TensorVerifier(folder, files) if is_conversion(folder) else None
-        self.storage_dtype = most_used_half_type(
-            (_DTYPES[tensor.dtype], shapes[name]) for name, tensor in self._stored.items()
-        )
+        stored = {name: tensor for file in self._files for name, tensor in _read_header(file).items()}
+        self._use(match_tensors(self.config, architecture.tensors, stored, path, CONFIG, architecture.prefixes))
+        used = [tensor.stored for tensor in self._tensors.values()]
+        for tensor in used:
+            if tensor.dtype not in _DTYPES:
+                raise CheckpointError(f"{tensor.title} has the type {tensor.dtype}; supported are {', '.join(_DTYPES)}")
+        self._verifier = TensorVerifier(folder, used) if is_conversion(folder) else None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -88,33 +65,28 @@ class SafetensorsCheckpoint(Checkpoint):
             self._verifier.start_over()
         super().verify()
 
-    def _title(self, name: str) -> str:
-        stored = self._stored[name]
-        return f"{stored.file.path}: tensor {stored.name}"
-
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
-        stored = self._stored[name]
+        tensor = self._tensors[name]
+        stored, rows = tensor.stored, tensor.rows
         if self._verifier is not None:
-            self._verifier.check(stored.file, stored.name)
+            self._verifier.check(stored)
         dtype, width = _DTYPES[stored.dtype], prod(stored.shape[1:])
         row_bytes = width * dtype.itemsize
         # Columns cannot be read alone: read all rows and drop the columns of other tensors.
-        rows = RowSelection(stored.shape[0], 0, stored.shape[0]) if stored.transposed else stored.rows
-        for start, count in row_tiles(rows, width):
-            data = stored.file.read(stored.offset + start * row_bytes, count * row_bytes, f"tensor {stored.name}")
-            tile = torch.frombuffer(data, dtype=dtype)
-            if stored.transposed:
-                columns = slice(stored.rows.first, stored.rows.first + stored.rows.count)
-                tile = tile.view(count, width)[:, columns].reshape(-1)
+        all_rows = RowSelection(stored.shape[0], 0, stored.shape[0])
+        for start, count in row_tiles(all_rows if tensor.transposed else rows, width):
+            tile = torch.frombuffer(stored.read(start * row_bytes, count * row_bytes), dtype=dtype)
+            if tensor.transposed:
+                tile = tile.view(count, width)[:, rows.first : rows.first + rows.count].reshape(-1)
             yield tile
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        if not self._stored[name].transposed:
+        if not self._tensors[name].transposed:
             return None
         return lambda tensor: tensor.view(tensor.shape[::-1]).t().contiguous()
 
 
-def _read_header(path: Path) -> dict[str, _StoredTensor]:
+def _read_header(path: Path) -> dict[str, StoredTensor]:
     file = SourceFile.open(path)
     try:
         # The library's parser judges the header: lengths, overlaps, the end of the data.
@@ -129,34 +101,8 @@ def _read_header(path: Path) -> dict[str, _StoredTensor]:
     end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if end != file.size:
         raise CheckpointError(f"{path} is {file.size} bytes long but its header describes {end}; fetch it again")
-    return {
-        name: _StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
-        for name, entry in header.items()
-    }
-
-
-def _match(
-    stored: Mapping[str, _StoredTensor],
-    config: ModelConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    architecture: Architecture,
-    path: Path,
-) -> dict[str, _StoredTensor]:
-    """Return canonical name -> stored tensor, with shapes and types checked."""
-    matched: dict[str, _StoredTensor] = {}
-    for canonical, shape in shapes.items():
-        source = find_source(architecture.tensors, canonical)
-        rows = select_rows(source, canonical, config, shapes)
-        transposed = source.transposed and len(shape) > 1  # a bias is a vector either way
-        expected = (shape[1], rows.total) if transposed else (rows.total, *shape[1:])
-        names = [prefix + source.name for prefix in architecture.prefixes]
-        tensor = next((stored[name] for name in names if name in stored), None)
-        if tensor is None:
-            raise CheckpointError(f"{path} lacks the tensor {names[0]}, which its {CONFIG} asks for")
-        title = f"{tensor.file.path}: tensor {tensor.name}"
-        if tensor.shape != expected:
-            raise CheckpointError(f"{title} has the shape {list(tensor.shape)}, but {CONFIG} asks for {list(expected)}")
-        if tensor.dtype not in _DTYPES:
-            raise CheckpointError(f"{title} has the type {tensor.dtype}; supported are {', '.join(_DTYPES)}")
-        matched[canonical] = replace(tensor, rows=rows, transposed=transposed)
-    return matched
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        tensors[name] = StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
+    return tensors

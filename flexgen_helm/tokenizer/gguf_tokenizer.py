@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file's metadata describes, rebuilt as a `tokenizers.Tokenizer`.
 
-`tokenizer.ggml.model` names the algorithm and `tokenizer.ggml.pre` the way text is split before it. The rebuild in
-`transformers` ignores the latter. SmolLM2 was trained with every digit split off; without that its `  1` and ` ½`
-come out in other pieces, although the number of tokens is often the same.
+`tokenizer.ggml.model` names the algorithm, `tokenizer.ggml.pre` the way text is split before it. The rebuild in
+`transformers` ignores the latter. SmolLM2 was trained with every digit split off: without that its `  1` and ` ½`
+come out in other pieces, often with the same number of tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.tokenizer.token_bytes import SPACE_MARK
 
-# Ends the text of a base-style prompt even where the metadata's EOS ends a chat turn (SmolLM2-Instruct).
+# Ends the text of a base-style prompt even if the metadata's EOS ends a chat turn (SmolLM2-Instruct).
 _END_OF_TEXT = "<|endoftext|>"
 
 
@@ -37,122 +37,107 @@ class GGUFTokenizer:
 
 
 def load_gguf_tokenizer(path: str | Path) -> GGUFTokenizer | None:
-    """Build the tokenizer of a GGUF file; None if the file carries no vocabulary.
+    """Build the tokenizer of a GGUF file; None if the file has no vocabulary.
 
     Raises `CheckpointError` for a damaged file, `UnsupportedArchitectureError` for a vocabulary type or a
-    pre-tokenizer we have no rule for: guessing would change token ids and so every score.
+    pre-tokenizer without a rule here: guessing would change token ids and so every score.
     """
-    meta = read_gguf_header(path).metadata
-    model = meta.get(Keys.Tokenizer.MODEL)
-    if model is None or Keys.Tokenizer.LIST not in meta:
+    metadata = read_gguf_header(path).metadata
+    model = metadata.get(Keys.Tokenizer.MODEL)
+    if model is None or Keys.Tokenizer.LIST not in metadata:
         return None
     if model not in _MODELS:
         raise UnsupportedArchitectureError(
             f"{path} has a vocabulary of type {model!r}; known are {', '.join(sorted(_MODELS))}"
         )
-    tokens: list[str] = meta[Keys.Tokenizer.LIST]
-    types: list[int] = meta.get(Keys.Tokenizer.TOKEN_TYPE) or [TokenType.NORMAL] * len(tokens)
+    tokens: list[str] = metadata[Keys.Tokenizer.LIST]
+    types: list[int] = metadata.get(Keys.Tokenizer.TOKEN_TYPE) or [TokenType.NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(f"{path} has {len(tokens)} tokens but {len(types)} token types")
     for key in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.UNK_ID):
-        if not 0 <= meta.get(key, 0) < len(tokens):
-            raise CheckpointError(f"{path} has {key} = {meta[key]}, outside its {len(tokens)} tokens")
+        if not 0 <= metadata.get(key, 0) < len(tokens):
+            raise CheckpointError(f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens")
 
     try:
-        backend = _MODELS[model](meta, tokens)
+        backend = _MODELS[model](metadata, tokens)
     except UnsupportedArchitectureError:
         raise
     except Exception as error:  # the library raises plain Exception, e.g. for a merge of tokens not in the vocabulary
-        raise CheckpointError(f"{path} holds a vocabulary that does not fit together: {error}") from error
-    # A control token is cut out of the text before anything else; so is a user-defined one, which decoding keeps.
+        raise CheckpointError(f"{path} has a vocabulary that does not fit together: {error}") from error
+    # The text is cut at control and user-defined tokens before anything else.
     for kind, special in ((TokenType.CONTROL, True), (TokenType.USER_DEFINED, False)):
-        added = [token for token, its_kind in zip(tokens, types) if its_kind == kind]
+        added = [token for token, token_type in zip(tokens, types) if token_type == kind]
         backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
 
-    bos_id, eos_id = meta.get(Keys.Tokenizer.BOS_ID), meta.get(Keys.Tokenizer.EOS_ID)
-    _add_bos_and_eos(backend, meta, model, tokens)
+    _add_bos_and_eos(backend, metadata, model, tokens)
+    eos_id = metadata.get(Keys.Tokenizer.EOS_ID)
     control = {token: i for i, token in enumerate(tokens) if types[i] == TokenType.CONTROL}
-    ends = {eos_id, meta.get(Keys.Tokenizer.EOT_ID), control.get(_END_OF_TEXT)}
+    ends = {eos_id, metadata.get(Keys.Tokenizer.EOT_ID), control.get(_END_OF_TEXT)}
     return GGUFTokenizer(
         backend=backend,
-        bos_id=bos_id,
+        bos_id=metadata.get(Keys.Tokenizer.BOS_ID),
         eos_id=eos_id,
         eos_ids=frozenset(end for end in ends if end is not None),
-        chat_template=meta.get(Keys.Tokenizer.CHAT_TEMPLATE),
+        chat_template=metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
     )
 
 
-def _add_bos_and_eos(backend: Backend, meta: Mapping[str, Any], model: str, tokens: list[str]) -> None:
-    # Where the file does not say, llama.cpp's habit: sentencepiece and Llama 3 vocabularies have a BOS put in front.
-    bos_is_usual = model == "llama" or meta.get(Keys.Tokenizer.PRE) in _LLAMA3
-    bos = meta.get(Keys.Tokenizer.BOS_ID) if meta.get(Keys.Tokenizer.ADD_BOS, bos_is_usual) else None
-    eos = meta.get(Keys.Tokenizer.EOS_ID) if meta.get(Keys.Tokenizer.ADD_EOS, False) else None
+def _add_bos_and_eos(backend: Backend, metadata: Mapping[str, Any], model: str, tokens: list[str]) -> None:
+    # If the file does not say, as llama.cpp does: sentencepiece and Llama 3 vocabularies begin with BOS.
+    bos_by_default = model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _LLAMA3
+    bos = metadata.get(Keys.Tokenizer.BOS_ID) if metadata.get(Keys.Tokenizer.ADD_BOS, bos_by_default) else None
+    eos = metadata.get(Keys.Tokenizer.EOS_ID) if metadata.get(Keys.Tokenizer.ADD_EOS, False) else None
     if bos is None and eos is None:
         return
     before = [] if bos is None else [tokens[bos]]
-    behind = [] if eos is None else [tokens[eos]]
+    after = [] if eos is None else [tokens[eos]]
     backend.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *behind],
-        pair=[*before, "$A", *behind, *before, "$B:1", *behind],
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *before, "$B:1", *after],
         special_tokens=[(tokens[i], i) for i in {bos, eos} if i is not None],
     )
 
 
 # ---- byte-level BPE ("gpt2") ----
 
-_SMALL_GROUPS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# The pattern that came with GPT-4; vocabularies differ in how many digits stay together.
+_GPT4_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_QWEN2 = ("qwen2", "deepseek-r1-qwen")
 
 
-def _gpt2_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _single_digits_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
-
-
-def _regex_split(digits: str) -> pre_tokenizers.PreTokenizer:
-    """The pattern that came with GPT-4; families differ in how many digits stay together."""
-    split = pre_tokenizers.Split(Regex(_SMALL_GROUPS + digits + _REST), behavior="isolated")
+def _gpt4_split(digits: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(_GPT4_PATTERN.replace("DIGITS", digits)), behavior="isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _llama3_split() -> pre_tokenizers.PreTokenizer:
-    return _regex_split(r"\p{N}{1,3}")
-
-
-def _qwen2_split() -> pre_tokenizers.PreTokenizer:
-    return _regex_split(r"\p{N}")
-
-
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
-_QWEN2 = ("qwen2", "deepseek-r1-qwen")
-_PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    **dict.fromkeys(("default", "gpt2", "gpt-2", "phi-2", "olmo"), _gpt2_split),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), _single_digits_split),
-    **dict.fromkeys(_LLAMA3, _llama3_split),
-    **dict.fromkeys(_QWEN2, _qwen2_split),
+_GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+_SINGLE_DIGITS_SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2_SPLIT])
+# By `tokenizer.ggml.pre`.
+_PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
+    **dict.fromkeys(("default", "gpt2", "gpt-2", "phi-2", "olmo"), _GPT2_SPLIT),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _SINGLE_DIGITS_SPLIT),
+    **dict.fromkeys(_LLAMA3, _gpt4_split(r"\p{N}{1,3}")),
+    **dict.fromkeys(_QWEN2, _gpt4_split(r"\p{N}")),
 }
 
 
-def _byte_level_bpe(meta: Mapping[str, Any], tokens: list[str]) -> Backend:
-    pre = meta.get(Keys.Tokenizer.PRE, "default")
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
+    pre = metadata.get(Keys.Tokenizer.PRE, "default")
     if pre not in _PRE_TOKENIZERS:
         raise UnsupportedArchitectureError(
             f"the GGUF file splits text by the rule {pre!r} ({Keys.Tokenizer.PRE}); known are "
             f"{', '.join(sorted(_PRE_TOKENIZERS))}"
         )
-    backend = Backend(
-        BPE(
-            vocab=_ids(tokens),
-            merges=_split_merges(meta.get(Keys.Tokenizer.MERGES, ())),
-            ignore_merges=pre in _LLAMA3,  # a whole word that is in Llama 3's vocabulary is one token, merges or not
-        )
-    )
+    merges = _split_merges(metadata.get(Keys.Tokenizer.MERGES, ()))
+    # A whole word in Llama 3's vocabulary is one token, whether or not merges lead to it.
+    backend = Backend(BPE(vocab=_token_ids(tokens), merges=merges, ignore_merges=pre in _LLAMA3))
     if pre in _QWEN2:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = cast(Any, _PRE_TOKENIZERS[pre]())
+    backend.pre_tokenizer = cast(Any, _PRE_TOKENIZERS[pre])
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -160,15 +145,15 @@ def _byte_level_bpe(meta: Mapping[str, Any], tokens: list[str]) -> Backend:
 # ---- sentencepiece BPE ("llama") ----
 
 
-def _sentencepiece_bpe(meta: Mapping[str, Any], tokens: list[str]) -> Backend:
-    vocab = _ids(tokens)
-    merges = meta.get(Keys.Tokenizer.MERGES)
-    pairs = _split_merges(merges) if merges else _merges_from_scores(vocab, meta[Keys.Tokenizer.SCORES])
-    unknown = tokens[meta.get(Keys.Tokenizer.UNK_ID, 0)]
+def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
+    vocab = _token_ids(tokens)
+    merges = metadata.get(Keys.Tokenizer.MERGES)
+    pairs = _split_merges(merges) if merges else _merges_from_scores(vocab, metadata[Keys.Tokenizer.SCORES])
+    unknown = tokens[metadata.get(Keys.Tokenizer.UNK_ID, 0)]
     backend = Backend(BPE(vocab=vocab, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     mark = normalizers.Replace(" ", SPACE_MARK)
     unmark = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if meta.get(Keys.Tokenizer.ADD_PREFIX, True):
+    if metadata.get(Keys.Tokenizer.ADD_PREFIX, True):
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), mark])
         backend.decoder = decoders.Sequence([*unmark, decoders.Strip(" ", 1, 0)])
     else:
@@ -178,13 +163,12 @@ def _sentencepiece_bpe(meta: Mapping[str, Any], tokens: list[str]) -> Backend:
 
 
 def _merges_from_scores(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every split of a piece into two pieces, best score first: sentencepiece merges by the score of the result."""
+    """Return every split of a piece into two pieces, best score first: sentencepiece merges by the result's score."""
     ranked = []
     for piece, i in vocab.items():
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
         ranked += [(-scores[i], vocab[a], vocab[b], a, b) for a, b in halves if a in vocab and b in vocab]
-    ranked.sort()
-    return [(a, b) for *_, a, b in ranked]
+    return [(a, b) for *_, a, b in sorted(ranked)]
 
 
 _MODELS: dict[str, Callable[[Mapping[str, Any], list[str]], Backend]] = {
@@ -196,10 +180,10 @@ _MODELS: dict[str, Callable[[Mapping[str, Any], list[str]], Backend]] = {
 # ---- both ----
 
 
-def _ids(tokens: list[str]) -> dict[str, int]:
+def _token_ids(tokens: list[str]) -> dict[str, int]:
     return {token: i for i, token in enumerate(tokens)}
 
 
 def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
-    """'a b' -> ('a', 'b'), for which the library wants tuples."""
+    """Split 'a b' into ('a', 'b'), which the library wants."""
     return [cast("tuple[str, str]", tuple(merge.split(" ", 1))) for merge in merges]

@@ -1,14 +1,14 @@
 """Stop strings and text of one running completion, over bytes, so that no character is torn between tokens.
 
     matcher = StopMatcher(tokenizer.token_bytes, request.stop)      # one per completion
-    for token_id in sampled:                                        # the executor keeps EOS to itself
+    for token_id in sampled:                                        # without EOS
         if matcher.push(token_id):
             break                                                   # finish_reason "stop"
-    kept = matcher.result()                                         # text, tokens, token_ids
+    result = matcher.result()                                       # text, tokens, token_ids
 
-UTF-8 synchronises itself: the bytes of a stop string are found exactly where the decoded text has its characters.
-The search therefore runs on bytes and never decodes twice. (The one exception is deliberate: a U+FFFD that stands
-for malformed bytes does not match a stop string that contains U+FFFD.)
+UTF-8 synchronizes itself: the bytes of a stop string occur exactly where the decoded text has its characters. So the
+search runs on bytes and never decodes twice. There is one exception, on purpose: a U+FFFD that stands for malformed
+bytes does not match a stop string that contains U+FFFD.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from flexgen_helm.tokenizer.token_bytes import helm_text
 
 
 @dataclass(frozen=True)
-class KeptText:
-    r"""What stays of a completion once its stop string is cut off. Filled by `StopMatcher.result`.
+class CompletionText:
+    r"""A completion up to its stop string. Filled by `StopMatcher.result`.
 
-    `tokens` and `token_ids` are parallel. Where every token is whole UTF-8, `tokens` join to `text`; other tokens
-    are spelt `bytes:\xNN`, as HELM wants them, while `text` shows the character that they form together.
+    tokens, token_ids: parallel. If every token is whole UTF-8, `tokens` join to `text`; other tokens are spelled
+        `bytes:\xNN`, as HELM wants them, while `text` shows the character that they form together.
     """
 
     text: str
@@ -36,22 +36,21 @@ class KeptText:
 
     @property
     def n_kept(self) -> int:
-        """How many of the pushed tokens stay, counted from the first; trims a parallel list of log-probabilities."""
+        """Number of tokens, counted from the first pushed; trims a parallel list of log-probabilities."""
         return len(self.token_ids)
 
 
 class StopMatcher:
     """Collects one completion token by token and says when a stop string has appeared in its text.
 
-    Among the stop strings present when one first appears, the one that starts earliest wins, and of two that start
-    together the longer; the text ends where it starts. A push costs one search of the new bytes and the few before
-    them that a stop string could reach back to, so a completion costs time linear in its length.
+    The text ends where the earliest stop string starts. A push searches the new bytes and the few before them that a
+    stop string could reach back to, so a completion costs time linear in its length.
     """
 
-    __slots__ = ("_cut", "_data", "_reach", "_starts", "_stop", "_stops", "_token_bytes", "_token_ids")
+    __slots__ = ("_cut", "_data", "_reach", "_starts", "_stops", "_token_bytes", "_token_ids")
 
     def __init__(self, token_bytes: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
-        """`token_bytes` maps an id to the bytes it contributes; `stops` are non-empty strings, possibly none.
+        """token_bytes: maps an id to the bytes it contributes. stops: non-empty strings, possibly none.
 
         Raises `RequestError` for an empty stop string and for one that is not valid Unicode.
         """
@@ -62,22 +61,11 @@ class StopMatcher:
         self._starts: list[int] = []  # byte offset at which each token begins
         self._token_ids: list[int] = []
         self._cut: int | None = None  # byte offset at which the stop string begins
-        self._stop: bytes = b""
-
-    @property
-    def stopped(self) -> bool:
-        """True once a stop string has appeared."""
-        return self._cut is not None
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that ended the completion, None while there is none."""
-        return self._stop.decode("utf-8") if self.stopped else None
 
     def push(self, token_id: int) -> bool:
         """Append a token; return True if the text now contains a stop string.
 
-        Raises `RuntimeError` after a stop string has appeared: the completion is over and takes no more tokens.
+        Raises `RuntimeError` after that: the completion is over and takes no more tokens.
         """
         if self._cut is not None:
             raise RuntimeError("this completion has met its stop string; no token may follow")
@@ -87,26 +75,23 @@ class StopMatcher:
         self._starts.append(begin)
         self._token_ids.append(token_id)
         self._data += self._token_bytes(token_id)
-        for stop in self._stops:
-            at = self._data.find(stop, max(0, begin - self._reach))
-            if at >= 0 and (self._cut is None or (at, -len(stop)) < (self._cut, -len(self._stop))):
-                self._cut, self._stop = at, stop
+        matches = (self._data.find(stop, max(0, begin - self._reach)) for stop in self._stops)
+        self._cut = min((match for match in matches if match >= 0), default=None)
         return self._cut is not None
 
-    def result(self) -> KeptText:
-        """Return what stays; may be called at any time, and changes nothing.
+    def result(self) -> CompletionText:
+        """Return the text so far without its stop string; may be called at any time, and changes nothing.
 
-        The token that the stop string cuts in two stays with its text trimmed; those that begin at or behind the
+        The token that the stop string cuts in two stays with its text trimmed; tokens that begin at or after the
         start of the stop string are dropped. A character that the last token leaves incomplete becomes U+FFFD.
         """
         end = len(self._data) if self._cut is None else self._cut
-        n_kept = len(self._starts) if self._cut is None else bisect_left(self._starts, end)
-        borders = [*self._starts[:n_kept], end]
-        tokens = (helm_text(bytes(self._data[a:b])) for a, b in pairwise(borders))
-        return KeptText(
+        num_tokens = len(self._starts) if self._cut is None else bisect_left(self._starts, end)
+        borders = [*self._starts[:num_tokens], end]
+        return CompletionText(
             text=self._data[:end].decode("utf-8", errors="replace"),
-            tokens=tuple(tokens),
-            token_ids=tuple(self._token_ids[:n_kept]),
+            tokens=tuple(helm_text(bytes(self._data[start:stop])) for start, stop in pairwise(borders)),
+            token_ids=tuple(self._token_ids[:num_tokens]),
         )
 
 

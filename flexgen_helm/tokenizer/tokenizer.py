@@ -1,9 +1,8 @@
-"""One tokenizer for the whole engine: a fast backend, what its checkpoint says about it, and exact bytes."""
+"""The tokenizer of a checkpoint: a fast backend, the checkpoint's settings, and the exact bytes of each token."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,23 +10,21 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from flexgen_helm.checkpoint.folder import CONFIG, read_json, tokenizer_folder
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import CheckpointError, RequestError
 from flexgen_helm.tokenizer.token_bytes import helm_text, is_byte_level, token_byte_table
-
-# Each holds a vocabulary; `transformers` finds the files that go with it.
-_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
 class Tokenizer:
     """Text to ids and back. Immutable and safe to share between threads.
 
-    vocab_size: ids run below it; a model's embedding may have more rows.
-    bos_id, bos_text: the token that begins a text, None where the tokenizer has none.
+    vocab_size: all ids are below it; a model's embedding may have more rows.
+    bos_id, bos_text: the token that begins a text, None if the tokenizer has none.
     eos_ids: every id that ends a completion, according to tokenizer and generation configuration.
-    eos_text: the tokenizer's own end token, None where it has none.
+    eos_text: the tokenizer's own end token, None if it has none.
     adds_bos: whether encoding plain text puts `bos_id` in front.
-    chat_template: the checkpoint's Jinja template, None where it has none.
+    chat_template: the checkpoint's Jinja template, None if it has none.
     """
 
     def __init__(
@@ -40,14 +37,16 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """Take over `backend`. `special_tokens` ({'bos_token': '<s>', …}) is what the chat template may refer to.
+        """Take ownership of `backend`.
+
+        special_tokens: {'bos_token': '<s>', …}, which the chat template may use.
 
         Raises `UnsupportedArchitectureError` if the vocabulary's tokens do not determine bytes.
         """
-        backend.no_truncation()  # tokenizer.json may carry both, and a prompt must never be cut or padded unseen
+        backend.no_truncation()  # tokenizer.json may switch on both, and a prompt must never be cut or padded unseen
         backend.no_padding()
         backend.encode_special_tokens = False  # the text of a special token inside a prompt is that token
-        is_byte_level(backend)  # refuse here rather than at the first completion
+        is_byte_level(backend)  # refuse here and not at the first completion
         self._backend = backend
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         plain, default = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
@@ -65,39 +64,25 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: str | Path) -> Tokenizer | None:
-        """Load the tokenizer of a checkpoint folder or of one `.gguf` file; None where it has none.
+        """Load the tokenizer of a checkpoint folder or of one `.gguf` file; None if it has none.
 
         Never runs code that came with the checkpoint and never uses the network. Raises `CheckpointError` if the
-        files are damaged or need code of their own, `UnsupportedArchitectureError` for a kind we have no rule for.
+        files are damaged or need code of their own, `UnsupportedArchitectureError` for an unsupported kind.
         """
         path = Path(path)
         if path.is_file() and path.suffix == ".gguf":
-            return cls._from_gguf(path)
+            # Imported late: the gguf package is needed for these files only.
+            from flexgen_helm.tokenizer.gguf_tokenizer import load_gguf_tokenizer
+
+            loaded = load_gguf_tokenizer(path)
+            return None if loaded is None else cls(**vars(loaded))
         if not path.is_dir():
             raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
-        if not any((path / name).is_file() for name in _VOCABULARY_FILES):
-            return None
-        return cls._from_folder(path)
-
-    @classmethod
-    def _from_gguf(cls, path: Path) -> Tokenizer | None:
-        # Needs the gguf package, which a machine with safetensors only may lack.
-        from flexgen_helm.tokenizer.gguf_tokenizer import load_gguf_tokenizer
-
-        loaded = load_gguf_tokenizer(path)
-        if loaded is None:
-            return None
-        return cls(
-            loaded.backend,
-            bos_id=loaded.bos_id,
-            eos_id=loaded.eos_id,
-            eos_ids=loaded.eos_ids,
-            chat_template=loaded.chat_template,
-        )
+        return None if tokenizer_folder(path) is None else cls._from_folder(path)
 
     @classmethod
     def _from_folder(cls, folder: Path) -> Tokenizer:
-        _refuse_half_a_tokenizer(folder)
+        _require_complete(folder)
         # Imported late: `transformers` takes seconds, and an engine that is given token ids does not need it.
         with import_lock("transformers"):
             if (folder / "tokenizer.json").is_file():
@@ -140,14 +125,14 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise RequestError(_why_not_text(texts)) from error
-        rows = [encoding.ids for encoding in encodings]
+        batch = [encoding.ids for encoding in encodings]
         if add_special_tokens and self.adds_bos and self.bos_text is not None:
             doubled = [self.bos_id, self.bos_id]
-            rows = [
+            batch = [
                 ids[1:] if ids[:2] == doubled and text.startswith(self.bos_text) else ids
-                for text, ids in zip(texts, rows)
+                for text, ids in zip(texts, batch)
             ]
-        return rows
+        return batch
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """Render `messages` ({'role': …, 'content': …} each) with the checkpoint's own template, in a sandbox.
@@ -157,7 +142,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise RequestError("the checkpoint has no chat template; send a prompt instead of messages")
-        # The renderer behind `PreTrainedTokenizer.apply_chat_template`, which needs no tokenizer object of theirs.
+        # The renderer behind `PreTrainedTokenizer.apply_chat_template`, which needs no tokenizer of `transformers`.
         from jinja2 import TemplateError
 
         with import_lock("transformers"):
@@ -205,32 +190,29 @@ class Tokenizer:
         return token_byte_table(self._backend)
 
 
-def _refuse_half_a_tokenizer(folder: Path) -> None:
-    """`transformers` fills gaps by guesses: merges from the order of a vocabulary, special tokens from a class."""
+def _require_complete(folder: Path) -> None:
+    """Refuse what `transformers` would guess: merges from the order of a vocabulary, special tokens from a class."""
     if (folder / "tokenizer.json").is_file():
         return
     if not (folder / "vocab.json").is_file():
-        # It would rank merges by id, not by score, and so pair the spaces of '  x' that sentencepiece leaves apart.
+        # It would rank merges by id, not by score, and so join the two spaces of '  x', as sentencepiece does not.
         raise CheckpointError(
             f"{folder} has its tokenizer only as tokenizer.model, which is not read; put the model's tokenizer.json "
             "beside it, or run a GGUF file of the model"
         )
-    for name, holds in (("merges.txt", "the order of merges"), ("tokenizer_config.json", "the special tokens")):
+    for name, content in (("merges.txt", "the order of merges"), ("tokenizer_config.json", "the special tokens")):
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder} has a vocab.json without {name}, which holds {holds}; fetch it again")
+            raise CheckpointError(f"{folder} has a vocab.json without {name}, which holds {content}; fetch it again")
 
 
 def _configured_eos_ids(folder: Path) -> set[int]:
     """Collect `eos_token_id` (an id or a list of them) from the generation and the model configuration."""
     ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        try:
-            config = json.loads((folder / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+    for name in ("generation_config.json", CONFIG):
+        if not (folder / name).is_file():
             continue
-        except ValueError as error:
-            raise CheckpointError(f"{folder / name} is not valid JSON: {error}") from error
-        # A multimodal checkpoint keeps its language model's settings one level down.
+        config = read_json(folder / name)
+        # A multimodal checkpoint has its language model's settings one level down.
         for section in (config, config.get("text_config") or {}):
             value = section.get("eos_token_id")
             ids.update(value if isinstance(value, list) else [] if value is None else [value])

@@ -175,8 +175,8 @@ def test_the_tensor_table_equals_that_of_the_gguf_package(wheel_model):
     from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 
     expected = {
-        t.name: (t.tensor_type, tuple(int(n) for n in reversed(t.shape)), int(t.data_offset), int(t.n_bytes))
+        t.name: (t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)), int(t.data_offset), int(t.n_bytes))
         for t in gguf.GGUFReader(wheel_model).tensors
     }
     tensors = read_gguf_header(wheel_model).tensors
-    assert {t.name: (t.kind, t.shape, t.offset, t.size) for t in tensors.values()} == expected
+    assert {t.name: (t.dtype, t.shape, t.offset, t.size) for t in tensors.values()} == expected

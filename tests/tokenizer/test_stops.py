@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import RequestError
-from flexgen_helm.tokenizer.stop_strings import KeptText, StopMatcher
+from flexgen_helm.tokenizer.stop_strings import CompletionText, StopMatcher
 
 # Few letters, so that stop strings occur and overlap; characters of one to four bytes; a joiner sequence.
 ALPHABET = "ab\n é€👍"
 
 
-def feed(pieces: list[bytes], stops: list[str]) -> tuple[KeptText, int, StopMatcher]:
-    """Push the pieces as tokens 0, 1, … until a stop; return what is kept and how many were pushed."""
+def feed(pieces: list[bytes], stops: list[str]) -> tuple[CompletionText, int, bool]:
+    """Push the pieces as tokens 0, 1, … until a stop; return the text, how many were pushed, and whether it stopped."""
     matcher = StopMatcher(pieces.__getitem__, stops)
     for pushed, token_id in enumerate(range(len(pieces)), start=1):
         if matcher.push(token_id):
-            return matcher.result(), pushed, matcher
-    return matcher.result(), len(pieces), matcher
+            return matcher.result(), pushed, True
+    return matcher.result(), len(pieces), False
 
 
 def reference(pieces: list[bytes], stops: list[str]) -> tuple[str, int, int]:
@@ -50,13 +50,13 @@ def split_texts(draw: st.DrawFn) -> list[bytes]:
 
 @given(split_texts(), st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=4))
 def test_equals_the_slow_reference(pieces: list[bytes], stops: list[str]) -> None:
-    kept, pushed, matcher = feed(pieces, stops)
+    kept, pushed, stopped = feed(pieces, stops)
     text, n_kept, n_pushed = reference(pieces, stops)
     assert (kept.text, pushed) == (text, n_pushed)
     assert kept.n_kept == n_kept
     assert kept.token_ids == tuple(range(n_kept))
     assert len(kept.tokens) == n_kept
-    assert matcher.stopped == any(stop in b"".join(pieces[:pushed]).decode("utf-8", "replace") for stop in stops)
+    assert stopped == any(stop in b"".join(pieces[:pushed]).decode("utf-8", "replace") for stop in stops)
 
 
 @given(st.lists(st.text(ALPHABET, min_size=1), max_size=12), st.lists(st.text("ab\n", min_size=1), max_size=3))
@@ -93,25 +93,19 @@ def test_examples(pieces: list[str], stops: list[str], text: str, tokens: tuple[
     assert (kept.text, kept.tokens) == (text, tokens)
 
 
-def test_the_longer_of_two_that_start_together_is_named() -> None:
-    assert feed([b"a\n\n"], ["\n", "\n\n"])[2].stop == "\n\n"
-    assert feed([b"a\n", b"\n"], ["\n", "\n\n"])[2].stop == "\n"  # the shorter had already ended it
-    assert feed([b"a"], ["\n"])[2].stop is None
-
-
 def test_a_character_over_three_tokens() -> None:
     pieces = [b"\xf0\x9f", b"\x91", b"\x8d!"]
     kept, _, _ = feed(pieces, ["!"])
-    assert kept == KeptText("👍", (r"bytes:\xf0\x9f", r"bytes:\x91", r"bytes:\x8d"), (0, 1, 2))
+    assert kept == CompletionText("👍", (r"bytes:\xf0\x9f", r"bytes:\x91", r"bytes:\x8d"), (0, 1, 2))
     kept, _, _ = feed(pieces, ["👍"])
-    assert kept == KeptText("", (), ())
+    assert kept == CompletionText("", (), ())
 
 
 def test_an_unfinished_character_is_replaced() -> None:
     kept, _, _ = feed([b"a", b"\xe2\x82"], ["x"])
-    assert kept == KeptText("a\ufffd", ("a", r"bytes:\xe2\x82"), (0, 1))
+    assert kept == CompletionText("a\ufffd", ("a", r"bytes:\xe2\x82"), (0, 1))
     kept, _, _ = feed([b"a", b"\xe2\x82", b"x"], ["x"])
-    assert kept == KeptText("a\ufffd", ("a", r"bytes:\xe2\x82"), (0, 1))
+    assert kept == CompletionText("a\ufffd", ("a", r"bytes:\xe2\x82"), (0, 1))
 
 
 def test_tokens_without_text_stay_in_front_of_the_stop_only() -> None:
@@ -124,7 +118,7 @@ def test_tokens_without_text_stay_in_front_of_the_stop_only() -> None:
 def test_result_may_be_asked_for_at_any_time() -> None:
     matcher = StopMatcher([b"a", b"b\n"].__getitem__, ["\n"])
     assert not matcher.push(0)
-    assert matcher.result() == matcher.result() == KeptText("a", ("a",), (0,))
+    assert matcher.result() == matcher.result() == CompletionText("a", ("a",), (0,))
     assert matcher.push(1)
     assert matcher.result().text == "ab"
     with pytest.raises(RuntimeError, match="stop string"):

@@ -1,0 +1,88 @@
+"""Tensors in files, and which of their rows are the model's tensors. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexgen_helm.checkpoint.fingerprint import SourceFile
+from flexgen_helm.errors import CheckpointError
+from flexgen_helm.models.architectures import RowSelection, TensorSource, find_source, select_rows
+from flexgen_helm.models.config import ModelConfig, tensor_shapes
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    dtype: the file format's name of it.
+    shape: rows first.
+    offset, size: bytes, from the start of the file and of the data.
+    """
+
+    file: SourceFile
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+    @property
+    def title(self) -> str:
+        """File and tensor, for messages."""
+        return f"{self.file.path}: tensor {self.name}"
+
+    def read(self, offset: int, size: int) -> bytearray:
+        """Read `size` bytes of the data from `offset` on."""
+        return self.file.read(self.offset + offset, size, f"tensor {self.name}")
+
+
+@dataclass(frozen=True)
+class MatchedTensor:
+    """A tensor of the model: these rows of a stored tensor. transposed: they are columns in the file."""
+
+    stored: StoredTensor
+    rows: RowSelection
+    source: TensorSource
+    transposed: bool
+
+
+def match_tensors(
+    config: ModelConfig,
+    sources: Mapping[str, TensorSource],
+    stored: Mapping[str, StoredTensor],
+    path: Path,
+    described_by: str,
+    prefixes: Sequence[str] = ("",),
+) -> dict[str, MatchedTensor]:
+    """Return canonical name -> stored tensor, with shapes checked.
+
+    described_by: where `path` gives the sizes, for messages.
+    prefixes: of the stored names, best first.
+
+    Raises `CheckpointError` if a tensor is missing or has another shape than the config asks for.
+    """
+    if config.num_layers > len(stored):  # a damaged number can be billions
+        raise CheckpointError(f"{path} contains {len(stored)} tensors, too few for {config.num_layers} layers")
+    shapes = tensor_shapes(config)
+    matched: dict[str, MatchedTensor] = {}
+    for canonical, shape in shapes.items():
+        source = find_source(sources, canonical)
+        names = [prefix + source.name for prefix in prefixes]
+        tensor = next((stored[name] for name in names if name in stored), None)
+        if tensor is None:
+            raise CheckpointError(f"{path} lacks the tensor {names[0]}, which its {described_by} asks for")
+        rows = select_rows(source, canonical, config, shapes)
+        transposed = source.transposed and len(shape) > 1  # a bias is a vector either way
+        expected: tuple[int, ...] = (rows.total, *shape[1:])
+        if transposed:
+            expected = (shape[1], rows.total)
+        elif source.experts:
+            expected = (rows.total // shape[0], *shape)
+        if tensor.shape != expected:
+            raise CheckpointError(
+                f"{tensor.title} has the shape {list(tensor.shape)}, but its {described_by} asks for {list(expected)}"
+            )
+        matched[canonical] = MatchedTensor(tensor, rows, source, transposed)
+    return matched
