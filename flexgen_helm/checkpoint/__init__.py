@@ -1,1 +1,1 @@
-"""From a model name to verified tensors: catalogue, hub, wheel, safetensors, GGUF, dummy weights."""
+"""From a model name to verified tensors: catalog, hub, wheel, safetensors, GGUF, dummy weights."""

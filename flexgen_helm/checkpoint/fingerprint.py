@@ -7,7 +7,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,19 @@ Stamp = tuple[int, int, int]
 
 def file_stamp(path: Path) -> Stamp:
     """Return a file's size in bytes, modification time in nanoseconds, and inode: they change with its content."""
-    status = path.stat()
+    return _stamp(path.stat())
+
+
+def _stamp(status: os.stat_result) -> Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+@contextmanager
+def _explain_os_errors(path: Path, what: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read{what}: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -38,10 +50,8 @@ class SourceFile:
 
     @classmethod
     def open(cls, path: Path) -> SourceFile:
-        try:
+        with _explain_os_errors(path):
             return cls(path, file_stamp(path))
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
     @property
     def size(self) -> int:
@@ -51,19 +61,15 @@ class SourceFile:
         """Read `size` bytes from `offset` on, without mapping: the page cache does not count as our memory."""
         buffer = bytearray(size)
         view, done = memoryview(buffer), 0
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                status = os.fstat(file.fileno())
-                if (status.st_size, status.st_mtime_ns, status.st_ino) != self.stamp:
-                    raise CheckpointError(f"{self.path} has changed since it was opened, while reading {what}")
-                file.seek(offset)
-                while done < size:
-                    count = file.readinto(view[done:])
-                    if not count:
-                        raise CheckpointError(f"{self.path} ends {size - done} bytes early in {what}")
-                    done += count
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read ({what}): {error.strerror}") from error
+        with _explain_os_errors(self.path, f" ({what})"), self.path.open("rb", buffering=0) as file:
+            if _stamp(os.fstat(file.fileno())) != self.stamp:
+                raise CheckpointError(f"{self.path} has changed since it was opened, while reading {what}")
+            file.seek(offset)
+            while done < size:
+                count = file.readinto(view[done:])
+                if not count:
+                    raise CheckpointError(f"{self.path} ends {size - done} bytes early in {what}")
+                done += count
         return buffer
 
 
@@ -90,15 +96,13 @@ def file_sha256(path: Path) -> str:
 
     Raises `CheckpointError` if the file cannot be read or changes meanwhile.
     """
-    try:
+    with _explain_os_errors(path):
         stamp = file_stamp(path)
         if (known := recall(path, "sha256", stamp)) is not None:
             return known
         digest = hash_file(path)
         if file_stamp(path) != stamp:
             raise CheckpointError(f"{path} changed while it was being hashed; wait until it is complete")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     remember(path, "sha256", digest, stamp)
     return digest
 
@@ -180,8 +184,6 @@ def blob_of(file: Path) -> Path | None:
 
 
 def _git_sha1(path: Path) -> str:
-    try:
+    with _explain_os_errors(path):
         content = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
     "vocab.json",
 )
 # Each holds a vocabulary; a tokenizer needs one of them.
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 # What trainers leave in the folder, pickled too.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
@@ -102,7 +102,7 @@ def model_config_from(
 
 def tokenizer_folder(folder: Path) -> Path | None:
     """Return the folder if it contains a tokenizer, else None."""
-    return folder if any((folder / name).is_file() for name in VOCABULARY_FILES) else None
+    return folder if any((folder / name).is_file() for name in _VOCABULARY_FILES) else None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -141,7 +141,7 @@ def read_index(index: Path, must_exist: bool = True) -> dict[str, str]:
     for name in sorted(set(shards.values())):
         # By name, not by where links lead: a hub snapshot consists of links to its blobs.
         if "\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise CheckpointError(f"{index} names {name}, which lies outside the folder")
+            raise CheckpointError(f"{index} names {name}, which is outside the folder")
         if must_exist and not (index.parent / name).is_file():
             raise CheckpointError(f"{index} names {name}, which is missing; fetch the model again")
     return shards

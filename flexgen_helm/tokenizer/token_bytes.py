@@ -1,4 +1,4 @@
-"""What each token of a vocabulary contributes to running text, as bytes, and how HELM wants bytes spelt."""
+"""What each token of a vocabulary contributes to running text, as bytes, and HELM's spelling of bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def helm_text(data: bytes) -> str:
-    r"""Return `data` as text where it is whole UTF-8, else in HELM's spelling, e.g. `bytes:\xe2\x82` (backslashes)."""
+    r"""Return `data` as text if it is whole UTF-8, else in HELM's spelling, e.g. `bytes:\xe2\x82` (backslashes)."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
@@ -45,25 +45,28 @@ def token_byte_table(backend: Backend) -> list[bytes]:
     vocab = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (1 + max(vocab.values(), default=-1))
     for piece, token_id in vocab.items():
-        literal = token_id in added and (byte_level or added[token_id].special)
-        if literal:
+        if token_id in added and (byte_level or added[token_id].special):
             table[token_id] = piece.encode("utf-8")
-        elif byte_level:
-            table[token_id] = _byte_level_piece(piece, alphabet)
-        else:
-            table[token_id] = _sentencepiece_piece(piece)
+        elif not byte_level:
+            byte = _BYTE_PIECE.fullmatch(piece)
+            table[token_id] = bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode("utf-8")
+        elif all(char in alphabet for char in piece):
+            table[token_id] = bytes(alphabet[char] for char in piece)
+        else:  # a control token that is not registered as added
+            table[token_id] = piece.encode("utf-8")
     return table
 
 
 def is_byte_level(backend: Backend) -> bool:
-    """True for byte-level BPE, False for a sentencepiece-like vocabulary; others raise, see `token_byte_table`."""
+    """Return True for byte-level BPE, False for a sentencepiece-like vocabulary; others raise as above."""
     state = json.loads(backend.to_str())
-    decoders = list(_flatten(state.get("decoder")))
-    steps = decoders or list(_flatten(state.get("pre_tokenizer")))
+    decoder_steps = list(_flatten(state.get("decoder")))
+    steps = decoder_steps or list(_flatten(state.get("pre_tokenizer")))
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         return True
-    if kinds & {"Metaspace", "ByteFallback"} or any(_unmarks_spaces(step) for step in decoders):
+    unmark = {"type": "Replace", "pattern": {"String": SPACE_MARK}}
+    if kinds & {"Metaspace", "ByteFallback"} or any(unmark.items() <= step.items() for step in decoder_steps):
         return False
     raise UnsupportedArchitectureError(
         f"the tokenizer decodes with {', '.join(sorted(kinds)) or 'nothing'}; known are byte-level BPE (ByteLevel) "
@@ -72,7 +75,7 @@ def is_byte_level(backend: Backend) -> bool:
 
 
 def _flatten(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield the leaves of a serialised decoder or pre-tokenizer, whose sequences may nest."""
+    """Yield the leaves of a serialized decoder or pre-tokenizer, whose sequences may nest."""
     if step is None:
         return
     if step["type"] == "Sequence":
@@ -80,21 +83,3 @@ def _flatten(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
             yield from _flatten(inner)
     else:
         yield step
-
-
-def _unmarks_spaces(step: dict[str, Any]) -> bool:
-    return step["type"] == "Replace" and step.get("pattern") == {"String": SPACE_MARK}
-
-
-def _byte_level_piece(piece: str, alphabet: dict[str, int]) -> bytes:
-    # A control token that nobody registered as added has characters outside the alphabet: then it is literal.
-    try:
-        return bytes([alphabet[char] for char in piece])
-    except KeyError:
-        return piece.encode("utf-8")
-
-
-def _sentencepiece_piece(piece: str) -> bytes:
-    if byte := _BYTE_PIECE.fullmatch(piece):
-        return bytes([int(byte[1], 16)])
-    return piece.replace(SPACE_MARK, " ").encode("utf-8")

@@ -157,7 +157,7 @@ def test_dummy_weights_follow_seed_and_name_alone(tmp_path: Path) -> None:
     assert torch.equal(again.tensor("head.norm.weight"), torch.ones(16, dtype=torch.float16))
 
 
-def test_dummy_weights_of_the_catalogue() -> None:
+def test_dummy_weights_of_the_catalog() -> None:
     big = open_checkpoint("flexgen/opt-175b-4bit", weights="dummy")
     assert big.tensor("layers.95.attn.q.bias").shape == (12288,)
     small = open_checkpoint("smollm2-135m", weights="dummy")

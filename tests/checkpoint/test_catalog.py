@@ -94,7 +94,7 @@ def test_architectures_that_differ_from_their_siblings() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CATALOG if not name.startswith("smollm2-135m-instruct-q4")])
-def test_every_catalogue_name_resolves_to_itself(name: str) -> None:
+def test_every_catalog_name_resolves_to_itself(name: str) -> None:
     found = resolve("flexgen/" + name + "-4bit")
     assert (found.name, found.precision, found.entry) == (name, "4bit", CATALOG[name])
     assert found.kind == ("unpublished" if name == "opt-175b" else "hub")
