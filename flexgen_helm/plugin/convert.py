@@ -31,6 +31,8 @@ from flexgen_helm.errors import FlexgenError, NumericalError, RequestError
 from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
 
+_UNSUPPORTED = "presence_penalty frequency_penalty multimodal_prompt image_generation_parameters response_format"
+
 
 @dataclass(frozen=True)
 class TokenRequest(Request):
@@ -103,13 +105,7 @@ def _refuse_unsupported(request: Request) -> None:
         request.validate()
     except ValueError as error:
         raise NonRetriableException(str(error)) from error
-    for name in (
-        "presence_penalty",
-        "frequency_penalty",
-        "multimodal_prompt",
-        "image_generation_parameters",
-        "response_format",
-    ):
+    for name in _UNSUPPORTED.split():
         if getattr(request, name):
             raise NonRetriableException(f"flexgen models are plain text models: {name} is not supported")
 
@@ -132,17 +128,9 @@ def _seed(random: str | None, prompt: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1  # fits a signed 64-bit integer
 
 
-def _request_key(request: GenerationRequest) -> str:
-    fields = [
-        list(request.prompt_token_ids or ()),
-        request.max_tokens,
-        request.temperature,
-        request.top_p,
-        request.seed,
-        list(request.stop),
-        request.n,
-        request.echo_logprobs,
-    ]
+def _request_key(r: GenerationRequest) -> str:
+    ids, stop = tuple(r.prompt_token_ids or ()), tuple(r.stop)
+    fields = [ids, r.max_tokens, r.temperature, r.top_p, r.seed, stop, r.n, r.echo_logprobs]
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 

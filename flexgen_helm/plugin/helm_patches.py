@@ -1,8 +1,8 @@
-"""Everything of HELM that the plugin replaces, edits or calls though it is private: one table, `PATCHES`.
+"""Everything of HELM that the plugin replaces, edits or calls though it is private: `PATCHES`, a table.
 
-HELM calls a client for one request per thread, and knows neither batches nor a client's way to the run's folder. So a
-plain `helm-run` is patched when HELM loads the plugin, and `flexgen-helm run` has two patches more. Where a function
-of HELM has other parameters than the table says, no patch of the same command is installed.
+HELM gives a client one request per thread; it knows neither batches nor a client's files. So a plain `helm-run` is
+patched when HELM loads the plugin, and `flexgen-helm run` adds two patches. Where a function of HELM has other
+parameters than the table says, none of the command's patches are installed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce, wraps
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 from helm.benchmark.adaptation.adapter_spec import AdapterSpec
 from helm.benchmark.adaptation.adapters.adapter import Adapter
 from helm.benchmark.adaptation.scenario_state import ScenarioState
-from helm.benchmark.executor import Executor
+from helm.benchmark.executor import ExecutionSpec, Executor
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
@@ -34,149 +35,10 @@ from flexgen_helm.plugin import interrupt, registration
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.helm_run import HelmRun
 from flexgen_helm.plugin.models import ModelArguments
-from flexgen_helm.plugin.service import SubmittedBlock
+from flexgen_helm.plugin.service import Submission
 
 FIRST_FILE, LAST_FILE = "run_spec.json", "per_instance_stats.json"
 Command = Literal["helm-run", "flexgen-helm run"]
-
-
-# ---- helm-run ----
-
-
-def _execute(original: Callable[..., ScenarioState], executor: Executor, *args: Any, **kwargs: Any) -> ScenarioState:
-    context = get_context()
-    state = args[0] if args else kwargs.get("scenario_state")
-    if not isinstance(state, ScenarioState) or not hasattr(executor, "execution_spec"):
-        context.warn_once(_unknown_helm("Executor.execute has other arguments"))
-        return original(executor, *args, **kwargs)
-    if context.suite is not None and context.suite.is_collecting:
-        context.suite.collect_run(executor, state)
-    block = submit_requests(executor, state)
-    if block is None:
-        return original(executor, *args, **kwargs)
-    with block:
-        run = context.run
-        if run is None:
-            return original(executor, *args, **kwargs)
-        run.execute_started = time.monotonic()
-        import_classes(run.metric_classes)
-        state = original(executor, *args, **kwargs)
-        run.record_block(context.service, block)
-        if context.suite is not None:
-            context.suite.executed.append(run)
-    return state
-
-
-def submit_requests(executor: Executor, state: ScenarioState, hold: bool = False) -> SubmittedBlock | None:
-    """Submit all requests of a scenario state; None if they are not ours or nothing is to be executed.
-
-    hold: do not compute them before `Service.flush`.
-    """
-    spec = executor.execution_spec
-    if spec.dry_run or spec.url:
-        return None
-    context = get_context()
-    try:
-        model = registration.model_of(state.adapter_spec.model_deployment)
-        if model is None:
-            return None
-        context.encoder(model), context.facts(model)
-    except (FlexgenError, ValueError):
-        return None  # the client fails in the same way, where HELM reports it
-    requests = []
-    for request_state in state.request_states:
-        with suppress(NonRetriableException):  # this request fails alone, when the client gets it
-            requests.append(context.prepare(model, request_state.request))
-    interrupt.install()
-    if not hold:
-        context.service.resume()
-    use_cache = bool(spec.sqlite_cache_backend_config or spec.mongo_cache_backend_config)
-    return context.service.submit(model, requests, use_cache, hold)
-
-
-def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
-    suite = get_context().suite
-    if suite is None or suite.is_collecting:
-        return _recorded_run_one(original, runner, run_spec)
-    with suite.watched(runner, run_spec):
-        _recorded_run_one(original, runner, run_spec)
-
-
-def _recorded_run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
-    context = get_context()
-    model = None if runner.dry_run or runner.executor.execution_spec.url else model_of(run_spec)
-    if model is None:
-        return original(runner, run_spec)
-    from flexgen_helm.plugin.metrics import metric_spec
-
-    if not (runner.skip_completed_runs or runner.cache_instances_only):  # else perhaps nothing is computed
-        context.service.preload(model)
-    context.run = HelmRun(run_spec.name, Path(runner._get_run_path(run_spec)), model, metric_classes(run_spec))
-    try:
-        original(runner, replace(run_spec, metric_specs=[*run_spec.metric_specs, metric_spec()]))
-    finally:
-        context.run = None
-
-
-def metric_classes(run_spec: RunSpec) -> list[str]:
-    return [spec.class_name for spec in run_spec.metric_specs]
-
-
-def import_classes(names: Iterable[str]) -> None:
-    """Import what HELM will import for its metrics (scikit-learn, NLTK: seconds) while the worker loads the model."""
-    for name in dict.fromkeys(names):
-        with suppress(Exception):  # HELM reports it
-            get_class_by_name(name)
-
-
-def model_of(run_spec: RunSpec) -> ModelArguments | None:
-    """Return the model of a run, None if it is not ours or is not found."""
-    try:
-        return registration.model_of(run_spec.adapter_spec.model_deployment)
-    except (FlexgenError, ValueError):
-        return None  # HELM meets the same error where it reports it
-
-
-def _write(original: Callable[[str, str], None], file_path: str, content: str) -> None:
-    run, path = get_context().run, Path(file_path)
-    if run is None or path.parent != run.folder:
-        return original(file_path, content)
-    if path.name == FIRST_FILE:
-        (path.parent / LAST_FILE).unlink(missing_ok=True)
-    if path.name == LAST_FILE:
-        run.write()
-    replace_text(path, content)
-
-
-def _get_adapter(
-    original: Callable[..., Adapter], adapter_spec: AdapterSpec, tokenizer_service: TokenizerService
-) -> Adapter:
-    run = get_context().run
-    if run is not None and run.adapt_started is None:
-        run.adapt_started = time.monotonic()
-    # HELM's specs have no such function; those of `flexgen_helm.scenarios.adapters` do.
-    make_adapter = getattr(adapter_spec, "make_adapter", None)
-    return original(adapter_spec, tokenizer_service) if make_adapter is None else make_adapter(tokenizer_service)
-
-
-# ---- flexgen-helm run ----
-
-
-def _run_entries_to_run_specs(
-    original: Callable[..., list[RunSpec]], run_entries: list[RunEntry], **filters: Any
-) -> list[RunSpec]:
-    suite = get_context().suite
-    return original(run_entries, **filters) if suite is None else suite.run_specs(original, run_entries, **filters)
-
-
-def _run_all(original: Callable[..., None], runner: Runner, run_specs: list[RunSpec]) -> None:
-    suite = get_context().suite
-    if suite is not None:
-        suite.collect(runner, run_specs)
-    original(runner, run_specs)
-
-
-# ---- the table ----
 
 
 @dataclass(frozen=True)
@@ -184,32 +46,32 @@ class HelmPatch:
     """One place of HELM that the plugin depends on though it is private.
 
     command: whose patches it belongs to.
-    target: `module:name`.
+    target: `module:name`, below `helm.benchmark`.
     parameters: the function's; None where a decorator hides them, or the target is data.
-    replacement: called with HELM's function and its arguments; None where the target is used or edited.
-    reason: what the plugin does there, and why.
+    purpose: what the plugin does there, and why.
     fallback: what users lose where it looks different.
+    replacement: called with HELM's function and its arguments; None where the target is called or edited.
     """
 
     command: Command
     target: str
     parameters: tuple[str, ...] | None
-    replacement: Callable[..., Any] | None
-    reason: str
+    purpose: str
     fallback: str
+    replacement: Callable[..., Any] | None = None
 
     def owner(self) -> tuple[Any, str]:
         """Return the object that has the target as an attribute, and the attribute's name."""
         module, _, path = self.target.partition(":")
         *outer, name = path.split(".")
-        return reduce(getattr, outer, importlib.import_module(module)), name
+        return reduce(getattr, outer, importlib.import_module(f"helm.benchmark.{module}")), name
 
     def check(self) -> None:
         """Raise `UsageError` if HELM's target is missing or has other parameters."""
         try:
-            found = getattr(*self.owner())
-            if self.parameters is not None and (names := tuple(inspect.signature(found).parameters)) != self.parameters:
-                raise TypeError(f"its parameters are {', '.join(names)}")
+            target = getattr(*self.owner())
+            if self.parameters is not None and tuple(inspect.signature(target).parameters) != self.parameters:
+                raise TypeError(f"it takes {inspect.signature(target)}")
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise UsageError(_unknown_helm(f"{self.target}: {error}")) from error
 
@@ -229,88 +91,19 @@ class HelmPatch:
         setattr(owner, name, staticmethod(patched) if is_static else patched)
 
 
-_NO_RECORD = "No `flexgen_*` statistics and no `flexgen_run.json`."
-_NO_NAMES = "`flexgen_helm` is not registered, and HELM says so; `flexgen-helm doctor` names the cause."
-_NO_SUITE = "`flexgen-helm run` refuses to start; `helm-run` works."
-_EDITED = (
-    "Completes entries of `prod_env`, and drops those that `flexgen-helm run` wrote: a name may mean another model now."
-)
-
-PATCHES = (
-    HelmPatch(
-        "helm-run",
-        "helm.benchmark.executor:Executor.execute",
-        None,
-        _execute,
-        "Submits all requests of the run as one block, then runs HELM's own function, which asks for one request per "
-        "thread.",
-        "Batches are what arrives within 50 ms of each other.",
-    ),
-    HelmPatch(
-        "helm-run",
-        "helm.benchmark.runner:Runner.run_one",
-        ("self", "run_spec"),
-        _run_one,
-        "Appends our throughput metric, starts loading the model, and opens the record for `flexgen_run.json`.",
-        _NO_RECORD,
-    ),
-    HelmPatch(
-        "helm-run",
-        "helm.benchmark.runner:Runner._get_run_path",
-        ("self", "run_spec"),
-        None,
-        "Is called for the folder of the run.",
-        _NO_RECORD,
-    ),
-    HelmPatch(
-        "helm-run",
-        "helm.benchmark.runner:write",
-        ("file_path", "content"),
-        _write,
-        "Replaces each file of a run of ours whole, removes the old last file before it writes the first, and writes "
-        "`flexgen_run.json` before the last: a run that was killed is not complete to `--skip-completed-runs`.",
-        "A run that was killed while it wrote its files may look complete.",
-    ),
-    HelmPatch(
-        "helm-run",
-        "helm.benchmark.adaptation.adapters.adapter_factory:AdapterFactory.get_adapter",
-        ("adapter_spec", "tokenizer_service"),
-        _get_adapter,
-        "Lets an adapter spec bring its own adapter (`make_adapter`), because HELM has a closed list of methods.",
-        "`lambada` and `wikitext` stop with an error in their metrics.",
-    ),
-    *(
-        HelmPatch("helm-run", f"helm.benchmark.{target}", None, None, _EDITED, _NO_NAMES)
-        for target in (
-            "model_deployment_registry:ALL_MODEL_DEPLOYMENTS",
-            "model_deployment_registry:DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT",
-            "model_metadata_registry:ALL_MODELS_METADATA",
-            "model_metadata_registry:MODEL_NAME_TO_MODEL_METADATA",
-            "tokenizer_config_registry:ALL_TOKENIZER_CONFIGS",
-            "tokenizer_config_registry:TOKENIZER_NAME_TO_CONFIG",
-        )
-    ),
-    HelmPatch(
-        "flexgen-helm run",
-        "helm.benchmark.run:run_entries_to_run_specs",
-        ("run_entries", "max_eval_instances", "num_train_trials", "models_to_run", "groups_to_run", "priority"),
-        _run_entries_to_run_specs,
-        "Writes model names as HELM needs them, and multiplies runs by `--precision`.",
-        _NO_SUITE,
-    ),
-    HelmPatch(
-        "flexgen-helm run",
-        "helm.benchmark.runner:Runner.run_all",
-        ("self", "run_specs"),
-        _run_all,
-        "Goes over all runs up to `Executor.execute` first, so that a model's requests are one block.",
-        _NO_SUITE,
-    ),
-)
+PATCHES: list[HelmPatch] = []
 
 
-def _unknown_helm(reason: str) -> str:
-    return f"flexgen_helm does not know this version of HELM ({reason})"
+def _replaces(command: Command, target: str, parameters: str | None, fallback: str) -> Callable[[Any], Any]:
+    """Add a patch to the table, whose purpose is the docstring of the decorated replacement."""
+
+    def add(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        names = None if parameters is None else tuple(parameters.split())
+        purpose = " ".join((replacement.__doc__ or "").split())
+        PATCHES.append(HelmPatch(command, target, names, purpose, fallback, replacement))
+        return replacement
+
+    return add
 
 
 def install(command: Command) -> None:
@@ -328,13 +121,205 @@ def install_or_warn() -> None:
         install("helm-run")
     except UsageError as error:
         interrupt.install()  # otherwise done when a run is submitted
-        get_context().warn_once(f"{error}: batches are formed by waiting briefly")
+        get_context().warn_once(f"{error}; until then batches are formed by waiting briefly")
+
+
+def _unknown_helm(reason: str) -> str:
+    return f"flexgen_helm does not know this version of HELM ({reason}); run: pip install crfm-helm==0.5.16"
 
 
 def patches_table() -> str:
-    """Return the table as markdown, as `docs/helm.md` shows it."""
-    lines = ["| in HELM | by | what the plugin does there, and why | if it looks different |", "|---|---|---|---|"]
-    for patch in PATCHES:
-        target = patch.target.removeprefix("helm.benchmark.")
-        lines.append(f"| `{target}` | `{patch.command}` | {patch.reason} | {patch.fallback} |")
+    """Return the table as markdown, as the documentation shows it."""
+    lines = ["| in `helm.benchmark` | command | purpose | if it looks different |", "|---|---|---|---|"]
+    for columns, patches in groupby(PATCHES, lambda patch: f"`{patch.command}` | {patch.purpose} | {patch.fallback}"):
+        targets = "<br>".join(f"`{patch.target}`" for patch in patches)
+        lines.append(f"| {targets} | {columns} |")
     return "\n".join(lines) + "\n"
+
+
+# ---- helm-run ----
+
+_NO_RECORD = "No `flexgen_*` statistics and no `flexgen_run.json`."
+
+
+@_replaces("helm-run", "executor:Executor.execute", None, "Batches are what arrives within 50 ms of each other.")
+def _execute(original: Callable[..., ScenarioState], executor: Executor, *args: Any, **kwargs: Any) -> ScenarioState:
+    """Submits all requests of the run as one block, and then runs HELM's own function, which asks for one request per
+    thread.
+    """
+    context = get_context()
+    state = args[0] if args else kwargs.get("scenario_state")
+    if not isinstance(state, ScenarioState) or not hasattr(executor, "execution_spec"):
+        context.warn_once(_unknown_helm("Executor.execute has other arguments"))
+        return original(executor, *args, **kwargs)
+    if context.suite is not None and context.suite.is_collecting:
+        context.suite.collect_run(executor, state)
+    submission = prepare_run(executor, state)
+    if submission is None:
+        return original(executor, *args, **kwargs)
+    context.service.resume()
+    with context.service.submit(*submission) as block:
+        run = context.run
+        if run is None:
+            return original(executor, *args, **kwargs)
+        run.execute_started = time.monotonic()
+        import_classes(run.metric_classes)
+        state = original(executor, *args, **kwargs)
+        run.record_block(context.service, block)
+        if context.suite is not None:
+            context.suite.executed.append(run)
+    return state
+
+
+def prepare_run(executor: Executor, state: ScenarioState) -> Submission | None:
+    """Return the requests of a scenario state for the service; None if they are not ours or must not be executed."""
+    spec = executor.execution_spec
+    model = model_of(state.adapter_spec) if _is_executed(spec) else None
+    if model is None:
+        return None
+    context, requests = get_context(), []
+    try:
+        for request_state in state.request_states:
+            with suppress(NonRetriableException):  # this request fails alone, when the client gets it
+                requests.append(context.prepare(model, request_state.request))
+    except (FlexgenError, ValueError):
+        return None  # the client fails in the same way, where HELM reports it
+    interrupt.install()
+    use_cache = bool(spec.sqlite_cache_backend_config or spec.mongo_cache_backend_config)
+    return Submission(model, requests, use_cache)
+
+
+def _is_executed(spec: ExecutionSpec) -> bool:
+    """Whether requests are computed in this process at all."""
+    return not (spec.dry_run or spec.url)
+
+
+def model_of(adapter_spec: AdapterSpec) -> ModelArguments | None:
+    """Return the model of a run, None if it is not ours or is not found."""
+    try:
+        return registration.model_of(adapter_spec.model_deployment)
+    except (FlexgenError, ValueError):
+        return None  # HELM meets the same error where it reports it
+
+
+def import_classes(names: Iterable[str]) -> None:
+    """Import what HELM will import for its metrics (scikit-learn, NLTK: seconds) while the worker loads the model."""
+    for name in dict.fromkeys(names):
+        with suppress(Exception):  # HELM reports it
+            get_class_by_name(name)
+
+
+@_replaces("helm-run", "runner:Runner.run_one", "self run_spec", _NO_RECORD)
+def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
+    """Appends our throughput metric, starts loading the model, and opens the record for `flexgen_run.json`."""
+    suite = get_context().suite
+    if suite is None or suite.is_collecting:
+        return _recorded_run_one(original, runner, run_spec)
+    with suite.watched(runner, run_spec):
+        _recorded_run_one(original, runner, run_spec)
+
+
+def _recorded_run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
+    context = get_context()
+    model = model_of(run_spec.adapter_spec) if _is_executed(runner.executor.execution_spec) else None
+    if model is None:
+        return original(runner, run_spec)
+    from flexgen_helm.plugin.metrics import metric_spec
+
+    if not (runner.skip_completed_runs or runner.cache_instances_only):  # else perhaps nothing is computed
+        context.service.preload(model)
+    metric_classes = [spec.class_name for spec in run_spec.metric_specs]
+    context.run = HelmRun(run_spec.name, Path(runner._get_run_path(run_spec)), model, metric_classes)
+    try:
+        original(runner, replace(run_spec, metric_specs=[*run_spec.metric_specs, metric_spec()]))
+    finally:
+        context.run = None
+
+
+PATCHES.append(
+    HelmPatch(
+        "helm-run", "runner:Runner._get_run_path", ("self", "run_spec"), "Is called for the run's folder.", _NO_RECORD
+    )
+)
+
+
+@_replaces("helm-run", "runner:write", "file_path content", "A run that was killed while it wrote may look complete.")
+def _write(original: Callable[[str, str], None], file_path: str, content: str) -> None:
+    """Replaces each file of a run of ours whole, removes the old last file before it writes the first, and writes
+    `flexgen_run.json` before the last. So `--skip-completed-runs`, which tests only whether files exist, does not skip
+    a run that was killed in between.
+    """
+    run, path = get_context().run, Path(file_path)
+    if run is None or path.parent != run.folder:
+        return original(file_path, content)
+    if path.name == FIRST_FILE:
+        (path.parent / LAST_FILE).unlink(missing_ok=True)
+    if path.name == LAST_FILE:
+        run.write()
+    replace_text(path, content)
+
+
+@_replaces(
+    "helm-run",
+    "adaptation.adapters.adapter_factory:AdapterFactory.get_adapter",
+    "adapter_spec tokenizer_service",
+    "`lambada` and `wikitext` stop with an error in their metrics.",
+)
+def _get_adapter(
+    original: Callable[..., Adapter], adapter_spec: AdapterSpec, tokenizer_service: TokenizerService
+) -> Adapter:
+    """Lets an adapter spec bring its own adapter (`make_adapter`), because HELM has a closed list of methods."""
+    run = get_context().run
+    if run is not None and run.adapt_started is None:
+        run.adapt_started = time.monotonic()
+    # HELM's specs have no such function; those of `flexgen_helm.scenarios.adapters` do.
+    make_adapter = getattr(adapter_spec, "make_adapter", None)
+    return original(adapter_spec, tokenizer_service) if make_adapter is None else make_adapter(tokenizer_service)
+
+
+PATCHES += [
+    HelmPatch(
+        "helm-run",
+        registry,
+        None,
+        "Is edited: entries of `prod_env` are completed, and dropped where `flexgen-helm run` wrote them, because a "
+        "name may mean another model now.",
+        "Nothing is registered, and HELM prints why; `flexgen-helm doctor` fails.",
+    )
+    for registry in (
+        "model_deployment_registry:ALL_MODEL_DEPLOYMENTS",
+        "model_deployment_registry:DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT",
+        "model_metadata_registry:ALL_MODELS_METADATA",
+        "model_metadata_registry:MODEL_NAME_TO_MODEL_METADATA",
+        "tokenizer_config_registry:ALL_TOKENIZER_CONFIGS",
+        "tokenizer_config_registry:TOKENIZER_NAME_TO_CONFIG",
+    )
+]
+
+
+# ---- flexgen-helm run ----
+
+_NO_SUITE = "`flexgen-helm run` refuses to start; `helm-run` works."
+
+
+@_replaces(
+    "flexgen-helm run",
+    "run:run_entries_to_run_specs",
+    "run_entries max_eval_instances num_train_trials models_to_run groups_to_run priority",
+    _NO_SUITE,
+)
+def _run_entries_to_run_specs(
+    original: Callable[..., list[RunSpec]], run_entries: list[RunEntry], **filters: Any
+) -> list[RunSpec]:
+    """Writes model names as HELM needs them, and multiplies runs by `--precision`."""
+    suite = get_context().suite
+    return original(run_entries, **filters) if suite is None else suite.run_specs(original, run_entries, **filters)
+
+
+@_replaces("flexgen-helm run", "runner:Runner.run_all", "self run_specs", _NO_SUITE)
+def _run_all(original: Callable[..., None], runner: Runner, run_specs: list[RunSpec]) -> None:
+    """Goes over all runs up to `Executor.execute` first, so that all requests of a model are one block."""
+    suite = get_context().suite
+    if suite is not None:
+        suite.collect(runner, run_specs)
+    original(runner, run_specs)

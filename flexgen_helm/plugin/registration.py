@@ -38,12 +38,8 @@ WINDOW_CLASS = "flexgen_helm.plugin.tokenizer_client.FlexgenWindowService"
 END_OF_TEXT = "<|endoftext|>"
 
 
-def deployment(name: str) -> ModelDeployment:
-    """Return the deployment `flexgen/…`. Raises `UnknownModelError` with one sentence, which reaches the user."""
-    return get_context().generated(_make_deployment, name)
-
-
-def _make_deployment(name: str) -> ModelDeployment:
+def make_deployment(name: str) -> ModelDeployment:
+    """Make the deployment `flexgen/…`. Raises `UnknownModelError` with one sentence, which reaches the user."""
     facts = get_context().facts(get_context().find_model(name))
     if name not in metadata_registry.MODEL_NAME_TO_MODEL_METADATA:
         register_model_metadata(_metadata(name, facts))
@@ -71,12 +67,8 @@ def _metadata(name: str, facts: ModelFacts) -> ModelMetadata:
     )
 
 
-def tokenizer_config(name: str) -> TokenizerConfig:
-    """Return the tokenizer of the deployment of the same name."""
-    return get_context().generated(_make_tokenizer_config, name)
-
-
-def _make_tokenizer_config(name: str) -> TokenizerConfig:
+def make_tokenizer_config(name: str) -> TokenizerConfig:
+    """Make the tokenizer of the deployment of the same name."""
     tokenizer = get_context().encoder(model_of_tokenizer(name)).tokenizer
     return _tokenizer_config(name, tokenizer.eos_text, prefix_token(tokenizer))
 
@@ -198,6 +190,6 @@ def complete_file_deployments() -> None:
 @cache
 def register() -> None:
     """Register once per process: HELM refuses a second generator for one prefix."""
-    deployments.model_deployment_generator("flexgen")(deployment)
-    tokenizer_config_generator("flexgen")(tokenizer_config)
+    deployments.model_deployment_generator("flexgen")(lambda name: get_context().generated(make_deployment, name))
+    tokenizer_config_generator("flexgen")(lambda name: get_context().generated(make_tokenizer_config, name))
     complete_file_deployments()

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexgen_helm.errors import Interrupted
 from flexgen_helm.plugin.engine_loader import EngineLoader
@@ -35,6 +35,17 @@ IDLE_FLUSH_S = 0.05
 MAX_GATHERING_S = 0.5  # a steady trickle of requests must not postpone the flush for ever
 WAIT_SLICE_S = 0.5  # how soon a waiting thread sees an interruption
 SHUTDOWN_S = 6.0  # how long `close` waits for the engine to stop and the response cache to be written
+
+
+class Submission(NamedTuple):
+    """The requests of one run, as `Service.submit` takes them.
+
+    use_cache: the response cache may hold the results and must store them.
+    """
+
+    model: ModelArguments
+    requests: Sequence[PreparedRequest]
+    use_cache: bool
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,7 @@ class LoadedModel:
 class Job:
     """One distinct request in the queue or being computed.
 
-    use_cache: the response cache may hold the result and must store it.
+    use_cache: as in `Submission`.
     num_users: blocks and waiting threads that want the result; a job without any is given up.
     """
 
@@ -122,7 +133,6 @@ class Service:
         self._jobs: dict[tuple[ModelArguments, str, bool], Job] = {}
         self._queue: list[Job] = []
         self._has_block = False  # the queue holds a submitted block, which needs no gathering
-        self._on_hold = False
         self._first_arrival = self._last_arrival = 0.0
         self._worker: threading.Thread | None = None
         self._interrupted = threading.Event()
@@ -145,20 +155,17 @@ class Service:
             self._wake_worker()
 
     def submit(
-        self, model: ModelArguments, requests: Iterable[PreparedRequest], use_cache: bool = True, hold: bool = False
+        self, model: ModelArguments, requests: Sequence[PreparedRequest], use_cache: bool = True
     ) -> SubmittedBlock:
-        """Queue `requests` as one block. hold: compute nothing before `flush`, because more blocks are coming."""
-        requests = list(requests)
-        with self._changed:
-            self._on_hold = self._on_hold or hold
-            jobs = self._enqueue(model, requests, use_cache, is_block=True)
+        """Queue `requests` as one block."""
+        jobs = self._enqueue(model, requests, use_cache, is_block=True)
         return SubmittedBlock(self, model, [request.key for request in requests], jobs)
 
-    def flush(self) -> None:
-        """Start what was submitted with `hold`."""
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Start no block meanwhile: blocks of one model that are submitted inside are computed as one."""
         with self._changed:
-            self._on_hold = False
-            self._changed.notify_all()
+            yield
 
     def respond(self, model: ModelArguments, request: PreparedRequest, use_cache: bool = True) -> Response:
         """Wait for one response. Raises `Interrupted`, or whatever kept its block from being computed."""
@@ -208,7 +215,7 @@ class Service:
     # The queue
 
     def _enqueue(
-        self, model: ModelArguments, requests: Iterable[PreparedRequest], use_cache: bool, is_block: bool
+        self, model: ModelArguments, requests: Sequence[PreparedRequest], use_cache: bool, is_block: bool
     ) -> list[Job]:
         """Return one job per distinct request, each with one user more."""
         jobs: dict[str, Job] = {}
@@ -251,7 +258,7 @@ class Service:
         """Return 0 if a block is ready, None if nothing is to be done before something changes."""
         if self._interrupted.is_set():
             return WAIT_SLICE_S
-        if not self._queue or self._on_hold:
+        if not self._queue:
             return None
         if self._has_block:
             return 0.0

@@ -2,8 +2,8 @@
 
 HELM's runner works run by run, so its batches end where a run ends. Here it goes over the runs twice:
 
-1. Each `run_one` goes as far as `Executor.execute`, where its requests are submitted and the run is left. The service
-   then computes all of them, one model after another, each in one block.
+1. Each `run_one` goes as far as `Executor.execute`, where the run is left with its requests. The service then computes
+   those of all runs, one model after another, each in one block.
 2. HELM's own `run_all`, unchanged. Every request finds its result ready.
 
 So results, metrics, errors, exit and skipping are those of a plain `helm-run`. The price is that data and prompts are
@@ -38,7 +38,7 @@ from flexgen_helm.plugin import deployment_files, helm_patches, interrupt, model
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.failures import data_folder, explain_failure
 from flexgen_helm.plugin.helm_run import HelmRun, write_json
-from flexgen_helm.plugin.service import SubmittedBlock
+from flexgen_helm.plugin.service import Submission, SubmittedBlock
 from flexgen_helm.plugin.usage import suite_usage
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.scores import read_scores, reused_note, table
@@ -103,7 +103,6 @@ def main(
         return suite.exit_code()
     finally:
         context.suite, context.engine_options, context.service.progress = None, {}, None
-        context.service.flush()
 
 
 def _say(text: str) -> None:
@@ -111,7 +110,10 @@ def _say(text: str) -> None:
 
 
 class _RunCollected(Exception):
-    """Leaves a `run_one` whose requests have been submitted. HELM catches nothing on the way."""
+    """Leaves a `run_one` whose requests have been made. HELM catches nothing on the way."""
+
+    def __init__(self, submission: Submission | None) -> None:
+        self.submission = submission
 
 
 class Suite:
@@ -179,17 +181,13 @@ class Suite:
         if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url:
             return
         started = time.monotonic()
-        self.is_collecting = True
-        try:
-            with _quiet_helm():
-                self._collect_runs(runner, run_specs)
-        finally:
-            self.is_collecting = False
+        submissions = self._collect_runs(runner, run_specs)
         collected = time.monotonic()
         service = get_context().service
-        service.flush()
+        with service.hold():
+            self._blocks = {name: service.submit(*submission) for name, submission in submissions.items()}
         helm_patches.import_classes(
-            name for spec in run_specs if spec.name in self._blocks for name in helm_patches.metric_classes(spec)
+            metric.class_name for spec in run_specs if spec.name in self._blocks for metric in spec.metric_specs
         )
         for block in self._blocks.values():
             block.wait()
@@ -201,26 +199,31 @@ class Suite:
         generate_s = self._generated_at - collected - load_s
         self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
 
-    def _collect_runs(self, runner: Runner, run_specs: list[RunSpec]) -> None:
-        for run_spec in run_specs:
-            if helm_patches.model_of(run_spec) is None:
-                continue
-            try:
-                runner.run_one(run_spec)
-            except _RunCollected:
-                continue
-            except Exception:
-                # The second pass fails in the same place and reports it as HELM does.
-                if runner.exit_on_error:
-                    break
+    def _collect_runs(self, runner: Runner, run_specs: list[RunSpec]) -> dict[str, Submission]:
+        """Return the requests of each run that gets as far as `Executor.execute`."""
+        submissions = {}
+        self.is_collecting = True
+        try:
+            with _quiet_helm():
+                for run_spec in run_specs:
+                    if helm_patches.model_of(run_spec.adapter_spec) is None:
+                        continue
+                    try:
+                        runner.run_one(run_spec)
+                    except _RunCollected as collected:
+                        if collected.submission is not None:
+                            submissions[run_spec.name] = collected.submission
+                    except Exception:
+                        # The second pass fails in the same place and reports it as HELM does.
+                        if runner.exit_on_error:
+                            break
+        finally:
+            self.is_collecting = False
+        return submissions
 
     def collect_run(self, executor: Executor, state: ScenarioState) -> None:
-        """Submit the requests of the run in progress, and leave the run."""
-        block = helm_patches.submit_requests(executor, state, hold=True)
-        run = get_context().run
-        if block is not None and run is not None:
-            self._blocks[run.name] = block
-        raise _RunCollected
+        """Leave the run in progress with its requests."""
+        raise _RunCollected(helm_patches.prepare_run(executor, state))
 
     @contextmanager
     def watched(self, runner: Runner, run_spec: RunSpec) -> Iterator[None]:

@@ -36,6 +36,7 @@ from flexgen_helm.plugin import helm_patches, suite
 from flexgen_helm.plugin.client import FlexgenClient
 from flexgen_helm.plugin.context import PluginContext, get_context, set_context
 from tests.helpers.fake_engine import POISON, FakeEngine, FakeLoader, fake_context
+from tests.helpers.paths import ROOT
 
 MODEL = "flexgen/opt-125m"
 FILES = ["run_spec.json", "scenario.json", "scenario_state.json", "stats.json", "per_instance_stats.json"]
@@ -119,9 +120,9 @@ def test_a_client_whose_model_cannot_be_read_fails_at_once(monkeypatch: pytest.M
 
 def test_nothing_is_submitted_where_nothing_is_ours(engines: list[FakeEngine], tmp_path: Path) -> None:
     executor = Executor(execution(tmp_path))
-    assert helm_patches.submit_requests(Executor(execution(tmp_path, dry_run=True)), state(request("a"))) is None
-    assert helm_patches.submit_requests(executor, state(request("a"), deployment="simple/model1")) is None
-    assert helm_patches.submit_requests(executor, state(request("a"), deployment="flexgen/unknown-model")) is None
+    assert helm_patches.prepare_run(Executor(execution(tmp_path, dry_run=True)), state(request("a"))) is None
+    assert helm_patches.prepare_run(executor, state(request("a"), deployment="simple/model1")) is None
+    assert helm_patches.prepare_run(executor, state(request("a"), deployment="flexgen/unknown-model")) is None
     assert engines == []
 
 
@@ -254,6 +255,29 @@ def test_a_helm_that_changed_is_left_untouched_with_one_warning(
     helm_patches.install_or_warn()
     assert Executor.execute is execute and getattr(owner, name) is value
     assert len(unpatched) == 1 and "does not know this version of HELM" in unpatched[0]
+
+
+def test_the_documentation_shows_the_table_of_patches() -> None:
+    assert helm_patches.patches_table() in (ROOT / "docs" / "developers" / "helm_patches.md").read_text()
+
+
+def test_every_patch_fits_the_installed_helm_and_says_why() -> None:
+    assert {patch.command for patch in helm_patches.PATCHES} == {"helm-run", "flexgen-helm run"}
+    for patch in helm_patches.PATCHES:
+        patch.check()
+        assert patch.purpose and patch.fallback
+        owner, name = patch.owner()
+        if patch.replacement is not None:
+            helm_patches.install(patch.command)
+            assert getattr(owner, name).flexgen_helm
+
+
+def test_a_helm_that_changed_refuses_suites(unpatched: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(Runner, "run_all", run_one_of_tomorrow)
+    arguments = ["-r", f"simple_mcqa:model={MODEL}", "-m", "1", "--suite", "s"]
+    assert suite.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "does not know this version of HELM (runner:Runner.run_all: it takes" in said and "pip install" in said
 
 
 def test_without_patches_the_idle_flush_still_makes_batches(

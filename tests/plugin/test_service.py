@@ -86,11 +86,11 @@ def test_requests_that_were_not_submitted_are_gathered(bench: Bench) -> None:
 
 
 def test_blocks_on_hold_run_together(bench: Bench) -> None:
-    first = bench.service.submit(MODEL, [prepared("a"), prepared("b")], hold=True)
-    second = bench.service.submit(MODEL, [prepared("b"), prepared("c")], hold=True)
-    time.sleep(0.1)
-    assert bench.blocks == []
-    bench.service.flush()
+    with bench.service.hold():
+        first = bench.service.submit(MODEL, [prepared("a"), prepared("b")])
+        time.sleep(0.1)
+        second = bench.service.submit(MODEL, [prepared("b"), prepared("c")])
+        assert bench.blocks == []
     first.wait(), second.wait()
     assert bench.blocks == [3]
     first.close()
@@ -99,9 +99,9 @@ def test_blocks_on_hold_run_together(bench: Bench) -> None:
 
 
 def test_models_take_turns_and_one_is_in_memory(bench: Bench) -> None:
-    held = [bench.service.submit(m, [prepared(p)], hold=True) for p in "ab" for m in (MODEL, OTHER)]
-    bench.service.flush()
-    for block in held:
+    with bench.service.hold():
+        blocks = [bench.service.submit(m, [prepared(p)]) for p in "ab" for m in (MODEL, OTHER)]
+    for block in blocks:
         block.wait()
         block.close()
     assert bench.blocks == [2, 2]

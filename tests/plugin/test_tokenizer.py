@@ -16,8 +16,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from flexgen_helm.plugin.context import PluginContext, get_context, set_context
 from flexgen_helm.plugin.convert import to_generation_request, to_request_result
 from flexgen_helm.plugin.models import ModelArguments
+from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.plugin.tokenizer_client import FlexgenTokenizer, FlexgenWindowService
-from tests.helpers.fake_engine import answer, fake_context
+from tests.helpers.fake_engine import FakeTokenizer, answer, fake_context
 
 # 'gpt' in the name makes HELM decode each token by itself, the one of its rules that keeps spaces right.
 NAME = "flexgen/gpt-like"
@@ -118,6 +119,30 @@ def test_text_that_is_no_unicode_is_refused_and_not_retried(pair: Any) -> None:
         _tokens(ours, "\ud800", NAME)
     with pytest.raises(NonRetriableException, match="not valid Unicode"):
         to_generation_request(Request(prompt="\ud800"), encoder, 4096)
+
+
+def test_the_most_recent_texts_are_encoded_once_and_the_cache_is_bounded() -> None:
+    texts: list[str] = []
+
+    class Counting(FakeTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            texts.append(text)
+            return super().encode(text, add_special_tokens)
+
+    encoder = PromptEncoder(Counting(), max_characters=10)  # type: ignore[arg-type]
+    assert [encoder.encode(text) for text in ("abcd", "efgh", "abcd")] == [
+        (97, 98, 99, 100),
+        (101, 102, 103, 104),
+        (97, 98, 99, 100),
+    ]
+    encoder.encode("ijkl")  # the least recently used one goes
+    encoder.encode("abcd")
+    assert texts == ["abcd", "efgh", "ijkl"]
+    encoder.encode("efgh")
+    encoder.encode("x" * 11)  # longer than the cache: it is not kept, and nothing else is
+    encoder.encode("x" * 11)
+    assert texts == ["abcd", "efgh", "ijkl", "efgh", "x" * 11, "x" * 11]
+    assert encoder._num_characters == 0 and not encoder._ids
 
 
 class Service:
