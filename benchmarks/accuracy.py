@@ -165,9 +165,9 @@ def write_data(folder: Path, passages: Sequence[str], pages: Sequence[str]) -> P
 
 def _prefix_id(tokenizer: Tokenizer) -> int:
     """The token that our deployments put before a document; the harness would take BOS, here a chat's turn mark."""
-    from flexgen_helm.plugin.registration import _prefix_token
+    from flexgen_helm.plugin.registration import prefix_token
 
-    (found,) = tokenizer.encode(_prefix_token(tokenizer) or "", add_special_tokens=False)
+    (found,) = tokenizer.encode(prefix_token(tokenizer) or "", add_special_tokens=False)
     return found
 
 

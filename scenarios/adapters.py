@@ -22,7 +22,7 @@ from helm.common.request import Request
 from helm.common.tokenization_request import TokenizationToken
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.plugin.token_request import TokenRequest
+from flexgen_helm.plugin.convert import TokenRequest
 
 
 @dataclass(frozen=True)

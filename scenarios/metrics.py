@@ -30,7 +30,7 @@ from helm.benchmark.window_services.window_service_factory import WindowServiceF
 from helm.common.request import Token
 
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.plugin.token_request import TokenRequest
+from flexgen_helm.plugin.convert import TokenRequest
 from flexgen_helm.scenarios.adapters import reference_text, token_counts
 
 

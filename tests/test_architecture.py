@@ -25,7 +25,7 @@ TORCH_FREE = [
     "flexgen_helm.cli",
     "flexgen_helm.request",
     "flexgen_helm.scheduling.sequence",
-    "flexgen_helm.engine.response_cache",
+    "flexgen_helm.response_cache",
     "flexgen_helm.scheduling.schedule",
     "flexgen_helm.scheduling.scheduler",
     "flexgen_helm.checkpoint.model_config",

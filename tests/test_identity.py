@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from flexgen_helm.checkpoint.catalog import CATALOG
-from flexgen_helm.engine.response_cache import ResponseCache, response_cache_path
 from flexgen_helm.identity import record_text, same_names, text_of
 from flexgen_helm.models.config import RopeConfig
 from flexgen_helm.plugin.convert import _request_key
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
 from flexgen_helm.request import GenerationRequest
+from flexgen_helm.response_cache import ResponseCache, response_cache_path
 from tests.helpers.paths import DATA
 
 GOLDEN: dict[str, Any] = json.loads((DATA / "identities_of_0_1_0.json").read_text())

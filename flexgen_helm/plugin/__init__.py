@@ -1,14 +1,14 @@
-"""The HELM plugin: `helm-run` imports this module through its entry point, and `flexgen/…` models exist.
+"""The HELM plugin: HELM imports this module through its entry point, and `flexgen/…` models exist.
 
-HELM swallows an error of this import and later says 'model not found'; so nothing is raised here, one line says
-what failed.
+HELM swallows an error of this import and later says 'model not found'. So nothing is raised here; one line says what
+failed.
 """
 
 from __future__ import annotations
 
 
 def _register() -> None:
-    """Names, run specs and hooks; each of them registers once a process, however often this is called."""
+    """Register names and run specs and patch HELM, each once per process."""
     from helm.common.hierarchical_logger import herror
 
     try:
@@ -16,7 +16,7 @@ def _register() -> None:
         from flexgen_helm.plugin import helm_patches, registration
 
         registration.register()
-        helm_patches.install()
+        helm_patches.install_or_warn()
     except Exception as error:
         herror(f"flexgen_helm cannot register its models with HELM: {type(error).__name__}: {error}")
 

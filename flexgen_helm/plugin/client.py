@@ -1,4 +1,4 @@
-"""The HELM client: a thin door to the process-wide service. HELM makes one for every thread that asks early."""
+"""The HELM client. HELM makes one for every thread that asks early; all share the service of the process."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from helm.common.cache import BlackHoleCacheConfig, CacheConfig
 from helm.common.request import Request, RequestResult
 from helm.proxy.retry import NonRetriableException
 
-from flexgen_helm.plugin import convert, models
-from flexgen_helm.plugin.service import get_service
+from flexgen_helm.plugin import convert
+from flexgen_helm.plugin.context import get_context
 
 
 class FlexgenClient(Client):
-    """Arguments beside the first two are those of a deployment entry, all optional: see `models.ModelArguments`."""
+    """HELM's client for `flexgen/…` models and deployments with a checkpoint of one's own.
+
+    arguments: those of a deployment entry, all optional; see `models.ModelArguments`.
+    """
 
     def __init__(self, model_name: str, cache_config: CacheConfig | None = None, **arguments: Any) -> None:
-        self.model = models.find_model(model_name, arguments)
+        self.model = get_context().find_model(model_name, arguments)
         # `--disable-cache` shows here and nowhere else. HELM's own cache is never used: its key knows only the name.
-        self.durable = not isinstance(cache_config, BlackHoleCacheConfig)
+        self.use_cache = not isinstance(cache_config, BlackHoleCacheConfig)
 
     def make_request(self, request: Request) -> RequestResult:
-        """Answer, or fail in one sentence; only this request fails, and nothing is retried in vain.
+        """Return the result; a request that fails, fails alone and is not retried.
 
-        Raises NonRetriableException for fields that the engine cannot honour.
+        Raises `NonRetriableException` for a field that is not supported.
         """
         if request.embedding:
             return convert.no_embedding()
+        context = get_context()
         try:
-            tokenizer = models.tokenizer(self.model)
-            question = convert.to_generation_request(request, tokenizer, models.facts(self.model).max_positions)
-            answer = get_service().answer(self.model, question, self.durable)
-            return convert.to_request_result(request, question, answer.result, answer.reused, tokenizer)
+            prepared = context.prepare(self.model, request)
+            response = context.service.respond(self.model, prepared, self.use_cache)
+            encoder = context.encoder(self.model)
+            return convert.to_request_result(request, prepared, response.result, response.is_cached, encoder)
         except NonRetriableException:
             raise
         except Exception as error:  # HELM would retry it for 150 seconds

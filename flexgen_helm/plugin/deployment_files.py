@@ -18,51 +18,54 @@ from helm.common.hierarchical_logger import hwarn
 from flexgen_helm.files import replace_text
 from flexgen_helm.plugin import registration
 
+Entry = dict[str, Any]
+
 
 def merge(folder: Path, names: list[str]) -> None:
-    """Add the deployments `names`, their metadata and tokenizers.
+    """Add the deployments `names`, their metadata and their tokenizers to HELM's files in `folder`.
 
-    Entries that we wrote earlier are replaced where the name has come to mean another model; those that a user wrote
-    or changed stay as they are. The entries carry no client arguments: what a name means is looked up when it is used.
+    Entries that we wrote earlier are replaced if the name means another model now; entries that a user wrote or
+    changed stay. Ours carry no client arguments: a name is resolved when it is used.
     """
-    entries: dict[str, list[Any]] = {"model_deployments": [], "model_metadata": [], "tokenizer_configs": []}
+    # Keyed by the name of the list in the file; only the metadata's file is called otherwise.
+    entries: dict[str, list[Entry]] = {"model_deployments": [], "models": [], "tokenizer_configs": []}
     for name in names:
         deployment = deployments.get_model_deployment(name)
-        # Where the user has an entry for it, HELM makes what metadata it needs.
+        # Where the user has an entry for it, HELM makes the metadata that it needs.
         if name not in deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT:
             entries["model_deployments"].append(asdict(deployment))
-            entries["model_metadata"].append(asdict(get_model_metadata(name)))
+            entries["models"].append(asdict(get_model_metadata(name)))
         if deployment.tokenizer_name and (config := get_tokenizer_config(deployment.tokenizer_name)):
             entries["tokenizer_configs"].append(asdict(config))
-    for file, wanted in entries.items():
-        # HELM's metadata file is the one whose list is called otherwise.
-        _merge_file(folder / f"{file}.yaml", "models" if file == "model_metadata" else file, wanted)
+    for key, wanted in entries.items():
+        file = "model_metadata" if key == "models" else key
+        _merge_file(folder / f"{file}.yaml", key, wanted)
 
 
-def _merge_file(path: Path, key: str, wanted: list[dict[str, Any]]) -> None:
+def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
         content = yaml.safe_load(text) or {}
         present = list(content.get(key) or [])
         names = [entry["name"] for entry in present]
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
-        hwarn(f"{path} is left as it is, because it is not as HELM writes it: {error}")
+        hwarn(f"{path} stays unchanged, because it is not as HELM writes it: {error}")
         return
-    new = {entry["name"]: _plain(entry) for entry in wanted}
+    new = {entry["name"]: _without_empty(entry) for entry in wanted}
     for index, entry in enumerate(present):
         name = entry["name"]
         if entry != new.get(name, entry) and _is_ours(key, entry):
-            hwarn(f"{path}: the entry of {name} is written anew, because the name means another model than before")
+            hwarn(f"{path}: the entry of {name} is replaced, because the name means another model than before")
             present[index] = new[name]
             text = _with_entry_replaced(text, entry, new[name])
     missing = [entry for name, entry in new.items() if name not in names]
     merged = {**content, key: [*present, *missing]}
     if merged == content:
         return
+    # Appending keeps the user's comments and order; it is right where the file then reads as intended.
     start = text if text.endswith("\n") or not text else text + "\n"
-    start = start or f"{key}:\n"
-    # Appending keeps the user's comments and order; it is right where the file still reads as intended.
-    for candidate in (start + text for text in _dumps(missing)):
+    for appended in _dumps(missing):
+        candidate = (start or f"{key}:\n") + appended
         if _reads_as(candidate, merged):
             break
     else:
@@ -71,39 +74,39 @@ def _merge_file(path: Path, key: str, wanted: list[dict[str, Any]]) -> None:
     replace_text(path, candidate)
 
 
-def _dumps(entries: list[dict[str, Any]]) -> tuple[str, str]:
-    """The entries as they may stand in a file's list, indented and not."""
+def _dumps(entries: list[Entry]) -> tuple[str, str]:
+    """Return the entries as a file's list may hold them, indented and not."""
     if not entries:
         return "", ""
     plain = yaml.safe_dump(entries, sort_keys=False, allow_unicode=True)
     return "".join(f"  {line}" for line in plain.splitlines(keepends=True)), plain
 
 
-def _with_entry_replaced(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Only an entry that stands there as we dump it is found; else the caller sees that nothing changed."""
+def _with_entry_replaced(text: str, old: Entry, new: Entry) -> str:
+    """Replace an entry that stands in the file as we dump it; else the caller sees that nothing changed."""
     for before, after in zip(_dumps([old]), _dumps([new])):
         if before in text:
             return text.replace(before, after, 1)
     return text
 
 
-def _is_ours(key: str, entry: dict[str, Any]) -> bool:
+def _is_ours(key: str, entry: Entry) -> bool:
     try:
         if key == "models":
-            read: Any = dacite.from_dict(ModelMetadata, entry)
+            parsed: Any = dacite.from_dict(ModelMetadata, entry)
         else:
-            read = cattrs.structure(entry, ModelDeployment if key == "model_deployments" else TokenizerConfig)
+            parsed = cattrs.structure(entry, ModelDeployment if key == "model_deployments" else TokenizerConfig)
     except Exception:  # HELM says what is wrong with it, where it reads the file
         return False
-    return _plain(asdict(read)) == entry and registration.is_ours(read)
+    return _without_empty(asdict(parsed)) == entry and registration.is_ours(parsed)
 
 
-def _plain(entry: dict[str, Any]) -> dict[str, Any]:
-    """Without empty values, which HELM's readers fill in; `deployment_names` is HELM's own note, not ours."""
+def _without_empty(entry: Entry) -> Entry:
+    """Drop empty values, which HELM's readers fill in, and `deployment_names`, which HELM itself adds."""
     return {name: value for name, value in entry.items() if value not in (None, False) and name != "deployment_names"}
 
 
-def _reads_as(text: str, wanted: dict[str, Any]) -> bool:
+def _reads_as(text: str, wanted: Entry) -> bool:
     try:
         return bool(yaml.safe_load(text) == wanted)
     except yaml.YAMLError:

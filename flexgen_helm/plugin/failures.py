@@ -11,37 +11,38 @@ from helm.common.object_spec import get_class_by_name
 
 from flexgen_helm.errors import FlexgenError
 
-_REQUEST = re.compile(r" Request: \w*Request\(")  # what HELM's executor puts behind a message, with the whole prompt
-
-# By name: of urllib, requests, httpx and the hub's client, none of which need be here.
+_REQUEST = re.compile(r" Request: \w*Request\(")  # HELM's executor appends it to a message, with the whole prompt
+# By name: of urllib, requests, httpx and the hub's client, none of which need be installed.
 _NETWORK_ERRORS = {"URLError", "ConnectionError", "ConnectError", "TimeoutError", "gaierror", "LocalEntryNotFoundError"}
 
 
 def explain_failure(error: Exception, data: Path | None) -> str:
-    """What went wrong, and what to do where only data is missing that HELM fetches when it is used: a scenario's,
-    which belongs into the folder `data`, or a metric's, where that is None because the run has its answers."""
-    text = _REQUEST.split(str(error).strip())[0]
-    said = f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"
+    """Say what went wrong, and what to do where only data is missing that HELM downloads when it uses it.
+
+    data: the folder that the scenario's data belongs into; None if the run has its results and a metric failed.
+    """
+    message = _REQUEST.split(str(error).strip())[0].partition("\n")[0]
+    cause = f"{type(error).__name__}: {message}"
     resource = re.search(r"Resource\s+(?:\x1b\[\d+m)*'?([\w/.-]+)", str(error))
     if isinstance(error, LookupError) and resource:
         return (
             f"all answers are there and kept, but a metric needs NLTK's '{resource[1]}'. On a machine with network: "
             f"python -m nltk.downloader {resource[1]}; then the same command only computes the metrics."
         )
-    if not _is_of_the_network(error):
-        return said
+    if not _is_network_error(error):
+        return cause
     if data is None:
         return (
-            f"all answers are there and kept, but a metric could not download what it needs ({said}); where there is "
+            f"all answers are there and kept, but a metric could not download what it needs ({cause}); where there is "
             "a network, the same command only computes the metrics."
         )
     return (
-        f"the scenario's data could not be downloaded ({said}). Copy it into {data} from a machine that has it "
+        f"the scenario's data could not be downloaded ({cause}). Copy it into {data} from a machine that has it "
         "(docs/helm.md), or go where there is a network; the same command then runs what is missing."
     )
 
 
-def _is_of_the_network(error: BaseException | None) -> bool:
+def _is_network_error(error: BaseException | None) -> bool:
     """Whether a connection failed, in the words of whichever library HELM downloads with."""
     if isinstance(error, FlexgenError):
         return False  # says itself what to do
@@ -56,7 +57,7 @@ def _is_of_the_network(error: BaseException | None) -> bool:
 
 
 def data_folder(runner: Runner, run_spec: RunSpec) -> Path:
-    """Where HELM keeps the data of a run's scenario."""
+    """Return the folder where HELM keeps the data of a run's scenario."""
     try:
         name = str(get_class_by_name(run_spec.scenario_spec.class_name).name)
     except Exception:  # the class cannot be imported, which is why the run failed, or names itself later

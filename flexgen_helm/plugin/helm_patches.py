@@ -1,207 +1,325 @@
-"""The places where a plain `helm-run` is touched, and what keeps that safe.
+"""Everything of HELM that the plugin replaces, edits or calls though it is private: `PATCHES`, a table.
 
-- `Executor.execute` announces the run's requests to the service and then runs as HELM wrote it. HELM's executor
-  hands a client one request a thread and knows neither batches nor the run's directory.
-- `Runner.run_one` gets our metric appended and a record of its run. While it runs, HELM's file writer replaces
-  files whole, and takes away the run's last file before it writes the first, so that a run that was killed between
-  two files does not look complete to `--skip-completed-runs`.
-- `AdapterFactory.get_adapter` lets an adapter spec bring its own adapter, because HELM knows adapters by a closed
-  list of methods.
-
-All of this is HELM's private API. Where it looks different, one warning is given and HELM runs untouched: questions
-are then gathered by the service's idle flush, only the statistics and `flexgen_run.json` are missing.
+HELM gives a client one request per thread; it knows neither batches nor a client's files. So a plain `helm-run` is
+patched when HELM loads the plugin, and `flexgen-helm run` adds two patches. Where a function of HELM has other
+parameters than the table says, none of the command's patches are installed.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
-from functools import wraps
+from dataclasses import dataclass, replace
+from functools import reduce, wraps
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from helm.benchmark import runner as helm_runner
 from helm.benchmark.adaptation.adapter_spec import AdapterSpec
-from helm.benchmark.adaptation.adapters.adapter_factory import AdapterFactory
+from helm.benchmark.adaptation.adapters.adapter import Adapter
 from helm.benchmark.adaptation.scenario_state import ScenarioState
-from helm.benchmark.executor import Executor
+from helm.benchmark.executor import ExecutionSpec, Executor
+from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 from helm.benchmark.window_services.tokenizer_service import TokenizerService
-from helm.common.hierarchical_logger import hwarn
 from helm.common.object_spec import get_class_by_name
 from helm.proxy.retry import NonRetriableException
 
-from flexgen_helm.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import replace_text
-from flexgen_helm.plugin import interrupt, models, registration
-from flexgen_helm.plugin.run_record import RunRecord, announce_record, current_run
-from flexgen_helm.plugin.service import SubmittedBlock, get_service
+from flexgen_helm.plugin import interrupt, registration
+from flexgen_helm.plugin.context import get_context
+from flexgen_helm.plugin.helm_run import HelmRun
+from flexgen_helm.plugin.models import ModelArguments
+from flexgen_helm.plugin.service import Submission
 
 FIRST_FILE, LAST_FILE = "run_spec.json", "per_instance_stats.json"
-_EXPECTED = {
-    "Runner.run_one": (lambda: Runner.run_one, ["self", "run_spec"]),
-    "Runner._get_run_path": (lambda: Runner._get_run_path, ["self", "run_spec"]),
-    "runner.write": (lambda: helm_runner.write, ["file_path", "content"]),
-    "AdapterFactory.get_adapter": (lambda: AdapterFactory.get_adapter, ["adapter_spec", "tokenizer_service"]),
-    # A decorator hides the names of its parameters; they are checked when it is called.
-    "Executor.execute": (lambda: Executor.execute, None),
-}
-_warned: set[str] = set()
+Command = Literal["helm-run", "flexgen-helm run"]
 
 
-def install() -> None:
-    """Wrap HELM's functions once; change nothing where one of them is not the known one."""
-    if getattr(Executor.execute, "flexgen_helm", False):
-        return
-    for name, (find, parameters) in _EXPECTED.items():
-        try:
-            found = find()
-            if parameters is not None and list(inspect.signature(found).parameters) != parameters:
-                raise TypeError(f"takes {inspect.signature(found)}")
-        except (AttributeError, TypeError, ValueError) as error:
-            _fall_back(f"{name}: {error}")
-            return
-    Executor.execute = _announcing(Executor.execute)  # type: ignore[method-assign]
-    Runner.run_one = _recording(Runner.run_one)  # type: ignore[method-assign]
-    helm_runner.write = _completing(helm_runner.write)  # type: ignore[assignment]
-    AdapterFactory.get_adapter = staticmethod(_adapting(AdapterFactory.get_adapter))  # type: ignore[method-assign]
+@dataclass(frozen=True)
+class HelmPatch:
+    """One place of HELM that the plugin depends on though it is private.
 
-
-def _fall_back(reason: str) -> None:
-    if reason not in _warned:
-        _warned.add(reason)
-        interrupt.install()  # otherwise done when a run announces itself
-        hwarn(f"flexgen_helm does not know this version of HELM ({reason}): batches are formed by waiting briefly")
-
-
-def _announcing(original: Callable[..., ScenarioState]) -> Callable[..., ScenarioState]:
-    @wraps(original)
-    def execute(self: Executor, *args: Any, **kwargs: Any) -> ScenarioState:
-        block = announce(self, *args, **kwargs)
-        if block is None:
-            return original(self, *args, **kwargs)
-        service, record = get_service(), current_run.get()
-        with block:
-            if record is not None:
-                record.execute_started = time.monotonic()
-                import_classes(record.metric_classes)
-            state = original(self, *args, **kwargs)
-            if record is not None:
-                record.execute_ended = time.monotonic()
-                record.load_s = service.loading_s(record.model, record.execute_started or record.execute_ended)
-                record.keys, record.answers = block.keys, block.answers()
-                record.fingerprint = service.fingerprint(record.model)
-                computed = any(not answer.reused for answer in record.answers.values())
-                record.engine = service.usage(record.model) if computed else {}
-                announce_record(record)
-        return state
-
-    execute.flexgen_helm = True  # type: ignore[attr-defined]
-    return execute
-
-
-def announce(executor: Executor, *args: Any, hold: bool = False, **kwargs: Any) -> SubmittedBlock | None:
-    """Queue all requests of a scenario state; None where they are not ours or nothing is to be executed.
-
-    hold: do not compute them before `Service.flush`.
+    command: whose patches it belongs to.
+    target: `module:name`, below `helm.benchmark`.
+    parameters: the function's; None where a decorator hides them, or the target is data.
+    purpose: what the plugin does there, and why.
+    fallback: what users lose where it looks different.
+    replacement: called with HELM's function and its arguments; None where the target is called or edited.
     """
+
+    command: Command
+    target: str
+    parameters: tuple[str, ...] | None
+    purpose: str
+    fallback: str
+    replacement: Callable[..., Any] | None = None
+
+    def owner(self) -> tuple[Any, str]:
+        """Return the object that has the target as an attribute, and the attribute's name."""
+        module, _, path = self.target.partition(":")
+        *outer, name = path.split(".")
+        return reduce(getattr, outer, importlib.import_module(f"helm.benchmark.{module}")), name
+
+    def check(self) -> None:
+        """Raise `UsageError` if HELM's target is missing or has other parameters."""
+        try:
+            target = getattr(*self.owner())
+            if self.parameters is not None and tuple(inspect.signature(target).parameters) != self.parameters:
+                raise TypeError(f"it takes {inspect.signature(target)}")
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise UsageError(_unknown_helm(f"{self.target}: {error}")) from error
+
+    def install(self) -> None:
+        """Replace the target, once."""
+        owner, name = self.owner()
+        original, replacement = getattr(owner, name), self.replacement
+        if replacement is None or hasattr(original, "flexgen_helm"):
+            return
+
+        @wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        patched.flexgen_helm = True  # type: ignore[attr-defined]
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(patched) if is_static else patched)
+
+
+PATCHES: list[HelmPatch] = []
+
+
+def _replaces(command: Command, target: str, parameters: str | None, fallback: str) -> Callable[[Any], Any]:
+    """Add a patch to the table, whose purpose is the docstring of the decorated replacement."""
+
+    def add(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        names = None if parameters is None else tuple(parameters.split())
+        purpose = " ".join((replacement.__doc__ or "").split())
+        PATCHES.append(HelmPatch(command, target, names, purpose, fallback, replacement))
+        return replacement
+
+    return add
+
+
+def install(command: Command) -> None:
+    """Install the patches of a command, once. Raises `UsageError` and installs none if one does not fit."""
+    patches = [patch for patch in PATCHES if patch.command == command]
+    for patch in patches:
+        patch.check()
+    for patch in patches:
+        patch.install()
+
+
+def install_or_warn() -> None:
+    """Install the patches of `helm-run`; where they do not fit, HELM stays as it is and the user is told."""
+    try:
+        install("helm-run")
+    except UsageError as error:
+        interrupt.install()  # otherwise done when a run is submitted
+        get_context().warn_once(f"{error}; until then batches are formed by waiting briefly")
+
+
+def _unknown_helm(reason: str) -> str:
+    return f"flexgen_helm does not know this version of HELM ({reason}); run: pip install crfm-helm==0.5.16"
+
+
+def patches_table() -> str:
+    """Return the table as markdown, as the documentation shows it."""
+    lines = ["| in `helm.benchmark` | command | purpose | if it looks different |", "|---|---|---|---|"]
+    for columns, patches in groupby(PATCHES, lambda patch: f"`{patch.command}` | {patch.purpose} | {patch.fallback}"):
+        targets = "<br>".join(f"`{patch.target}`" for patch in patches)
+        lines.append(f"| {targets} | {columns} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- helm-run ----
+
+_NO_RECORD = "No `flexgen_*` statistics and no `flexgen_run.json`."
+
+
+@_replaces("helm-run", "executor:Executor.execute", None, "Batches are what arrives within 50 ms of each other.")
+def _execute(original: Callable[..., ScenarioState], executor: Executor, *args: Any, **kwargs: Any) -> ScenarioState:
+    """Submits all requests of the run as one block, and then runs HELM's own function, which asks for one request per
+    thread.
+    """
+    context = get_context()
     state = args[0] if args else kwargs.get("scenario_state")
     if not isinstance(state, ScenarioState) or not hasattr(executor, "execution_spec"):
-        _fall_back("Executor.execute: other arguments")
-        return None
+        context.warn_once(_unknown_helm("Executor.execute has other arguments"))
+        return original(executor, *args, **kwargs)
+    if context.suite is not None and context.suite.is_collecting:
+        context.suite.collect_run(executor, state)
+    submission = prepare_run(executor, state)
+    if submission is None:
+        return original(executor, *args, **kwargs)
+    context.service.resume()
+    with context.service.submit(*submission) as block:
+        run = context.run
+        if run is None:
+            return original(executor, *args, **kwargs)
+        run.execute_started = time.monotonic()
+        import_classes(run.metric_classes)
+        state = original(executor, *args, **kwargs)
+        run.record_block(context.service, block)
+        if context.suite is not None:
+            context.suite.executed.append(run)
+    return state
+
+
+def prepare_run(executor: Executor, state: ScenarioState) -> Submission | None:
+    """Return the requests of a scenario state for the service; None if they are not ours or must not be executed."""
     spec = executor.execution_spec
-    if spec.dry_run or spec.url:
+    model = model_of(state.adapter_spec) if _is_executed(spec) else None
+    if model is None:
         return None
+    context, requests = get_context(), []
     try:
-        model = registration.model_of(state.adapter_spec.model_deployment)
-        if model is None:
-            return None
-        tokenizer, positions = models.tokenizer(model), models.facts(model).max_positions
+        for request_state in state.request_states:
+            with suppress(NonRetriableException):  # this request fails alone, when the client gets it
+                requests.append(context.prepare(model, request_state.request))
     except (FlexgenError, ValueError):
-        return None  # the client says the same, where HELM reports it
-
-    from flexgen_helm.plugin.convert import to_generation_request
-
-    questions = []
-    for request_state in state.request_states:
-        try:
-            questions.append(to_generation_request(request_state.request, tokenizer, positions))
-        except NonRetriableException:
-            continue  # this request fails alone, when its turn comes
+        return None  # the client fails in the same way, where HELM reports it
     interrupt.install()
-    if not hold:
-        get_service().resume()
-    durable = bool(spec.sqlite_cache_backend_config or spec.mongo_cache_backend_config)
-    return get_service().submit(model, questions, durable, hold)
+    use_cache = bool(spec.sqlite_cache_backend_config or spec.mongo_cache_backend_config)
+    return Submission(model, requests, use_cache)
 
 
-def _recording(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def run_one(self: Runner, run_spec: RunSpec) -> None:
-        model = None if self.dry_run or self.executor.execution_spec.url else model_of(run_spec)
-        if model is None:
-            return original(self, run_spec)
-        from flexgen_helm.plugin.metrics import metric_spec
-
-        record = RunRecord(run_spec.name, Path(self._get_run_path(run_spec)), model, metric_classes(run_spec))
-        if not (self.skip_completed_runs or self.cache_instances_only):  # else nothing may be asked
-            get_service().preload(model)
-        token = current_run.set(record)
-        try:
-            original(self, replace(run_spec, metric_specs=[*run_spec.metric_specs, metric_spec()]))
-        finally:
-            current_run.reset(token)
-
-    return run_one
+def _is_executed(spec: ExecutionSpec) -> bool:
+    """Whether requests are computed in this process at all."""
+    return not (spec.dry_run or spec.url)
 
 
-def metric_classes(run_spec: RunSpec) -> list[str]:
-    return [spec.class_name for spec in run_spec.metric_specs]
+def model_of(adapter_spec: AdapterSpec) -> ModelArguments | None:
+    """Return the model of a run, None if it is not ours or is not found."""
+    try:
+        return registration.model_of(adapter_spec.model_deployment)
+    except (FlexgenError, ValueError):
+        return None  # HELM meets the same error where it reports it
 
 
 def import_classes(names: Iterable[str]) -> None:
-    """What HELM would import when it comes to the metrics (scikit-learn, NLTK: seconds): here it goes on while the
-    engine's thread loads the model. What cannot be imported is HELM's to report."""
+    """Import what HELM will import for its metrics (scikit-learn, NLTK: seconds) while the worker loads the model."""
     for name in dict.fromkeys(names):
-        with suppress(Exception):
+        with suppress(Exception):  # HELM reports it
             get_class_by_name(name)
 
 
-def model_of(run_spec: RunSpec) -> models.ModelArguments | None:
-    """The model of a run, None where it is not ours or cannot be found."""
+@_replaces("helm-run", "runner:Runner.run_one", "self run_spec", _NO_RECORD)
+def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
+    """Appends our throughput metric, starts loading the model, and opens the record for `flexgen_run.json`."""
+    suite = get_context().suite
+    if suite is None or suite.is_collecting:
+        return _recorded_run_one(original, runner, run_spec)
+    with suite.watched(runner, run_spec):
+        _recorded_run_one(original, runner, run_spec)
+
+
+def _recorded_run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
+    context = get_context()
+    model = model_of(run_spec.adapter_spec) if _is_executed(runner.executor.execution_spec) else None
+    if model is None:
+        return original(runner, run_spec)
+    from flexgen_helm.plugin.metrics import metric_spec
+
+    if not (runner.skip_completed_runs or runner.cache_instances_only):  # else perhaps nothing is computed
+        context.service.preload(model)
+    metric_classes = [spec.class_name for spec in run_spec.metric_specs]
+    context.run = HelmRun(run_spec.name, Path(runner._get_run_path(run_spec)), model, metric_classes)
     try:
-        return registration.model_of(run_spec.adapter_spec.model_deployment)
-    except (FlexgenError, ValueError):
-        return None  # HELM meets the same error inside, where it reports it
+        original(runner, replace(run_spec, metric_specs=[*run_spec.metric_specs, metric_spec()]))
+    finally:
+        context.run = None
 
 
-def _completing(original: Callable[[str, str], None]) -> Callable[[str, str], None]:
-    @wraps(original)
-    def write(file_path: str, content: str) -> None:
-        record, path = current_run.get(), Path(file_path)
-        if record is None or path.parent != record.directory:
-            return original(file_path, content)
-        if path.name == FIRST_FILE:
-            (path.parent / LAST_FILE).unlink(missing_ok=True)
-        if path.name == LAST_FILE:
-            record.write()
-        replace_text(path, content)
-
-    return write
+PATCHES.append(
+    HelmPatch(
+        "helm-run", "runner:Runner._get_run_path", ("self", "run_spec"), "Is called for the run's folder.", _NO_RECORD
+    )
+)
 
 
-def _adapting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def get_adapter(adapter_spec: AdapterSpec, tokenizer_service: TokenizerService) -> Any:
-        record = current_run.get()
-        if record is not None and record.adapt_started is None:
-            record.adapt_started = time.monotonic()
-        # HELM's specs have no such function; those of `flexgen_helm.scenarios.adapters` do.
-        make = getattr(adapter_spec, "make_adapter", None)
-        return original(adapter_spec, tokenizer_service) if make is None else make(tokenizer_service)
+@_replaces("helm-run", "runner:write", "file_path content", "A run that was killed while it wrote may look complete.")
+def _write(original: Callable[[str, str], None], file_path: str, content: str) -> None:
+    """Replaces each file of a run of ours whole, removes the old last file before it writes the first, and writes
+    `flexgen_run.json` before the last. So `--skip-completed-runs`, which tests only whether files exist, does not skip
+    a run that was killed in between.
+    """
+    run, path = get_context().run, Path(file_path)
+    if run is None or path.parent != run.folder:
+        return original(file_path, content)
+    if path.name == FIRST_FILE:
+        (path.parent / LAST_FILE).unlink(missing_ok=True)
+    if path.name == LAST_FILE:
+        run.write()
+    replace_text(path, content)
 
-    return get_adapter
+
+@_replaces(
+    "helm-run",
+    "adaptation.adapters.adapter_factory:AdapterFactory.get_adapter",
+    "adapter_spec tokenizer_service",
+    "`lambada` and `wikitext` stop with an error in their metrics.",
+)
+def _get_adapter(
+    original: Callable[..., Adapter], adapter_spec: AdapterSpec, tokenizer_service: TokenizerService
+) -> Adapter:
+    """Lets an adapter spec bring its own adapter (`make_adapter`), because HELM has a closed list of methods."""
+    run = get_context().run
+    if run is not None and run.adapt_started is None:
+        run.adapt_started = time.monotonic()
+    # HELM's specs have no such function; those of `flexgen_helm.scenarios.adapters` do.
+    make_adapter = getattr(adapter_spec, "make_adapter", None)
+    return original(adapter_spec, tokenizer_service) if make_adapter is None else make_adapter(tokenizer_service)
+
+
+PATCHES += [
+    HelmPatch(
+        "helm-run",
+        registry,
+        None,
+        "Is edited: entries of `prod_env` are completed, and dropped where `flexgen-helm run` wrote them, because a "
+        "name may mean another model now.",
+        "Nothing is registered, and HELM prints why; `flexgen-helm doctor` fails.",
+    )
+    for registry in (
+        "model_deployment_registry:ALL_MODEL_DEPLOYMENTS",
+        "model_deployment_registry:DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT",
+        "model_metadata_registry:ALL_MODELS_METADATA",
+        "model_metadata_registry:MODEL_NAME_TO_MODEL_METADATA",
+        "tokenizer_config_registry:ALL_TOKENIZER_CONFIGS",
+        "tokenizer_config_registry:TOKENIZER_NAME_TO_CONFIG",
+    )
+]
+
+
+# ---- flexgen-helm run ----
+
+_NO_SUITE = "`flexgen-helm run` refuses to start; `helm-run` works."
+
+
+@_replaces(
+    "flexgen-helm run",
+    "run:run_entries_to_run_specs",
+    "run_entries max_eval_instances num_train_trials models_to_run groups_to_run priority",
+    _NO_SUITE,
+)
+def _run_entries_to_run_specs(
+    original: Callable[..., list[RunSpec]], run_entries: list[RunEntry], **filters: Any
+) -> list[RunSpec]:
+    """Writes model names as HELM needs them, and multiplies runs by `--precision`."""
+    suite = get_context().suite
+    return original(run_entries, **filters) if suite is None else suite.run_specs(original, run_entries, **filters)
+
+
+@_replaces("flexgen-helm run", "runner:Runner.run_all", "self run_specs", _NO_SUITE)
+def _run_all(original: Callable[..., None], runner: Runner, run_specs: list[RunSpec]) -> None:
+    """Goes over all runs up to `Executor.execute` first, so that all requests of a model are one block."""
+    suite = get_context().suite
+    if suite is not None:
+        suite.collect(runner, run_specs)
+    original(runner, run_specs)

@@ -1,7 +1,7 @@
 """Ctrl-C that ends a run within seconds.
 
-HELM's thread pool joins its threads before an interruption gets through, and those threads wait for answers. The
-handler tells the service first; every waiter then returns by itself.
+HELM's thread pool joins its threads before an interruption gets through, and those threads wait for results. The
+handler interrupts the service first; every waiting thread then returns.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import threading
 from types import FrameType
 from typing import Any
 
-from flexgen_helm.plugin.service import get_service
+from flexgen_helm.plugin.context import get_context
 
 
 class _Handler:
-    """Stops the service, then does what the previous handler did."""
+    """Interrupts the service, then does what the previous handler did."""
 
     def __init__(self, previous: Any) -> None:
         self.previous = previous
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        get_service().stop()
+        get_context().service.interrupt()
         if callable(self.previous):
             self.previous(number, frame)
         else:  # SIG_DFL would end the process without its last words
@@ -36,7 +36,5 @@ def install() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     current = signal.getsignal(signal.SIGINT)
-    if current in (signal.SIG_IGN, None) or isinstance(current, _Handler):
-        return
-    get_service()  # made here, not in the handler, where its lock could already be held
-    signal.signal(signal.SIGINT, _Handler(current))
+    if current not in (signal.SIG_IGN, None) and not isinstance(current, _Handler):
+        signal.signal(signal.SIGINT, _Handler(current))

@@ -8,39 +8,31 @@ from helm.benchmark.metrics.metric_name import MetricName
 from helm.benchmark.metrics.metric_service import MetricService
 from helm.benchmark.metrics.statistic import Stat
 
-from flexgen_helm.plugin.run_record import current_run
+from flexgen_helm.plugin.context import get_context
 
 GROUP = "flexgen_throughput"
-_METADATA = [
-    MetricMetadata(
-        name="flexgen_padded_throughput",
-        display_name="Padded throughput",
-        short_display_name="Padded tok/s",
-        description="Prompt and output tokens asked for, and padding positions computed, per second of the engine.",
-        lower_is_better=False,
-        group=GROUP,
+# Figure -> title, short title, description.
+_FIGURES = {
+    "padded_throughput": (
+        "Padded throughput",
+        "Padded tok/s",
+        "Prompt and output tokens asked for, and padding positions computed, per second of the engine.",
     ),
-    MetricMetadata(
-        name="flexgen_actual_throughput",
-        display_name="Actual throughput",
-        short_display_name="Actual tok/s",
-        description="Prompt and output tokens asked for, per second of the engine.",
-        lower_is_better=False,
-        group=GROUP,
+    "actual_throughput": (
+        "Actual throughput",
+        "Actual tok/s",
+        "Prompt and output tokens asked for, per second of the engine.",
     ),
-    MetricMetadata(
-        name="flexgen_efficiency",
-        display_name="Padding efficiency",
-        short_display_name="Efficiency",
-        description="Actual over padded throughput; 1 where nothing was padded.",
-        lower_is_better=False,
-        group=GROUP,
+    "efficiency": (
+        "Padding efficiency",
+        "Efficiency",
+        "Actual over padded throughput; 1 where nothing was padded.",
     ),
-]
+}
 
 
 class FlexgenThroughputMetric(MetricInterface):
-    """One value a run, from the costs of its answers. Outside of a run of ours it says nothing."""
+    """One value per run, from the costs of its results; none outside of a run of ours."""
 
     def __repr__(self) -> str:
         return "FlexgenThroughputMetric"
@@ -48,22 +40,25 @@ class FlexgenThroughputMetric(MetricInterface):
     def evaluate(
         self, scenario_state: ScenarioState, metric_service: MetricService, eval_cache_path: str, parallelism: int
     ) -> MetricResult:
-        record = current_run.get()
-        figures = record.usage() if record is not None else {}
+        run = get_context().run
+        usage = run.usage() if run is not None else {}
         # HELM's tables look a figure up under a scenario's split.
         splits = list(dict.fromkeys(instance.split for instance in scenario_state.instances))
         stats = [
-            Stat(MetricName(metadata.name, split=split)).add(figures[metadata.name.removeprefix("flexgen_")])
-            for metadata in _METADATA
+            Stat(MetricName(f"flexgen_{name}", split=split)).add(usage[name])
+            for name in _FIGURES
             for split in splits
-            if figures and figures["latency_s"] > 0  # a rate over no time is no figure
+            if usage and usage["latency_s"] > 0  # a rate over no time is no figure
         ]
         return MetricResult(aggregated_stats=stats, per_instance_stats=[])
 
     def get_metadata(self) -> list[MetricMetadata]:
-        return list(_METADATA)
+        return [
+            MetricMetadata(f"flexgen_{name}", title, short_title, description, lower_is_better=False, group=GROUP)
+            for name, (title, short_title, description) in _FIGURES.items()
+        ]
 
 
 def metric_spec() -> MetricSpec:
-    """What the plugin appends to each of our runs."""
+    """Return what the plugin appends to each of our runs."""
     return MetricSpec(class_name=f"{__name__}.FlexgenThroughputMetric")

@@ -7,9 +7,8 @@ A name is `flexgen/` and then a catalogue name, `<org>--<repo>` of the hub, or a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,18 +68,13 @@ class ModelFacts:
 # What a deployment entry may say in its `args`.
 ARGUMENTS = tuple(field.name for field in fields(ModelArguments) if field.name != "name")
 
-_overrides: dict[str, Any] = {}
 
+def find_model(
+    name: str, arguments: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
+) -> ModelArguments:
+    """Return the model behind a deployment's name.
 
-def override(options: Mapping[str, Any]) -> None:
-    """Engine options that go before every deployment's own: the flags of `flexgen-helm run`. Empty = none."""
-    _overrides.clear()
-    _overrides.update(options)
-
-
-def find_model(name: str, arguments: Mapping[str, Any] | None = None) -> ModelArguments:
-    """The model behind a deployment's name; `arguments` are those of its entry in a file.
-
+    arguments: those of its entry in a file. overrides: engine options that win over the entry's.
     Raises UnknownModelError with one sentence. It is no ValueError on purpose: HELM takes a ValueError in a name
     look-up for 'no such model' and drops the sentence.
     """
@@ -97,7 +91,7 @@ def find_model(name: str, arguments: Mapping[str, Any] | None = None) -> ModelAr
     found = names.resolve(path or short, revision)
     precision = names.split_precision(short)[1] if path else found.precision
     suffix = {} if precision == "fp16" else {"precision": precision}
-    given = {"precision": "fp16", **found.arguments, **suffix, **given, **_overrides}
+    given = {"precision": "fp16", **found.arguments, **suffix, **given, **(overrides or {})}
     _check(given, name)
     if isinstance(given.get("limits"), Mapping):
         given["limits"] = _limits(given["limits"], name)
@@ -165,27 +159,6 @@ def _local(model: ModelArguments) -> Path:
 
     path = fetch(model.path, model.revision)
     return path.parent if path.suffix == ".safetensors" else path
-
-
-# Tests put their own here.
-facts_reader: Callable[[ModelArguments], ModelFacts] = read_facts
-tokenizer_factory: Callable[[ModelArguments], Tokenizer] = load_tokenizer
-
-
-@cache
-def facts(model: ModelArguments) -> ModelFacts:
-    """Sizes and nature of a model, read once."""
-    return facts_reader(model)
-
-
-@cache
-def _tokenizer(path: str, revision: str | None) -> Tokenizer:
-    return tokenizer_factory(ModelArguments(path, path, revision))
-
-
-def tokenizer(model: ModelArguments) -> Tokenizer:
-    """One tokenizer a checkpoint and process, whatever precisions of it are in use."""
-    return _tokenizer(model.path, model.revision)
 
 
 def with_precision(name: str, precision: str) -> str:

@@ -1,86 +1,113 @@
-"""The process-wide engine behind every HELM client: one queue, one thread, one model in memory at a time.
+"""The engine behind every HELM client of this process: one queue, one thread, one model in memory.
 
-HELM asks from a pool of threads, one request a thread, and constructs as many clients. Here their questions meet:
+HELM calls clients from a thread pool, one request per thread, and constructs a client per thread. The service forms
+blocks of their requests:
 
-    expect(model)                questions for it will come: it is loaded while prompts are still being made
-    announce(model, questions)   a run's (or a suite's) requests, known beforehand: computed in one block at once
-    answer(model, question)      what a client calls; waits for the answer, announced or not
+    preload(model)             load the model while HELM still makes prompts
+    submit(model, requests)    queue all requests of a run (or of a suite), to be computed as one block
+    respond(model, request)    what a client calls: wait for one result, submitted before or not
 
-Questions that nobody announced are gathered until no new one came for `IDLE_FLUSH_S`. Equal questions are computed
-once. Finished answers go to the journal before a run ends, so an interrupted run repeats at most the last few.
+Requests that were not submitted are gathered until none arrives for `IDLE_FLUSH_S`. Equal requests are computed once.
+Results are stored in the response cache as they finish, so an interrupted run repeats only the last few.
 """
 
 from __future__ import annotations
 
-import atexit
-import gc
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexgen_helm.errors import Interrupted
-from flexgen_helm.plugin.engine import EngineLike, import_engine, load_engine
+from flexgen_helm.plugin.engine_loader import EngineLoader
 from flexgen_helm.plugin.models import ModelArguments
-from flexgen_helm.plugin.response_writer import ResponseWriter
-from flexgen_helm.request import GenerationRequest, GenerationResult
+from flexgen_helm.request import GenerationResult, Progress
 
 if TYPE_CHECKING:
+    from flexgen_helm.engine.engine import Engine
     from flexgen_helm.plugin.convert import PreparedRequest
+    from flexgen_helm.response_cache import ResponseWriter
 
 IDLE_FLUSH_S = 0.05
-LONGEST_GATHERING_S = 0.5  # a steady trickle of questions must not postpone the flush for ever
+MAX_GATHERING_S = 0.5  # a steady trickle of requests must not postpone the flush for ever
 WAIT_SLICE_S = 0.5  # how soon a waiting thread sees an interruption
-SHUTDOWN_S = 6.0  # how long the exit waits for the engine to stop and the journal to be written
+SHUTDOWN_S = 6.0  # how long `close` waits for the engine to stop and the response cache to be written
 
 
-engine_factory: Callable[[ModelArguments], EngineLike] = load_engine  # tests put their own here
+class Submission(NamedTuple):
+    """The requests of one run, as `Service.submit` takes them.
+
+    use_cache: the response cache may hold the results and must store them.
+    """
+
+    model: ModelArguments
+    requests: Sequence[PreparedRequest]
+    use_cache: bool
 
 
 @dataclass(frozen=True)
-class Answer:
-    """reused: it came out of the journal, nothing was computed."""
+class Response:
+    """result: also of a request that failed alone (`result.error`). is_cached: it was not computed now."""
 
     result: GenerationResult
-    reused: bool
+    is_cached: bool
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What the service knows of a model since it was loaded.
+
+    loaded_at: by `time.monotonic()`. last_run: `Engine.last_run` of the newest block, empty before the first.
+    """
+
+    fingerprint: str
+    loaded_at: float
+    last_run: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Job:
-    """One distinct question. Counted by `holders`: blocks and waiting threads that want its answer."""
+    """One distinct request in the queue or being computed.
+
+    use_cache: as in `Submission`.
+    num_users: blocks and waiting threads that want the result; a job without any is given up.
+    """
 
     model: ModelArguments
-    key: str
-    request: GenerationRequest
-    durable: bool
-    holders: int = 0
-    started: bool = False
-    future: Future[Answer] = field(default_factory=Future)
+    request: PreparedRequest
+    use_cache: bool
+    num_users: int = 0
+    is_started: bool = False
+    future: Future[Response] = field(default_factory=Future)
+
+    @property
+    def identity(self) -> tuple[ModelArguments, str, bool]:
+        return self.model, self.request.key, self.use_cache
 
 
 class SubmittedBlock:
-    """Questions announced together; keeps their answers until it is closed. A context manager."""
+    """Requests submitted together. Keeps their results until it is closed. A context manager."""
 
     def __init__(self, service: Service, model: ModelArguments, keys: list[str], jobs: list[Job]) -> None:
         self.model = model
-        self.keys = keys  # one a question, in the order announced
+        self.keys = keys  # one per request, in the order submitted
         self._service, self._jobs = service, jobs
 
     def wait(self) -> None:
-        """Until every question has an answer or an error. Raises Interrupted."""
+        """Wait until every request has a result or an error. Raises `Interrupted`."""
         for job in self._jobs:
             self._service._wait(job)
 
-    def answers(self) -> dict[str, Answer]:
-        """By key, those that are there and no errors."""
+    def responses(self) -> dict[str, Response]:
+        """Return the responses so far, by key."""
         done = (job for job in self._jobs if job.future.done() and job.future.exception() is None)
-        return {job.key: job.future.result() for job in done}
+        return {job.request.key: job.future.result() for job in done}
 
     def error(self) -> BaseException | None:
-        """What kept questions from being computed at all; the error of a single request is in its answer."""
+        """Return what kept the block from being computed; the error of a single request is in its result."""
         errors = (job.future.exception() for job in self._jobs if job.future.done())
         return next((error for error in errors if error is not None), None)
 
@@ -98,60 +125,51 @@ class SubmittedBlock:
 class Service:
     """See the module's docstring. All methods may be called from any thread."""
 
-    def __init__(self) -> None:
-        self.progress: Callable[[Any], None] | None = None
-        self._accounts: dict[ModelArguments, dict[str, Any]] = {}
-        self._fingerprints: dict[ModelArguments, str] = {}
-        self._loaded_at: dict[ModelArguments, float] = {}
+    def __init__(self, loader: EngineLoader) -> None:
+        self.progress: Callable[[Progress], None] | None = None
+        self._loader = loader
+        self._loaded: dict[ModelArguments, LoadedModel] = {}
         self._changed = threading.Condition()
         self._jobs: dict[tuple[ModelArguments, str, bool], Job] = {}
         self._queue: list[Job] = []
-        self._ready = False  # an announced block is in the queue
-        self._held = False  # and waits for others
+        self._has_block = False  # the queue holds a submitted block, which needs no gathering
         self._first_arrival = self._last_arrival = 0.0
         self._worker: threading.Thread | None = None
-        self._stop = threading.Event()
-        self._closing = False
-        self._expected: ModelArguments | None = None
-        self._told: set[ModelArguments] = set()  # models that were expected before
-        self._engine: tuple[ModelArguments, EngineLike] | None = None  # touched by the worker only
+        self._interrupted = threading.Event()
+        self._is_closing = False
+        self._to_preload: ModelArguments | None = None
+        self._preloaded: set[ModelArguments] = set()
+        self._engine: tuple[ModelArguments, Engine] | None = None  # used by the worker only
 
     # What clients and hooks call
 
     def preload(self, model: ModelArguments) -> None:
-        """Load `model` in the background if no other one is loaded. What goes wrong is told to those who ask."""
-        if model in self._told or self._stop.is_set():
+        """Load `model` in the background unless another one is loaded. Errors are raised to those who need it."""
+        if model in self._preloaded or self._interrupted.is_set():
             return
-        self._told.add(model)
-        if engine_factory is load_engine:
-            with suppress(Exception):
-                import_engine(model)  # here, so that two threads never import at once
+        self._preloaded.add(model)
+        with suppress(Exception):
+            self._loader.import_modules(model)  # in HELM's thread, which imports metrics while the worker loads
         with self._changed:
-            self._expected = model
-            self._awake()
+            self._to_preload = model
+            self._wake_worker()
 
     def submit(
-        self, model: ModelArguments, questions: Iterable[PreparedRequest], durable: bool = True, hold: bool = False
+        self, model: ModelArguments, requests: Sequence[PreparedRequest], use_cache: bool = True
     ) -> SubmittedBlock:
-        """Queue `questions` for the next block.
+        """Queue `requests` as one block."""
+        jobs = self._enqueue(model, requests, use_cache, is_block=True)
+        return SubmittedBlock(self, model, [request.key for request in requests], jobs)
 
-        durable: the journal may answer and must remember. hold: more is coming, start at `flush`.
-        """
-        asked = list(questions)
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Start no block meanwhile: blocks of one model that are submitted inside are computed as one."""
         with self._changed:
-            self._held = self._held or hold
-            jobs = self._enlist(model, asked, durable, announced=True)
-        return SubmittedBlock(self, model, [question.key for question in asked], jobs)
+            yield
 
-    def flush(self) -> None:
-        """Start what was announced with `hold`."""
-        with self._changed:
-            self._held = False
-            self._changed.notify_all()
-
-    def answer(self, model: ModelArguments, question: PreparedRequest, durable: bool = True) -> Answer:
-        """Wait for one answer. Raises Interrupted, or whatever kept the whole block from being computed."""
-        jobs = self._enlist(model, [question], durable, announced=False)
+    def respond(self, model: ModelArguments, request: PreparedRequest, use_cache: bool = True) -> Response:
+        """Wait for one response. Raises `Interrupted`, or whatever kept its block from being computed."""
+        jobs = self._enqueue(model, [request], use_cache, is_block=False)
         try:
             self._wait(jobs[0])
             return jobs[0].future.result()
@@ -160,38 +178,35 @@ class Service:
 
     def _wait(self, job: Job) -> None:
         while not job.future.done():
-            if self._stop.is_set():
-                raise Interrupted("interrupted; finished answers are kept, the same command continues")
+            if self._interrupted.is_set():
+                raise Interrupted("interrupted; finished results are stored, the same command continues")
             wait([job.future], timeout=WAIT_SLICE_S)
 
-    def stop(self) -> None:
-        """Interrupt everything soon. Takes no lock: a signal handler may call it."""
-        self._stop.set()
+    def interrupt(self) -> None:
+        """Stop all work soon. Takes no lock: a signal handler may call it."""
+        self._interrupted.set()
 
     def resume(self) -> None:
-        """Serve again after `stop` (a notebook, where an interruption does not end the process)."""
-        self._stop.clear()
+        """Serve again after `interrupt` (a notebook, where an interruption does not end the process)."""
+        self._interrupted.clear()
 
-    def fingerprint(self, model: ModelArguments) -> str | None:
-        """Of the engine that the model's answers are from; None before it was loaded."""
-        return self._fingerprints.get(model)
+    def loaded(self, model: ModelArguments) -> LoadedModel | None:
+        """Return what is known of `model`, None before it was loaded.
+
+        The last result of a block is handed out after `last_run` is set, so whoever has all results finds it here.
+        """
+        return self._loaded.get(model)
 
     def loading_s(self, model: ModelArguments, since: float) -> float:
-        """Seconds after `since` (`time.monotonic()`) until the model was there; 0 where it was there before."""
-        return max(0.0, self._loaded_at.get(model, since) - since)
-
-    def usage(self, model: ModelArguments) -> dict[str, Any]:
-        """`engine.last_run` of the model's newest block, {} where nothing was computed.
-
-        The last answer of a block is given out after its account, so whoever has all answers finds it here.
-        """
-        return self._accounts.get(model, {})
+        """Return the seconds from `since` (`time.monotonic()`) until the model was loaded, 0 if it was before."""
+        loaded = self._loaded.get(model)
+        return max(0.0, loaded.loaded_at - since) if loaded else 0.0
 
     def close(self) -> None:
-        """Stop, write the journal, free the model."""
-        self._stop.set()
+        """Stop, write the response cache, free the model."""
+        self._interrupted.set()
         with self._changed:
-            self._closing = True
+            self._is_closing = True
             self._changed.notify_all()
             worker = self._worker
         if worker is not None:
@@ -199,30 +214,28 @@ class Service:
 
     # The queue
 
-    def _enlist(
-        self, model: ModelArguments, questions: Iterable[PreparedRequest], durable: bool, announced: bool
+    def _enqueue(
+        self, model: ModelArguments, requests: Sequence[PreparedRequest], use_cache: bool, is_block: bool
     ) -> list[Job]:
+        """Return one job per distinct request, each with one user more."""
         jobs: dict[str, Job] = {}
         with self._changed:
-            for question in questions:
-                if question.key in jobs:
+            for request in requests:
+                if request.key in jobs:
                     continue
-                identity = (model, question.key, durable)
-                job = self._jobs.get(identity)
-                if job is None:
-                    job = self._jobs[identity] = Job(model, question.key, question.request, durable)
-                    self._queue.append(job)
-                    self._ready = self._ready or announced
+                new = Job(model, request, use_cache)
+                job = jobs[request.key] = self._jobs.setdefault(new.identity, new)
+                job.num_users += 1
+                if job is new:
                     self._last_arrival = time.monotonic()
-                    if len(self._queue) == 1:
+                    if not self._queue:
                         self._first_arrival = self._last_arrival
-                job.holders += 1
-                jobs[question.key] = job
-            self._awake()
+                    self._queue.append(job)
+                    self._has_block = self._has_block or is_block
+            self._wake_worker()
         return list(jobs.values())
 
-    def _awake(self) -> None:
-        """Tell the worker that something changed; begin with one."""
+    def _wake_worker(self) -> None:
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="flexgen-engine", daemon=True)
             self._worker.start()
@@ -231,154 +244,145 @@ class Service:
     def _release(self, jobs: list[Job]) -> None:
         with self._changed:
             for job in jobs:
-                job.holders -= 1
-                if job.holders == 0 and (job.future.done() or not job.started):
+                job.num_users -= 1
+                if job.num_users == 0 and (job.future.done() or not job.is_started):
                     self._forget(job)
-            if any(job.holders == 0 and not job.started for job in jobs):
-                self._queue = [job for job in self._queue if job.holders]
+            if any(job.num_users == 0 and not job.is_started for job in jobs):
+                self._queue = [job for job in self._queue if job.num_users]
 
     def _forget(self, job: Job) -> None:
-        identity = (job.model, job.key, job.durable)
-        if self._jobs.get(identity) is job:
-            del self._jobs[identity]
+        if self._jobs.get(job.identity) is job:
+            del self._jobs[job.identity]
 
     def _seconds_to_flush(self) -> float | None:
-        """0 = now, None = nothing to do before something changes."""
-        if self._stop.is_set():
+        """Return 0 if a block is ready, None if nothing is to be done before something changes."""
+        if self._interrupted.is_set():
             return WAIT_SLICE_S
-        if not self._queue or self._held:
+        if not self._queue:
             return None
-        if self._ready:
+        if self._has_block:
             return 0.0
-        due = min(self._last_arrival + IDLE_FLUSH_S, self._first_arrival + LONGEST_GATHERING_S)
+        due = min(self._last_arrival + IDLE_FLUSH_S, self._first_arrival + MAX_GATHERING_S)
         return max(0.0, due - time.monotonic())
 
-    def _next_block(self) -> list[Job] | ModelArguments:
-        """Wait for jobs of one model, the loaded one first, or for a model to load; empty when the service closes."""
+    def _next_work(self) -> list[Job] | ModelArguments | None:
+        """Wait for jobs of one model (of the loaded one first) or for a model to preload; None when closing."""
         with self._changed:
-            while not self._closing:
-                expected, self._expected = self._expected, None
-                if expected is not None and self._engine is None and not self._queue:
-                    return expected
+            while not self._is_closing:
+                model, self._to_preload = self._to_preload, None
+                if model is not None and self._engine is None and not self._queue:
+                    return model
                 delay = self._seconds_to_flush()
                 if delay == 0.0:
-                    loaded = self._engine[0] if self._engine else None
-                    models = {job.model for job in self._queue}
-                    model = loaded if loaded in models else self._queue[0].model
-                    block = [job for job in self._queue if job.model == model]
-                    self._queue = [job for job in self._queue if job.model != model]
-                    self._ready = self._ready and bool(self._queue)
-                    for job in block:
-                        job.started = True
-                    return block
+                    return self._take_block()
                 self._changed.wait(delay)
-        return []
+        return None
+
+    def _take_block(self) -> list[Job]:
+        loaded = self._engine[0] if self._engine else None
+        model = loaded if any(job.model == loaded for job in self._queue) else self._queue[0].model
+        block = [job for job in self._queue if job.model == model]
+        self._queue = [job for job in self._queue if job.model != model]
+        self._has_block = self._has_block and bool(self._queue)
+        for job in block:
+            job.is_started = True
+        return block
 
     # The worker's thread
 
     def _work(self) -> None:
-        while block := self._next_block():
-            if isinstance(block, ModelArguments):
-                with suppress(Exception):  # whoever asks meets it again
-                    self._engine_for(block)
+        while (work := self._next_work()) is not None:
+            if isinstance(work, ModelArguments):
+                with suppress(Exception):  # raised again to those who need the model
+                    self._engine_of(work)
                 continue
             try:
-                self._serve(block)
-            except BaseException as error:  # the waiters must hear of it, and the thread must live on
-                self._fail(block, error)
+                self._serve(work)
+            except BaseException as error:  # the waiting threads must get it, and this thread must live on
+                self._fail(work, error)
         self._evict()
 
     def _serve(self, block: list[Job]) -> None:
-        engine = self._engine_for(block[0].model)
-        keeper = ResponseWriter(engine.fingerprint, any(job.durable for job in block))
-        try:
-            known = keeper.get_many([job.key for job in block if job.durable])
-            for job in block:
-                if job.durable and job.key in known:
-                    self._settle(job, Answer(known[job.key], reused=True))
-            todo = [job for job in block if not job.future.done()]
-            if todo:
-                self._compute(engine, todo, keeper)
-        finally:
-            keeper.close()
+        from flexgen_helm.checkpoint.paths import state_dir
+        from flexgen_helm.response_cache import ResponseWriter, response_cache_path
 
-    def _compute(self, engine: EngineLike, todo: list[Job], keeper: ResponseWriter) -> None:
-        waiting = dict(enumerate(todo))
-        last: list[tuple[Job, Answer]] = []
+        engine = self._engine_of(block[0].model)
+        use_cache = any(job.use_cache for job in block)
+        writer = ResponseWriter(response_cache_path(state_dir(), engine.fingerprint) if use_cache else None)
+        try:
+            results = writer.get_many([job.request.key for job in block if job.use_cache])
+            for job in block:
+                if job.use_cache and job.request.key in results:
+                    self._complete(job, Response(results[job.request.key], is_cached=True))
+            remaining = [job for job in block if not job.future.done()]
+            if remaining:
+                self._compute(engine, remaining, writer)
+        finally:
+            writer.close()
+
+    def _compute(self, engine: Engine, jobs: list[Job], writer: ResponseWriter) -> None:
+        pending = dict(enumerate(jobs))
+        last: list[tuple[Job, Response]] = []
 
         def on_result(index: int, result: GenerationResult) -> None:
-            job = waiting.pop(index, None)
+            job = pending.pop(index, None)
             if job is None:
                 return
-            if job.durable and result.error is None:
-                keeper.add(job.key, result)
-            if waiting:
-                self._settle(job, Answer(result, reused=False))
+            if job.use_cache and result.error is None:
+                writer.add(job.request.key, result)
+            if pending:
+                self._complete(job, Response(result, is_cached=False))
             else:
-                last.append((job, Answer(result, reused=False)))
+                last.append((job, Response(result, is_cached=False)))
 
         def should_stop() -> bool:
-            return self._stop.is_set() or not any(job.holders for job in list(waiting.values()) or todo)
+            return self._interrupted.is_set() or not any(job.num_users for job in list(pending.values()) or jobs)
 
         try:
-            requests = [job.request for job in todo]
+            requests = [job.request.request for job in jobs]
             results = engine.run(requests, on_result=on_result, should_stop=should_stop, progress=self.progress)
             for index, result in enumerate(results):
                 on_result(index, result)
-            self._accounts[todo[0].model] = dict(engine.last_run)
+            model = jobs[0].model
+            self._loaded[model] = replace(self._loaded[model], last_run=dict(engine.last_run))
         finally:
-            for job, answer in last:
-                self._settle(job, answer)
+            for job, response in last:
+                self._complete(job, response)
 
-    def _engine_for(self, model: ModelArguments) -> EngineLike:
+    def _engine_of(self, model: ModelArguments) -> Engine:
         if self._engine is None or self._engine[0] != model:
             self._evict()
-            self._engine = (model, engine_factory(model))
-            self._fingerprints[model] = self._engine[1].fingerprint
-            self._loaded_at[model] = time.monotonic()
+            engine = self._loader.load(model)
+            self._engine = (model, engine)
+            last_run = self._loaded[model].last_run if model in self._loaded else {}
+            self._loaded[model] = LoadedModel(engine.fingerprint, time.monotonic(), last_run)
         return self._engine[1]
 
     def _evict(self) -> None:
-        """HELM never frees a client, so the memory of the previous model is taken back here."""
+        """Close the loaded engine: HELM never frees a client, so its memory is taken back here."""
         if self._engine is not None:
             engine, self._engine = self._engine[1], None
             engine.close()
 
-    def _settle(self, job: Job, answer: Answer) -> None:
-        job.future.set_result(answer)
+    def _complete(self, job: Job, response: Response) -> None:
+        job.future.set_result(response)
         with self._changed:
-            if not job.holders:
+            if not job.num_users:
                 self._forget(job)
 
     def _fail(self, block: list[Job], error: BaseException) -> None:
-        """Everybody who waits for a job of `block` gets `error`.
+        """Raise `error` to all who wait for a job of `block`.
 
-        A block that was left by all its holders is interrupted too; who asked again meanwhile is served next.
+        If the engine stopped because the block had lost all its users, jobs that have a new user are queued again.
         """
-        left = isinstance(error, Interrupted) and not self._stop.is_set()
+        was_abandoned = isinstance(error, Interrupted) and not self._interrupted.is_set()
         with self._changed:
             for job in block:
                 if job.future.done():
                     continue
-                if left and job.holders:
-                    job.started, self._ready = False, True
+                if was_abandoned and job.num_users:
+                    job.is_started, self._has_block = False, True
                     self._queue.append(job)
                 else:
                     job.future.set_exception(error)
                     self._forget(job)
-
-
-_service: Service | None = None
-_service_lock = threading.Lock()
-
-
-def get_service() -> Service:
-    """The one service of this process."""
-    global _service
-    with _service_lock:
-        if _service is None:
-            _service = Service()
-            # Python searches all that is left for cycles before it ends, 1.5 s with HELM's and PyTorch's modules.
-            atexit.register(gc.freeze)
-            atexit.register(_service.close)  # runs before
-        return _service

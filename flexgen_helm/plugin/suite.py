@@ -1,13 +1,13 @@
-"""The engine room of `flexgen-helm run`: `helm-run` with every flag it has, and one block for all its runs.
+"""`flexgen-helm run`: `helm-run` with every flag it has, and one block per model for all its runs.
 
 HELM's runner works run by run, so its batches end where a run ends. Here it goes over the runs twice:
 
-1. each `run_one` goes as far as `Executor.execute`, where its requests are announced and the run is left. The
-   service then works through all of them, one model after another, each in one block;
-2. HELM's own `run_all`, unchanged. Every request finds its answer ready.
+1. Each `run_one` goes as far as `Executor.execute`, where the run is left with its requests. The service then computes
+   those of all runs, one model after another, each in one block.
+2. HELM's own `run_all`, unchanged. Every request finds its result ready.
 
-So results, metrics, errors, exit and skipping are those of a plain `helm-run` by construction. The price is that
-data and prompts are made twice, which costs no model time.
+So results, metrics, errors, exit and skipping are those of a plain `helm-run`. The price is that data and prompts are
+made twice, which takes no time of the model.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import os
 import re
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from helm.benchmark import model_deployment_registry as deployments
-from helm.benchmark import run as helm_run_module
+from helm.benchmark import run as helm_benchmark_run
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import Executor, ExecutorError
 from helm.benchmark.presentation.run_entry import RunEntry
@@ -34,14 +35,16 @@ from helm.benchmark.runner import Runner
 from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.plugin import deployment_files, helm_patches, interrupt, models, registration
+from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.failures import data_folder, explain_failure
-from flexgen_helm.plugin.run_record import RunRecord, observe_runs, write_json
-from flexgen_helm.plugin.service import SubmittedBlock, get_service
-from flexgen_helm.plugin.suite_usage import suite_usage
+from flexgen_helm.plugin.helm_run import HelmRun, write_json
+from flexgen_helm.plugin.service import Submission, SubmittedBlock
+from flexgen_helm.plugin.usage import suite_usage
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.scores import read_scores, reused_note, table
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import versions
+from flexgen_helm.request import Progress
 
 _SLASH_NAME = re.compile(r"\bflexgen/([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
 _NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
@@ -49,40 +52,44 @@ _NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
 
 def main(
     argv: Sequence[str],
-    progress: Callable[[Any], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run `argv`, the arguments of `helm-run`. `progress` is handed to the engine; `options` are engine flags
-    (client arguments such as `policy` or `device`) for every model of the suite. `precision` may name several, with
-    commas between: every run of ours is then run in each of them.
+    """Run `argv`, the arguments of `helm-run`.
+
+    progress: given to the engine.
+    options: engine flags (client arguments such as `policy` or `device`) for every model of the suite. `precision` may
+        name several, separated by commas: every run of ours is then run in each of them.
 
     Returns 0 done, 1 failed, 2 wrong usage or refused, 130 interrupted.
     """
     try:
-        args = helm_run_module.build_parser().parse_args(list(argv))
+        args = helm_benchmark_run.build_parser().parse_args(list(argv))
     except SystemExit as stop:  # argparse has printed why, or --help
         return int(stop.code or 0)
-    helm_run_module.setup_default_logging(args.log_config)
+    helm_benchmark_run.setup_default_logging(args.log_config)
     if not args.log_config and not (os.environ.get("HELM_LOG_LEVEL") or os.environ.get("LOG_LEVEL")):
         # HELM logs every step to stdout, where our scores go; its warnings and errors stay.
         logging.getLogger("helm").setLevel(logging.WARNING)
     options = {key: value for key, value in (options or {}).items() if value is not None}
     precisions = [name.strip() for name in str(options.pop("precision", "")).split(",") if name.strip()]
-    suite = _Suite(precisions)
+    context = get_context()
+    suite = context.suite = Suite(precisions, Path(args.local_path))
     interrupt.install()
-    service = get_service()
     try:
         for name in precisions:
             if name not in PRECISIONS:
                 raise UsageError(f"precision {name!r} is not known; take one or more of {', '.join(PRECISIONS)}")
-        models.override(options)  # precisions are in the models' names: results of two must not share a folder
-        service.progress = progress
-        service.resume()
+        helm_patches.install("flexgen-helm run")
+        # Without precisions: these are in the models' names, so that two of them never share a folder.
+        context.engine_options = options
+        context.service.progress = progress
+        context.service.resume()
         suite.run(args)
         suite.print_scores()
         return 0
     except (KeyboardInterrupt, Interrupted):
-        _say("Interrupted. Finished answers are kept: the same command continues where this one stopped.")
+        _say("Interrupted. Finished results are stored: the same command continues where this one stopped.")
         return 130
     except FlexgenError as error:
         suite.print_scores()
@@ -95,193 +102,204 @@ def main(
         suite.explain_failures()
         return suite.exit_code()
     finally:
-        models.override({})
-        service.progress = None
-        service.flush()
+        context.suite, context.engine_options, context.service.progress = None, {}, None
 
 
 def _say(text: str) -> None:
     print(f"flexgen-helm: {text}", file=sys.stderr)
 
 
-class _Parked(Exception):
-    """Leaves a `run_one` whose requests have been announced. HELM catches nothing on the way."""
+class _RunCollected(Exception):
+    """Leaves a `run_one` whose requests have been made. HELM catches nothing on the way."""
+
+    def __init__(self, submission: Submission | None) -> None:
+        self.submission = submission
 
 
-class _Suite:
-    """One call of `main`: what was announced, what was run, what failed."""
+class Suite:
+    """One call of `main`: what was submitted, what was executed, what failed.
 
-    def __init__(self, precisions: Sequence[str]) -> None:
+    is_collecting: the first pass is in progress.
+    executed: runs that HELM has executed, in order, also if their metrics failed.
+    failures: run name -> error.
+    """
+
+    def __init__(self, precisions: Sequence[str], local_path: Path) -> None:
+        """local_path: the folder with HELM's configuration files."""
         self.precisions = list(dict.fromkeys(precisions))
-        self.records: list[RunRecord] = []
+        self.is_collecting = False
+        self.executed: list[HelmRun] = []
         self.failures: dict[str, Exception] = {}
-        self.begun = False
-        self.folders: list[Path] = []
+        self._local_path = local_path
+        self._folders: list[Path] = []  # one per run, set when the runs begin
         self._stages: dict[str, float] = {}
-        self._answered = 0.0  # when all answers were there
+        self._generated_at = 0.0  # when all results were there
         self._blocks: dict[str, SubmittedBlock] = {}
+        self._block_errors: dict[str, FlexgenError] = {}
         self._finished: list[Path] = []
-        self._data: dict[str, Path] = {}  # where the scenario of a run that failed looks for its data
-        self._refused: dict[str, FlexgenError] = {}  # why a run's questions could not be computed in the first pass
+        self._data: dict[str, Path] = {}  # where the scenario of a failed run looks for its data
 
-    def run(self, args: Any) -> None:
-        """HELM's `helm_run` with our second pass in its runner."""
+    def run(self, args: Namespace) -> None:
+        """Call HELM's `helm_run`, whose patches call this suite, and write `flexgen_suite.json`."""
         started = time.monotonic()
-        load_plugins = helm_run_module.load_entry_point_plugins
-        make_specs = helm_run_module.run_entries_to_run_specs
-        run_all = Runner.run_all
+        if args.models_to_run:
+            args.models_to_run = [_SLASH_NAME.sub(r"flexgen/\1--\2", name) for name in args.models_to_run]
+        try:
+            helm_benchmark_run.helm_run(args)
+        finally:
+            self._close_blocks()
+            if self.executed:
+                write_json(self._folders[0].parent / SUITE_FILE, self.as_json(started))
 
-        def load_plugins_late(**options: Any) -> list[Any]:
-            """Plugins are loaded after HELM has read `prod_env`, but ours was there before and registered nothing."""
-            plugins = load_plugins(**options)
-            registration.complete_file_deployments()
-            wanted = args.models_to_run or []
-            args.models_to_run = [renamed for name in wanted for renamed in self.rename(name)] or None
-            return plugins
+    # What the patches of HELM call
 
-        def renamed_specs(run_entries: list[RunEntry], **filters: Any) -> list[RunSpec]:
-            entries = [
-                replace(entry, description=description)
-                for entry in run_entries
-                for description in self.rename(entry.description)
-            ]
-            run_specs = make_specs(run_entries=entries, **filters)
-            for run_spec in run_specs:
-                self.check_precision(run_spec.adapter_spec.model_deployment)
-            return run_specs
+    def run_specs(
+        self,
+        make: Callable[..., list[RunSpec]],
+        run_entries: list[RunEntry],
+        models_to_run: list[str] | None = None,
+        **filters: Any,
+    ) -> list[RunSpec]:
+        """Make the run specs of `run_entries` with our models' names in every precision of the flags."""
+        # HELM loads plugins after it has read `prod_env`, but this one was there before and has registered nothing.
+        registration.complete_file_deployments()
+        entries = [
+            replace(entry, description=description)
+            for entry in run_entries
+            for description in self.names(entry.description)
+        ]
+        wanted = [name for model in models_to_run or [] for name in self.names(model)]
+        run_specs = make(run_entries=entries, models_to_run=wanted or None, **filters)
+        for run_spec in run_specs:
+            self._check_precision(run_spec.adapter_spec.model_deployment)
+        return run_specs
 
-        def run_together(runner: Runner, run_specs: list[RunSpec]) -> None:
-            self.begun = True
-            self.folders = [Path(runner.runs_path) / run_spec.name for run_spec in run_specs]
-            _write_deployments(Path(args.local_path), run_specs)
-            if not (runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url):
-                self.collect(runner, run_specs)
-            with replaced(runner, "run_one", self._finishing(runner)):
-                run_all(runner, run_specs)
+    def collect(self, runner: Runner, run_specs: list[RunSpec]) -> None:
+        """Submit the requests of all runs (the first pass), and wait until they have results."""
+        self._folders = [Path(runner.runs_path) / run_spec.name for run_spec in run_specs]
+        _write_deployments(self._local_path, run_specs)
+        if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url:
+            return
+        started = time.monotonic()
+        submissions = self._collect_runs(runner, run_specs)
+        collected = time.monotonic()
+        service = get_context().service
+        with service.hold():
+            self._blocks = {name: service.submit(*submission) for name, submission in submissions.items()}
+        helm_patches.import_classes(
+            metric.class_name for spec in run_specs if spec.name in self._blocks for metric in spec.metric_specs
+        )
+        for block in self._blocks.values():
+            block.wait()
+        errors = {name: block.error() for name, block in self._blocks.items()}
+        self._block_errors = {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
+        self._generated_at = time.monotonic()
+        # Of the first model: further models are loaded between their blocks.
+        load_s = min((service.loading_s(block.model, collected) for block in self._blocks.values()), default=0.0)
+        generate_s = self._generated_at - collected - load_s
+        self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
 
-        with ExitStack() as undo:
-            undo.callback(self._close_blocks)
-            undo.enter_context(replaced(helm_run_module, "load_entry_point_plugins", load_plugins_late))
-            undo.enter_context(replaced(helm_run_module, "run_entries_to_run_specs", renamed_specs))
-            undo.enter_context(replaced(Runner, "run_all", run_together))
-            undo.enter_context(observe_runs(self.records.append))
-            try:
-                helm_run_module.helm_run(args)
-            finally:
-                if self.records:
-                    write_json(self.folders[0].parent / SUITE_FILE, self.as_json(started))
+    def _collect_runs(self, runner: Runner, run_specs: list[RunSpec]) -> dict[str, Submission]:
+        """Return the requests of each run that gets as far as `Executor.execute`."""
+        submissions = {}
+        self.is_collecting = True
+        try:
+            with _quiet_helm():
+                for run_spec in run_specs:
+                    if helm_patches.model_of(run_spec.adapter_spec) is None:
+                        continue
+                    try:
+                        runner.run_one(run_spec)
+                    except _RunCollected as collected:
+                        if collected.submission is not None:
+                            submissions[run_spec.name] = collected.submission
+                    except Exception:
+                        # The second pass fails in the same place and reports it as HELM does.
+                        if runner.exit_on_error:
+                            break
+        finally:
+            self.is_collecting = False
+        return submissions
 
-    def rename(self, text: str) -> list[str]:
-        """Names as HELM needs them: `flexgen/org/repo` without its second slash, in each precision of the flags.
+    def collect_run(self, executor: Executor, state: ScenarioState) -> None:
+        """Leave the run in progress with its requests."""
+        raise _RunCollected(helm_patches.prepare_run(executor, state))
 
-        A suffix would make another name of one that has an entry in `prod_env`: those are kept as they are."""
+    @contextmanager
+    def watched(self, runner: Runner, run_spec: RunSpec) -> Iterator[None]:
+        """Record how a run of the second pass ends, and release its results."""
+        block_error = self._block_errors.get(run_spec.name)
+        try:
+            if isinstance(block_error, UsageError):
+                raise block_error  # else the model would be loaded again, to fail in the same way
+            yield
+            self._finished.append(Path(runner.runs_path) / run_spec.name)
+        except Exception as error:
+            self._data[run_spec.name] = data_folder(runner, run_spec)
+            # HELM's own error is the text of ours and the whole request.
+            self.failures[run_spec.name] = block_error if block_error and isinstance(error, ExecutorError) else error
+            raise
+        finally:
+            if run_spec.name in self._blocks:
+                self._blocks.pop(run_spec.name).close()
+
+    # Names and precisions
+
+    def names(self, text: str) -> list[str]:
+        """Write our models' names as HELM needs them: without a second slash, once per precision of the flags.
+
+        A suffix would make another name of a deployment that has an entry in `prod_env`, so these stay unchanged.
+        """
         text = _SLASH_NAME.sub(r"flexgen/\1--\2", text)
 
-        def named(precision: str) -> str:
-            return _NAME.sub(
-                lambda match: match[0] if _has_entry(match[0]) else models.with_precision(match[0], precision), text
-            )
+        def in_precision(precision: str) -> str:
+            def name(match: re.Match[str]) -> str:
+                return match[0] if _has_entry(match[0]) else models.with_precision(match[0], precision)
 
-        return list(dict.fromkeys(named(precision) for precision in self.precisions)) or [text]
+            return _NAME.sub(name, text)
 
-    def check_precision(self, name: str) -> None:
-        """Refuse the deployment `name` where `--precision` asks for what its entry decides otherwise: its runs would
-        be computed in one precision and filed under another, or written over those of another."""
+        return list(dict.fromkeys(map(in_precision, self.precisions))) or [text]
+
+    def _check_precision(self, name: str) -> None:
+        """Raise `UsageError` if `--precision` differs from what an entry says of the deployment `name`.
+
+        Its runs would be computed in one precision and filed under another, or written over those of another.
+        """
         model = registration.model_of(name) if self.precisions else None
         if model is None:
             return
-        own, asked = model.precision or "fp16", ",".join(self.precisions)
+        own, flag = model.precision or "fp16", ",".join(self.precisions)
         if _has_entry(name):
             if self.precisions != [own]:
                 raise UsageError(
-                    f"--precision {asked} cannot change {name}, which its entry in model_deployments.yaml says is "
+                    f"--precision {flag} cannot change {name}, which its entry in model_deployments.yaml says is "
                     f"{own}; give each precision an entry of its own, with `precision` in its args, and leave out "
                     "--precision"
                 )
         elif own != split_precision(name)[1]:
             raise UsageError(
-                f"--precision {asked} cannot change {name}, which the file that FLEXGEN_HELM_MODELS names says is "
+                f"--precision {flag} cannot change {name}, which the file that FLEXGEN_HELM_MODELS names says is "
                 f"{own}; take `precision` out of its entry there, or leave out --precision"
             )
 
-    def collect(self, runner: Runner, run_specs: list[RunSpec]) -> None:
-        """The first pass: announce the requests of all runs and wait until they are answered."""
-        started = time.monotonic()
-
-        def park(executor: Executor, scenario_state: ScenarioState) -> ScenarioState:
-            block = helm_patches.announce(executor, scenario_state, hold=True)
-            if block is not None:
-                self._blocks[name] = block
-            raise _Parked
-
-        with _no_repeats(), replaced(Executor, "execute", park):
-            for run_spec in run_specs:
-                name = run_spec.name
-                if helm_patches.model_of(run_spec) is None:
-                    continue
-                try:
-                    runner.run_one(run_spec)
-                except _Parked:
-                    continue
-                except Exception:
-                    # The second pass fails in the same place and reports it as HELM does.
-                    if runner.exit_on_error:
-                        break
-        collected = time.monotonic()
-        service = get_service()
-        service.flush()
-        helm_patches.import_classes(
-            name for spec in run_specs if spec.name in self._blocks for name in helm_patches.metric_classes(spec)
-        )
-        for block in self._blocks.values():
-            block.wait()
-        errors = {name: block.error() for name, block in self._blocks.items()}
-        self._refused = {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
-        # Further models are loaded between their blocks.
-        load_s = min((service.loading_s(block.model, collected) for block in self._blocks.values()), default=0.0)
-        self._answered = time.monotonic()
-        generate_s = self._answered - collected - load_s
-        self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
-
-    def _finishing(self, runner: Runner) -> Callable[[RunSpec], None]:
-        """`run_one` that remembers how it ended and lets go of the run's answers."""
-        original = runner.run_one
-
-        def run_one(run_spec: RunSpec) -> None:
-            refused = self._refused.get(run_spec.name)
-            try:
-                if isinstance(refused, UsageError):
-                    raise refused  # as it would be again, after the model was loaded again
-                original(run_spec)
-                self._finished.append(Path(runner.runs_path) / run_spec.name)
-            except Exception as error:
-                self._data[run_spec.name] = data_folder(runner, run_spec)
-                # HELM's own error is the text of ours and the whole request.
-                self.failures[run_spec.name] = refused if refused and isinstance(error, ExecutorError) else error
-                raise
-            finally:
-                if run_spec.name in self._blocks:
-                    self._blocks.pop(run_spec.name).close()
-
-        return run_one
+    # What is left of it
 
     def _close_blocks(self) -> None:
         while self._blocks:
             self._blocks.popitem()[1].close()
 
     def as_json(self, started: float) -> dict[str, Any]:
-        """The suite's account after this call, which `started`; its runs that were skipped as completed are in it if
-        an earlier call's were. `wall_s` is this call's alone."""
+        """Return the suite's usage after this call, which began at `started`; `wall_s` is this call's alone."""
         now = time.monotonic()
-        tried = [folder.name for folder in self.folders]
+        tried = [folder.name for folder in self._folders]
         return {
-            **suite_usage(self.folders[0].parent, self.records, tried, self.failures),
-            "wall_s": {"total": now - started, **self._stages, "finish": now - self._answered},
+            **suite_usage(self._folders[0].parent, self.executed, tried, self.failures),
+            "wall_s": {"total": now - started, **self._stages, "finish": now - self._generated_at},
             "versions": versions(),
         }
 
     def print_scores(self) -> None:
-        """The scores of this call's runs that did not fail, those skipped as completed included, on stdout."""
+        """Print the scores of this call's runs that did not fail (also of skipped ones) to stdout."""
         from rich.console import Console
         from rich.table import Table
 
@@ -296,7 +314,7 @@ class _Suite:
         titles, rows = table(finished)
         note = reused_note(finished)
         drawn = Table(
-            title=f"{len(finished)} runs in {self.folders[0].parent}",
+            title=f"{len(finished)} runs in {self._folders[0].parent}",
             caption=None if note is None else f"{note}.",
             title_justify="left",
             caption_justify="left",
@@ -308,15 +326,15 @@ class _Suite:
         Console(width=None if sys.stdout.isatty() else 160).print(drawn)
 
     def exit_code(self) -> int:
-        """Of a call that failed: 2 where no run was begun or all were refused for what the user asked, else 1."""
-        if not self.begun:
+        """Return the code of a call that failed: 2 if no run began or all were refused for wrong usage, else 1."""
+        if not self._folders:
             return 2
         codes = {error.exit_code if isinstance(error, FlexgenError) else 1 for error in self.failures.values()}
         return codes.pop() if len(codes) == 1 else 1
 
     def explain_failures(self) -> None:
-        """A sentence for each failed run, those that failed alike together."""
-        executed = {record.name for record in self.records}
+        """Print a sentence for each failed run; runs that failed alike share one."""
+        executed = {run.name for run in self.executed}
         alike: dict[str, list[str]] = {}
         for name, error in self.failures.items():
             alike.setdefault(explain_failure(error, None if name in executed else self._data[name]), []).append(name)
@@ -338,19 +356,8 @@ def _write_deployments(local_path: Path, run_specs: list[RunSpec]) -> None:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` for a while; an attribute that an instance only inherits is inherited again after."""
-    own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name) if own is None else setattr(owner, name, own)
-
-
-@contextmanager
-def _no_repeats() -> Iterator[None]:
-    """HELM's log of the first pass would repeat in the second."""
+def _quiet_helm() -> Iterator[None]:
+    """Silence HELM's log of the first pass, which the second would repeat."""
     logger = logging.getLogger("helm")
     level = logger.level
     logger.setLevel(max(level, logging.WARNING))

@@ -1,6 +1,8 @@
-"""HELM's Tokenizer over ours. It keeps nothing on disk: HELM's own adapter writes an SQLite row per string."""
+"""HELM's Tokenizer and window service over ours. HELM's own adapter writes an SQLite row per string; ours does not."""
 
 from __future__ import annotations
+
+from functools import cached_property
 
 from helm.benchmark.window_services.local_window_service import LocalWindowService
 from helm.common.tokenization_request import (
@@ -14,21 +16,27 @@ from helm.proxy.retry import NonRetriableException
 from helm.tokenizers.tokenizer import Tokenizer
 
 from flexgen_helm.errors import RequestError
-from flexgen_helm.plugin import models, registration
+from flexgen_helm.plugin import registration
+from flexgen_helm.plugin.context import get_context
+from flexgen_helm.plugin.prompt_encoder import PromptEncoder
+
+
+def _encoder(tokenizer_name: str) -> PromptEncoder:
+    return get_context().encoder(registration.model_of_tokenizer(tokenizer_name))
 
 
 class FlexgenTokenizer(Tokenizer):
-    """Same ids and texts as HELM's HuggingFaceTokenizer, no special tokens added, special texts parsed."""
+    """Same ids and texts as HELM's HuggingFaceTokenizer; no special tokens are added, special texts are parsed."""
 
     def __init__(self, tokenizer_name: str) -> None:
-        self._tokenizer = models.tokenizer(registration.model_of_tokenizer(tokenizer_name))
-        # A sentencepiece vocabulary puts a space before a text; to decode a text is to take it away again.
-        ids = self._tokenizer.encode("a", add_special_tokens=False)
-        self._prefix_space = self._tokenizer.decode(ids) == " a"
+        self._encoder = _encoder(tokenizer_name)
+        self._tokenizer = self._encoder.tokenizer
+        # A sentencepiece vocabulary puts a space in front of a text, and decoding a text takes it away again.
+        self._adds_space = self._tokenizer.decode(self._encoder.encode("a")) == " a"
 
     def tokenize(self, request: TokenizationRequest) -> TokenizationRequestResult:
         try:
-            ids = list(self._tokenizer.encode(request.text, add_special_tokens=False))
+            ids = self._encoder.encode(request.text)
         except RequestError as error:  # HELM would retry it
             raise NonRetriableException(str(error)) from error
         if request.truncation:
@@ -44,29 +52,31 @@ class FlexgenTokenizer(Tokenizer):
 
     def decode(self, request: DecodeRequest) -> DecodeRequestResult:
         text = self._tokenizer.decode(request.tokens)
-        if self._prefix_space:
+        if self._adds_space:
             text = text.removeprefix(" ")
         return DecodeRequestResult(success=True, cached=False, text=text, request_time=0.0)
 
 
 class FlexgenWindowService(LocalWindowService):
-    """HELM's window arithmetic, which knows no BOS: where the model gets one, its place is reserved.
+    """HELM's window arithmetic, which knows no BOS, with a position reserved for it where the model gets one.
 
-    Language modelling does not come through here: it fills whole windows and puts the prefix token itself.
+    Language modelling does not use it: its windows are full, and it adds the prefix token itself.
     """
 
-    def _reserved(self, text: str) -> int:
-        tokenizer = models.tokenizer(registration.model_of_tokenizer(self.tokenizer_name))
-        if not tokenizer.adds_bos or tokenizer.bos_id is None:
-            return 0
-        return int(list(tokenizer.encode(text, add_special_tokens=False)[:1]) != [tokenizer.bos_id])
+    @cached_property
+    def _encoder(self) -> PromptEncoder:
+        return _encoder(self.tokenizer_name)
+
+    def _num_context_tokens(self, text: str) -> int:
+        return len(self._encoder.context_tokens(self._encoder.encode(text)))
 
     def fits_within_context_window(self, text: str, expected_completion_token_length: int = 0) -> bool:
-        return super().fits_within_context_window(text, expected_completion_token_length + self._reserved(text))
+        num_tokens = expected_completion_token_length + self._num_context_tokens(text)
+        return super().fits_within_context_window(text, num_tokens)
 
     def truncate_from_right(self, text: str, expected_completion_token_length: int = 0) -> str:
-        # The inherited loop asks `fits_within_context_window`, which reserves the place again by itself.
-        max_length = self.max_request_length - expected_completion_token_length - self._reserved(text)
+        # The inherited method reserves nothing when it cuts; its loop reserves by `fits_within_context_window`.
+        max_length = self.max_request_length - expected_completion_token_length - self._num_context_tokens(text)
         result = self.decode(self.encode(text, truncation=True, max_length=max_length).tokens)
         while not self.fits_within_context_window(result, expected_completion_token_length):
             result = result[:-1]

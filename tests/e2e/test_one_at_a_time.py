@@ -15,7 +15,8 @@ from helm.common.request import Request
 
 from flexgen_helm import Engine
 from flexgen_helm.plugin import convert
-from flexgen_helm.plugin.token_request import TokenRequest
+from flexgen_helm.plugin.convert import TokenRequest
+from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from tests.helpers.data_sets import write_hospital
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
@@ -67,15 +68,15 @@ def test_answers_of_a_block_are_those_of_single_requests(place: Path) -> None:
     found = states(place)
     assert len(found) == len(ENTRIES)
     with Engine.from_pretrained(place / "model") as engine:
-        tokenizer = engine.tokenizer
-        assert tokenizer is not None
+        assert engine.tokenizer is not None
+        encoder = PromptEncoder(engine.tokenizer)
         for name, asked in found.items():
             assert len(asked) >= 3, name
             for state in asked:
                 request = _request(state["request"])
-                question = convert.to_generation_request(request, tokenizer, POSITIONS)
-                (result,) = engine.run([question.request])
-                alone = convert.to_request_result(request, question, result, False, tokenizer)
+                prepared = convert.to_generation_request(request, encoder, POSITIONS)
+                (result,) = engine.run([prepared.request])
+                alone = convert.to_request_result(request, prepared, result, False, encoder)
                 for ours, theirs in zip(state["result"]["completions"], alone.completions, strict=True):
                     assert ours["text"] == theirs.text, name
                     assert ours["finish_reason"] == theirs.finish_reason

@@ -16,10 +16,13 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.errors import Interrupted, NumericalError, RequestError
 from flexgen_helm.request import Completion, Cost, GenerationRequest, GenerationResult
+
+if TYPE_CHECKING:
+    from flexgen_helm.plugin.context import PluginContext
 
 MAX_POSITIONS = 4096
 POISON = "\u2620"  # a prompt with this character yields NaN
@@ -37,6 +40,7 @@ class FakeTokenizer:
         self.adds_bos, self.chat_template = adds_bos, chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        _log("encode", text)
         ids = [ord(character) for character in text]
         return [self.bos_id, *ids] if self.adds_bos and add_special_tokens and ids[:1] != [self.bos_id] else ids
 
@@ -134,13 +138,40 @@ def _log(event: str, value: Any) -> None:
             file.write(json.dumps([event, value]) + "\n")
 
 
-def install(adds_bos: bool = False) -> None:
-    """Put the fakes behind the plugin's seams."""
-    from flexgen_helm.plugin import models, service
+class FakeLoader:
+    """An `EngineLoader` of fakes; keeps them in `engines`.
 
-    service.engine_factory = lambda model: FakeEngine(model.name)
-    models.tokenizer_factory = lambda model: FakeTokenizer(adds_bos)  # type: ignore[assignment, return-value]
-    models.facts_reader = lambda model: models.ModelFacts(model.name, MAX_POSITIONS, 1, False)
+    make: makes an engine, where a test wants another than `FakeEngine`.
+    """
+
+    def __init__(self, make: Callable[[Any], FakeEngine] = lambda model: FakeEngine(model.name)) -> None:
+        self.engines: list[FakeEngine] = []
+        self.make = make
+
+    def import_modules(self, model: Any) -> None: ...
+
+    def load(self, model: Any) -> Any:
+        self.engines.append(self.make(model))
+        return self.engines[-1]
+
+
+def fake_context(loader: FakeLoader | None = None, adds_bos: bool = False) -> PluginContext:
+    """A context of the plugin whose engines and tokenizers are fakes."""
+    from flexgen_helm.plugin.context import PluginContext
+    from flexgen_helm.plugin.models import ModelFacts
+
+    return PluginContext(
+        loader or FakeLoader(),  # type: ignore[arg-type]
+        load_tokenizer=lambda model: FakeTokenizer(adds_bos),  # type: ignore[arg-type, return-value]
+        read_facts=lambda model: ModelFacts(model.name, MAX_POSITIONS, 1, False),
+    )
+
+
+def install(adds_bos: bool = False) -> None:
+    """Make this process use fakes."""
+    from flexgen_helm.plugin.context import set_context
+
+    set_context(fake_context(adds_bos=adds_bos))
 
 
 def main() -> int:

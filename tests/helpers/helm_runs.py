@@ -41,11 +41,19 @@ class Place:
         return output
 
     def events(self, clear: bool = True) -> Counter[str]:
-        """How often each thing happened since the last look; 'answer' counts answers computed."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        if clear and lines:
+        """How often each thing happened since the last look; 'answer' counts results computed."""
+        log = self._log()
+        if clear and log:
             self.log.unlink()
-        return Counter(json.loads(line)[0] for line in lines)
+        return Counter(event for event, _ in log if event != "encode")
+
+    def encodings(self) -> Counter[str]:
+        """How often each text was encoded since the last look."""
+        return Counter(value for event, value in self._log() if event == "encode")
+
+    def _log(self) -> list[tuple[str, Any]]:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [(event, value) for event, value in map(json.loads, lines)]
 
     def results(self, suite: str = "s") -> dict[str, Any]:
         """Scenario states and statistics of all runs, without what is a time or depends on one."""

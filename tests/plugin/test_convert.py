@@ -1,4 +1,4 @@
-"""HELM requests to questions and answers to results: every field honoured or refused, as HELM's metrics read them."""
+"""HELM requests to the engine's and results to HELM's: every field honoured or refused, as HELM's metrics read them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from flexgen_helm.plugin.convert import (
     to_generation_request,
     to_request_result,
 )
+from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.request import GenerationResult
 from tests.helpers.fake_engine import MAX_POSITIONS, POISON, FakeTokenizer, answer
 
@@ -28,33 +29,36 @@ PLAIN = Request(model="flexgen/x", model_deployment="flexgen/x", prompt="Is 2 ev
 SCORE = replace(PLAIN, echo_prompt=True, max_tokens=0)
 
 
-def question(request: Request, tokenizer: FakeTokenizer | None = None) -> PreparedRequest:
-    return to_generation_request(request, tokenizer or FakeTokenizer(), MAX_POSITIONS)
+def encoder(tokenizer: FakeTokenizer | None = None) -> PromptEncoder:
+    return PromptEncoder(tokenizer or FakeTokenizer())  # type: ignore[arg-type]
+
+
+def prepared(request: Request, tokenizer: FakeTokenizer | None = None) -> PreparedRequest:
+    return to_generation_request(request, encoder(tokenizer), MAX_POSITIONS)
 
 
 def result(request: Request, tokenizer: FakeTokenizer | None = None) -> RequestResult:
-    tokenizer = tokenizer or FakeTokenizer()
-    asked = to_generation_request(request, tokenizer, MAX_POSITIONS)
-    return to_request_result(request, asked, answer(asked.request), False, tokenizer)
+    asked = prepared(request, tokenizer)
+    return to_request_result(request, asked, answer(asked.request), False, encoder(tokenizer))
 
 
-# What is asked
+# The engine's requests
 
 
 def test_top_k_per_token_does_not_restrict_sampling() -> None:
     warm = replace(PLAIN, temperature=1.0, top_p=0.9)
-    assert question(warm) == question(replace(warm, top_k_per_token=5))
-    assert question(warm).request.top_p == 0.9
-    assert question(warm).request.temperature == 1.0
+    assert prepared(warm) == prepared(replace(warm, top_k_per_token=5))
+    assert prepared(warm).request.top_p == 0.9
+    assert prepared(warm).request.temperature == 1.0
 
 
 def test_sampling_is_seeded_by_the_request_alone() -> None:
     warm = replace(PLAIN, temperature=1.0)
-    seeds = [question(r).request.seed for r in (warm, replace(warm, random="1"), replace(warm, prompt="other"))]
+    seeds = [prepared(r).request.seed for r in (warm, replace(warm, random="1"), replace(warm, prompt="other"))]
     assert len(set(seeds)) == 3
-    assert question(warm).request.seed == seeds[0]
+    assert prepared(warm).request.seed == seeds[0]
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert question(replace(PLAIN, random="1")).key == question(PLAIN).key  # greedy: nothing to draw
+    assert prepared(replace(PLAIN, random="1")).key == prepared(PLAIN).key  # greedy: nothing to draw
 
 
 @pytest.mark.parametrize(
@@ -63,20 +67,20 @@ def test_sampling_is_seeded_by_the_request_alone() -> None:
      {"echo_prompt": True}],
 )  # fmt: skip
 def test_keys_tell_requests_apart(change: dict[str, Any]) -> None:
-    assert question(replace(PLAIN, **change)).key != question(PLAIN).key
+    assert prepared(replace(PLAIN, **change)).key != prepared(PLAIN).key
 
 
 def test_greedy_completions_are_copies_and_sampled_ones_are_not() -> None:
     greedy = result(replace(PLAIN, num_completions=3))
     assert [c.text for c in greedy.completions] == [greedy.completions[0].text] * 3
-    assert question(replace(PLAIN, num_completions=3)).request.n == 1
+    assert prepared(replace(PLAIN, num_completions=3)).request.n == 1
     sampled = result(replace(PLAIN, num_completions=3, temperature=1.0))
     assert len({c.text for c in sampled.completions}) == 3
 
 
 def test_chat_goes_through_the_template_without_a_second_bos() -> None:
     chat = replace(PLAIN, prompt="", messages=[{"role": "user", "content": "Hi"}])
-    asked = question(chat, FakeTokenizer(adds_bos=True, chat_template="yes"))
+    asked = prepared(chat, FakeTokenizer(adds_bos=True, chat_template="yes"))
     assert asked.request.prompt_token_ids == tuple(map(ord, "<user>Hi<assistant>"))
 
 
@@ -99,10 +103,10 @@ def test_chat_goes_through_the_template_without_a_second_bos() -> None:
 )
 def test_what_cannot_be_honoured_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(NonRetriableException, match=says):
-        question(replace(PLAIN, **change))
+        prepared(replace(PLAIN, **change))
 
 
-# What comes back
+# HELM's results
 
 
 def test_result_is_plain_data() -> None:
@@ -121,7 +125,7 @@ def test_result_is_plain_data() -> None:
 def test_echo_returns_exactly_the_prompts_own_tokens(adds_bos: bool, prompt: str, max_tokens: int) -> None:
     tokenizer = FakeTokenizer(adds_bos)
     request = replace(SCORE, prompt=prompt, max_tokens=max_tokens)
-    asked = question(request, tokenizer)
+    asked = prepared(request, tokenizer)
     ids = list(asked.request.prompt_token_ids or ())
     plain = tokenizer.encode(prompt, add_special_tokens=False)
     assert ids == ([tokenizer.bos_id] if adds_bos and not prompt.startswith("\x01") else []) + plain
@@ -139,7 +143,7 @@ def test_echo_returns_exactly_the_prompts_own_tokens(adds_bos: bool, prompt: str
 def test_a_full_window_leaves_no_room_for_bos(slack: int, context: int) -> None:
     tokenizer = FakeTokenizer(adds_bos=True)
     request = replace(SCORE, prompt="a" * (MAX_POSITIONS + 1 - slack))
-    assert len(question(request, tokenizer).request.prompt_token_ids or ()) == len(request.prompt) + context
+    assert len(prepared(request, tokenizer).request.prompt_token_ids or ()) == len(request.prompt) + context
     assert result(request, tokenizer).success
 
 
@@ -149,9 +153,9 @@ def test_nothing_asked_for() -> None:
 
 
 def test_a_score_that_is_incomplete_is_never_returned() -> None:
-    short = replace(answer(question(SCORE).request), prompt_logprobs=(None, -1.0))
+    short = replace(answer(prepared(SCORE).request), prompt_logprobs=(None, -1.0))
     with pytest.raises(RequestError, match="were to be scored"):
-        to_request_result(SCORE, question(SCORE), short, False, FakeTokenizer())
+        to_request_result(SCORE, prepared(SCORE), short, False, encoder())
 
 
 CHAT = replace(PLAIN, prompt="", messages=[{"role": "user", "content": "a" * MAX_POSITIONS}])
@@ -176,7 +180,7 @@ def test_errors_always_say_whether_they_are_fatal_and_are_never_retried(request_
 
 def test_other_failures_are_flagged_too() -> None:
     failed = GenerationResult(error=MemoryLimitError())
-    answered = to_request_result(PLAIN, question(PLAIN), failed, False, FakeTokenizer())
+    answered = to_request_result(PLAIN, prepared(PLAIN), failed, False, encoder())
     for got in (no_embedding(), failed_result("x"), answered):
         assert not got.success
         assert got.error_flags is not None

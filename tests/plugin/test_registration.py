@@ -21,6 +21,7 @@ from helm.benchmark.run_spec import get_run_spec_function
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.plugin import deployment_files, models, registration
+from flexgen_helm.plugin.context import PluginContext
 from flexgen_helm.plugin.models import find_model
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.paths import ROOT
@@ -84,12 +85,10 @@ def test_names_of_the_users_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_flags_of_the_command_line_go_first() -> None:
-    try:
-        models.override({"device": "cpu"})
-        assert find_model("flexgen/opt-125m", {"device": "cuda"}).device == "cpu"
-    finally:
-        models.override({})
-    assert find_model("flexgen/opt-125m", {"device": "cuda"}).device == "cuda"
+    context = PluginContext()
+    assert context.find_model("flexgen/opt-125m", {"device": "cuda"}).device == "cuda"
+    context.engine_options = {"device": "cpu"}
+    assert context.find_model("flexgen/opt-125m", {"device": "cuda"}).device == "cpu"
 
 
 @pytest.fixture
@@ -121,7 +120,6 @@ def test_an_entry_of_helms_own_file_needs_only_name_and_path(clean_registry: Non
 
 
 def test_files_for_commands_without_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registration, "tokenizer_config", lambda name: None)
     monkeypatch.setattr(deployment_files, "get_tokenizer_config", lambda name: None)
     path = tmp_path / "model_deployments.yaml"
     theirs = (
@@ -247,19 +245,19 @@ def test_registration_is_light_and_can_be_repeated() -> None:
     assert "cannot register" not in done.stdout + done.stderr
 
 
-EXPECT = """
+PRELOAD = """
 import sys
-from flexgen_helm.plugin.models import find_model
-from flexgen_helm.plugin.service import get_service
-get_service().preload(find_model("flexgen/m", {"path": sys.argv[1]}))
+from flexgen_helm.plugin.context import get_context
+context = get_context()
+context.service.preload(context.find_model("flexgen/m", {"path": sys.argv[1]}))
 names = set(vars(sys.modules["transformers"])) if "transformers" in sys.modules else set()
 print("PreTrainedTokenizerFast" in names and "AutoTokenizer" in names)
 """
 
 
-def test_a_model_is_not_expected_before_its_tokenizer_can_be_imported(tiny: Callable[[str], TinyModel]) -> None:
-    """Else the engine's thread and HELM's ask `transformers` for the same name at once, and one gets none."""
-    command = [sys.executable, "-c", EXPECT, str(tiny("llama").path)]
+def test_a_model_is_not_preloaded_before_its_tokenizer_can_be_imported(tiny: Callable[[str], TinyModel]) -> None:
+    """Else the engine's thread and HELM's import names of `transformers` at once, and one gets an unfinished module."""
+    command = [sys.executable, "-c", PRELOAD, str(tiny("llama").path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "True", done.stderr
 

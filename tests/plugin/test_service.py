@@ -1,4 +1,4 @@
-"""The process-wide service: blocks, equal questions, the journal, models in turn, errors and interruption."""
+"""The process-wide service: blocks, equal requests, the response cache, models in turn, errors and interruption."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helm.common.request import Request
 
 from flexgen_helm.errors import Interrupted, NumericalError
-from flexgen_helm.plugin import interrupt, service
+from flexgen_helm.plugin import interrupt
 from flexgen_helm.plugin.convert import PreparedRequest, to_generation_request
 from flexgen_helm.plugin.models import ModelArguments
+from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.plugin.service import Service
-from tests.helpers.fake_engine import POISON, FakeEngine, FakeTokenizer
+from tests.helpers.fake_engine import POISON, FakeEngine, FakeLoader, FakeTokenizer, fake_context
 
 MODEL, OTHER = ModelArguments("m", "m"), ModelArguments("o", "o")
 
 
-def question(prompt: str) -> PreparedRequest:
-    from helm.common.request import Request
-
-    return to_generation_request(Request(prompt=prompt, temperature=0, max_tokens=4), FakeTokenizer(), 4096)
+def prepared(prompt: str) -> PreparedRequest:
+    encoder = PromptEncoder(FakeTokenizer())  # type: ignore[arg-type]
+    return to_generation_request(Request(prompt=prompt, temperature=0, max_tokens=4), encoder, 4096)
 
 
 class Bench:
-    """A service of its own and the engines it made."""
+    """A service of its own and the engines it loaded."""
 
     def __init__(self) -> None:
-        self.service = Service()
-        self.engines: list[FakeEngine] = []
+        loader = FakeLoader(self.make)
+        self.service = Service(loader)  # type: ignore[arg-type]
+        self.engines = loader.engines
         self.delay_s = 0.0
         self.broken = False
 
     def make(self, model: ModelArguments) -> FakeEngine:
         if self.broken:
             raise RuntimeError("cannot load")
-        self.engines.append(FakeEngine(model.name, self.delay_s))
-        return self.engines[-1]
+        return FakeEngine(model.name, self.delay_s)
 
     @property
     def blocks(self) -> list[int]:
@@ -52,7 +53,6 @@ class Bench:
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
     bench = Bench()
-    monkeypatch.setattr(service, "engine_factory", bench.make)
     yield bench
     bench.service.close()
     assert not bench.service._queue
@@ -67,162 +67,161 @@ def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 
 @pytest.mark.parametrize("threads", [1, 4, 64])
-def test_an_announced_block_runs_once_at_any_number_of_threads(bench: Bench, threads: int) -> None:
-    questions = [question(str(i % 50)) for i in range(80)]  # 30 repetitions
-    with bench.service.submit(MODEL, questions) as block, ThreadPoolExecutor(threads) as pool:
-        answers = list(pool.map(lambda q: bench.service.answer(MODEL, q), questions))
-        assert set(block.answers()) == {q.key for q in questions}
+def test_a_submitted_block_runs_once_at_any_number_of_threads(bench: Bench, threads: int) -> None:
+    requests = [prepared(str(i % 50)) for i in range(80)]  # 30 repetitions
+    with bench.service.submit(MODEL, requests) as block, ThreadPoolExecutor(threads) as pool:
+        responses = list(pool.map(lambda request: bench.service.respond(MODEL, request), requests))
+        assert set(block.responses()) == {request.key for request in requests}
     assert bench.blocks == [50]
-    assert [a.result.prompt_token_ids for a in answers] == [q.request.prompt_token_ids for q in questions]
+    assert [r.result.prompt_token_ids for r in responses] == [request.request.prompt_token_ids for request in requests]
     assert not bench.service._jobs  # nothing is kept after the run
 
 
-def test_unannounced_questions_are_gathered(bench: Bench) -> None:
-    questions = [question(str(i)) for i in range(16)]
+def test_requests_that_were_not_submitted_are_gathered(bench: Bench) -> None:
+    requests = [prepared(str(i)) for i in range(16)]
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda q: bench.service.answer(MODEL, q), questions))
+        list(pool.map(lambda request: bench.service.respond(MODEL, request), requests))
     assert sum(bench.blocks) == 16
     assert len(bench.blocks) <= 3
 
 
-def test_held_blocks_run_together(bench: Bench) -> None:
-    first = bench.service.submit(MODEL, [question("a"), question("b")], hold=True)
-    second = bench.service.submit(MODEL, [question("b"), question("c")], hold=True)
-    time.sleep(0.1)
-    assert bench.blocks == []
-    bench.service.flush()
+def test_blocks_on_hold_run_together(bench: Bench) -> None:
+    with bench.service.hold():
+        first = bench.service.submit(MODEL, [prepared("a"), prepared("b")])
+        time.sleep(0.1)
+        second = bench.service.submit(MODEL, [prepared("b"), prepared("c")])
+        assert bench.blocks == []
     first.wait(), second.wait()
     assert bench.blocks == [3]
     first.close()
-    assert set(second.answers()) == {question("b").key, question("c").key}
+    assert set(second.responses()) == {prepared("b").key, prepared("c").key}
     second.close()
 
 
 def test_models_take_turns_and_one_is_in_memory(bench: Bench) -> None:
-    held = [bench.service.submit(m, [question(p)], hold=True) for p in "ab" for m in (MODEL, OTHER)]
-    bench.service.flush()
-    for block in held:
+    with bench.service.hold():
+        blocks = [bench.service.submit(m, [prepared(p)]) for p in "ab" for m in (MODEL, OTHER)]
+    for block in blocks:
         block.wait()
         block.close()
     assert bench.blocks == [2, 2]
     assert [engine.closed for engine in bench.engines] == [True, False]
 
 
-def test_an_expected_model_is_loaded_before_anybody_asks(bench: Bench) -> None:
+def test_a_preloaded_model_is_loaded_before_the_first_request(bench: Bench) -> None:
     bench.service.preload(MODEL)
     assert eventually(lambda: len(bench.engines) == 1)
     bench.service.preload(MODEL)
     bench.service.preload(OTHER)  # one is loaded: it stays until the other is asked
     time.sleep(0.05)
     assert len(bench.engines) == 1
-    bench.service.answer(MODEL, question("a"))
+    bench.service.respond(MODEL, prepared("a"))
     assert bench.blocks == [1] and len(bench.engines) == 1
 
 
-def test_what_goes_wrong_with_an_expected_model_is_told_to_who_asks(bench: Bench) -> None:
+def test_an_error_of_preloading_is_raised_to_the_first_request(bench: Bench) -> None:
     bench.broken = True
     bench.service.preload(MODEL)
     with pytest.raises(RuntimeError, match="cannot load"):
-        bench.service.answer(MODEL, question("a"))
+        bench.service.respond(MODEL, prepared("a"))
     bench.broken = False
-    bench.service.answer(MODEL, question("b"))
+    bench.service.respond(MODEL, prepared("b"))
     assert bench.blocks == [1]
 
 
-def test_finished_answers_are_not_computed_again(bench: Bench) -> None:
-    bench.service.answer(MODEL, question("a"))
+def test_stored_results_are_not_computed_again(bench: Bench) -> None:
+    bench.service.respond(MODEL, prepared("a"))
     again = Bench()
-    service.engine_factory = again.make
-    with again.service.submit(MODEL, [question("a"), question("b")]) as block:
+    with again.service.submit(MODEL, [prepared("a"), prepared("b")]) as block:
         block.wait()
-        reused = {key: answer.reused for key, answer in block.answers().items()}
-    assert reused == {question("a").key: True, question("b").key: False}
+        reused = {key: answer.is_cached for key, answer in block.responses().items()}
+    assert reused == {prepared("a").key: True, prepared("b").key: False}
     assert again.blocks == [1]
     again.service.close()
 
 
-def test_without_the_journal_nothing_is_reused_or_kept(bench: Bench, tmp_path: Path) -> None:
-    bench.service.answer(MODEL, question("a"))
-    bench.service.answer(MODEL, question("a"), durable=False)
-    bench.service.answer(OTHER, question("a"), durable=False)
+def test_without_the_response_cache_nothing_is_read_or_stored(bench: Bench, tmp_path: Path) -> None:
+    bench.service.respond(MODEL, prepared("a"))
+    bench.service.respond(MODEL, prepared("a"), use_cache=False)
+    bench.service.respond(OTHER, prepared("a"), use_cache=False)
     assert bench.blocks == [1, 1, 1]
     assert [path.name for path in (tmp_path / "journal").iterdir()] == ["fake-m.sqlite"]
 
 
-def test_a_journal_that_cannot_be_used_costs_no_answers(bench: Bench, tmp_path: Path, caplog: Any) -> None:
+def test_a_response_cache_that_cannot_be_used_costs_no_results(bench: Bench, tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "fake-m.sqlite").write_bytes(b"garbage" * 1000)
-    assert bench.service.answer(MODEL, question("a")).result.completions
-    assert "not kept" in caplog.text and "fake-m.sqlite" in caplog.text
+    assert bench.service.respond(MODEL, prepared("a")).result.completions
+    assert "not stored" in caplog.text and "fake-m.sqlite" in caplog.text
 
 
-def test_one_bad_request_fails_alone_and_is_not_kept(bench: Bench) -> None:
-    questions = [question(p) for p in ("a", POISON, "b")]
-    with bench.service.submit(MODEL, questions) as block:
+def test_one_bad_request_fails_alone_and_is_not_stored(bench: Bench) -> None:
+    requests = [prepared(p) for p in ("a", POISON, "b")]
+    with bench.service.submit(MODEL, requests) as block:
         block.wait()
-        errors = [block.answers()[q.key].result.error for q in questions]
+        errors = [block.responses()[request.key].result.error for request in requests]
     assert errors[0] is None and isinstance(errors[1], NumericalError) and errors[2] is None
-    assert not bench.service.answer(MODEL, question(POISON)).reused
+    assert not bench.service.respond(MODEL, prepared(POISON)).is_cached
 
 
 def test_an_engine_that_cannot_be_loaded_fails_its_block_only(bench: Bench) -> None:
     bench.broken = True
     with pytest.raises(RuntimeError, match="cannot load"):
-        bench.service.answer(MODEL, question("a"))
+        bench.service.respond(MODEL, prepared("a"))
     bench.broken = False
-    assert bench.service.answer(MODEL, question("a")).result.completions
+    assert bench.service.respond(MODEL, prepared("a")).result.completions
 
 
-def test_the_account_is_there_with_the_last_answer(bench: Bench) -> None:
+def test_last_run_is_there_with_the_last_result(bench: Bench) -> None:
     for i in range(20):
-        bench.service.answer(MODEL, question(str(i)))
-        assert bench.service.usage(MODEL)["policy"] == "fake"
-    assert bench.service.usage(OTHER) == {}
-    assert bench.service.fingerprint(MODEL) == "fake-m"
+        bench.service.respond(MODEL, prepared(str(i)))
+        loaded = bench.service.loaded(MODEL)
+        assert loaded is not None and loaded.last_run["policy"] == "fake"
+    assert loaded.fingerprint == "fake-m" and bench.service.loaded(OTHER) is None
 
 
-def test_interruption_is_quick_keeps_answers_and_can_be_followed(bench: Bench) -> None:
+def test_interruption_is_quick_stores_results_and_can_be_resumed(bench: Bench) -> None:
     bench.delay_s = 0.05
-    questions = [question(str(i)) for i in range(200)]
-    with bench.service.submit(MODEL, questions) as block:
-        assert eventually(lambda: len(block.answers()) >= 3)
+    requests = [prepared(str(i)) for i in range(200)]
+    with bench.service.submit(MODEL, requests) as block:
+        assert eventually(lambda: len(block.responses()) >= 3)
         started = time.monotonic()
-        bench.service.stop()
+        bench.service.interrupt()
         with pytest.raises(Interrupted):
             block.wait()
         assert time.monotonic() - started < 2
-        done = len(block.answers())
+        done = len(block.responses())
     assert eventually(lambda: not bench.service._jobs)
     bench.delay_s, bench.engines[0]._delay_s = 0.0, 0.0
     bench.service.resume()
-    with bench.service.submit(MODEL, questions) as block:
+    with bench.service.submit(MODEL, requests) as block:
         block.wait()
-        assert sum(answer.reused for answer in block.answers().values()) in (done, done + 1)
+        assert sum(answer.is_cached for answer in block.responses().values()) in (done, done + 1)
 
 
-def test_a_block_that_everybody_left_is_given_up(bench: Bench) -> None:
+def test_a_block_without_users_is_given_up(bench: Bench) -> None:
     bench.delay_s = 0.02
-    block = bench.service.submit(MODEL, [question(str(i)) for i in range(500)])
+    block = bench.service.submit(MODEL, [prepared(str(i)) for i in range(500)])
     assert eventually(lambda: bool(bench.blocks))
     block.close()
     started = time.monotonic()
-    assert bench.service.answer(OTHER, question("next")).result.completions
+    assert bench.service.respond(OTHER, prepared("next")).result.completions
     assert time.monotonic() - started < 3
 
 
-def test_a_block_that_is_not_left_goes_on(bench: Bench) -> None:
+def test_a_block_with_a_user_left_goes_on(bench: Bench) -> None:
     bench.delay_s = 0.01
-    block = bench.service.submit(MODEL, [question(str(i)) for i in range(50)])
-    other = bench.service.submit(MODEL, [question("0")])  # the last one that the fake computes
+    block = bench.service.submit(MODEL, [prepared(str(i)) for i in range(50)])
+    other = bench.service.submit(MODEL, [prepared("0")])  # the last one that the fake computes
     block.close()
     other.wait()
-    assert len(other.answers()) == 1
+    assert len(other.responses()) == 1
     other.close()
 
 
 def test_sigint_stops_the_service_and_does_what_it_did_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, seen = Service(), []
-    monkeypatch.setattr(interrupt, "get_service", lambda: own)
+    context, seen = fake_context(), []
+    monkeypatch.setattr("flexgen_helm.plugin.context._context", context)
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:
         interrupt.install()
@@ -230,7 +229,7 @@ def test_sigint_stops_the_service_and_does_what_it_did_before(monkeypatch: pytes
         interrupt.install()
         assert signal.getsignal(signal.SIGINT) is handler  # chained once
         signal.raise_signal(signal.SIGINT)
-        assert own._stop.is_set() and seen == [signal.SIGINT]
+        assert context.service._interrupted.is_set() and seen == [signal.SIGINT]
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         interrupt.install()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # a background job stays one

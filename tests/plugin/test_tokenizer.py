@@ -13,11 +13,12 @@ from helm.common.tokenization_request import DecodeRequest, TokenizationRequest
 from helm.proxy.retry import NonRetriableException
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from flexgen_helm.plugin import models as plugin_models
+from flexgen_helm.plugin.context import PluginContext, get_context, set_context
 from flexgen_helm.plugin.convert import to_generation_request, to_request_result
 from flexgen_helm.plugin.models import ModelArguments
+from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.plugin.tokenizer_client import FlexgenTokenizer, FlexgenWindowService
-from tests.helpers.fake_engine import FakeTokenizer, answer
+from tests.helpers.fake_engine import FakeTokenizer, answer, fake_context
 
 # 'gpt' in the name makes HELM decode each token by itself, the one of its rules that keeps spaces right.
 NAME = "flexgen/gpt-like"
@@ -67,11 +68,14 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     backend.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    previous = set_context(PluginContext())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugin_models, "find_model", lambda name, arguments=None: ModelArguments(name, str(folder)))
+        model = ModelArguments(NAME, str(folder))
+        patch.setattr(get_context(), "find_model", lambda name, arguments=None: model)
         ours = FlexgenTokenizer(NAME)
         theirs = HuggingFaceTokenizer(BlackHoleCacheConfig(), f"{NAME}-{request.param.__name__}", str(folder))
-        yield request.param.__name__, ours, theirs, folder
+        yield request.param.__name__, ours, theirs, get_context().encoder(model)
+    set_context(previous)
 
 
 def _tokens(tokenizer: Any, text: str, name: str, **options: Any) -> list[Any]:
@@ -100,24 +104,45 @@ def test_same_ids_and_texts_as_helm(pair: Any, text: str) -> None:
 @pytest.mark.parametrize("text", [text for text in TEXTS if text])
 def test_echo_scores_exactly_helms_own_tokens(pair: Any, text: str) -> None:
     """Token for token what the window service counts, as log-probability metrics slice by counts."""
-    kind, ours, theirs, folder = pair
-    tokenizer = plugin_models.tokenizer(ModelArguments(str(folder), str(folder)))
+    kind, ours, theirs, encoder = pair
     request = Request(prompt=text, temperature=0, max_tokens=0, echo_prompt=True)
-    asked = to_generation_request(request, tokenizer, 4096)
-    output = to_request_result(request, asked, answer(asked.request), False, tokenizer).completions[0]
+    asked = to_generation_request(request, encoder, 4096)
+    output = to_request_result(request, asked, answer(asked.request), False, encoder).completions[0]
     assert len(output.tokens) == len(_tokens(theirs, text, f"{NAME}-{kind}", encode=True))
     assert [token.text for token in output.tokens] == _tokens(ours, text, NAME)
     assert output.tokens[0].logprob == 0.0
 
 
 def test_text_that_is_no_unicode_is_refused_and_not_retried(pair: Any) -> None:
-    _, ours, _, folder = pair
+    _, ours, _, encoder = pair
     with pytest.raises(NonRetriableException, match="not valid Unicode"):
         _tokens(ours, "\ud800", NAME)
     with pytest.raises(NonRetriableException, match="not valid Unicode"):
-        to_generation_request(
-            Request(prompt="\ud800"), plugin_models.tokenizer(ModelArguments(str(folder), str(folder))), 4096
-        )
+        to_generation_request(Request(prompt="\ud800"), encoder, 4096)
+
+
+def test_the_most_recent_texts_are_encoded_once_and_the_cache_is_bounded() -> None:
+    texts: list[str] = []
+
+    class Counting(FakeTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            texts.append(text)
+            return super().encode(text, add_special_tokens)
+
+    encoder = PromptEncoder(Counting(), max_characters=10)  # type: ignore[arg-type]
+    assert [encoder.encode(text) for text in ("abcd", "efgh", "abcd")] == [
+        (97, 98, 99, 100),
+        (101, 102, 103, 104),
+        (97, 98, 99, 100),
+    ]
+    encoder.encode("ijkl")  # the least recently used one goes
+    encoder.encode("abcd")
+    assert texts == ["abcd", "efgh", "ijkl"]
+    encoder.encode("efgh")
+    encoder.encode("x" * 11)  # longer than the cache: it is not kept, and nothing else is
+    encoder.encode("x" * 11)
+    assert texts == ["abcd", "efgh", "ijkl", "efgh", "x" * 11, "x" * 11]
+    assert encoder._num_characters == 0 and not encoder._ids
 
 
 class Service:
@@ -129,8 +154,9 @@ class Service:
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_the_window_reserves_the_place_of_bos(adds_bos: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin_models, "find_model", lambda name, arguments=None: ModelArguments(name, name))
-    monkeypatch.setattr(plugin_models, "tokenizer", lambda model: FakeTokenizer(adds_bos))
+    context = fake_context(adds_bos=adds_bos)
+    monkeypatch.setattr(context, "find_model", lambda name, arguments=None: ModelArguments(name, name))
+    monkeypatch.setattr("flexgen_helm.plugin.context._context", context)
     service: Any = Service(FlexgenTokenizer("flexgen/x"))
     window = FlexgenWindowService(service, "flexgen/x", max_sequence_length=10, max_request_length=11)
     plain = DefaultWindowService(service, "flexgen/x", max_sequence_length=10, max_request_length=11)

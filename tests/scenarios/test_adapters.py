@@ -22,7 +22,8 @@ from helm.common.request import GeneratedOutput, RequestResult, Token
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.plugin import convert
-from flexgen_helm.plugin.token_request import TokenRequest
+from flexgen_helm.plugin.convert import TokenRequest
+from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.scenarios import adapters, lambada, wikitext
 from tests.helpers import fake_engine
 from tests.helpers.data_sets import FAKE_ENTRIES
@@ -66,9 +67,9 @@ def executed(spec: RunSpec, adapter_spec: AdapterSpec, foreign: bool = False) ->
 
 
 def fake_result(request: Any) -> RequestResult:
-    question = convert.to_generation_request(request, fake_engine.FakeTokenizer(), 10**6)
-    found = fake_engine.answer(question.request)
-    return convert.to_request_result(request, question, found, False, fake_engine.FakeTokenizer())
+    encoder = PromptEncoder(fake_engine.FakeTokenizer())  # type: ignore[arg-type]
+    prepared = convert.to_generation_request(request, encoder, 10**6)
+    return convert.to_request_result(request, prepared, fake_engine.answer(prepared.request), False, encoder)
 
 
 def run_spec(entry: str) -> RunSpec:
@@ -128,16 +129,17 @@ def test_windows_are_those_of_helms_own_adapter(on_fakes: None, fake_data: Path)
 
 
 def test_token_requests_are_taken_as_they_are() -> None:
-    """No BOS before a window, where text of the same length gets one; other ids are another question."""
+    """No BOS before a window, where text of the same length gets one; other ids are another request."""
     tokenizer = fake_engine.FakeTokenizer(adds_bos=True)
+    encoder = PromptEncoder(tokenizer)  # type: ignore[arg-type]
     fields = dict(model="m", model_deployment="m", max_tokens=0, temperature=0.0, echo_prompt=True)
     request = TokenRequest(prompt="abc", prompt_token_ids=(5, 6, 7), **fields)
-    question = convert.to_generation_request(request, tokenizer, 100)
-    assert question.request.prompt_token_ids == (5, 6, 7)
-    echoed = convert.to_request_result(request, question, fake_engine.answer(question.request), False, tokenizer)
+    prepared = convert.to_generation_request(request, encoder, 100)
+    assert prepared.request.prompt_token_ids == (5, 6, 7)
+    echoed = convert.to_request_result(request, prepared, fake_engine.answer(prepared.request), False, encoder)
     assert [token.text for token in echoed.completions[0].tokens] == ["\x05", "\x06", "\x07"]
-    other = convert.to_generation_request(replace(request, prompt_token_ids=(5, 6, 8)), tokenizer, 100)
-    assert other.key != question.key
-    text = convert.to_generation_request(convert.Request(prompt="abc", **fields), tokenizer, 100)
+    other = convert.to_generation_request(replace(request, prompt_token_ids=(5, 6, 8)), encoder, 100)
+    assert other.key != prepared.key
+    text = convert.to_generation_request(convert.Request(prompt="abc", **fields), encoder, 100)
     assert text.request.prompt_token_ids == (tokenizer.bos_id, *map(ord, "abc"))
     assert "prompt_token_ids" not in repr(request)  # HELM writes the whole request into every error

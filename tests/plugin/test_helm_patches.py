@@ -1,7 +1,8 @@
-"""The hooks on HELM's private functions: what they guard against, and what they leave behind when killed."""
+"""The patches of HELM: what they guard against, and what they leave behind when killed."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
@@ -15,7 +16,6 @@ from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark import runner as helm_runner
 from helm.benchmark import tokenizer_config_registry as tokenizers
 from helm.benchmark.adaptation.adapter_spec import AdapterSpec
-from helm.benchmark.adaptation.adapters.adapter_factory import AdapterFactory
 from helm.benchmark.adaptation.request_state import RequestState
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import ExecutionSpec, Executor, ExecutorError
@@ -32,12 +32,11 @@ from helm.common.request import ErrorFlags, Request
 
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.plugin import helm_patches, models, registration, service, suite
+from flexgen_helm.plugin import helm_patches, suite
 from flexgen_helm.plugin.client import FlexgenClient
-from flexgen_helm.plugin.run_record import RunRecord, usage
-from flexgen_helm.plugin.suite_usage import suite_usage
-from flexgen_helm.request import Cost, GenerationResult
-from tests.helpers.fake_engine import MAX_POSITIONS, POISON, FakeEngine, FakeTokenizer
+from flexgen_helm.plugin.context import PluginContext, get_context, set_context
+from tests.helpers.fake_engine import POISON, FakeEngine, FakeLoader, fake_context
+from tests.helpers.paths import ROOT
 
 MODEL = "flexgen/opt-125m"
 FILES = ["run_spec.json", "scenario.json", "scenario_state.json", "stats.json", "per_instance_stats.json"]
@@ -45,24 +44,14 @@ FILES = ["run_spec.json", "scenario.json", "scenario_state.json", "stats.json", 
 
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeEngine]]:
-    """A service of its own on fakes; the engines that it made."""
-    made: list[FakeEngine] = []
-
-    def make(model: Any) -> FakeEngine:
-        made.append(FakeEngine(model.name))
-        return made[-1]
-
-    own = service.Service()
-    facts = models.ModelFacts("x", MAX_POSITIONS, 1, False)
+    """A context of its own on fakes; the engines that it loaded."""
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(service, "_service", own)
-    monkeypatch.setattr(service, "engine_factory", make)
-    monkeypatch.setattr(models, "tokenizer", lambda model: FakeTokenizer())
-    monkeypatch.setattr(models, "facts", lambda model: facts)
-    registration.deployment.cache_clear()
-    yield made
-    registration.deployment.cache_clear()
-    own.close()
+    loader = FakeLoader()
+    context = fake_context(loader)
+    previous = set_context(context)
+    yield loader.engines
+    set_context(previous)
+    context.service.close()
 
 
 def execution(tmp_path: Path, **changes: Any) -> ExecutionSpec:
@@ -124,16 +113,16 @@ def test_a_client_whose_model_cannot_be_read_fails_at_once(monkeypatch: pytest.M
     def broken(model: Any) -> Any:
         raise CheckpointError("the tokenizer is damaged")
 
-    monkeypatch.setattr(models, "tokenizer", broken)
+    monkeypatch.setattr("flexgen_helm.plugin.context._context", PluginContext(load_tokenizer=broken))
     got = FlexgenClient(MODEL).make_request(request("a"))
     assert got.error == "the tokenizer is damaged" and got.error_flags == ErrorFlags(False, True)
 
 
-def test_nothing_is_announced_where_nothing_is_ours(engines: list[FakeEngine], tmp_path: Path) -> None:
+def test_nothing_is_submitted_where_nothing_is_ours(engines: list[FakeEngine], tmp_path: Path) -> None:
     executor = Executor(execution(tmp_path))
-    assert helm_patches.announce(Executor(execution(tmp_path, dry_run=True)), state(request("a"))) is None
-    assert helm_patches.announce(executor, state(request("a"), deployment="simple/model1")) is None
-    assert helm_patches.announce(executor, state(request("a"), deployment="flexgen/unknown-model")) is None
+    assert helm_patches.prepare_run(Executor(execution(tmp_path, dry_run=True)), state(request("a"))) is None
+    assert helm_patches.prepare_run(executor, state(request("a"), deployment="simple/model1")) is None
+    assert helm_patches.prepare_run(executor, state(request("a"), deployment="flexgen/unknown-model")) is None
     assert engines == []
 
 
@@ -168,7 +157,7 @@ def test_a_run_that_is_killed_between_two_files_is_not_complete(
     assert not list(folder.glob(".*"))
 
 
-def test_without_the_hook_such_a_run_looks_complete(engines: list[FakeEngine], tmp_path: Path) -> None:
+def test_without_the_patch_such_a_run_looks_complete(engines: list[FakeEngine], tmp_path: Path) -> None:
     """The inverse: HELM's own writer leaves the old last file in place."""
     bench, spec = runner(tmp_path), run_spec()
     folder = Path(bench._get_run_path(spec))
@@ -199,16 +188,17 @@ def test_runs_of_other_clients_are_left_alone(
 
 
 @pytest.fixture
-def unhooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """HELM as it comes, and the warnings that installing the hooks gives."""
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """HELM as it comes, and the warnings that installing the patches gives."""
     warnings: list[str] = []
-    monkeypatch.setattr(Executor, "execute", Executor.execute.__wrapped__)  # type: ignore[attr-defined]
-    monkeypatch.setattr(Runner, "run_one", Runner.run_one.__wrapped__)  # type: ignore[attr-defined]
-    monkeypatch.setattr(helm_runner, "write", helm_runner.write.__wrapped__)  # type: ignore[attr-defined]
-    plain = AdapterFactory.get_adapter.__wrapped__  # type: ignore[attr-defined]
-    monkeypatch.setattr(AdapterFactory, "get_adapter", staticmethod(plain))
-    monkeypatch.setattr(helm_patches, "hwarn", warnings.append)
-    monkeypatch.setattr(helm_patches, "_warned", set())
+    for patch in helm_patches.PATCHES:
+        owner, name = patch.owner()
+        if hasattr(getattr(owner, name), "flexgen_helm"):
+            plain = getattr(owner, name).__wrapped__
+            is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+            monkeypatch.setattr(owner, name, staticmethod(plain) if is_static else plain)
+    monkeypatch.setattr("flexgen_helm.plugin.context.hwarn", warnings.append)
+    monkeypatch.setattr(get_context(), "_warnings", set())
     return warnings
 
 
@@ -228,25 +218,25 @@ def test_metrics_are_imported_while_the_model_loads(
         while not imported and time.monotonic() < end:
             imported.extend(["slow_metric"] if "slow_metric" in sys.modules else [])
             time.sleep(0.01)
-        engines.append(FakeEngine(model.name))
-        return engines[-1]
+        return FakeEngine(model.name)
 
-    monkeypatch.setattr(service, "engine_factory", make)
+    monkeypatch.setattr(get_context().service._loader, "make", make)
     metric = MetricSpec("slow_metric.SlowMetric", {})
     spec = replace(run_spec(), metric_specs=[metric, MetricSpec("no_such_module.Metric", {})][: 2 if together else 1])
     if together:
-        suite._Suite([]).collect(runner(tmp_path), [spec])  # the missing module is the second pass's to report
+        get_context().suite = own = suite.Suite([], tmp_path / "prod_env")
+        own.collect(runner(tmp_path), [spec])  # the missing module is the second pass's to report
     else:
         runner(tmp_path).run_one(spec)
     assert imported and engines[0].runs
 
 
-def test_hooks_go_on_once(unhooked: list[str]) -> None:
-    helm_patches.install()
+def test_patches_are_installed_once(unpatched: list[str]) -> None:
+    helm_patches.install_or_warn()
     first = Executor.execute, Runner.run_one
-    helm_patches.install()
+    helm_patches.install_or_warn()
     assert (Executor.execute, Runner.run_one) == first and Executor.execute.flexgen_helm  # type: ignore[attr-defined]
-    assert unhooked == []
+    assert unpatched == []
 
 
 def run_one_of_tomorrow(self: Runner, run_spec: Any, attempt: int) -> None: ...
@@ -257,18 +247,41 @@ def run_one_of_tomorrow(self: Runner, run_spec: Any, attempt: int) -> None: ...
     [(Runner, "run_one", run_one_of_tomorrow), (helm_runner, "write", lambda content: None), (helm_runner, "write", 3)],
 )
 def test_a_helm_that_changed_is_left_untouched_with_one_warning(
-    unhooked: list[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any
+    unpatched: list[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any
 ) -> None:
     monkeypatch.setattr(owner, name, value)
     execute = Executor.execute
-    helm_patches.install()
-    helm_patches.install()
+    helm_patches.install_or_warn()
+    helm_patches.install_or_warn()
     assert Executor.execute is execute and getattr(owner, name) is value
-    assert len(unhooked) == 1 and "does not know this version of HELM" in unhooked[0]
+    assert len(unpatched) == 1 and "does not know this version of HELM" in unpatched[0]
 
 
-def test_without_hooks_the_idle_flush_still_makes_batches(
-    unhooked: list[str], engines: list[FakeEngine], tmp_path: Path
+def test_the_documentation_shows_the_table_of_patches() -> None:
+    assert helm_patches.patches_table() in (ROOT / "docs" / "developers" / "helm_patches.md").read_text()
+
+
+def test_every_patch_fits_the_installed_helm_and_says_why() -> None:
+    assert {patch.command for patch in helm_patches.PATCHES} == {"helm-run", "flexgen-helm run"}
+    for patch in helm_patches.PATCHES:
+        patch.check()
+        assert patch.purpose and patch.fallback
+        owner, name = patch.owner()
+        if patch.replacement is not None:
+            helm_patches.install(patch.command)
+            assert getattr(owner, name).flexgen_helm
+
+
+def test_a_helm_that_changed_refuses_suites(unpatched: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(Runner, "run_all", run_one_of_tomorrow)
+    arguments = ["-r", f"simple_mcqa:model={MODEL}", "-m", "1", "--suite", "s"]
+    assert suite.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "does not know this version of HELM (runner:Runner.run_all: it takes" in said and "pip install" in said
+
+
+def test_without_patches_the_idle_flush_still_makes_batches(
+    unpatched: list[str], engines: list[FakeEngine], tmp_path: Path
 ) -> None:
     executor = Executor(execution(tmp_path, parallelism=8))
     executor.execute(state(*(request(str(i)) for i in range(16))))
@@ -278,78 +291,27 @@ def test_without_hooks_the_idle_flush_still_makes_batches(
 
 def test_an_unknown_call_is_passed_through(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(helm_patches, "hwarn", warnings.append)
-    monkeypatch.setattr(helm_patches, "_warned", set())
-    execute = helm_patches._announcing(lambda self, *args, **kwargs: (args, kwargs))  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr("flexgen_helm.plugin.context.hwarn", warnings.append)
+    monkeypatch.setattr(get_context(), "_warnings", set())
+
+    def execute(*args: Any, **kwargs: Any) -> Any:
+        return helm_patches._execute(lambda self, *args, **kwargs: (args, kwargs), *args, **kwargs)  # type: ignore
+
     assert execute(None, 1, more=2) == ((1,), {"more": 2})
     assert execute(None, 1, more=2) == ((1,), {"more": 2})
     assert len(warnings) == 1
 
 
-# Accounts and the suite's small parts
-
-
-def test_a_repetition_counts_its_tokens_and_costs_nothing() -> None:
-    cost = Cost(10, 8.0, 4, 11.0, 5.0, 100.0, 1.0, 1.0, 2)
-    once, twice = usage(["a"], {"a": cost}), usage(["a", "a", "failed"], {"a": cost})
-    assert (once["latency_s"], twice["latency_s"]) == (2.0, 2.0)
-    assert once["padded_throughput"] == 8.0 and once["actual_throughput"] == 7.0
-    assert once["efficiency"] == pytest.approx(14 / 16)
-    assert twice["efficiency"] == pytest.approx(28 / 30)
-    assert twice["workload"]["prompt_tokens_computed"] == 8.0
-    assert (twice["workload"]["num_requests"], twice["workload"]["num_unique"]) == (2, 1)
-
-
-def record_of(folder: Path, name: str, tokens: int, engine: dict[str, Any], fingerprint: str = "a") -> RunRecord:
-    """A run of one request, as it stands after HELM has executed it."""
-    model = models.ModelArguments("m", "opt-125m")
-    record = RunRecord(name, folder / name, model, engine=engine, fingerprint=fingerprint, keys=[name])
-    result = GenerationResult(cost=Cost(tokens, tokens, 2, tokens + 1, 3, 100.0, 1.0, 1.0, 1))
-    record.answers = {name: service.Answer(result, reused=not engine)}
-    record.directory.mkdir(parents=True, exist_ok=True)
-    record.write()
-    return record
-
-
-def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
-    def block(seconds: float, peak: int, predicted: float | None) -> dict[str, Any]:
-        times = {"compute": seconds, "wait": 0.5}
-        return {"bytes": {"disk_to_cpu": {"weights": 3}}, "time_s": times, "peak_bytes": {"cpu": peak, "gpu": 0},
-                "predicted_latency_s": predicted, "schedule": f"s{peak}"}  # fmt: skip
-
-    def call(*records: RunRecord, failed: tuple[str, ...] = ()) -> dict[str, Any]:
-        tried = [*(record.name for record in records), *failed]
-        content = suite_usage(tmp_path, records, tried, failed)
-        (tmp_path / "flexgen_suite.json").write_text(json.dumps(content))
-        return content
-
-    first = call(record_of(tmp_path, "one", 10, block(4.0, 7, 3.0)), failed=("two",))
-    second = call(record_of(tmp_path, "two", 30, block(1.0, 5, 2.0)))
-    assert (first["failed"], second["failed"], second["runs"]) == (["two"], [], ["one", "two"])
-    found = second["models"]["m"]
-    assert found["bytes"] == {"disk_to_cpu": {"weights": 6}} and found["time_s"] == {"compute": 5.0, "wait": 1.0}
-    assert (found["peak_bytes"]["cpu"], found["schedule"], found["predicted_latency_s"]) == (7, "s5", 5.0)
-    assert found["workload"]["prompt_tokens"] == second["totals"]["workload"]["prompt_tokens"] == 40
-    assert found["padded_throughput"] == pytest.approx((40 + 2 + 6) / 4) and found["efficiency"] == 44 / 48
-    # In one batch with the longer one, the shorter one would have been padded more.
-    assert found["padding"]["to_longest"] == 1.0
-    again = call(record_of(tmp_path, "one", 10, {}))["models"]["m"]
-    assert again == found
-    assert call(record_of(tmp_path, "three", 5, block(1.0, 5, None)))["models"]["m"]["predicted_latency_s"] is None
-    # Other weights of the same name, and a file that is not ours.
-    other = call(record_of(tmp_path, "three", 5, block(9.0, 5, 1.0), fingerprint="b"))["models"]["m"]
-    assert other["time_s"]["compute"] == 9.0 and other["workload"]["num_requests"] == 1
-    (tmp_path / "flexgen_suite.json").write_text('{"runs": 3, "models": []}')
-    assert call(record_of(tmp_path, "one", 10, block(4.0, 7, 3.0)))["models"] == first["models"]
+# The suite's small parts
 
 
 def test_the_suite_writes_names_as_helm_needs_them() -> None:
     text = "mmlu:subject=a,model=flexgen/facebook/opt-125m,data_augmentation=x"
-    assert suite._Suite([]).rename(text) == [text.replace("facebook/opt", "facebook--opt")]
-    assert suite._Suite(["4bit"]).rename("x:model=flexgen/opt-125m,a=b") == ["x:model=flexgen/opt-125m-4bit,a=b"]
-    both = suite._Suite(["fp16", "4bit", "fp16"])
-    assert both.rename("x:model=flexgen/opt-125m,a=b") == [f"x:model=flexgen/opt-125m{s},a=b" for s in ("", "-4bit")]
-    assert both.rename("x:model=openai/gpt2") == ["x:model=openai/gpt2"]
+    assert suite.Suite([], Path()).names(text) == [text.replace("facebook/opt", "facebook--opt")]
+    assert suite.Suite(["4bit"], Path()).names("x:model=flexgen/opt-125m,a=b") == ["x:model=flexgen/opt-125m-4bit,a=b"]
+    both = suite.Suite(["fp16", "4bit", "fp16"], Path())
+    assert both.names("x:model=flexgen/opt-125m,a=b") == [f"x:model=flexgen/opt-125m{s},a=b" for s in ("", "-4bit")]
+    assert both.names("x:model=openai/gpt2") == ["x:model=openai/gpt2"]
 
 
 def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

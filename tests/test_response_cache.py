@@ -1,4 +1,4 @@
-"""The journal: round trips, durability among processes, and rows or files that are not ours."""
+"""The response cache: round trips, durability among processes, and rows or files that are not ours."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.engine.response_cache import (
+from flexgen_helm.errors import RequestError
+from flexgen_helm.request import Completion, Cost, GenerationResult
+from flexgen_helm.response_cache import (
     ResponseCache,
     ResponseCacheError,
     decode_result,
     encode_result,
     response_cache_path,
 )
-from flexgen_helm.errors import RequestError
-from flexgen_helm.request import Completion, Cost, GenerationResult
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 whole = st.integers(0, 2**40)
@@ -56,12 +56,12 @@ def test_values_that_are_not_finite_are_refused(value: float) -> None:
         encode_result(GenerationResult((Completion("a", ("a",), (1,), (value,), "stop"),)))
 
 
-def test_errors_are_not_kept() -> None:
+def test_errors_are_not_stored() -> None:
     with pytest.raises(ValueError):
         encode_result(GenerationResult(error=RequestError("no")))
 
 
-def test_answers_survive_closing(tmp_path: Path) -> None:
+def test_results_survive_closing(tmp_path: Path) -> None:
     many = {f"k{i}": SOME for i in range(1201)}  # more than one query's worth of keys
     with ResponseCache(tmp_path / "a" / "j.sqlite") as cache:
         cache.put_many(many)
@@ -70,7 +70,7 @@ def test_answers_survive_closing(tmp_path: Path) -> None:
         assert cache.get_many([]) == {}
 
 
-def test_a_block_is_kept_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_block_is_stored_whole_or_not_at_all(tmp_path: Path) -> None:
     bad = GenerationResult((Completion("a", ("a",), (1,), (float("nan"),), "stop"),))
     with ResponseCache(tmp_path / "j.sqlite") as cache:
         with pytest.raises(ValueError):
@@ -102,10 +102,10 @@ def test_foreign_rows_are_ignored_and_never_executed(tmp_path: Path) -> None:
         assert cache.ignored_rows == len(planted)
 
 
-def test_a_file_that_is_no_journal_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_response_cache_is_named(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     path.write_bytes(b"not a database" * 100)
-    with pytest.raises(ResponseCacheError, match=r"j\.sqlite is damaged or not a journal.*move the file away"):
+    with pytest.raises(ResponseCacheError, match=r"j\.sqlite is damaged or not a response cache.*move the file away"):
         ResponseCache(path)
 
 
@@ -134,7 +134,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from flexgen_helm.request import Completion, Cost, GenerationResult
-from flexgen_helm.engine.response_cache import ResponseCache
+from flexgen_helm.response_cache import ResponseCache
 who, cache = int(sys.argv[2]), ResponseCache(Path(sys.argv[1]))
 for start in range(0, 500, 25):
     cache.put_many({f"{who}-{i}": GenerationResult(cost=Cost(who, i)) for i in range(start, start + 25)})

@@ -1,0 +1,209 @@
+"""Results that are computed once: a response cache on disk, one SQLite file per engine fingerprint.
+
+The fingerprint names weights, tokenizer, formats and compute type, so results of other engines are in other files.
+Values are JSON: a row that is not a well-formed result is ignored, never executed. Each `put_many` is one durable
+transaction. SQLite's rollback journal is used instead of its write-ahead log, which network disks break.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from flexgen_helm.errors import FlexgenError
+from flexgen_helm.request import Completion, Cost, GenerationResult
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = "1"
+BUSY_TIMEOUT_S = 60.0
+MAX_PENDING_RESULTS, MAX_PENDING_S = 64, 2.0  # a transaction is written after so many results or seconds
+_KEYS_PER_QUERY = 500  # below the 999 parameters of a statement that old SQLite versions allow
+
+
+class ResponseCacheError(FlexgenError):
+    """The response cache cannot be read or written; the message names the file and what to do."""
+
+
+def response_cache_path(home: Path, fingerprint: str) -> Path:
+    """Return the file with the results of one engine. Its folder is called `journal`, as in version 0.1.0."""
+    readable = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", fingerprint)
+    name = fingerprint if readable else hashlib.sha256(fingerprint.encode()).hexdigest()
+    return home / "journal" / f"{name}.sqlite"
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+class _Row:
+    """A successful `GenerationResult` as it is stored."""
+
+    completions: tuple[Completion, ...]
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[float | None, ...] | None
+    cost: Cost
+
+
+_ROW = TypeAdapter(_Row)
+
+
+def encode_result(result: GenerationResult) -> str:
+    """Return the JSON of a successful result. Raises `ValueError` for an error or a value that is not finite."""
+    if result.error is not None:
+        raise ValueError("a failed request has no result to store")
+    fields = {name: value for name, value in vars(result).items() if name != "error"}
+    return json.dumps(fields, default=vars, allow_nan=False, separators=(",", ":"))
+
+
+def decode_result(text: object) -> GenerationResult:
+    """Invert `encode_result`. Raises `ValueError` for anything that it did not write."""
+    if not isinstance(text, str):
+        raise ValueError(f"a stored result is {type(text).__name__}, not text")
+    row = _ROW.validate_json(text)
+    for completion in row.completions:
+        if not len(completion.tokens) == len(completion.token_ids) == len(completion.logprobs):
+            raise ValueError("tokens, ids and log-probabilities differ in number")
+    return GenerationResult(row.completions, row.prompt_token_ids, row.prompt_logprobs, cost=row.cost)
+
+
+class ResponseCache:
+    """Results by request key in one SQLite file. Used by one thread; safe among any number of processes."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create. Raises `ResponseCacheError` where the file is foreign, damaged or of another version."""
+        self.path = path
+        self.ignored_rows = 0  # rows read that were no results
+        with self._explained():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            try:
+                self._prepare()
+            except BaseException:
+                self._connection.close()
+                raise
+
+    def _prepare(self) -> None:
+        self._connection.execute("PRAGMA synchronous=FULL")
+        with self._transaction():
+            self._connection.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
+            self._connection.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+            self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,))
+        (version,) = self._connection.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
+        if version != SCHEMA_VERSION:
+            raise ResponseCacheError(
+                f"the response cache {self.path} has format {version!r}, this version reads {SCHEMA_VERSION!r}; "
+                "move the file away, its results will be computed again"
+            )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Hold the write lock from the start: a reader that upgrades later could fail without waiting."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:  # locked, full, read-only, cannot open
+            raise ResponseCacheError(f"the response cache {self.path} cannot be used now: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise ResponseCacheError(
+                f"the response cache {self.path} is damaged or not a response cache ({error}); "
+                "move the file away, its results will be computed again"
+            ) from error
+        except OSError as error:
+            raise ResponseCacheError(f"the response cache {self.path} cannot be created: {error}") from error
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, GenerationResult]:
+        """Return the stored results among `keys`."""
+        wanted, results = list(dict.fromkeys(keys)), {}
+        with self._explained():
+            for start in range(0, len(wanted), _KEYS_PER_QUERY):
+                part = wanted[start : start + _KEYS_PER_QUERY]
+                query = f"SELECT key, value FROM answers WHERE key IN ({','.join('?' * len(part))})"
+                for key, value in self._connection.execute(query, part):
+                    try:
+                        results[key] = decode_result(value)
+                    except ValueError:
+                        self.ignored_rows += 1
+        return results
+
+    def put_many(self, results: Mapping[str, GenerationResult]) -> None:
+        """Store `results`, all or none; they are on the disk when this returns."""
+        rows = [(key, encode_result(result)) for key, result in results.items()]
+        if rows:
+            with self._explained(), self._transaction():
+                self._connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", rows)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> ResponseCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class ResponseWriter:
+    """The response cache of one engine during a block: results are written in transactions.
+
+    A cache that fails is given up with a warning: results are then computed, and not stored.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """path: the cache's file; None stores nothing."""
+        self._pending: dict[str, GenerationResult] = {}
+        self._last_write = time.monotonic()
+        self._cache: ResponseCache | None = None
+        with self._given_up_on_error():
+            self._cache = ResponseCache(path) if path is not None else None
+
+    @contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except ResponseCacheError as error:
+            logger.warning("Results are not stored for a later run: %s", error)
+            if self._cache is not None:
+                self._cache.close()
+            self._cache = None
+
+    def get_many(self, keys: list[str]) -> dict[str, GenerationResult]:
+        """Return the stored results among `keys`."""
+        with self._given_up_on_error():
+            return self._cache.get_many(keys) if self._cache else {}
+        return {}
+
+    def add(self, key: str, result: GenerationResult) -> None:
+        """Store a successful result with the next transaction."""
+        self._pending[key] = result
+        if len(self._pending) >= MAX_PENDING_RESULTS or time.monotonic() - self._last_write > MAX_PENDING_S:
+            self._flush()
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, {}
+        with self._given_up_on_error():
+            if self._cache is not None:
+                self._cache.put_many(pending)
+        self._last_write = time.monotonic()
+
+    def close(self) -> None:
+        """Write what is pending."""
+        self._flush()
+        if self._cache is not None:
+            self._cache.close()

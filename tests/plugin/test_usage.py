@@ -1,0 +1,69 @@
+"""What runs and suites cost, over several calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexgen_helm.plugin.helm_run import HelmRun
+from flexgen_helm.plugin.models import ModelArguments
+from flexgen_helm.plugin.service import Response
+from flexgen_helm.plugin.usage import requests_usage, suite_usage
+from flexgen_helm.request import Cost, GenerationResult
+
+
+def test_a_repetition_counts_its_tokens_and_costs_nothing() -> None:
+    cost = Cost(10, 8.0, 4, 11.0, 5.0, 100.0, 1.0, 1.0, 2)
+    once, twice = requests_usage(["a"], {"a": cost}), requests_usage(["a", "a", "failed"], {"a": cost})
+    assert (once["latency_s"], twice["latency_s"]) == (2.0, 2.0)
+    assert once["padded_throughput"] == 8.0 and once["actual_throughput"] == 7.0
+    assert once["efficiency"] == pytest.approx(14 / 16)
+    assert twice["efficiency"] == pytest.approx(28 / 30)
+    assert twice["workload"]["prompt_tokens_computed"] == 8.0
+    assert (twice["workload"]["num_requests"], twice["workload"]["num_unique"]) == (2, 1)
+
+
+def run_of(folder: Path, name: str, tokens: int, block: dict[str, Any], fingerprint: str = "a") -> HelmRun:
+    """A run of one request, as it stands after HELM has executed it."""
+    model = ModelArguments("m", "opt-125m")
+    run = HelmRun(name, folder / name, model, block=block, fingerprint=fingerprint, keys=[name])
+    result = GenerationResult(cost=Cost(tokens, tokens, 2, tokens + 1, 3, 100.0, 1.0, 1.0, 1))
+    run.responses = {name: Response(result, is_cached=not block)}
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.write()
+    return run
+
+
+def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
+    def block(seconds: float, peak: int, predicted: float | None) -> dict[str, Any]:
+        times = {"compute": seconds, "wait": 0.5}
+        return {"bytes": {"disk_to_cpu": {"weights": 3}}, "time_s": times, "peak_bytes": {"cpu": peak, "gpu": 0},
+                "predicted_latency_s": predicted, "schedule": f"s{peak}"}  # fmt: skip
+
+    def call(*runs: HelmRun, failed: tuple[str, ...] = ()) -> dict[str, Any]:
+        tried = [*(run.name for run in runs), *failed]
+        content = suite_usage(tmp_path, runs, tried, failed)
+        (tmp_path / "flexgen_suite.json").write_text(json.dumps(content))
+        return content
+
+    first = call(run_of(tmp_path, "one", 10, block(4.0, 7, 3.0)), failed=("two",))
+    second = call(run_of(tmp_path, "two", 30, block(1.0, 5, 2.0)))
+    assert (first["failed"], second["failed"], second["runs"]) == (["two"], [], ["one", "two"])
+    found = second["models"]["m"]
+    assert found["bytes"] == {"disk_to_cpu": {"weights": 6}} and found["time_s"] == {"compute": 5.0, "wait": 1.0}
+    assert (found["peak_bytes"]["cpu"], found["schedule"], found["predicted_latency_s"]) == (7, "s5", 5.0)
+    assert found["workload"]["prompt_tokens"] == second["totals"]["workload"]["prompt_tokens"] == 40
+    assert found["padded_throughput"] == pytest.approx((40 + 2 + 6) / 4) and found["efficiency"] == 44 / 48
+    # In one batch with the longer one, the shorter one would have been padded more.
+    assert found["padding"]["to_longest"] == 1.0
+    again = call(run_of(tmp_path, "one", 10, {}))["models"]["m"]
+    assert again == found
+    assert call(run_of(tmp_path, "three", 5, block(1.0, 5, None)))["models"]["m"]["predicted_latency_s"] is None
+    # Other weights of the same name, and a file that is not ours.
+    other = call(run_of(tmp_path, "three", 5, block(9.0, 5, 1.0), fingerprint="b"))["models"]["m"]
+    assert other["time_s"]["compute"] == 9.0 and other["workload"]["num_requests"] == 1
+    (tmp_path / "flexgen_suite.json").write_text('{"runs": 3, "models": []}')
+    assert call(run_of(tmp_path, "one", 10, block(4.0, 7, 3.0)))["models"] == first["models"]
