@@ -1,4 +1,4 @@
-# make eval | test | lint | model-table | bench | gpu-check. The first three set up .venv themselves.
+# make eval | test | lint | docs | docs-serve | pages | model-table | bench | gpu-check. All but gpu-check set up .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,9 @@ DATA := $(abspath $(or $(FLEXGEN_HELM_DATA),$(wildcard ../shared/data)))
 PAGES ?= 3
 PRECISIONS ?= fp16,4bit
 
-.PHONY: install model eval test lint model-table bench gpu-check
+.PHONY: install model eval test lint docs docs-serve pages model-table bench gpu-check
+# A notice of the theme about its successor is no warning about these docs.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
 install: $(VENV)/.installed
 
@@ -41,13 +43,26 @@ test: install
 	-$(BIN)/flexgen-helm fetch $(MODEL)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-lint: install
+lint: install docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --explicit-package-bases -p benchmarks -p scenarios
+	$(BIN)/mypy examples/*.py docs/*.py
 
-# Rewrites the README's table of models from the tests' own tiny models.
+# The site, in build/site; a broken link or anchor is an error.
+docs: install
+	$(MKDOCS) build --quiet --strict
+
+docs-serve: install
+	$(MKDOCS) serve
+
+# Rewrites what the docs take from code and results: the command reference and the chart.
+pages: install
+	$(BIN)/python docs/commands.py
+	$(BIN)/python docs/figures.py
+
+# Rewrites the table of models from the tests' own tiny models.
 model-table: install
 	$(BIN)/python -m tests.helpers.model_table
 

@@ -36,7 +36,7 @@ BUSY_LOAD = 0.5  # runnable processes before we begin
 QUICK_INSTANCES, QUICK_REPEATS = 5, 1
 OURS, REFERENCE = f"flexgen/{WHEEL_MODEL}", "reference/huggingface"
 PADDED_BATCH = 16
-# Log-probability metrics equal within this, relatively; others exactly (INTERFACES, 'Equal scores').
+# Log-probability metrics are equal within this relative difference, all others exactly.
 TOLERANCE = 1e-4
 # Metrics of log-probabilities, and what each says where every token has probability 1.
 _OF_CERTAINTY = {"logprob": 0.0, "bits_per_byte": 0.0, "perplexity": 1.0, "max_prob": 1.0}

@@ -64,7 +64,7 @@ RESULTS_VERSION = 4
 
 
 class Engine:
-    """A loaded model. Results do not depend on what else is in the run (docs/engine.md has the tolerances)."""
+    """A loaded model. Results do not depend on what else is in the run (tolerances: docs/explanation/exactness.md)."""
 
     def __init__(
         self,
@@ -170,17 +170,23 @@ class Engine:
         link_gb_s: tuple[float, float] | None = None,
         max_latency: float | None = None,
     ) -> "Engine":
-        """Load a model by catalogue name, hub name, folder or .gguf file.
+        """Load a model.
 
-        precision: None takes the suffix of the name ('fp16' without one); formats of your own are a `Precision`
-        (`quant.precisions`). limits: bytes a tier, None = what the
-        machine has, less a margin. policy: fractions and block shape, or 'auto' (see docs/planning.md). schedule:
-        'row', 'zigzag', 'diagonal', 'prefill-only', or 'auto': zigzag or prefill-only where weights are streamed, else
-        row. max_latency: seconds that a block may take, for the search.
-        offload_dir: of the disk tier. device: 'auto', 'cpu', 'cuda[:i]', or 'sim', a gpu in host memory whose size
-        `limits.gpu` gives, behind a link of `link_gb_s` (in, out) GB/s. overlap: transfers go on while computing does.
-        cpu_attention: decoding attends to a cache in host memory there. weights: 'dummy' draws random ones from
-        `seed`.
+        name_or_path: catalog name, repository of the hub, folder, or .gguf file.
+        revision: branch, tag or commit of the hub's repository.
+        precision: 'fp16', '4bit', …, or a `quant.precisions.Precision`; None takes the suffix of the name.
+        limits: bytes of each tier; None is what the machine has, less a margin.
+        policy: placement and block shape, or 'auto' for the planner's (docs/explanation/planning.md).
+        schedule: 'row', 'zigzag', 'diagonal', 'prefill-only', or 'auto': zigzag or prefill-only with streamed weights,
+            else row.
+        offload_dir: folder of the disk tier; None is `offload` in `FLEXGEN_HELM_HOME`.
+        device: 'auto', 'cpu', 'cuda[:i]', or 'sim': a simulated GPU of `limits.gpu` bytes in host memory.
+        overlap: copy while computing.
+        cpu_attention: the CPU attends to KV cache in host memory, so that it need not be copied to the GPU.
+        weights: 'pretrained', or 'dummy' for random ones.
+        seed: of dummy weights.
+        link_gb_s: GB/s to and from the simulated GPU.
+        max_latency: seconds that a block may take; a limit for the planner.
 
         Raises `UnknownModelError`, `UnsupportedArchitectureError`, `CheckpointError`, `MemoryLimitError` and
         `UsageError`, each before anything long has begun.
@@ -220,12 +226,15 @@ class Engine:
         should_stop: Callable[[], bool] | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> list[GenerationResult]:
-        """Answer requests; return results in the order asked. A bad request fails alone, in its `error`.
+        """Answer requests; return results in the same order. A bad request fails alone, in its `error`.
 
-        on_result: called as (place, result) as soon as a request is finished, from this thread.
-        should_stop: called often; once it returns true, `Interrupted` is raised and reported results stay valid.
+        requests: all requests that can be computed together; a larger block is faster.
+        on_result: called with the index and result of each request as soon as it is finished, from this thread.
+        should_stop: called before every work item; once it returns true, `Interrupted` is raised and delivered results
+            stay valid.
         progress: called after every batch.
-        One run at a time: other threads wait.
+
+        One run at a time: a second thread waits.
         """
         with self._lock:
             if self._closed:

@@ -2,7 +2,7 @@
 
 Everything is linear in the nine placement fractions once the block's shape and the schedule are fixed. So a cost is a
 vector of ten coefficients (the fractions and a constant), and one set of equations serves both the evaluation of a
-policy and the linear program of the search. docs/cost_model.md has the equations in words. No torch.
+policy and the linear program of the search. docs/explanation/cost_model.md has the equations in words. No torch.
 
     pass = e max(resources) + (1 - e) sum(resources)          block = prefill pass + (n - 1) decode passes
 

@@ -112,7 +112,7 @@ class Plan:
     why: str
 
     def to_json(self) -> dict[str, Any]:
-        """As docs/planning.md describes it: bytes, seconds, fractions."""
+        """As docs/explanation/planning.md describes it: bytes, seconds, fractions."""
         found, policy = self.prediction, self.policy
         fractions = placed_fractions(self.situation, policy)
         placed = {

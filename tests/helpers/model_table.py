@@ -17,7 +17,7 @@ from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.config import ModelConfig
 from tests.helpers.paths import ROOT
 
-README = ROOT / "README.md"
+README = ROOT / "docs" / "models.md"  # the page of the table
 BEGIN, END = "<!-- model table: make model-table -->", "<!-- end of the model table -->"
 HEAD = "| architecture | GGUF | in the catalogue | features tested | largest difference |"
 

@@ -1,0 +1,179 @@
+"""Every imported package is declared in setup.cfg, and every declared package is imported."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from configparser import ConfigParser
+from functools import cache
+from importlib import metadata
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.helpers.paths import ROOT
+
+SHIPPED = ("flexgen_helm", "scenarios", "runs", "benchmarks")
+# Folder or extra that declares what these folders import beyond the shipped package.
+BY_EXTRA = {"bench": ("benchmarks",), "docs": ("docs",), "dev": ("tests", "examples")}
+OURS = {*SHIPPED, "tests", "examples"}
+
+# Imported without a declaration, each with its reason.
+UNDECLARED = {"triton": "CUDA builds of torch bring it; without it plain torch operations unpack 4 bits"}
+# Declared without an import, each with its reason.
+TOOLS = {
+    "flexgen-helm": "dev contains the other extras",
+    "mkdocs-material": "theme named in mkdocs.yml",
+    "mkdocstrings": "plugin named in mkdocs.yml",
+    "mypy": "make lint",
+    "pre-commit": "runs .pre-commit-config.yaml",
+    "pytest-timeout": "plugin of pytest",
+    "pytest-xdist": "plugin of pytest",
+    "ruff": "make lint",
+    "setuptools": "builds the wheel in tests",
+    "types-psutil": "types for mypy",
+    "types-pyyaml": "types for mypy",
+    "wheel": "builds the wheel in tests",
+}
+
+
+def imported(source: str) -> set[str]:
+    """Top-level names of everything that a module imports, at any depth."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").split(".")[0])
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip":
+            names |= {str(arg.value).split(".")[0] for arg in node.args if isinstance(arg, ast.Constant)}
+    return names - set(sys.stdlib_module_names) - OURS
+
+
+def sources(folders: Iterable[str]) -> Iterator[Path]:
+    return chain.from_iterable((ROOT / folder).rglob("*.py") for folder in folders)
+
+
+@cache
+def distributions() -> dict[str, list[str]]:
+    """Importable name -> canonical names of the installed distributions that provide it."""
+    return {
+        name: sorted({canonicalize_name(dist) for dist in dists})
+        for name, dists in metadata.packages_distributions().items()
+    }
+
+
+def requirements(text: str) -> list[Requirement]:
+    return [Requirement(line) for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+@cache
+def declared() -> dict[str, list[Requirement]]:
+    """Requirements by extra; '' for those of the package itself."""
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = {name: requirements(text) for name, text in config["options.extras_require"].items()}
+    return {"": requirements(config["options"]["install_requires"]), **extras}
+
+
+def names(extra: str) -> set[str]:
+    """Canonical names that an extra declares, with those of the extras it contains."""
+    found = set()
+    for requirement in declared()[extra]:
+        name = canonicalize_name(requirement.name)
+        found.add(name)
+        if name == "flexgen-helm":
+            found |= set().union(*(names(inner) for inner in requirement.extras))
+    return found
+
+
+def missing(source: str, allowed: set[str]) -> list[str]:
+    """Imported names whose distribution is not among the allowed ones."""
+    return sorted(
+        name
+        for name in imported(source)
+        if name not in UNDECLARED and not allowed & set(distributions().get(name, [name]))
+    )
+
+
+def allowed_in(path: Path) -> set[str]:
+    folder = path.relative_to(ROOT).parts[0]
+    extras = [extra for extra, folders in BY_EXTRA.items() if folder in folders]
+    return names("").union(*(names(extra) for extra in extras))
+
+
+@pytest.mark.parametrize("folder", [*SHIPPED, "tests", "examples", "docs"])
+def test_every_import_is_declared(folder: str) -> None:
+    found = {
+        str(path): undeclared
+        for path in sources([folder])
+        if (undeclared := missing(path.read_text(), allowed_in(path)))
+    }
+    assert not found, "declare these in setup.cfg"
+
+
+def test_every_declaration_is_imported() -> None:
+    used = {
+        dist
+        for path in sources([*OURS, "docs"])
+        for name in imported(path.read_text())
+        for dist in distributions().get(name, [])
+    }
+    shipped = {
+        dist
+        for path in sources(SHIPPED)
+        for name in imported(path.read_text())
+        for dist in distributions().get(name, [])
+    }
+    assert sorted(names("") - shipped) == [], "nothing that is shipped imports these"
+    assert sorted(names("dev") - used - set(TOOLS)) == [], "nothing imports these"
+
+
+def test_every_exception_is_needed() -> None:
+    everything = names("") | names("dev")
+    assert sorted(set(TOOLS) - everything) == []
+    all_imports = set().union(*(imported(path.read_text()) for path in sources(SHIPPED)))
+    assert sorted(set(UNDECLARED) - all_imports) == []
+
+
+def test_an_undeclared_import_is_found() -> None:
+    source = "import os\nimport torch.nn\ndef f():\n    from requests.adapters import HTTPAdapter\n    import triton"
+    assert missing(source, {"torch"}) == ["requests"]
+    assert missing("import yaml", names("")) == [] and missing("import yaml", {"torch"}) == ["yaml"]
+    assert missing("import pytest\npytest.importorskip('nowhere_at_all')", names("dev")) == ["nowhere_at_all"]
+
+
+def test_bounds_are_within_those_of_helm() -> None:
+    """Whatever version HELM excludes at either end, the package's own bounds exclude too."""
+    pins = {
+        canonicalize_name(pin.name): pin.specifier
+        for pin in map(Requirement, metadata.requires("crfm-helm") or [])
+        if pin.marker is None or pin.marker.evaluate({"extra": ""})
+    }
+    checked = []
+    for requirement in declared()[""]:
+        theirs = pins.get(canonicalize_name(requirement.name))
+        for version in candidates(str(theirs)) if theirs is not None else []:
+            checked.append(requirement.name)
+            if not theirs.contains(version):
+                assert not requirement.specifier.contains(version), f"{requirement.name} {version}: HELM wants {theirs}"
+    assert {"datasets", "cattrs", "torch"} <= set(checked)
+
+
+def candidates(specifier: str) -> Iterator[str]:
+    """Versions around the ends of a specifier: '~=22.2' -> 22.2, 22.1.9, 23.0."""
+    for part in specifier.split(","):
+        version = part.lstrip("~=<>!")
+        numbers = [int(number) for number in version.split(".")]
+        yield version
+        yield f"{numbers[0] + 1}.0"
+        yield f"{max(0, numbers[0] - 1)}.99"
+
+
+def test_the_installed_versions_are_allowed() -> None:
+    for requirement in declared()[""]:
+        assert requirement.specifier.contains(metadata.version(requirement.name)), requirement

@@ -1,0 +1,227 @@
+"""The docs name only what exists: links, files, variables, commands, make targets; generated pages are up to date."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+
+from tests.helpers.paths import ROOT
+
+DOCS = ROOT / "docs"
+TEXT = {".py", ".md", ".cfg", ".toml", ".yml", ".yaml", ".conf", ".html"}
+# Design notes that never were part of this repository.
+FOREIGN_PAGES = re.compile(r"\b(INTERFACES|HELM_CONTRACT|RELIABILITY|MEASURED\.md|ENGINE\.md|shared/design)\b")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> list[Path]:
+    return [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture(params=pages(), ids=name_of)
+def page(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.param
+    return found
+
+
+def load(path: Path) -> ModuleType:
+    """A script of docs/, which is not a package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    words = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[\s]+", "-", word) for word in words}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Relative links of a page, in markdown or HTML, whose file or heading does not exist."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)) + re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+    broken = []
+    for target in targets:
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name) if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
+            broken.append(target)
+    return broken
+
+
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    page = DOCS / "index.md"
+    text = "[a](tutorial.md) [b](nowhere.md) [c](tutorial.md#nowhere) [d](#where-to-start) [e](https://x.org)"
+    assert broken_links(page, text) == ["nowhere.md", "tutorial.md#nowhere"]
+
+
+def tracked_text() -> Iterator[tuple[str, str]]:
+    """Name and text of the repository's own files, those that git does not know yet included."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if listed.returncode != 0:
+        pytest.skip("this is no git checkout")
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if path.is_file() and (path.suffix in TEXT or name == "Makefile"):
+            yield name, path.read_text(encoding="utf-8")
+
+
+def absent_pages(text: str) -> list[str]:
+    """Paths such as docs/helm.md that are named in a text and do not exist."""
+    named = re.findall(r"(?<![\w./-])((?:docs|tests|examples|benchmarks|scenarios|runs)/[\w./-]*[\w-]\.\w+)", text)
+    return sorted({name for name in named if not (ROOT / name).exists()})
+
+
+def test_pages_and_files_that_are_named_exist() -> None:
+    this = name_of(Path(__file__))
+    found = {name: absent for name, text in tracked_text() if name != this and (absent := absent_pages(text))}
+    assert found == {}
+
+
+def test_no_page_of_another_place_is_cited() -> None:
+    this = name_of(Path(__file__))
+    found = {name: FOREIGN_PAGES.findall(text) for name, text in tracked_text() if name != this}
+    assert {name: cited for name, cited in found.items() if cited} == {}
+
+
+def test_an_absent_page_is_found() -> None:
+    assert absent_pages("see docs/helm.md, docs/index.md and `tests/nowhere.py`") == [
+        "docs/helm.md",
+        "tests/nowhere.py",
+    ]
+    assert FOREIGN_PAGES.search("(INTERFACES, 'Equal scores')")
+
+
+# Modules of the architecture that are about to be written; the map describes the package with them.
+COMING = {"config.py"}
+
+
+def modules_named(text: str) -> set[str]:
+    """Modules in backticks, such as `engine/executor.py`; those of the package without its name."""
+    return set(re.findall(r"`(?:flexgen_helm/)?([\w/]+\.py)`", text))
+
+
+def module_exists(name: str) -> bool:
+    return (ROOT / name).exists() or (ROOT / "flexgen_helm" / name).exists()
+
+
+def test_modules_that_the_docs_name_exist() -> None:
+    named = {name_of(page): modules_named(page.read_text(encoding="utf-8")) for page in pages()}
+    absent = {page: sorted(m for m in modules - COMING if not module_exists(m)) for page, modules in named.items()}
+    assert {page: modules for page, modules in absent.items() if modules} == {}
+    assert sorted(filter(module_exists, COMING)) == [], "these are here: take them out of COMING"
+
+
+@pytest.mark.parametrize("title", ["The life of a request", "The life of a weight", "The life of a cache block"])
+def test_a_life_can_be_followed_in_eight_files(title: str) -> None:
+    text = (DOCS / "developers" / "architecture.md").read_text()
+    section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    assert 1 <= len(modules_named(section)) <= 8
+
+
+def test_every_environment_variable_is_described() -> None:
+    listed = set(re.findall(r"^\| `(FLEXGEN_HELM_\w+)`", (DOCS / "reference/environment.md").read_text(), re.MULTILINE))
+    shipped = ("flexgen_helm/", "scenarios/", "benchmarks/")
+    used = {
+        name
+        for file, text in tracked_text()
+        if file.startswith(shipped)
+        for name in re.findall(r"FLEXGEN_HELM_[A-Z_]+", text)
+    }
+    assert listed == used
+
+
+def test_the_command_reference_is_up_to_date() -> None:
+    made = load(DOCS / "commands.py").page()
+    assert (DOCS / "reference" / "commands.md").read_text() == made, "run `make pages`"
+
+
+def test_the_chart_is_up_to_date() -> None:
+    made = load(DOCS / "figures.py").chart()
+    assert (DOCS / "images" / "measured.svg").read_text() == made, "run `make pages`"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def shell_lines(text: str) -> Iterator[str]:
+    """Lines of a page's code blocks, continued lines joined, without prompts."""
+    for _, block in FENCE.findall(text):
+        yield from (line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines())
+
+
+def known_options() -> dict[str, set[str]]:
+    """Options of each command of flexgen-helm; run has those of helm-run too."""
+    from helm.benchmark.run import add_run_args
+
+    from flexgen_helm.cli.app import app
+
+    parser = argparse.ArgumentParser()
+    add_run_args(parser)
+    helm_run = set(parser._option_string_actions) | {"-c", "-r", "--conf-paths", "--run-entries", "--help"}
+    root: Any = typer.main.get_command(app)
+    options = {
+        name: {option for param in command.params for option in param.opts} | {"--help"}
+        for name, command in root.commands.items()
+    }
+    options["run"] |= helm_run
+    return {**options, "": {"--version", "--help"}}
+
+
+def test_commands_that_the_docs_show_exist() -> None:
+    options = known_options()
+    wrong = []
+    for page in pages():
+        for line in shell_lines(page.read_text(encoding="utf-8")):
+            if not line.startswith("flexgen-helm "):
+                continue
+            words = shlex.split(line, comments=True)[1:]
+            command = words[0] if words and not words[0].startswith("-") else ""
+            used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+            if command not in options or not used <= options[command]:
+                wrong.append(f"{name_of(page)}: {line}")
+    assert wrong == []
+
+
+def test_make_targets_that_the_docs_name_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in pages():
+        text = page.read_text()
+        named = set(re.findall(r"`make ([\w-]+)", text)) | {
+            line.split()[1] for line in shell_lines(text) if line.startswith("make ")
+        }
+        assert named <= targets, page
+
+
+def test_python_blocks_can_be_parsed(page: Path) -> None:
+    for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language == "python":
+            ast.parse(block)
