@@ -15,8 +15,6 @@ from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.constants import (
     BLOCK_SEQUENCES,
     COPIES_SHARE,
-    MARGIN_BYTES,
-    MARGIN_SHARE,
     MAX_BATCH_TOKENS,
     MAX_PENDING_STORE_BYTES,
 )
@@ -29,11 +27,13 @@ from flexgen_helm.quant.precisions import Precision
 
 # Name of this machine's measured profile.
 MEASURED = "measured"
+# What the machine keeps for other programs: a share of a tier, and at least so many bytes.
+_MARGIN_SHARE, _MARGIN_BYTES = 0.1, 1 << 30
 
 
 def without_margin(free: float, total: float) -> int:
     """Return the usable bytes of `free` bytes on a tier of `total` bytes."""
-    return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * total)))
+    return max(0, int(free - max(_MARGIN_BYTES, _MARGIN_SHARE * total)))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 
 from flexgen_helm.planner.cache_sizes import CacheSizes
 from flexgen_helm.planner.constants import ACTIVATIONS_SHARE
-from flexgen_helm.planner.memory import MemoryPlan, RunSize, scheduler_limits
+from flexgen_helm.planner.memory import MemoryPlan, RunMemory, RunSize
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from tests.helpers.planning_problems import small
@@ -21,7 +21,7 @@ ASKED = RunSize(longest=20, prompt_tokens=1600)
 
 def limits(policy, plan, host_attends=True, schedule="zigzag", free=FREE, window_bytes=0):
     cache = CacheSizes(1200, 100, window_bytes, host_attends=host_attends)
-    return scheduler_limits(plan, policy, schedule, ASKED, free, "gpu", cache, hidden_bytes=500)
+    return RunMemory(plan, policy, schedule, ASKED, free, "gpu", cache, hidden_bytes=500).limits()
 
 
 @pytest.fixture
