@@ -18,10 +18,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.models.config import stage_names, tensor_shapes
+from flexgen_helm.models.config import stage_names
 from flexgen_helm.planner.cache_sizes import CacheSizes
 from flexgen_helm.planner.constants import (
     ACTIVATIONS_SHARE,
@@ -130,9 +129,7 @@ def plan_memory(
     """
     has_gpu = compute_tier == "gpu"
     sizes = storage.matrices
-    vector_bytes = compute_bytes * sum(
-        prod(shape) for shape in tensor_shapes(storage.config).values() if len(shape) == 1
-    )
+    vector_bytes = storage.vector_bytes(compute_bytes)
     total, copy_bytes = sum(sizes.values()), storage.num_values * compute_bytes
     copies_fit = copy_bytes + vector_bytes <= COPIES_SHARE * limits[compute_tier]
     on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}

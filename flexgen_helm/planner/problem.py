@@ -183,7 +183,8 @@ class PlanningProblem:
     @cached_property
     def copies_fit(self) -> bool:
         """Whether fully resident weights are kept in the compute dtype."""
-        return self.copies_bytes <= COPIES_SHARE * self.limits[self.compute_tier]
+        needed = self.copies_bytes + self.storage.vector_bytes(self.compute_bytes)
+        return needed <= COPIES_SHARE * self.limits[self.compute_tier]
 
     @cached_property
     def ring_bytes(self) -> float:
@@ -215,7 +216,7 @@ class PlanningProblem:
         resident: all weights are on the compute tier.
         """
         config, work = self.config, self.compute_bytes
-        staging = affine(0.0 if resident else self.ring_bytes)
+        staging = affine(self.storage.vector_bytes(work) / self.stages + (0.0 if resident else self.ring_bytes))
         if shape.schedule != "prefill-only":
             sizes = cache_sizes(config, self.precision.cache, work, on_disk=False)
             staging += affine(sequences * sizes.window_bytes / self.stages)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.planner import search as search_module
 from flexgen_helm.planner.frontier import frontier_points, write_picture
+from flexgen_helm.planner.memory import plan_memory
 from flexgen_helm.planner.plan import make_plan, planning_problem, simulated_gpu
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
@@ -60,6 +61,22 @@ def test_what_is_found_fits_and_sums_to_one(gpu, cpu, count, prompt, output):
         assert peak.peak <= problem.limits[tier] * (1 + 1e-6) + 1
     again = predict(problem, policy, found.schedule)
     assert again == found.prediction  # what is told is what the policy costs
+
+
+@given(st.integers(30, 400), st.integers(60, 600), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_an_engine_can_load_the_weights_as_searched(mib, host_mib, has_gpu):
+    """Vectors, staging and copies in the compute dtype included: the engine refuses what exceeds a tier."""
+    problem = small(mib, host_mib)
+    if not has_gpu:
+        limits = MemoryLimits(cpu=mib * MIB, disk=4000 * MIB)
+        problem = planning_problem(config("opt-125m"), LAPTOP, Workload.uniform(32, 8, 24), limits=limits)
+    try:
+        policy = search(problem).policy
+    except MemoryLimitError:
+        return
+    limits = {tier: int(limit) for tier, limit in problem.limits.items()}
+    plan_memory(problem.storage, limits, problem.compute_tier, problem.compute_bytes, policy)
 
 
 @given(st.integers(40, 200), st.integers(60, 400), st.sampled_from(["gpu", "cpu"]), st.floats(1.05, 4))
@@ -166,7 +183,7 @@ def test_matrices_that_cannot_be_cut_are_no_missing_zero_bytes():
         r"up to 77,217,792 bytes more, because every matrix rests whole: raise --gpu-memory or --cpu-memory or --disk"
     )
     with pytest.raises(MemoryLimitError, match=words):
-        search(small(30, 100, 119))
+        search(small(30, 100, 120))
 
 
 @pytest.mark.parametrize(
