@@ -1,15 +1,15 @@
-"""`bench policy`: predicted against measured time, and the chosen policy against a grid of others.
+"""`bench policy`: predicted against measured time, and the searched policy against a grid of others.
 
-Ten policies spread over schedules, placements and devices (the simulated gpu included) are predicted with this
-machine's profile and then run. The profile of each device has learnt from runs of one other policy, as an engine's
-does from its own: a simulated gpu shares the host's cores with its transfers, which no measurement alone shows.
-Then the search's policy runs in alternation with a grid of at least twenty for the same limits. Every run is the
-second of its engine, because the first one also pays for memory that is new.
+Ten policies over schedules, placements and devices (the simulated gpu included) are predicted and run. Before that,
+the profile of each device is corrected by runs of one other policy, as an engine's profile is by its own runs: the
+transfers of a simulated gpu take the host's cores, which no single measurement shows. Then the searched policy runs in
+alternation with a grid of more than twenty under the same limits. The first run of each engine is not counted, because
+it also allocates memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -23,12 +23,12 @@ from flexgen_helm.benchmarks.offload import BUSY_LOAD, policy_text
 from flexgen_helm.checkpoint.model_config import read_model_config
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
+from flexgen_helm.planner import workload as planner_workload
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
 from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.search import search
-from flexgen_helm.planner.workload import Workload as Lengths
 from flexgen_helm.report.throughput import versions
 from flexgen_helm.request import MemoryLimits
 
@@ -37,7 +37,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Workload:
-    """cpu_mib: limit of the CPU's runs; gpu_mib, link_gb_s: of the simulated gpu, whose host has cpu_mib too."""
+    """The runs of the benchmark.
+
+    prompt, output: tokens of each sequence.
+    cpu_mib: limit of host memory, on both devices.
+    gpu_mib, link_gb_s: memory and link of the simulated gpu.
+    """
 
     model: str = "opt-125m"
     prompt: int = 48
@@ -54,18 +59,20 @@ QUICK = Workload(prompt=6, output=3, sequences=4, repeats=1)
 
 @dataclass(frozen=True)
 class Case:
+    """A policy on a device, 'cpu' or 'sim'."""
+
     device: str
     policy: Policy
     schedule: Schedule
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Rows are seconds; `of_prediction` is measured over predicted, `ratios` what the project promises."""
+    """Return rows in seconds; `of_prediction` is measured over predicted, `ratios` are what the project promises."""
     from flexgen_helm.engine.machine_profile import measured_profile
 
-    refused = sorted(set(options.engine) - {"offload_dir"})
-    if refused:
-        raise UsageError(f"bench policy has a fixed workload and takes --offload-dir alone: leave out {refused}")
+    unused = sorted(set(options.engine) - {"offload_dir"})
+    if unused:
+        raise UsageError(f"bench policy has a fixed workload and takes --offload-dir alone: leave out {unused}")
     workload = QUICK if options.quick else Workload()
     workload = replace(workload, repeats=options.repeats or workload.repeats)
     busy = psutil.getloadavg()[0]
@@ -82,10 +89,10 @@ def run(options: Options) -> dict[str, Any]:
 def measure(workload: Workload, profile: HardwareProfile, options: Options) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     errors = []
-    learnt = {case.device: calibrated(workload, profile, case, options) for case in LESSONS}
-    for case in spread():
-        situation = situation_of(workload, learnt[case.device], case.device)
-        predicted = predict(situation, case.policy, case.schedule)
+    profiles = {case.device: corrected_profile(workload, profile, case, options) for case in CORRECTION_CASES}
+    for case in spread_cases():
+        problem = problem_of(workload, profiles[case.device], case.device)
+        predicted = predict(problem, case.policy, case.schedule)
         if not predicted.feasible:
             options.tell(f"left out, does not fit: {label(case)}")
             continue
@@ -102,10 +109,10 @@ def measure(workload: Workload, profile: HardwareProfile, options: Options) -> d
         )
         errors.append(abs(predicted.latency_s / median(seconds) - 1))
         options.tell(f"{label(case)}: {median(seconds):.2f} s, predicted {predicted.latency_s:.2f} s")
-    situation = situation_of(workload, learnt["sim"], "sim")
-    found = search(situation)
-    chosen = Case("sim", found.policy, found.schedule)
-    grid = [case for case in grid_of(situation) if predict(situation, case.policy, case.schedule).feasible]
+    problem = problem_of(workload, profiles["sim"], "sim")
+    solution = search(problem)
+    chosen = Case("sim", solution.policy, solution.schedule)
+    grid = [case for case in grid_cases() if predict(problem, case.policy, case.schedule).feasible]
     measured: dict[str, list[float]] = {}
     for repeat in range(workload.repeats):
         for case in (chosen, *grid):
@@ -136,28 +143,28 @@ def measure(workload: Workload, profile: HardwareProfile, options: Options) -> d
     }
 
 
-# What each device's profile learns from; not among those that are judged.
-LESSONS = (
+# The runs that correct each device's profile; they are not among the judged ones.
+CORRECTION_CASES = (
     Case("cpu", Policy(24, 4, 0, 0.2, 0, 1, 0, 1), "zigzag"),
     Case("sim", Policy(24, 4, 0.1, 0.9, 0, 1, 0, 1), "zigzag"),
 )
 
 
-def calibrated(workload: Workload, profile: HardwareProfile, case: Case, options: Options) -> HardwareProfile:
-    """The profile after five lessons, each of which goes half of the way."""
+def corrected_profile(workload: Workload, profile: HardwareProfile, case: Case, options: Options) -> HardwareProfile:
+    """Correct the profile five times by the same run; each correction closes half of the difference."""
     from flexgen_helm.engine.auto_planner import corrected, corrections
 
     records: list[dict[str, Any]] = []
     run_case(workload, case, 1, options, records)
-    machine = situation_of(workload, replace(profile, gpu=None, link=None), case.device).hardware
+    machine = problem_of(workload, replace(profile, gpu=None, link=None), case.device).hardware
     for _ in range(5):
-        found = predict(situation_of(workload, machine, case.device), case.policy, case.schedule)
-        machine = corrected(machine, corrections(found, records[-1]))
+        prediction = predict(problem_of(workload, machine, case.device), case.policy, case.schedule)
+        machine = corrected(machine, corrections(prediction, records[-1]))
     return machine
 
 
-def spread() -> list[Case]:
-    """Ten over schedules, placements and devices."""
+def spread_cases() -> list[Case]:
+    """Return ten policies over schedules, placements and devices."""
     return [
         Case("cpu", Policy(96, 1, 0, 1, 0, 1, 0, 1), "zigzag"),
         Case("cpu", Policy(96, 1, 0, 0, 0, 1, 0, 1), "zigzag"),
@@ -172,39 +179,31 @@ def spread() -> list[Case]:
     ]
 
 
-def grid_of(situation: PlanningProblem) -> list[Case]:
-    """Block shapes x placements, of which those that fit are run."""
+def grid_cases() -> list[Case]:
+    """Return block shapes x placements, and one policy batch by batch."""
     blocks: Sequence[tuple[int, int]] = ((96, 1), (48, 2), (32, 3), (24, 4), (32, 1))
-    places: Sequence[Mapping[str, float]] = (
-        {"wg": 0.0, "wc": 1.0},
-        {"wg": 0.2, "wc": 0.8},
-        {"wg": 0.0, "wc": 0.5},
-        {"wg": 0.5, "wc": 0.5},
-    )
-    return [
-        Case("sim", Policy(batch, batches, cg=0.0, cc=1.0, **{"hg": 0.0, "hc": 1.0, **place}), "zigzag")
-        for batch, batches in blocks
-        for place in places
-    ] + [Case("sim", Policy(24, 4, 0.2, 0.8, 0, 1, 0, 1), "row")]
+    weights = ((0.0, 1.0), (0.2, 0.8), (0.0, 0.5), (0.5, 0.5))  # on gpu and cpu
+    zigzag = [Case("sim", Policy(*block, *shares, 0, 1, 0, 1), "zigzag") for block in blocks for shares in weights]
+    return [*zigzag, Case("sim", Policy(24, 4, 0.2, 0.8, 0, 1, 0, 1), "row")]
 
 
-def situation_of(workload: Workload, profile: HardwareProfile, device: str) -> PlanningProblem:
-    config, rest = read_model_config(workload.model)
+def problem_of(workload: Workload, profile: HardwareProfile, device: str) -> PlanningProblem:
+    config, dtype = read_model_config(workload.model)
     machine = profile
     limits = MemoryLimits(cpu=workload.cpu_mib * MIB)
     if device == "sim":
         limits = replace(limits, gpu=workload.gpu_mib * MIB)
         if machine.gpu is None:
-            # Its memory is the host's, so what computing holds beside the limit is there.
+            # Its memory is the host's, and so is the workspace of computing.
             machine = simulated_gpu(machine, machine.cpu.memory_bytes, workload.link_gb_s)
-    lengths = Lengths.uniform(workload.prompt, workload.output, workload.sequences)
-    return planning_problem(config, machine, lengths, rest_dtype=rest, limits=limits)
+    lengths = planner_workload.Workload.uniform(workload.prompt, workload.output, workload.sequences)
+    return planning_problem(config, machine, lengths, rest_dtype=dtype, limits=limits)
 
 
 def run_case(
     workload: Workload, case: Case, repeats: int, options: Options, records: list[dict[str, Any]] | None = None
 ) -> list[float]:
-    """Seconds of each of `repeats` runs, after one that warms up; their records are appended to `records`."""
+    """Return the seconds of `repeats` runs after a warm-up; the records of all runs are appended to `records`."""
     from flexgen_helm import Engine, GenerationRequest
 
     extra: dict[str, Any] = {}

@@ -40,7 +40,7 @@ TORCH_FREE = [
     "flexgen_helm.planner.frontier",
     "flexgen_helm.planner.plan",
     "flexgen_helm.planner.policy",
-    "flexgen_helm.planner.published",
+    "flexgen_helm.benchmarks.paper.tables",
     "flexgen_helm.planner.run_plan",
     "flexgen_helm.report.throughput",
 ]

@@ -48,7 +48,7 @@ def plan(
 ) -> None:
     """Search the best policy, or evaluate the one given with --policy."""
     if from_csv is not None:
-        from flexgen_helm.planner.published import evaluate_csv
+        from flexgen_helm.benchmarks.paper.tables import evaluate_csv
 
         _check_alone(engine, model, prompt_len, gen_len, num_seqs, compress, stages > 1, frontier, picture)
         found = evaluate_csv(from_csv, _profile(engine, hardware))
@@ -199,12 +199,12 @@ def _print_plan(made: Plan, model: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from flexgen_helm.planner.cost_model import CACHE, HIDDEN, WEIGHTS
+    from flexgen_helm.planner.affine import CACHE, HIDDEN, WEIGHTS
     from flexgen_helm.planner.placement import TIERS
     from flexgen_helm.planner.predict import placed_fractions
 
     console = Console(highlight=False)
-    found, situation, policy = made.prediction, made.situation, made.policy
+    found, situation, policy = made.solution.prediction, made.problem, made.solution.policy
     batches = f"{policy.gpu_batch_size} x {policy.num_gpu_batches}"
     workload = situation.workload
     many = "" if situation.endless else f"{workload.num_sequences:,} x "
@@ -212,7 +212,7 @@ def _print_plan(made: Plan, model: str) -> None:
         f"{model} ({made.precision}) on {situation.hardware.name}: {many}{workload.prompt:,.0f} prompt + "
         f"{workload.output:,.0f} output tokens"
     )
-    console.print(f"block {batches} sequences, schedule {made.schedule}")
+    console.print(f"block {batches} sequences, schedule {made.solution.schedule}")
     fractions = placed_fractions(situation, policy)
     table = Table("", *TIERS)
     for name, columns in (("weights", WEIGHTS), ("KV cache", CACHE), ("hidden states", HIDDEN)):

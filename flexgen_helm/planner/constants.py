@@ -55,11 +55,3 @@ UPCAST_ELEMENTS = 2 << 20
 ACTIVATIONS_SHARE = 0.1
 # Weights in the compute dtype; the KV cache keeps the rest.
 COPIES_SHARE = 0.5
-# The staging ring, and its share where only a larger ring holds a whole layer.
-STAGING_SHARE, MAX_STAGING_SHARE = 0.25, 0.5
-# Weights that stay on the compute device although not all of them fit. A gpu's cache goes to the host.
-WEIGHTS_SHARE: Mapping[Tier, float] = {"gpu": 0.75, "cpu": 0.5}
-# Weights in host memory behind a gpu.
-HOST_WEIGHTS_SHARE = 0.5
-# What the machine keeps for other programs: a share of a tier, and at least so many bytes.
-MARGIN_SHARE, MARGIN_BYTES = 0.1, 1 << 30

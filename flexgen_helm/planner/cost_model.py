@@ -1,12 +1,12 @@
 """The cost model: seconds and bytes of a block, from a policy, a machine and a workload (the paper's appendix).
 
-Everything is linear in the nine placement fractions once the block's shape and the schedule are fixed. So a cost is a
-vector of ten coefficients (the fractions and a constant), and one set of equations serves both the evaluation of a
-policy and the linear program of the search. docs/explanation/cost_model.md has the equations in words. No torch.
+Once block shape and schedule are fixed, everything is linear in the nine placement fractions. So a cost is an affine
+form (`planner.affine`), and one set of equations serves the prediction for a policy and the search's linear program:
 
     pass = e max(resources) + (1 - e) sum(resources)          block = prefill pass + (n - 1) decode passes
 
-with the resources computing, link in, link out, disk read and disk write, and e the share of overlap (0 without).
+The resources are computing, link in, link out, disk read and disk write; e is the share of overlap (0 without).
+docs/cost_model.md has the equations in words. No torch.
 """
 
 from __future__ import annotations
@@ -14,306 +14,275 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
-from flexgen_helm.planner.constants import BLOCK_SEQUENCES, MAX_PENDING_STORE_BYTES
+from flexgen_helm.models.config import EMBED_TABLE
+from flexgen_helm.planner.affine import CACHE, CD, HD, HIDDEN, ONE, WD, WEIGHTS, Affine, affine
 from flexgen_helm.planner.placement import TIERS, Tier
-from flexgen_helm.planner.policy import Policy
-from flexgen_helm.planner.problem import BlockShape, PlanningProblem, layer_matrices, layer_shapes
+from flexgen_helm.planner.problem import BlockShape, PlanningProblem
 
-Affine = NDArray[np.float64]
-# Coefficients of an affine form: weights, cache and hidden states on gpu, cpu and disk, and the constant.
-WG, WC, WD, CG, CC, CD, HG, HC, HD, ONE = range(10)
-WEIGHTS: Mapping[Tier, int] = {"gpu": WG, "cpu": WC, "disk": WD}
-CACHE: Mapping[Tier, int] = {"gpu": CG, "cpu": CC, "disk": CD}
-HIDDEN: Mapping[Tier, int] = {"gpu": HG, "cpu": HC, "disk": HD}
 RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
 
 
 @dataclass(frozen=True)
 class ResourceTimes:
-    """Seconds of one pass on every resource, as affine forms; parts: what `compute` is made of; together: bounds
-    from two directions that share a channel."""
+    """Seconds of one pass as affine forms.
+
+    resources: of each of `RESOURCES`.
+    parts: what `compute` consists of.
+    channels: lower bounds from both directions of a link or disk together.
+    """
 
     resources: Mapping[str, Affine]
     parts: Mapping[str, Affine]
-    together: tuple[Affine, ...] = ()
+    channels: tuple[Affine, ...] = ()
+
+    def __add__(self, other: ResourceTimes) -> ResourceTimes:
+        return ResourceTimes(
+            {name: form + other.resources[name] for name, form in self.resources.items()},
+            {name: form + other.parts[name] for name, form in self.parts.items()},
+            tuple(one + two for one, two in zip(self.channels, other.channels)),
+        )
+
+    def __mul__(self, factor: float) -> ResourceTimes:
+        return ResourceTimes(
+            {name: factor * form for name, form in self.resources.items()},
+            {name: factor * form for name, form in self.parts.items()},
+            tuple(factor * form for form in self.channels),
+        )
+
+    def seconds(self, fractions: Affine, overlap: float) -> float:
+        """Evaluate a pass: its longest resource, and what does not hide behind it."""
+        times = [float(form @ fractions) for form in self.resources.values()]
+        longest = max(*times, *(float(form @ fractions) for form in self.channels))
+        return overlap * longest + (1 - overlap) * sum(times)
 
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """A block of `rows` sequences. decode_passes: of the block; memory: tier -> forms none of which may exceed its
-    limit; working: tier -> bytes that computing holds beside them, which count against the machine's memory."""
+    """Costs of a block.
 
-    rows: float
+    sequences: of the block; for schedules without blocks, of the workload.
+    decode_passes: of the block.
+    memory: bytes by tier; each form must stay within the tier's limit.
+    workspace: bytes by tier that computing takes besides; they count against the machine's memory, not the limit.
+    """
+
+    sequences: float
     prefill: ResourceTimes
     decode: ResourceTimes
     decode_passes: float
     memory: Mapping[Tier, tuple[Affine, ...]]
-    working: Mapping[Tier, float]
+    workspace: Mapping[Tier, float]
 
 
-def affine(constant: float = 0.0, terms: Mapping[int, float] | None = None) -> Affine:
-    coefficients = np.zeros(10)
-    coefficients[ONE] = constant
-    for index, coefficient in (terms or {}).items():
-        coefficients[index] += coefficient
-    return coefficients
+def block_costs(problem: PlanningProblem, shape: BlockShape, resident: bool = False) -> BlockCosts:
+    """Write down the equations of one block.
 
-
-def fraction_vector(policy: Policy, has_gpu: bool) -> Affine:
-    """The policy as the vector that affine forms are multiplied with; without a gpu its shares are the cpu's."""
-    p = policy
-    if has_gpu:
-        return np.array([p.wg, p.wc, p.wd, p.cg, p.cc, p.cd, p.hg, p.hc, p.hd, 1.0])
-    return np.array([0.0, p.wg + p.wc, p.wd, 0.0, p.cg + p.cc, p.cd, 0.0, p.hg + p.hc, p.hd, 1.0])
-
-
-def block_costs(situation: PlanningProblem, shape: BlockShape, resident: bool = False) -> BlockCosts:
-    """The equations of one block. resident: all weights rest beside the computing, so nothing is staged for them."""
-    workload, schedule = situation.workload, shape.schedule
-    rows = float(shape.num_sequences)
-    passes = workload.output - 1
-    converts = not (resident and situation.copies_fit)
-    if schedule == "row":
-        # Batch after batch, each alone: the same terms with one batch, as many times.
-        one = replace(shape, num_gpu_batches=1, schedule="zigzag")
-        model = block_costs(situation, one, resident)
+    resident: all weights are on the compute tier, so nothing is staged for them.
+    """
+    workload, schedule = problem.workload, shape.schedule
+    sequences = float(shape.num_sequences)
+    converts = not (resident and problem.copies_fit)
+    if schedule == "row":  # each batch by itself: the costs of one batch, as many times
+        batch = block_costs(problem, replace(shape, num_gpu_batches=1, schedule="zigzag"), resident)
         times = shape.num_gpu_batches
-        return replace(
-            model,
-            rows=rows,
-            prefill=_times(model.prefill, times),
-            decode=_times(model.decode, times),
-        )
-    if schedule == "diagonal" and passes > 0:
-        # Rows of all ages: each pass takes some rows in and the others one token on. As many passes as it takes for
-        # all, and the ramp; told as decode passes that carry a share of the prompts.
-        entering = rows / workload.output
-        terms = _sum(
-            _pass(situation, shape, entering, True, converts, weights=0.0),
-            _pass(situation, shape, rows, False, converts),
-        )
-        sequences = rows if situation.endless else float(max(shape.num_sequences, workload.num_sequences))
-        ramp = 0.0 if situation.endless else workload.output - 1
-        nothing = ResourceTimes({name: affine() for name in RESOURCES}, {})
-        memory = _memory(situation, shape, rows, resident)
-        return BlockCosts(sequences, nothing, terms, sequences / rows * workload.output + ramp, *memory)
+        return replace(batch, sequences=sequences, prefill=batch.prefill * times, decode=batch.decode * times)
+    all_sequences = sequences if problem.endless else float(max(shape.num_sequences, workload.num_sequences))
     if schedule == "prefill-only":
-        passes = 0.0
-        if not situation.endless:
-            rows = float(max(shape.num_sequences, workload.num_sequences))
-    return BlockCosts(
-        rows,
-        _pass(situation, shape, rows, True, converts),
-        _pass(situation, shape, rows, False, converts),
-        passes,
-        *_memory(situation, shape, rows, resident),
-    )
+        sequences = all_sequences
+    memory = _stored_memory(problem, shape, sequences, resident)
+    workspace = dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)}
+    prefill = _Pass(problem, shape.gpu_batch_size, sequences, prefill=True, converts=converts)
+    decode = replace(prefill, prefill=False)
+    passes = workload.output - 1
+    if schedule == "diagonal" and passes > 0:
+        # Each pass admits a few sequences and decodes a token of the others. There are as many passes as all sequences
+        # need, and the ramp; they count as decode passes that carry a share of the prompts.
+        admission = replace(prefill, sequences=sequences / workload.output, weight_loads=0.0)
+        nothing = ResourceTimes({name: affine() for name in RESOURCES}, {})
+        ramp = 0.0 if problem.endless else passes
+        mixed_passes = all_sequences / sequences * workload.output + ramp
+        return BlockCosts(all_sequences, nothing, admission.times() + decode.times(), mixed_passes, memory, workspace)
+    decode_passes = 0.0 if schedule == "prefill-only" else passes
+    return BlockCosts(sequences, prefill.times(), decode.times(), decode_passes, memory, workspace)
 
 
-def pass_seconds(terms: ResourceTimes, fractions: Affine, overlap: float) -> float:
-    """Seconds of one pass: the longest resource, and what does not hide behind it."""
-    spent = [float(coefficients @ fractions) for coefficients in terms.resources.values()]
-    longest = max([*spent, *(float(coefficients @ fractions) for coefficients in terms.together)])
-    return overlap * longest + (1 - overlap) * sum(spent)
+@dataclass(frozen=True)
+class _Pass:
+    """One pass of all layers and the head over `sequences` sequences.
 
+    batch_sequences: sequences of one batch.
+    converts: weights are stored in another type than products take.
+    weight_loads: times that the weights are read; 0 if another part of the same pass reads them.
+    """
 
-def _pass(
-    situation: PlanningProblem, shape: BlockShape, rows: float, prefill: bool, converts: bool, weights: float = 1.0
-) -> ResourceTimes:
-    """All layers and the head over `rows` sequences. converts: weights rest in another type than products take.
-    weights: times that they are brought in (0 where another part of the same pass brings them)."""
-    hardware, workload, precision = situation.hardware, situation.workload, situation.precision
-    runtime, config = situation.engine, situation.config
-    has_gpu = hardware.gpu is not None
-    prompt, output = workload.prompt, workload.output
-    new = workload.computed if prefill else 1.0  # tokens of a row that this pass computes
-    context = situation.visible_positions(prompt + output / 2)
-    tokens = rows * new
-    batch_tokens = min(shape.gpu_batch_size * new, runtime.max_batch_tokens) if prefill else shape.gpu_batch_size
-    batches = max(1.0, tokens / max(1.0, min(batch_tokens, tokens)))
-    home = hardware.compute_processor
-    link, disk = hardware.link, hardware.disk
-    rate = home.matmul_flops[situation.dtype]
-    work = situation.compute_bytes
-    layers = situation.layer_elements * config.num_layers
+    problem: PlanningProblem
+    batch_sequences: int
+    sequences: float
+    prefill: bool
+    converts: bool
+    weight_loads: float = 1.0
 
-    # Computing: products (bound by operations or by reading the weights), conversions, attention.
-    layer_flops = config.linear_flops_per_token * tokens / rate.at(tokens / batches)
-    head_flops = config.head_flops_per_token * rows / rate.at(min(rows, shape.gpu_batch_size))
-    reading = batches * (layers + situation.head_elements) * work / home.memory_bytes_s
-    steps = batches if prefill or not runtime.decode_sequences else batches + math.ceil(rows / runtime.decode_sequences)
-    products = max(layer_flops + head_flops, reading * weights) + steps * config.num_layers * home.step_s
-    # Weights that rest packed, or in another type than products take, become it beside them.
-    converted = weights * (batches if runtime.converts_per_batch else 1.0) if converts else 0.0
-    convert = affine()
-    for elements, fmt in ((layers, precision.weights), (situation.head_elements, precision.tables)):
-        if fmt is not None:
-            convert[ONE] += converted * elements / home.dequantize_elements_s
-        elif work > 2:
-            convert[ONE] += converted * elements / home.upcast_elements_s
-    kv_new = situation.kv_elements * tokens  # elements
-    kv_read = situation.kv_elements * rows * context
-    host_tiers: set[Tier] = set()  # whose cache the host attends to
-    if has_gpu and not prefill and situation.cpu_attention and precision.cache is None:
-        host_tiers = {"cpu", "disk"} if runtime.disk_cache_on_host else {"cpu"}
-    at_home, at_host = affine(), affine()
-    if prefill:
-        at_home[ONE] = config.attention_flops(1, 1) * rows * _pairs(situation) / home.attention_flops
-    else:
-        for tier in TIERS:
-            target, processor = (at_host, hardware.cpu) if tier in host_tiers else (at_home, home)
-            target[CACHE[tier]] += kv_read * work / processor.attention_bytes_s
-    if precision.cache is not None and precision.cache.is_quantized:
-        if prefill:
-            at_home[ONE] += kv_new / home.quantize_elements_s
+    @cached_property
+    def tokens(self) -> float:
+        """Tokens that the pass computes."""
+        return self.sequences * (self.problem.workload.computed if self.prefill else 1.0)
+
+    @cached_property
+    def batches(self) -> float:
+        batch_tokens = float(self.batch_sequences)
+        if self.prefill:
+            batch_tokens = min(batch_tokens * self.problem.workload.computed, self.problem.max_batch_tokens)
+        return max(1.0, self.tokens / max(1.0, min(batch_tokens, self.tokens)))
+
+    @cached_property
+    def attended_elements(self) -> float:
+        """Keys and values that decoding tokens attend to, on average over the block's passes."""
+        problem, workload = self.problem, self.problem.workload
+        context = problem.visible_positions(workload.prompt + workload.output / 2)
+        return problem.kv_elements * self.sequences * context
+
+    def times(self) -> ResourceTimes:
+        hardware = self.problem.hardware
+        parts = self._compute_parts()
+        to_gpu, to_cpu = self._link_times()
+        read, write = self._disk_times()
+        # Both directions of a channel together take at least (in + out) / (2 duplex).
+        channels = [(read + write) / (2 * hardware.disk.duplex)]
+        if hardware.link is not None:
+            channels.append((to_gpu + to_cpu) / (2 * hardware.link.duplex))
+        forms = (sum(parts.values(), affine()), to_gpu, to_cpu, read, write)
+        return ResourceTimes(dict(zip(RESOURCES, forms)), parts, tuple(channels))
+
+    def _compute_parts(self) -> dict[str, Affine]:
+        """Cost products (bound by operations or by reading the weights), conversions and attention."""
+        problem, config, hardware = self.problem, self.problem.config, self.problem.hardware
+        processor, work, cache = hardware.compute_processor, problem.compute_bytes, problem.precision.cache
+        sequences, batches = self.sequences, self.batches
+        rate = processor.matmul_flops[problem.compute_dtype]
+        weights = problem.layer_elements * config.num_layers
+        layers_s = config.linear_flops_per_token * self.tokens / rate.at(self.tokens / batches)
+        head_s = config.head_flops_per_token * sequences / rate.at(min(sequences, self.batch_sequences))
+        reading_s = batches * (weights + problem.head_elements) * work / processor.memory_bytes_s
+        steps = batches if self.prefill else problem.decode_steps(batches, sequences)
+        products = max(layers_s + head_s, reading_s * self.weight_loads) + steps * config.num_layers * processor.step_s
+
+        convert = 0.0
+        conversions = self.weight_loads * problem.conversions(batches) if self.converts else 0.0
+        head_format = problem.precision.format_of(EMBED_TABLE)
+        for elements, fmt in ((weights, problem.precision.weights), (problem.head_elements, head_format)):
+            if fmt is not None:
+                convert += conversions * elements / processor.dequantize_elements_s
+            elif work > 2:
+                convert += conversions * elements / processor.upcast_elements_s
+
+        attention, host_attention = affine(), affine()
+        if self.prefill:
+            operations = config.attention_flops(1, 1) * sequences * problem.attention_pairs
+            attention[ONE] = operations / processor.attention_flops
+            if cache is not None and cache.is_quantized:
+                attention[ONE] += problem.kv_elements * self.tokens / processor.quantize_elements_s
         else:
-            at_home[ONE] += kv_read * precision.cache.fetched_share / home.dequantize_elements_s
-    slower = 1 / (hardware.prefill_share if prefill else hardware.decode_share)
-    each = {"products": affine(products), "convert": convert, "attention": at_home, "host_attention": at_host}
-    parts = {name: slower * coefficients for name, coefficients in each.items()}
+            for tier in TIERS:
+                on_host = tier in problem.host_attention_tiers
+                form, device = (host_attention, hardware.cpu) if on_host else (attention, processor)
+                form[CACHE[tier]] += self.attended_elements * work / device.attention_bytes_s
+            if cache is not None and cache.is_quantized:
+                attention[ONE] += self.attended_elements * cache.fetched_share / processor.dequantize_elements_s
+        slowdown = 1 / (hardware.prefill_share if self.prefill else hardware.decode_share)
+        forms = {"products": affine(products), "convert": affine(convert)}
+        forms |= {"attention": attention, "host_attention": host_attention}
+        return {name: slowdown * form for name, form in forms.items()}
 
-    # Bytes on the links. Hidden states go out and in between stages where they rest elsewhere.
-    w_bytes = weights * (situation.layer_bytes * config.num_layers + situation.head_bytes)
-    if runtime.staging == "ring" and weights:
-        # A stage larger than the ring comes anew for every batch.
-        again = (batches - 1) * weights
-        w_bytes += again * (situation.head_bytes if situation.head_bytes > situation.ring_bytes else 0)
-        if situation.layer_bytes > situation.ring_bytes:
-            w_bytes += again * situation.layer_bytes * config.num_layers
-    c_new, c_read = kv_new * situation.cache_bytes, kv_read * situation.cache_bytes
-    c_taken = kv_read * situation.fetched_cache_bytes
-    h_bytes = config.num_layers * tokens * config.hidden_size * work
-    w_tensors = weights * layer_matrices(config) * config.num_layers
-    c_tensors = 2 * config.num_layers * batches
-    to_gpu, to_cpu, read, write = affine(), affine(), affine(), affine()
-    if link is not None:
-        w_in = link.to_gpu_bytes_s if runtime.pinned_weights else link.pageable_to_gpu_bytes_s
-        c_in = link.to_gpu_bytes_s if runtime.pinned_cache else link.pageable_to_gpu_bytes_s
-        c_out = link.to_cpu_bytes_s if runtime.pinned_cache else link.pageable_to_cpu_bytes_s
-        far: tuple[Tier, Tier] = ("cpu", "disk")
-        for tier in far:
-            to_gpu[WEIGHTS[tier]] += w_bytes / w_in + w_tensors * link.transfer_s
-            to_gpu[HIDDEN[tier]] += h_bytes / c_in
-            to_cpu[HIDDEN[tier]] += h_bytes / c_out
-            to_cpu[CACHE[tier]] += c_new / c_out + c_tensors * link.transfer_s
-            if tier in host_tiers:  # queries there, outputs back
-                asked = config.num_layers * rows * config.q_size * work
-                to_cpu[CACHE[tier]] += asked / c_out
-                to_gpu[CACHE[tier]] += asked / c_in
-            elif not prefill:
-                to_gpu[CACHE[tier]] += c_taken / c_in + c_tensors * link.transfer_s
-    fast = disk.page_cache if runtime.page_cache else 1.0
-    read_s, write_s = 1 / (disk.read_bytes_s * fast), 1 / (disk.write_bytes_s * fast)
-    read[WD] += w_bytes * read_s + w_tensors * disk.access_s
-    read[HD] += h_bytes * read_s
-    write[HD] += h_bytes * write_s
-    write[CD] += c_new * write_s + c_tensors * disk.access_s
-    if not prefill:
-        read[CD] += c_read * read_s + c_tensors * disk.access_s
-    computing = sum(parts.values(), affine())
-    resources = {"compute": computing, "to_gpu": to_gpu, "to_cpu": to_cpu, "disk_read": read, "disk_write": write}
-    # Both directions of a channel at once take at least (in + out) / (2 duplex).
-    together = [(read + write) / (2 * disk.duplex)]
-    if link is not None:
-        together.append((to_gpu + to_cpu) / (2 * link.duplex))
-    return ResourceTimes(resources, parts, tuple(together))
+    def _link_times(self) -> tuple[Affine, Affine]:
+        """Cost the link in and out."""
+        problem, config, link = self.problem, self.problem.config, self.problem.hardware.link
+        to_gpu, to_cpu = affine(), affine()
+        if link is None:
+            return to_gpu, to_cpu
+        weights_rate, in_rate, out_rate = problem.link_rates(link)
+        offloaded: tuple[Tier, ...] = ("cpu", "disk")
+        for tier in offloaded:
+            to_gpu[WEIGHTS[tier]] += self._weight_bytes / weights_rate + self._weight_transfers * link.transfer_s
+            to_gpu[HIDDEN[tier]] += self._hidden_bytes / in_rate
+            to_cpu[HIDDEN[tier]] += self._hidden_bytes / out_rate
+            to_cpu[CACHE[tier]] += self._new_cache_bytes / out_rate + self._cache_transfers * link.transfer_s
+            if self.prefill:
+                continue
+            if tier in problem.host_attention_tiers:  # queries go there, outputs come back
+                queries = config.num_layers * self.sequences * config.q_size * problem.compute_bytes
+                to_cpu[CACHE[tier]] += queries / out_rate
+                to_gpu[CACHE[tier]] += queries / in_rate
+            else:
+                fetched = self.attended_elements * problem.fetched_cache_bytes
+                to_gpu[CACHE[tier]] += fetched / in_rate + self._cache_transfers * link.transfer_s
+        return to_gpu, to_cpu
+
+    def _disk_times(self) -> tuple[Affine, Affine]:
+        """Cost reading and writing the disk."""
+        disk = self.problem.hardware.disk
+        read_s, write_s = 1 / disk.read_bytes_s, 1 / disk.write_bytes_s
+        cache_access_s = self._cache_transfers * disk.access_s
+        read = affine(0.0, {WD: self._weight_bytes * read_s + self._weight_transfers * disk.access_s})
+        read[HD] = self._hidden_bytes * read_s
+        if not self.prefill:
+            read[CD] = self.attended_elements * self.problem.cache_bytes * read_s + cache_access_s
+        write = affine(0.0, {HD: self._hidden_bytes * write_s, CD: self._new_cache_bytes * write_s + cache_access_s})
+        return read, write
+
+    @cached_property
+    def _weight_bytes(self) -> float:
+        """Bytes of offloaded weights; a stage that is larger than the ring is loaded again for every batch."""
+        problem = self.problem
+        layers = problem.layer_bytes * problem.config.num_layers
+        loaded = self.weight_loads * (layers + problem.head_bytes)
+        for stage, num_bytes in ((problem.layer_bytes, layers), (problem.head_bytes, problem.head_bytes)):
+            if stage > problem.ring_bytes:
+                loaded += (self.batches - 1) * self.weight_loads * num_bytes
+        return loaded
+
+    @property
+    def _weight_transfers(self) -> float:
+        return self.weight_loads * self.problem.layer_matrices * self.problem.config.num_layers
+
+    @property
+    def _cache_transfers(self) -> float:
+        return 2 * self.problem.config.num_layers * self.batches
+
+    @property
+    def _new_cache_bytes(self) -> float:
+        return self.problem.kv_elements * self.tokens * self.problem.cache_bytes
+
+    @property
+    def _hidden_bytes(self) -> float:
+        """Bytes of the hidden states, which leave and return between any two layers if they are offloaded."""
+        config = self.problem.config
+        return config.num_layers * self.tokens * config.hidden_size * self.problem.compute_bytes
 
 
-def _memory(
-    situation: PlanningProblem, shape: BlockShape, rows: float, resident: bool
-) -> tuple[dict[Tier, tuple[Affine, ...]], dict[Tier, float]]:
-    """What rests on each tier, staging included, in prefill (the larger), and what computing holds beside it."""
-    config, workload, precision = situation.config, situation.workload, situation.precision
-    runtime, home, stages = situation.engine, situation.compute_tier, situation.stages
-    work = situation.compute_bytes
-    weights = situation.stored_bytes / stages
-    # Positions set aside for a row: all, or with rows of all ages and a cache that grows by pages the average.
+def _stored_memory(
+    problem: PlanningProblem, shape: BlockShape, sequences: float, resident: bool
+) -> dict[Tier, tuple[Affine, ...]]:
+    """Bytes of weights, cache and waiting hidden states on each tier with its staging, at the end of prefill."""
+    config, workload, stages = problem.config, problem.workload, problem.stages
+    # Positions allocated for a sequence: all; with sequences of all ages and a cache that grows by pages, the mean.
     positions = workload.longest
     if shape.schedule == "diagonal":
         positions = math.ceil(workload.longest_prompt + workload.output / 2 + 8)
     if shape.schedule == "prefill-only":
         positions = 0
-    cache = rows * positions * situation.kv_elements * situation.cache_bytes / stages
-    waiting = rows * workload.computed * config.hidden_size * work
-    one_batch = shape.num_gpu_batches == 1 and rows * workload.computed <= runtime.max_batch_tokens
+    cache = sequences * positions * problem.kv_elements * problem.cache_bytes / stages
+    waiting_tokens = sequences * workload.computed
+    one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.max_batch_tokens
     if one_batch and shape.schedule != "prefill-only":
-        waiting = rows * config.hidden_size * work
-    tokens = min(shape.gpu_batch_size * workload.computed, max(runtime.max_batch_tokens, workload.longest_prompt))
-    forms: dict[Tier, list[Affine]] = {}
+        waiting_tokens = sequences
+    hidden = waiting_tokens * config.hidden_size * problem.compute_bytes
+    staging = problem.staging_memory(shape, sequences, resident)
+    memory: dict[Tier, tuple[Affine, ...]] = {}
     for tier in TIERS:
-        copies = resident and situation.copies_fit and tier == home
-        rests = situation.copies_bytes / stages if copies else weights
-        forms[tier] = [affine(0.0, {WEIGHTS[tier]: rests, CACHE[tier]: cache, HIDDEN[tier]: waiting})]
-    if precision.cache is not None and runtime.staging == "ring" and positions:
-        forms[home][0][ONE] += rows * situation.window_bytes / stages
-    working: dict[Tier, float] = dict.fromkeys(TIERS, 0.0)
-    if runtime.staging == "ring":
-        if not resident:
-            forms[home][0][ONE] += situation.ring_bytes
-        # Layers of groups elsewhere that are brought beside the computing: the one in use and the next.
-        group = (
-            2
-            * min(BLOCK_SEQUENCES, shape.gpu_batch_size)
-            * workload.longest
-            * situation.kv_elements
-            / config.num_layers
-            * work
-        )
-        far_cache = (CC, CD) if home == "gpu" else (CD,)
-        for index in far_cache:
-            if not (index == CC and situation.cpu_attention):
-                forms[home][0][index] += group
-        decoding = int(min(rows, shape.gpu_batch_size) * workload.longest)
-        working[home] = (
-            max(
-                situation.workspace.layer(int(tokens), int(workload.longest_prompt), 0),
-                situation.workspace.layer(int(min(rows, shape.gpu_batch_size)), 1, decoding),
-            )
-            + 4 * MAX_PENDING_STORE_BYTES
-        )
-    else:
-        layer = situation.layer_bytes
-        states = workload.prompt * config.hidden_size * shape.gpu_batch_size * work
-        ffn = max(shape_[0] for shape_ in layer_shapes(config))
-        inner = states / config.hidden_size * max(4 * config.hidden_size, config.hidden_size + ffn)
-        scores = states / config.hidden_size * (2 * config.hidden_size + config.num_heads * workload.prompt)
-        # FlexGen's unit is the attention or the feed-forward half of a layer: the one in use, and the next.
-        brought = {WC: layer, WD: layer, HC: states, HD: states}
-        plain = forms["gpu"][0]
-        forms["gpu"] = [plain + affine(inner, brought), plain + affine(0.0, {**brought, CG: scores})]
-        if precision.weights is not None:
-            extra = situation.layer_elements / layer_matrices(config) * work
-            forms["gpu"] = [coefficients + affine(extra) for coefficients in forms["gpu"]]
-        forms["cpu"][0] += affine(0.0, {WD: layer, HD: states})
-        forms["cpu"].append(
-            forms["cpu"][0] + affine(0.0, {CD: cache * stages / config.num_layers / max(1, shape.num_gpu_batches)})
-        )
-    return {tier: tuple(found) for tier, found in forms.items()}, working
-
-
-def _pairs(situation: PlanningProblem) -> float:
-    """Mean of computed tokens x positions that they see (the full square, as kernels compute it), per layer."""
-    workload = situation.workload
-    if not situation.config.windows:
-        return workload.pairs
-    return workload.computed * situation.visible_positions(workload.pairs / workload.computed)
-
-
-def _times(terms: ResourceTimes, factor: float) -> ResourceTimes:
-    return ResourceTimes(
-        {name: factor * coefficients for name, coefficients in terms.resources.items()},
-        {name: factor * coefficients for name, coefficients in terms.parts.items()},
-        tuple(factor * coefficients for coefficients in terms.together),
-    )
-
-
-def _sum(one: ResourceTimes, other: ResourceTimes) -> ResourceTimes:
-    return ResourceTimes(
-        {name: coefficients + other.resources[name] for name, coefficients in one.resources.items()},
-        {name: coefficients + other.parts[name] for name, coefficients in one.parts.items()},
-        tuple(a + b for a, b in zip(one.together, other.together)),
-    )
+        copies = resident and problem.copies_fit and tier == problem.compute_tier
+        weights = (problem.copies_bytes if copies else problem.stored_bytes) / stages
+        stored = affine(0.0, {WEIGHTS[tier]: weights, CACHE[tier]: cache, HIDDEN[tier]: hidden})
+        memory[tier] = tuple(stored + form for form in staging.get(tier, (affine(),)))
+    return memory

@@ -10,74 +10,62 @@ from flexgen_helm.planner.linear_program import Solution, quickest_seconds
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.search import AUTOMATIC, search
 
-# What whole matrices may cost a block that is exactly as quick as the linear program allows.
+# Rounding to whole matrices may make a block this much slower than the linear program says.
 _SLACK = 0.03
 
 
-def frontier_points(situation: PlanningProblem, count: int) -> list[dict[str, Any]]:
-    """Policies between the quickest block of one sequence and the best throughput, none worse than another in both.
+def frontier_points(problem: PlanningProblem, count: int) -> list[dict[str, Any]]:
+    """Search policies between the quickest block of one sequence and the best throughput.
 
-    Each is {latency_s, tokens_per_s, policy}; latency_s is of one block. Raises `MemoryLimitError` where nothing fits.
+    Returns {latency_s of one block, tokens_per_s, policy} by latency; each has more throughput than the one before.
+    Raises `MemoryLimitError` if nothing fits.
     """
-    best = search(situation)
-    found = [best]
-    latency = _block_seconds(best)
-    least = min(latency, quickest_seconds(situation, AUTOMATIC) or latency)
-    # Equal steps in the logarithm: what is gained falls off as fast.
+    best = search(problem)
+    slowest = best.prediction.block_s
+    quickest = min(slowest, quickest_seconds(problem, AUTOMATIC) or slowest)
+    solutions = [best]
+    # Equal steps in the logarithm, because throughput grows ever more slowly with latency.
     for number in range(count - 1):
-        limit = least * (latency / least) ** (number / (count - 1))
+        limit = quickest * (slowest / quickest) ** (number / (count - 1))
         try:
-            found.append(search(situation, max_latency=limit * (1 + _SLACK)))
+            solutions.append(search(problem, max_latency=limit * (1 + _SLACK)))
         except MemoryLimitError:
             continue
     kept: list[Solution] = []
-    for each in sorted(found, key=lambda each: (_block_seconds(each), -each.prediction.tokens_per_s)):
-        if not kept or each.prediction.tokens_per_s > kept[-1].prediction.tokens_per_s * (1 + 1e-6):
-            kept.append(each)
-    return [_point(each) for each in kept]
+    for one in sorted(solutions, key=lambda one: (one.prediction.block_s, -one.prediction.tokens_per_s)):
+        if not kept or one.prediction.tokens_per_s > kept[-1].prediction.tokens_per_s * (1 + 1e-6):
+            kept.append(one)
+    return [_point(solution) for solution in kept]
 
 
-def write_picture(found: list[dict[str, Any]], situation: PlanningProblem, path: Path) -> None:
-    """One self-contained HTML file."""
+def _point(solution: Solution) -> dict[str, Any]:
+    policy = solution.policy
+    block = {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
+    return {
+        "latency_s": solution.prediction.block_s,
+        "tokens_per_s": solution.prediction.tokens_per_s,
+        "policy": {**block, "schedule": solution.schedule, **policy.fractions},
+    }
+
+
+def write_picture(points: list[dict[str, Any]], problem: PlanningProblem, path: Path) -> None:
+    """Draw the points of a frontier into one self-contained HTML file."""
     import plotly.graph_objects as go
 
-    blocks = [f"{p['policy']['gpu_batch_size']}x{p['policy']['num_gpu_batches']}" for p in found]
+    policies = [point["policy"] for point in points]
     figure = go.Figure(
         go.Scatter(
-            x=[point["latency_s"] for point in found],
-            y=[point["tokens_per_s"] for point in found],
+            x=[point["latency_s"] for point in points],
+            y=[point["tokens_per_s"] for point in points],
             mode="lines+markers+text",
-            text=blocks,
+            text=[f"{policy['gpu_batch_size']}x{policy['num_gpu_batches']}" for policy in policies],
             textposition="top left",
             hovertemplate="%{x:.1f} s, %{y:.3g} token/s, block %{text}<extra></extra>",
         )
     )
-    workload = situation.workload
-    figure.update_layout(
-        title=f"{situation.hardware.name}: {workload.prompt:.0f} prompt + {workload.output:.0f} output tokens",
-        template="plotly_white",
-        width=860,
-        height=520,
-    )
+    workload = problem.workload
+    title = f"{problem.hardware.name}: {workload.prompt:.0f} prompt + {workload.output:.0f} output tokens"
+    figure.update_layout(title=title, template="plotly_white", width=860, height=520)
     figure.update_xaxes(title="latency of a block, seconds", type="log")
     figure.update_yaxes(title="generated tokens a second", type="log")
     figure.write_html(path, include_plotlyjs=True)
-
-
-def _block_seconds(found: Solution) -> float:
-    return found.prediction.prefill_s + found.prediction.decode_s
-
-
-def _point(found: Solution) -> dict[str, Any]:
-    policy = found.policy
-    names = ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
-    return {
-        "latency_s": _block_seconds(found),
-        "tokens_per_s": found.prediction.tokens_per_s,
-        "policy": {
-            "gpu_batch_size": policy.gpu_batch_size,
-            "num_gpu_batches": policy.num_gpu_batches,
-            "schedule": found.schedule,
-            **{name: getattr(policy, name) for name in names},
-        },
-    }

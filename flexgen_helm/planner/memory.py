@@ -8,7 +8,7 @@
   the host's limit, the others go to the disk.
 - The cache is on the compute tier of a machine without a gpu, and in host memory of one with a gpu.
 
-`scheduler_limits` divides what is then free between hidden states and KV cache. Without a policy, resident weights run
+`RunMemory` divides what is then free between hidden states and KV cache. Without a policy, resident weights run
 in batches of `BATCH_TOKENS`, and streamed weights in blocks as large as the cache has room for. No torch.
 """
 
@@ -17,33 +17,36 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.models.config import stage_names, tensor_shapes
+from flexgen_helm.models.config import stage_names
 from flexgen_helm.planner.cache_sizes import CacheSizes
 from flexgen_helm.planner.constants import (
     ACTIVATIONS_SHARE,
     BATCH_TOKENS,
     BLOCK_SEQUENCES,
     COPIES_SHARE,
-    HOST_WEIGHTS_SHARE,
     LARGE_BLOCK_SEQUENCES,
     MAX_BATCH_TOKENS,
     MAX_SEQUENCES,
-    MAX_STAGING_SHARE,
     MIN_STAGING_BYTES,
     PAGE_TOKENS,
     PASS_TOKENS,
-    STAGING_SHARE,
     STREAMED_BATCH_TOKENS,
     UNLIMITED,
-    WEIGHTS_SHARE,
 )
 from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, limit_flag, place, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
 
 Fractions = Mapping[Tier, float]
+
+# Share of the compute tier for the staging ring, and its share if only a larger ring holds a whole layer.
+_STAGING_SHARE, _MAX_STAGING_SHARE = 0.25, 0.5
+# Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the host.
+_WEIGHTS_SHARE: Mapping[Tier, float] = {"gpu": 0.75, "cpu": 0.5}
+# Share of host memory for the next weights of a gpu.
+_HOST_WEIGHTS_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,7 @@ def plan_memory(
     """
     has_gpu = compute_tier == "gpu"
     sizes = storage.matrices
-    vector_bytes = compute_bytes * sum(
-        prod(shape) for shape in tensor_shapes(storage.config).values() if len(shape) == 1
-    )
+    vector_bytes = storage.vector_bytes(compute_bytes)
     total, copy_bytes = sum(sizes.values()), storage.num_values * compute_bytes
     copies_fit = copy_bytes + vector_bytes <= COPIES_SHARE * limits[compute_tier]
     on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}
@@ -141,9 +142,9 @@ def plan_memory(
     elif total + vector_bytes <= limits[compute_tier]:
         return MemoryPlan(place(sizes, on_compute_tier), on_compute_tier, on_compute_tier, 0, copies_fit)
     else:
-        resident = max(0.0, WEIGHTS_SHARE[compute_tier] * (limits[compute_tier] - staging) - vector_bytes)
+        resident = max(0.0, _WEIGHTS_SHARE[compute_tier] * (limits[compute_tier] - staging) - vector_bytes)
         near = min(1.0, resident / total)
-        host = min(1.0 - near, HOST_WEIGHTS_SHARE * limits["cpu"] / total) if has_gpu else 0.0
+        host = min(1.0 - near, _HOST_WEIGHTS_SHARE * limits["cpu"] / total) if has_gpu else 0.0
         fractions = {"gpu": near, "cpu": host} if has_gpu else {"gpu": 0.0, "cpu": near}
         placed = place(sizes, {**fractions, "disk": 1.0 - near - host})  # type: ignore[dict-item]
         in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
@@ -164,126 +165,116 @@ def plan_memory(
 def staging_bytes(storage: StorageSizes, limit: int) -> int:
     """Size the ring through which offloaded weights reach a compute tier of `limit` bytes."""
     largest = max(storage.stage_bytes(stage) for stage in stage_names(storage.config)[1:])
-    staging = max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(STAGING_SHARE * limit)))
+    staging = max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
     # A layer that does not fit is loaded again for every batch, so a larger ring pays if it makes one fit.
     one_layer = largest + MIN_STAGING_BYTES
-    return one_layer if staging < one_layer <= limit * MAX_STAGING_SHARE else staging
+    return one_layer if staging < one_layer <= limit * _MAX_STAGING_SHARE else staging
 
 
-def activation_fractions(
-    plan: MemoryPlan,
-    schedule: Schedule,
-    run: RunSize,
-    free: Mapping[Tier, int],
-    compute_tier: Tier,
-    hidden_bytes: int,
-) -> Fractions:
-    """Place hidden states: as planned, but for prefill-only as near as they fit.
+@dataclass(frozen=True)
+class RunMemory:
+    """Divides the free memory of a run between hidden states and KV cache.
 
-    A prefill-only pass holds the hidden states of the whole data set: they fill their share of the compute tier, then
-    of host memory, then the disk.
-
-    free: bytes left on each tier.
-    hidden_bytes: of one token's hidden state.
-    """
-    total = run.prompt_tokens * hidden_bytes
-    if schedule != "prefill-only" or not total:
-        return plan.activations
-    left, fractions = 1.0, dict.fromkeys(TIERS, 0.0)
-    for tier in dict.fromkeys((compute_tier, "cpu")):
-        fractions[tier] = min(left, ACTIVATIONS_SHARE * free[tier] / total)
-        left = 1.0 - sum(fractions.values())
-    return {**fractions, "disk": max(0.0, left)}
-
-
-def scheduler_limits(
-    plan: MemoryPlan,
-    policy: Policy | None,
-    schedule: Schedule,
-    run: RunSize,
-    free: Mapping[Tier, int],
-    compute_tier: Tier,
-    cache: CacheSizes,
-    hidden_bytes: int,
-) -> SchedulerLimits:
-    """Divide the free memory between hidden states and KV cache, and derive what a pass may hold.
-
+    plan: the placement of weights, cache and hidden states.
+    policy: None if the rule of thumb decides.
     free: bytes left on each tier once the weights are loaded.
+    cache: sizes of the KV cache.
     hidden_bytes: of one token's hidden state.
     """
-    attended = (compute_tier, "cpu") if cache.host_attends else (compute_tier,)
-    fetches_cache = any(share > 0 and tier not in attended for tier, share in plan.cache.items())
-    block = BLOCK_SEQUENCES if policy is None else min(BLOCK_SEQUENCES, policy.gpu_batch_size)
-    # Two layers of an offloaded block are on the compute device: the one in use and the next.
-    staging = 2 * block * (run.longest + 1) * cache.layer_bytes_per_token if fetches_cache else 0
-    hidden = _hidden_state_bytes(plan, policy, schedule, run, free, compute_tier, cache, hidden_bytes, staging)
-    available = {tier: free[tier] - (hidden[tier] if plan.activations[tier] > 0 else 0) for tier in TIERS}
-    available[compute_tier] -= staging
-    max_windows = UNLIMITED
-    if cache.window_bytes and plan.cache[compute_tier] < 1:
-        # Residual windows of an offloaded cache stay on the compute tier: half of its room is theirs.
-        available[compute_tier] /= 2
-        max_windows = max(1, int(available[compute_tier] // cache.window_bytes))
-    room = {tier: max(0.0, available[tier]) / share for tier, share in plan.cache.items() if share > 0}
 
-    fill_tokens = cache.fill_tokens
-    memory_room = min((room[tier] for tier in room if tier != "disk"), default=math.inf)
-    if room.get("disk", math.inf) >= (1 + fill_tokens) * memory_room:
-        fill_tokens = 0  # memory runs out before the disk does, even with the worst page fill
-    pass_tokens = PASS_TOKENS
-    if schedule == "prefill-only":
-        pass_tokens = UNLIMITED
-    elif schedule != "row":
-        pass_bytes = min(hidden[tier] / share for tier, share in plan.activations.items() if share > 0)
-        pass_tokens = max(1, int(pass_bytes / hidden_bytes))
-    if policy is not None:
-        batch_tokens, batch_sequences = MAX_BATCH_TOKENS, policy.gpu_batch_size
-        max_sequences, block_sequences = policy.block_size, BLOCK_SEQUENCES
-    elif plan.streams_weights:
-        batch_tokens = batch_sequences = STREAMED_BATCH_TOKENS
-        max_sequences, block_sequences = UNLIMITED, BLOCK_SEQUENCES
-    else:
-        batch_tokens = batch_sequences = BATCH_TOKENS
-        max_sequences = MAX_SEQUENCES[compute_tier]
-        block_sequences = BLOCK_SEQUENCES if fetches_cache else LARGE_BLOCK_SEQUENCES
-    return SchedulerLimits(
-        batch_tokens,
-        batch_sequences,
-        min(max_sequences, max_windows),
-        cache_tokens=int(min(room.values()) / cache.bytes_per_token),
-        pass_tokens=pass_tokens,
-        page_tokens=PAGE_TOKENS if schedule == "diagonal" else 0,
-        slot_overhead=-(-cache.window_bytes // cache.bytes_per_token) + fill_tokens,
-        step_overhead=fill_tokens,
-        max_windows=max_windows,
-        block_sequences=block_sequences,
-    )
+    plan: MemoryPlan
+    policy: Policy | None
+    schedule: Schedule
+    run: RunSize
+    free: Mapping[Tier, int]
+    compute_tier: Tier
+    cache: CacheSizes
+    hidden_bytes: int
 
+    def activation_fractions(self) -> Fractions:
+        """Place hidden states: as planned, but for prefill-only as close to the compute device as they fit.
 
-def _hidden_state_bytes(
-    plan: MemoryPlan,
-    policy: Policy | None,
-    schedule: Schedule,
-    run: RunSize,
-    free: Mapping[Tier, int],
-    compute_tier: Tier,
-    cache: CacheSizes,
-    hidden_bytes: int,
-    staging: int,
-) -> dict[Tier, float]:
-    """Bytes of each tier that hidden states of waiting batches may take.
+        A prefill-only pass holds the hidden states of the whole data set: they fill their share of the compute tier,
+        then of host memory, then the disk.
+        """
+        total = self.run.prompt_tokens * self.hidden_bytes
+        if self.schedule != "prefill-only" or not total:
+            return self.plan.activations
+        left, fractions = 1.0, dict.fromkeys(TIERS, 0.0)
+        for tier in dict.fromkeys((self.compute_tier, "cpu")):
+            fractions[tier] = min(left, ACTIVATIONS_SHARE * self.free[tier] / total)
+            left = 1.0 - sum(fractions.values())
+        return {**fractions, "disk": max(0.0, left)}
 
-    Under a policy they may take what the block's cache and staging leave, and always at least their share.
-    """
-    if schedule == "row":  # one batch at a time: nothing waits
-        return dict.fromkeys(TIERS, 0.0)
-    all_prompts = run.prompt_tokens * hidden_bytes
-    found: dict[Tier, float] = {}
-    for tier in TIERS:
-        allowed = ACTIVATIONS_SHARE * free[tier]
-        if policy is not None and schedule != "prefill-only":
-            cached = policy.block_size * run.longest * cache.bytes_per_token * plan.cache[tier]
-            windows = staging + policy.block_size * cache.window_bytes if tier == compute_tier else 0
-            allowed = max(allowed, free[tier] - cached - windows)
-        found[tier] = min(allowed, all_prompts)
-    return found
+    def limits(self) -> SchedulerLimits:
+        """Derive what a pass may hold."""
+        plan, policy, cache, hidden = self.plan, self.policy, self.cache, self._hidden_state_bytes
+        available = {tier: self.free[tier] - (hidden[tier] if plan.activations[tier] > 0 else 0) for tier in TIERS}
+        available[self.compute_tier] -= self._staging_bytes
+        max_windows = UNLIMITED
+        if cache.window_bytes and plan.cache[self.compute_tier] < 1:
+            # Residual windows of an offloaded cache stay on the compute tier: half of its room is theirs.
+            available[self.compute_tier] /= 2
+            max_windows = max(1, int(available[self.compute_tier] // cache.window_bytes))
+        room = {tier: max(0.0, available[tier]) / share for tier, share in plan.cache.items() if share > 0}
+
+        fill_tokens = cache.fill_tokens
+        memory_room = min((room[tier] for tier in room if tier != "disk"), default=math.inf)
+        if room.get("disk", math.inf) >= (1 + fill_tokens) * memory_room:
+            fill_tokens = 0  # memory runs out before the disk does, even with the worst page fill
+        pass_tokens = PASS_TOKENS
+        if self.schedule == "prefill-only":
+            pass_tokens = UNLIMITED
+        elif self.schedule != "row":
+            pass_bytes = min(hidden[tier] / share for tier, share in plan.activations.items() if share > 0)
+            pass_tokens = max(1, int(pass_bytes / self.hidden_bytes))
+        block_sequences = BLOCK_SEQUENCES
+        if policy is not None:
+            batch_tokens, batch_sequences, max_sequences = MAX_BATCH_TOKENS, policy.gpu_batch_size, policy.block_size
+        elif plan.streams_weights:
+            batch_tokens = batch_sequences = STREAMED_BATCH_TOKENS
+            max_sequences = UNLIMITED
+        else:
+            batch_tokens = batch_sequences = BATCH_TOKENS
+            max_sequences = MAX_SEQUENCES[self.compute_tier]
+            block_sequences = BLOCK_SEQUENCES if self._staging_bytes else LARGE_BLOCK_SEQUENCES
+        return SchedulerLimits(
+            batch_tokens,
+            batch_sequences,
+            min(max_sequences, max_windows),
+            cache_tokens=int(min(room.values()) / cache.bytes_per_token),
+            pass_tokens=pass_tokens,
+            page_tokens=PAGE_TOKENS if self.schedule == "diagonal" else 0,
+            slot_overhead=-(-cache.window_bytes // cache.bytes_per_token) + fill_tokens,
+            step_overhead=fill_tokens,
+            max_windows=max_windows,
+            block_sequences=block_sequences,
+        )
+
+    @property
+    def _staging_bytes(self) -> int:
+        """Bytes of an offloaded cache block on the compute tier: the layer in use and the next one."""
+        attended = (self.compute_tier, "cpu") if self.cache.host_attends else (self.compute_tier,)
+        if not any(share > 0 and tier not in attended for tier, share in self.plan.cache.items()):
+            return 0
+        sequences = BLOCK_SEQUENCES if self.policy is None else min(BLOCK_SEQUENCES, self.policy.gpu_batch_size)
+        return 2 * sequences * (self.run.longest + 1) * self.cache.layer_bytes_per_token
+
+    @cached_property
+    def _hidden_state_bytes(self) -> dict[Tier, float]:
+        """Bytes of each tier that hidden states of waiting batches may take.
+
+        Under a policy they may take what the block's cache and staging leave, and always at least their share.
+        """
+        if self.schedule == "row":  # one batch at a time: nothing waits
+            return dict.fromkeys(TIERS, 0.0)
+        waiting: dict[Tier, float] = {}
+        for tier in TIERS:
+            allowed = ACTIVATIONS_SHARE * self.free[tier]
+            if self.policy is not None and self.schedule != "prefill-only":
+                sequences = self.policy.block_size
+                cached = sequences * self.run.longest * self.cache.bytes_per_token * self.plan.cache[tier]
+                windows = self._staging_bytes + sequences * self.cache.window_bytes
+                allowed = max(allowed, self.free[tier] - cached - (windows if tier == self.compute_tier else 0))
+            waiting[tier] = min(allowed, self.run.prompt_tokens * self.hidden_bytes)
+        return waiting

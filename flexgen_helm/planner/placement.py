@@ -1,4 +1,4 @@
-"""Which tensors live where: a policy's fractions rounded to whole matrices. No torch."""
+"""Place whole tensors on tiers by the fractions of a policy. No torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from flexgen_helm.quant.precisions import FP16, Precision
 
 Tier = Literal["gpu", "cpu", "disk"]
 TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
+Kind = Literal["weights", "cache", "activations"]
+KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
 
 
 def limit_flag(tier: Tier) -> str:
-    """The command line's flag that limits a tier."""
+    """Return the command line flag that limits a tier."""
     return "--disk" if tier == "disk" else f"--{tier}-memory"
 
 
 @dataclass(frozen=True)
 class StorageSizes:
-    """Sizes of a model's tensors at rest. element_bytes: of a value that is not packed."""
+    """Sizes of a model's tensors as stored.
+
+    element_bytes: of a value that is not quantized.
+    """
 
     config: ModelConfig
     precision: Precision = FP16
@@ -35,24 +40,26 @@ class StorageSizes:
 
     @cached_property
     def matrices(self) -> Mapping[str, int]:
-        """Name -> bytes of the tensors that a policy places; vectors are few and always rest beside the computing."""
+        """Bytes of the tensors that a policy places, by name. Vectors are always on the compute tier."""
         return {n: self.num_bytes(n, shape) for n, shape in tensor_shapes(self.config).items() if len(shape) > 1}
 
     @cached_property
     def num_values(self) -> int:
-        """Of all matrices."""
+        """Values of all matrices."""
         return sum(prod(shape) for shape in tensor_shapes(self.config).values() if len(shape) > 1)
 
+    def vector_bytes(self, compute_bytes: int) -> int:
+        """Bytes of all vectors, in elements of `compute_bytes`: they are on the compute tier in the compute dtype."""
+        return compute_bytes * sum(prod(shape) for shape in tensor_shapes(self.config).values() if len(shape) == 1)
+
     def stage_bytes(self, stage: str) -> int:
-        """Of the matrices that one stage owns."""
+        """Bytes of the matrices of one stage."""
         shapes = stage_tensor_shapes(self.config, stage)
         return sum(self.num_bytes(name, shape) for name, shape in shapes.items() if len(shape) > 1)
 
 
-def tier_fractions(
-    policy: Policy, kind: Literal["weights", "cache", "activations"], has_gpu: bool
-) -> dict[Tier, float]:
-    """Fractions by tier; without a gpu its share is the cpu's."""
+def tier_fractions(policy: Policy, kind: Kind, has_gpu: bool) -> dict[Tier, float]:
+    """Return the fractions by tier; without a gpu its share goes to the cpu."""
     gpu, cpu, disk = {
         "weights": (policy.wg, policy.wc, policy.wd),
         "cache": (policy.cg, policy.cc, policy.cd),
@@ -62,35 +69,34 @@ def tier_fractions(
 
 
 def most_underfilled(
-    tiers: Iterable[Tier], fractions: Mapping[Tier, float], held: Mapping[Tier, int], total: int
+    tiers: Iterable[Tier], fractions: Mapping[Tier, float], placed_bytes: Mapping[Tier, int], total: int
 ) -> Tier:
-    """The tier that misses most of its fraction of `total` bytes; ties go to the first.
+    """Return the tier that misses most of its fraction of `total` bytes; ties go to the first.
 
-    Rounded, so that the sum of fractions in floating point does not decide between equals.
+    Differences are rounded, so that rounding errors of the fractions do not break ties.
     """
-    return max(tiers, key=lambda tier: round(fractions[tier] * total - held[tier], 3))
+    return max(tiers, key=lambda tier: round(fractions[tier] * total - placed_bytes[tier], 3))
 
 
 def place(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str, Tier]:
-    """Tier of each item, in order, so that after every item each tier is near its fraction of the bytes so far.
+    """Choose the tier of each tensor, in order; ties go to the faster tier.
 
-    The next item goes where most is missing. So no tier is ever more than an item off, and the layers share what is
-    far away evenly, which is what overlapping wants. Ties go to the faster tier.
+    Each tensor goes to the most underfilled tier, so after every one each tier is at most a tensor off its fraction.
+    Offloaded tensors are therefore spread evenly over the layers, which overlap needs.
     """
-    held = dict.fromkeys(TIERS, 0)
+    placed_bytes = dict.fromkeys(TIERS, 0)
     placed: dict[str, Tier] = {}
+    allowed: list[Tier] = [tier for tier in TIERS if fractions[tier] > 0] or ["cpu"]
     total = 0
     for name, size in sizes.items():
         total += size
-        allowed: list[Tier] = [tier for tier in TIERS if fractions[tier] > 0] or ["cpu"]
-        tier = most_underfilled(allowed, fractions, held, total)
-        placed[name] = tier
-        held[tier] += size
+        placed[name] = most_underfilled(allowed, fractions, placed_bytes, total)
+        placed_bytes[placed[name]] += size
     return placed
 
 
 def achieved_fractions(sizes: Mapping[str, int], placed: Mapping[str, Tier]) -> dict[Tier, float]:
-    """Fraction of the bytes on each tier."""
+    """Return the fraction of the bytes on each tier."""
     total = sum(sizes.values())
-    found = {tier: sum(size for name, size in sizes.items() if placed[name] == tier) for tier in TIERS}
-    return {tier: size / total if total else 0.0 for tier, size in found.items()}
+    num_bytes = {tier: sum(size for name, size in sizes.items() if placed[name] == tier) for tier in TIERS}
+    return {tier: size / total if total else 0.0 for tier, size in num_bytes.items()}

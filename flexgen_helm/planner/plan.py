@@ -1,42 +1,42 @@
-"""A plan: from what a user asks to a situation, from a search to a record that can be read. No torch."""
+"""Plans for users: from their choices to a planning problem, and from a search to an explained record. No torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.hardware.profile import HardwareProfile, Link
+from flexgen_helm.hardware.profile import Curve, HardwareProfile, Link
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.cost_model import CACHE, HIDDEN, WEIGHTS
+from flexgen_helm.planner.affine import fractions_by_kind
 from flexgen_helm.planner.linear_program import Solution
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.policy import Policy, Schedule
-from flexgen_helm.planner.predict import Prediction, capacity, placed_fractions, predict
+from flexgen_helm.planner.predict import placed_fractions, predict
 from flexgen_helm.planner.problem import PlanningProblem, without_margin
-from flexgen_helm.planner.search import search
+from flexgen_helm.planner.search import AUTOMATIC, search
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
 from flexgen_helm.request import MemoryLimits
 
-# A tier this full is one whose size decides.
+# Share of a tier above which more memory may help.
 _FULL = 0.9
-_WORDS = {
+_RESOURCE_NAMES = {
     "compute": "computing",
     "to_gpu": "the link to the GPU",
     "to_cpu": "the link from the GPU",
     "disk_read": "reading the disk",
     "disk_write": "writing the disk",
 }
-
-
 _DEVICE = re.compile(r"auto|sim|(cpu|cuda)(:\d+)?")
+_Record = TypeVar("_Record")
 
 
 def precision_named(name: str) -> Precision:
-    """Raises `UsageError` that names those that there are."""
+    """Look a precision up. Raises `UsageError` with the known names."""
     if name not in PRECISIONS:
         known = ", ".join(PRECISIONS)
         raise UsageError(f"precision {name!r} is not available in this version; take one of {known}")
@@ -44,7 +44,7 @@ def precision_named(name: str) -> Precision:
 
 
 def check_device(name: str, link_gb_s: tuple[float, float] | None, limits: MemoryLimits) -> None:
-    """Refuse a device that no machine has, and what does not go with it (`UsageError`)."""
+    """Raise `UsageError` for a device that no machine has, and for options that do not go with it."""
     if _DEVICE.fullmatch(name) is None:
         raise UsageError(f"device {name!r} is not known; take auto, cpu, cuda[:i] or sim")
     if name == "sim" and limits.gpu is None:
@@ -54,12 +54,14 @@ def check_device(name: str, link_gb_s: tuple[float, float] | None, limits: Memor
 
 
 def simulated_gpu(hardware: HardwareProfile, gpu_bytes: int, link_gb_s: tuple[float, float] | None) -> HardwareProfile:
-    """The machine with a simulated gpu: its own processor in `gpu_bytes` of host memory behind a link of (in, out)
-    GB/s; without them as fast as memory is copied."""
+    """Add a simulated gpu: the machine's own processor with `gpu_bytes` of host memory behind a link.
+
+    link_gb_s: GB/s in and out, at most and by default as fast as memory is copied.
+    """
     copy = hardware.cpu.memory_bytes_s / 2
-    inward, outward = (rate * 1e9 for rate in link_gb_s) if link_gb_s else (copy, copy)
-    link = Link(min(inward, copy), min(outward, copy), min(inward, copy), min(outward, copy))
-    return replace(hardware, gpu=replace(hardware.cpu, memory_bytes=gpu_bytes), link=link)
+    to_gpu, to_cpu = (min(rate * 1e9, copy) for rate in link_gb_s) if link_gb_s else (copy, copy)
+    gpu = replace(hardware.cpu, memory_bytes=gpu_bytes)
+    return replace(hardware, gpu=gpu, link=Link(to_gpu, to_cpu, to_gpu, to_cpu))
 
 
 def planning_problem(
@@ -74,176 +76,160 @@ def planning_problem(
     cpu_attention: bool = True,
     endless: bool = False,
 ) -> PlanningProblem:
-    """What the cost model needs. limits: None for what the machine has, less a margin (its disk: all that is free).
+    """Collect what the cost model needs.
 
-    Raises `UsageError` for a negative limit and for a precision that is not there.
+    rest_dtype: of the checkpoint.
+    limits: None for what the machine has, less a margin; of the disk all that is free.
+
+    Raises `UsageError` for a negative limit and for an unknown precision.
     """
-    compute = 4 if hardware.gpu is None or hardware.gpu.compute_dtype(rest_dtype) == "float32" else 2
-    situation = PlanningProblem(
+    half = hardware.gpu is not None and hardware.gpu.compute_dtype(rest_dtype) != "float32"
+    problem = PlanningProblem(
         config,
         hardware,
         workload,
         precision_named(precision) if isinstance(precision, str) else precision,
-        compute,
-        {},
+        compute_bytes=2 if half else 4,
+        limits={},
         overlap=overlap,
         cpu_attention=cpu_attention,
         endless=endless,
     )
-    found: dict[Tier, float] = {}
+    bytes_by_tier: dict[Tier, float] = {}
     given: Mapping[Tier, int | None] = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
     for tier in TIERS:
-        asked, has = given[tier], capacity(situation, tier)
-        if asked is not None and asked < 0:
-            raise UsageError(f"the limit of the {tier} tier is {asked:,} bytes; it must be at least 0")
-        found[tier] = float(asked) if asked is not None else without_margin(has, has if tier != "disk" else 0)
-    return replace(situation, limits=found)
+        limit, capacity = given[tier], problem.capacity(tier)
+        if limit is not None and limit < 0:
+            raise UsageError(f"the limit of the {tier} tier is {limit:,} bytes; it must be at least 0")
+        default = without_margin(capacity, capacity if tier != "disk" else 0)
+        bytes_by_tier[tier] = float(default if limit is None else limit)
+    return replace(problem, limits=bytes_by_tier)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy with what it costs. why: sentences on what bounds the speed and what would help."""
+    """A policy with its cost.
 
-    situation: PlanningProblem
-    policy: Policy
-    schedule: Schedule
-    prediction: Prediction
+    precision: its name.
+    why: sentences on what bounds the speed and what would help.
+    """
+
+    problem: PlanningProblem
+    solution: Solution
     precision: str
     why: str
 
     def to_json(self) -> dict[str, Any]:
-        """As docs/explanation/planning.md describes it: bytes, seconds, fractions."""
-        found, policy = self.prediction, self.policy
-        fractions = placed_fractions(self.situation, policy)
-        placed = {
-            kind: {tier: float(fractions[index]) for tier, index in columns.items()}
-            for kind, columns in (("weights", WEIGHTS), ("cache", CACHE), ("activations", HIDDEN))
-        }
+        """Return bytes, seconds and fractions as docs/planning.md describes them."""
+        policy, prediction = self.solution.policy, self.solution.prediction
         return {
             "policy": {
-                **{name: round(float(value), 6) for name, value in _shares(policy).items()},
+                **{name: round(float(value), 6) for name, value in policy.fractions.items()},
                 "gpu_batch_size": policy.gpu_batch_size,
                 "num_gpu_batches": policy.num_gpu_batches,
-                "schedule": self.schedule,
+                "schedule": self.solution.schedule,
                 "precision": self.precision,
             },
-            "placement": placed,
+            "placement": fractions_by_kind(placed_fractions(self.problem, policy)),
             "predicted": {
-                "prefill_s": found.prefill_s,
-                "decode_s": found.decode_s,
-                "latency_s": found.latency_s,
-                "tokens_per_s": found.tokens_per_s,
-                "seconds": {phase: dict(spent) for phase, spent in found.seconds.items()},
+                "prefill_s": prediction.prefill_s,
+                "decode_s": prediction.decode_s,
+                "latency_s": prediction.latency_s,
+                "tokens_per_s": prediction.tokens_per_s,
+                "seconds": {phase: dict(seconds) for phase, seconds in prediction.seconds.items()},
             },
-            "memory": {tier: asdict(peak) for tier, peak in found.memory.items()},
-            "feasible": found.feasible,
-            "missing_bytes": dict(found.missing),
-            "bottleneck": found.bottleneck,
+            "memory": {tier: asdict(memory) for tier, memory in prediction.memory.items()},
+            "feasible": prediction.feasible,
+            "missing_bytes": dict(prediction.missing),
+            "bottleneck": prediction.bottleneck,
             "why": self.why,
         }
 
 
 def make_plan(
-    situation: PlanningProblem,
+    problem: PlanningProblem,
     precision: str,
     *,
     policy: Policy | None = None,
     schedule: Schedule | Literal["auto"] = "auto",
     max_latency: float | None = None,
 ) -> Plan:
-    """Search, or evaluate a policy that is given.
+    """Search a policy, or evaluate the given one.
 
-    Raises `MemoryLimitError` where nothing fits; a policy that does not fit is told as not feasible instead.
+    Raises `MemoryLimitError` if the search finds nothing. A given policy that does not fit is a plan that is not
+    feasible.
     """
-    if policy is not None:
-        taken: Schedule = default_schedule(situation.workload) if schedule == "auto" else schedule
-        found = Solution(policy, taken, predict(situation, policy, taken))
-        if not found.prediction.feasible:
-            tier, missing = max(found.prediction.missing.items(), key=lambda item: item[1])
-            why = f"It does not fit: the {tier} tier misses {missing:,} bytes."
-            return Plan(situation, policy, taken, found.prediction, precision, why)
-    elif schedule == "auto":
-        found = search(situation, max_latency=max_latency)
+    if policy is None:
+        schedules = AUTOMATIC if schedule == "auto" else (schedule,)
+        solution = search(problem, schedules, max_latency=max_latency)
     else:
-        found = search(situation, (schedule,), max_latency=max_latency)
-    why = explanation(situation, found, searched=policy is None)
-    return Plan(situation, found.policy, found.schedule, found.prediction, precision, why)
+        default: Schedule = "prefill-only" if problem.workload.output == 1 else "zigzag"
+        order = default if schedule == "auto" else schedule
+        solution = Solution(policy, order, predict(problem, policy, order))
+    missing = solution.prediction.missing
+    if missing:
+        tier = max(missing, key=lambda tier: missing[tier])
+        why = f"It does not fit: the {tier} tier misses {missing[tier]:,} bytes."
+    else:
+        why = _explanation(problem, solution, searched=policy is None)
+    return Plan(problem, solution, precision, why)
 
 
-def default_schedule(workload: Workload) -> Schedule:
-    return "prefill-only" if workload.output == 1 else "zigzag"
+def _explanation(problem: PlanningProblem, solution: Solution, searched: bool) -> str:
+    """Say what bounds the speed, and what would help most."""
+    bounds = []
+    for phase, seconds in solution.prediction.seconds.items():
+        slowest = max(_RESOURCE_NAMES, key=lambda name: seconds.get(name, 0.0))
+        if seconds.get(slowest, 0.0):
+            bounds.append(f"{phase} is bound by {_RESOURCE_NAMES[slowest]}")
+    gains = _gains(problem, solution, searched)[:2]
+    helps = "; ".join(f"{what} would bring {gain - 1:+.0%}" for what, gain in gains if gain >= 1.02)
+    return f"{_sentence(', '.join(bounds))} {_sentence(helps or 'doubling one resource brings little')}"
 
 
-def explanation(situation: PlanningProblem, found: Solution, searched: bool) -> str:
-    """What bounds the speed, and what would help most."""
-    prediction = found.prediction
-    spent = {
-        phase: max(_WORDS, key=lambda name: seconds.get(name, 0.0))
-        for phase, seconds in prediction.seconds.items()
-        if any(seconds.get(name, 0.0) for name in _WORDS)
-    }
-    bound = ", ".join(f"{phase} is bound by {_WORDS[name]}" for phase, name in spent.items())
-    gains = suggestions(situation, found, searched)
-    helps = "; ".join(f"{what} would bring {gain - 1:+.0%}" for what, gain in gains[:2] if gain >= 1.02)
-    first = bound[:1].upper() + bound[1:]
-    return f"{first}. " + (f"{helps[:1].upper()}{helps[1:]}." if helps else "Doubling one resource brings little.")
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
-def suggestions(situation: PlanningProblem, found: Solution, searched: bool) -> list[tuple[str, float]]:
-    """(what, throughput against now) for twice of each resource, the most helpful first.
+def _gains(problem: PlanningProblem, solution: Solution, searched: bool) -> list[tuple[str, float]]:
+    """Return the throughput relative to now with twice of each resource, the most helpful first.
 
-    More memory is planned anew; a faster part is tried with the same policy.
+    A faster part is tried with the same policy; with more memory a searched policy is searched again.
     """
-    hardware, now = situation.hardware, found.prediction.tokens_per_s
-    changes: list[tuple[str, PlanningProblem]] = []
-    home = hardware.compute_processor
-    quick = {
-        dtype: replace(curve, points=tuple((s, 2 * r) for s, r in curve.points))
-        for dtype, curve in home.matmul_flops.items()
+    hardware, processor = problem.hardware, problem.hardware.compute_processor
+    flops = {
+        dtype: Curve(tuple((rows, 2 * rate) for rows, rate in curve.points))
+        for dtype, curve in processor.matmul_flops.items()
     }
-    fast = replace(
-        home,
-        matmul_flops=quick,
-        attention_flops=2 * home.attention_flops,
-        attention_bytes_s=2 * home.attention_bytes_s,
-        memory_bytes_s=2 * home.memory_bytes_s,
-        upcast_elements_s=2 * home.upcast_elements_s,
-        dequantize_elements_s=2 * home.dequantize_elements_s,
-    )
-    machine = replace(hardware, cpu=fast) if hardware.gpu is None else replace(hardware, gpu=fast)
-    changes.append(("a processor twice as fast", replace(situation, hardware=machine)))
-    disk = replace(
-        hardware.disk, read_bytes_s=2 * hardware.disk.read_bytes_s, write_bytes_s=2 * hardware.disk.write_bytes_s
-    )
-    changes.append(("a disk twice as fast", replace(situation, hardware=replace(hardware, disk=disk))))
+    rates = ("attention_flops", "attention_bytes_s", "memory_bytes_s", "upcast_elements_s", "dequantize_elements_s")
+    fast = _doubled(replace(processor, matmul_flops=flops), *rates)
+    machines = {
+        "a processor twice as fast": _changed(hardware, {problem.compute_tier: fast}),
+        "a disk twice as fast": replace(hardware, disk=_doubled(hardware.disk, "read_bytes_s", "write_bytes_s")),
+    }
     if hardware.link is not None:
-        link = replace(
-            hardware.link,
-            **{name: 2 * getattr(hardware.link, name) for name in asdict(hardware.link) if name.endswith("bytes_s")},
-        )
-        changes.append(("a link twice as fast", replace(situation, hardware=replace(hardware, link=link))))
-    gains = [(what, predict(changed, found.policy, found.schedule).tokens_per_s / now) for what, changed in changes]
-    for tier, name in (("gpu", "GPU memory"), ("cpu", "host memory")):
-        peak = found.prediction.memory[tier]  # type: ignore[index]
-        if not searched or not peak.limit or peak.peak < _FULL * peak.limit:
-            continue
-        try:
-            more = search(_doubled(situation, tier), (found.schedule,))  # type: ignore[arg-type]
-        except MemoryLimitError:
-            continue
-        gains.append((f"twice the {name}", more.prediction.tokens_per_s / now))
-    return sorted(gains, key=lambda gain: -gain[1])
+        link_rates = (name for name in asdict(hardware.link) if name.endswith("bytes_s"))
+        machines["a link twice as fast"] = replace(hardware, link=_doubled(hardware.link, *link_rates))
+    rate_of = {
+        what: predict(replace(problem, hardware=machine), solution.policy, solution.schedule).tokens_per_s
+        for what, machine in machines.items()
+    }
+    memories: tuple[tuple[Tier, str], ...] = (("gpu", "GPU memory"), ("cpu", "host memory"))
+    for tier, name in memories:
+        memory = solution.prediction.memory[tier]
+        if searched and memory.limit and memory.peak >= _FULL * memory.limit:
+            larger = _changed(hardware, {tier: _doubled(getattr(hardware, tier), "memory_bytes")})
+            limits = {**problem.limits, tier: 2 * problem.limits[tier]}
+            with suppress(MemoryLimitError):
+                more = search(replace(problem, hardware=larger, limits=limits), (solution.schedule,))
+                rate_of[f"twice the {name}"] = more.prediction.tokens_per_s
+    now = solution.prediction.tokens_per_s
+    return sorted(((what, rate / now) for what, rate in rate_of.items()), key=lambda gain: -gain[1])
 
 
-def _doubled(situation: PlanningProblem, tier: Tier) -> PlanningProblem:
-    hardware = situation.hardware
-    if tier == "gpu" and hardware.gpu is not None:
-        hardware = replace(hardware, gpu=replace(hardware.gpu, memory_bytes=2 * hardware.gpu.memory_bytes))
-    else:
-        hardware = replace(hardware, cpu=replace(hardware.cpu, memory_bytes=2 * hardware.cpu.memory_bytes))
-    limits = {**situation.limits, tier: 2 * situation.limits[tier]}
-    return replace(situation, hardware=hardware, limits=limits)
+def _doubled(record: _Record, *names: str) -> _Record:
+    return _changed(record, {name: 2 * getattr(record, name) for name in names})
 
 
-def _shares(policy: Policy) -> dict[str, float]:
-    return {name: getattr(policy, name) for name in ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")}
+def _changed(record: _Record, values: Mapping[Any, Any]) -> _Record:
+    return replace(record, **values)  # type: ignore[type-var]

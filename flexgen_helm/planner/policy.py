@@ -1,4 +1,4 @@
-"""The policy: what lives where, and how many sequences form a block (the paper's 'Search Space')."""
+"""The policy: what is placed where, and how many sequences form a block (the paper's 'Search Space'). No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ SCHEDULES: tuple[Schedule, ...] = ("row", "zigzag", "diagonal", "prefill-only")
 
 @dataclass(frozen=True)
 class Policy:
-    """Placement fractions in [0, 1] and block shape; the disk shares are what is left of 1.
+    """Block shape and placement fractions in [0, 1]; the disk's fractions are the rest.
 
-    gpu_batch_size: sequences of one batch; num_gpu_batches: batches of one block; wg, wc: weights on gpu and cpu;
-    cg, cc: KV cache; hg, hc: activations.
+    gpu_batch_size: sequences of one batch.
+    num_gpu_batches: batches of one block.
+    wg, wc: fractions of the weights on gpu and cpu; cg, cc: of the KV cache; hg, hc: of the hidden states.
     """
 
     gpu_batch_size: int
@@ -33,9 +34,9 @@ class Policy:
             raise UsageError(
                 f"a block of {self.gpu_batch_size} x {self.num_gpu_batches} sequences is empty; both must be 1 or more"
             )
-        for what, gpu, cpu in (("w", self.wg, self.wc), ("c", self.cg, self.cc), ("h", self.hg, self.hc)):
+        for kind, gpu, cpu in (("w", self.wg, self.wc), ("c", self.cg, self.cc), ("h", self.hg, self.hc)):
             if not (0.0 <= gpu <= 1.0 and 0.0 <= cpu <= 1.0 and gpu + cpu <= 1.0 + 1e-9):
-                raise UsageError(f"{what}g={gpu} and {what}c={cpu} must lie in [0, 1] and sum to at most 1")
+                raise UsageError(f"{kind}g={gpu} and {kind}c={cpu} must lie in [0, 1] and sum to at most 1")
 
     @property
     def wd(self) -> float:
@@ -50,13 +51,18 @@ class Policy:
         return max(0.0, 1.0 - self.hg - self.hc)
 
     @property
+    def fractions(self) -> dict[str, float]:
+        """All nine fractions by name."""
+        return {name: getattr(self, name) for name in ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")}
+
+    @property
     def block_size(self) -> int:
         """Sequences of one block."""
         return self.gpu_batch_size * self.num_gpu_batches
 
     @classmethod
-    def parse(cls, text: str) -> "Policy":
-        """'GBSxNB,wg,wc,cg,cc,hg,hc' with percentages, as the paper writes policies."""
+    def parse(cls, text: str) -> Policy:
+        """Parse 'GBSxNB,wg,wc,cg,cc,hg,hc' with percentages, as the paper writes policies."""
         try:
             block, *shares = text.split(",")
             batch_size, _, batches = block.partition("x")
@@ -73,9 +79,11 @@ class Policy:
 def parse_choices(
     policy: Policy | str, schedule: str, max_latency: float | None
 ) -> tuple[Policy | None, Schedule | None]:
-    """What the caller has decided of a block; None where the search ('auto') is to decide.
+    """Check what the user decides of a block; None where the search ('auto') decides.
 
-    Raises `UsageError` for what is not known, and for a limit of latency (seconds) that means nothing.
+    max_latency: seconds that a block may take.
+
+    Raises `UsageError` for an unknown schedule and for a latency that is not positive or has no search to limit.
     """
     parsed = None if policy == "auto" else Policy.parse(policy) if isinstance(policy, str) else policy
     if max_latency is not None and not max_latency > 0:

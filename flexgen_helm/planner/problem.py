@@ -1,4 +1,4 @@
-"""What a cost is computed for: model, machine, workload, precision, limits, and the habits of the engine. No torch."""
+"""The planning problem: everything that a cost follows from, except the policy. No torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.hardware.profile import HardwareProfile
+from flexgen_helm.hardware.profile import HardwareProfile, Link
 from flexgen_helm.models.config import EMBED_TABLE, HEAD, ModelConfig, layer_stage, stage_tensor_shapes
+from flexgen_helm.planner.affine import CACHE, Affine, affine
 from flexgen_helm.planner.cache_sizes import cache_sizes
-from flexgen_helm.planner.constants import BLOCK_SEQUENCES, COPIES_SHARE, MARGIN_BYTES, MARGIN_SHARE, MAX_BATCH_TOKENS
+from flexgen_helm.planner.constants import (
+    BLOCK_SEQUENCES,
+    COPIES_SHARE,
+    MAX_BATCH_TOKENS,
+    MAX_PENDING_STORE_BYTES,
+)
 from flexgen_helm.planner.memory import staging_bytes
 from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.planner.policy import Schedule
@@ -20,43 +25,20 @@ from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.quant.precisions import Precision
 
-# Name of the profile of the machine at hand.
+# Name of this machine's measured profile.
 MEASURED = "measured"
+# What the machine keeps for other programs: a share of a tier, and at least so many bytes.
+_MARGIN_SHARE, _MARGIN_BYTES = 0.1, 1 << 30
 
 
 def without_margin(free: float, total: float) -> int:
-    """What may be used of `free` bytes on a tier of `total`."""
-    return max(0, int(free - max(MARGIN_BYTES, MARGIN_SHARE * total)))
-
-
-@dataclass(frozen=True)
-class EngineTraits:
-    """Habits of an engine that its costs follow from.
-
-    weights_locked, cache_locked: host memory of weights and cache is page-locked. disk_cache_on_host: attention on
-    the host covers a cache on the disk too. converts_per_batch: weights are brought to the compute type for every
-    batch of a pass, not once. max_batch_tokens: prompt tokens of one batch, however many sequences it has.
-    group_rows: rows of one call of decoding's attention, 0 for all of a batch. page_cache: files are read through the
-    operating system's page cache. staging: 'ring' as `policy.memory` plans it,
-    or 'layers', FlexGen's: two halves of a layer on the gpu, a layer on the host.
-    """
-
-    pinned_weights: bool = True
-    pinned_cache: bool = True
-    disk_cache_on_host: bool = False
-    converts_per_batch: bool = True
-    max_batch_tokens: int = MAX_BATCH_TOKENS
-    decode_sequences: int = BLOCK_SEQUENCES
-    page_cache: bool = False
-    staging: Literal["ring", "layers"] = "ring"
-
-
-OUR_ENGINE = EngineTraits()
+    """Return the usable bytes of `free` bytes on a tier of `total` bytes."""
+    return max(0, int(free - max(_MARGIN_BYTES, _MARGIN_SHARE * total)))
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A block: sequences of a batch, batches, and the order of the work."""
+    """The shape of a block: sequences of a batch, batches, and the order of the work."""
 
     gpu_batch_size: int
     num_gpu_batches: int
@@ -69,9 +51,14 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """Everything but the policy. compute_bytes: of an element of what products take. limits: bytes a tier; stages:
-    machines of a pipeline, each with these limits and an equal share of the layers. endless: the workload's lengths
-    go on for ever, so that one block tells the rate."""
+    """Model, machine, workload, precision, limits and engine.
+
+    compute_bytes: of an element in the compute dtype.
+    limits: bytes by tier.
+    stages: pipeline stages; each is a machine with these limits and an equal share of the layers.
+    endless: the workload repeats without end, so that one block gives the rate.
+    max_batch_tokens: prompt tokens of one batch, however many sequences it has.
+    """
 
     config: ModelConfig
     hardware: HardwareProfile
@@ -79,16 +66,17 @@ class PlanningProblem:
     precision: Precision
     compute_bytes: int
     limits: Mapping[Tier, float]
-    engine: EngineTraits = OUR_ENGINE
     overlap: bool = True
     cpu_attention: bool = True
     stages: int = 1
     endless: bool = False
+    max_batch_tokens: int = MAX_BATCH_TOKENS
 
     def __post_init__(self) -> None:
         if not 1 <= self.stages <= self.config.num_layers:
             raise UsageError(f"{self.config.num_layers} layers cannot be spread over {self.stages} pipeline stages")
 
+    # --- The machine ---
     @property
     def compute_tier(self) -> Tier:
         return "cpu" if self.hardware.gpu is None else "gpu"
@@ -98,98 +86,161 @@ class PlanningProblem:
         return self.hardware.overlap if self.overlap else 0.0
 
     @cached_property
-    def copies_fit(self) -> bool:
-        """Whether weights that all rest beside the computing rest in its type (see `policy.memory`)."""
-        return self.engine.staging == "ring" and self.copies_bytes <= COPIES_SHARE * self.limits[self.compute_tier]
+    def compute_dtype(self) -> str:
+        half = [name for name in self.hardware.compute_processor.matmul_flops if name != "float32"]
+        return half[0] if self.compute_bytes == 2 and half else "float32"
 
-    @cached_property
-    def dtype(self) -> str:
-        """The type of products, by its size."""
-        sixteen = [name for name in self.hardware.compute_processor.matmul_flops if name != "float32"]
-        return sixteen[0] if self.compute_bytes == 2 and sixteen else "float32"
+    def capacity(self, tier: Tier) -> float:
+        """Bytes of a tier that the machine has."""
+        hardware = self.hardware
+        if tier == "gpu":
+            return float(hardware.gpu.memory_bytes) if hardware.gpu else 0.0
+        return float(hardware.cpu.memory_bytes if tier == "cpu" else hardware.disk.bytes)
 
+    def usable(self, tier: Tier) -> float:
+        """Bytes of a tier that a plan may fill: a limit above the capacity does not count."""
+        return min(self.limits[tier], self.capacity(tier))
+
+    # --- Weights. A pass loads layers and head; of the embedding table it only gathers rows. ---
     @cached_property
     def storage(self) -> StorageSizes:
         return StorageSizes(self.config, self.precision)
 
-    # Weights: all that rest; and of those what passes every time (layers and head), for a table's rows are gathered.
     @cached_property
     def stored_bytes(self) -> int:
+        """Bytes of all weights as stored."""
         return sum(self.storage.matrices.values())
 
     @property
     def copies_bytes(self) -> int:
-        """Of all weights in the compute type."""
+        """Bytes of all weights in the compute dtype."""
         return self.storage.num_values * self.compute_bytes
 
     @cached_property
     def layer_elements(self) -> float:
-        """Of one layer, as a mean."""
-        return sum(self._stage_elements(layer_stage(i)) for i in range(self.config.num_layers)) / self.config.num_layers
+        """Weights of a layer, on average."""
+        return sum(map(self._stage_elements, self._layer_stages)) / self.config.num_layers
 
     @cached_property
     def layer_bytes(self) -> float:
-        return (
-            sum(self.storage.stage_bytes(layer_stage(i)) for i in range(self.config.num_layers))
-            / self.config.num_layers
-        )
+        """Bytes of a layer as stored, on average."""
+        return sum(map(self.storage.stage_bytes, self._layer_stages)) / self.config.num_layers
+
+    @cached_property
+    def layer_matrices(self) -> int:
+        return sum(len(shape) > 1 for shape in stage_tensor_shapes(self.config, layer_stage(0)).values())
 
     @cached_property
     def head_elements(self) -> int:
-        own = self._stage_elements(HEAD)
-        return own + (self.config.vocab_size * self.config.embed_size if self.config.tied_head else 0)
+        tied = self.config.vocab_size * self.config.embed_size if self.config.tied_head else 0
+        return self._stage_elements(HEAD) + tied
 
     @cached_property
     def head_bytes(self) -> int:
         return self.storage.stage_bytes(HEAD) + (self.storage.matrices[EMBED_TABLE] if self.config.tied_head else 0)
 
+    @property
+    def _layer_stages(self) -> list[str]:
+        return [layer_stage(index) for index in range(self.config.num_layers)]
+
     def _stage_elements(self, stage: str) -> int:
         return sum(math.prod(shape) for shape in stage_tensor_shapes(self.config, stage).values() if len(shape) > 1)
 
-    @cached_property
-    def ring_bytes(self) -> int:
-        """Of the ring through which weights of other tiers come."""
-        return staging_bytes(self.storage, int(self.limits[self.compute_tier]))
+    # --- KV cache ---
+    @property
+    def kv_elements(self) -> int:
+        """Keys and values of one position in all layers."""
+        return 2 * self.config.num_layers * self.config.kv_size
 
     @property
     def cache_bytes(self) -> float:
-        """Of one key's or value's element at rest."""
+        """Bytes of a key's or value's element as stored."""
         cache = self.precision.cache
         return self.compute_bytes if cache is None else cache.bytes_per_value(self.compute_bytes)
 
     @property
     def fetched_cache_bytes(self) -> float:
-        """The same of what decoding brings over a link: sparse attention leaves most values where they are."""
+        """The same, averaged over what decoding fetches: sparse attention leaves most values out."""
         cache = self.precision.cache
         return self.compute_bytes if cache is None else cache.fetched_bytes_per_value(self.compute_bytes)
 
-    @property
-    def window_bytes(self) -> int:
-        """Of a sequence's newest tokens, which a packed cache keeps as they are beside the computing."""
-        return cache_sizes(self.config, self.precision.cache, self.compute_bytes, on_disk=False).window_bytes
-
-    @property
-    def kv_elements(self) -> int:
-        """Of one position in all layers."""
-        return 2 * self.config.num_layers * self.config.kv_size
-
-    @cached_property
-    def workspace(self) -> Workspace:
-        config = self.config
-        direct = self.compute_bytes != 4 or self.hardware.gpu is not None or config.attn_softcap is not None
-        return Workspace(config, self.compute_bytes, direct, self.precision.cache)
-
     def visible_positions(self, context: float) -> float:
-        """Positions that a token sees of `context`, as a mean over the layers: some have a window."""
+        """Positions of `context` that a token sees, averaged over layers with and without a window."""
         windows = self.config.windows
         if not windows:
             return context
         return sum(context if window is None else min(context, window) for window in windows) / len(windows)
 
+    @property
+    def attention_pairs(self) -> float:
+        """Computed prompt tokens x positions they see, per sequence and layer (the full square, as kernels compute)."""
+        workload = self.workload
+        if not self.config.windows:
+            return workload.pairs
+        return workload.computed * self.visible_positions(workload.pairs / workload.computed)
 
-def layer_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
-    return [shape for shape in stage_tensor_shapes(config, layer_stage(0)).values() if len(shape) > 1]
+    # --- What this engine does. `benchmarks.paper` overrides these members to describe other engines. ---
+    @cached_property
+    def copies_fit(self) -> bool:
+        """Whether fully resident weights are kept in the compute dtype."""
+        needed = self.copies_bytes + self.storage.vector_bytes(self.compute_bytes)
+        return needed <= COPIES_SHARE * self.limits[self.compute_tier]
 
+    @cached_property
+    def ring_bytes(self) -> float:
+        """Bytes of the staging ring for offloaded weights; a larger layer is loaded again for every batch."""
+        return staging_bytes(self.storage, int(self.limits[self.compute_tier]))
 
-def layer_matrices(config: ModelConfig) -> int:
-    return len(layer_shapes(config))
+    @property
+    def host_attention_tiers(self) -> tuple[Tier, ...]:
+        """Offloaded tiers whose cache the host attends to in decoding, so that it is not fetched."""
+        on_host = self.cpu_attention and self.hardware.gpu is not None and self.precision.cache is None
+        return ("cpu",) if on_host else ()
+
+    def link_rates(self, link: Link) -> tuple[float, float, float]:
+        """Bytes per second of weights to the gpu, and of cache and hidden states to and from it."""
+        return link.to_gpu_bytes_s, link.to_gpu_bytes_s, link.to_cpu_bytes_s
+
+    def conversions(self, batches: float) -> float:
+        """Times that one pass over `batches` batches converts a weight to the compute dtype."""
+        return batches
+
+    def decode_steps(self, batches: float, sequences: float) -> float:
+        """Launches of one decode pass in one layer: each cache block attends by itself."""
+        return batches + math.ceil(sequences / BLOCK_SEQUENCES)
+
+    def staging_memory(self, shape: BlockShape, sequences: float, resident: bool) -> dict[Tier, tuple[Affine, ...]]:
+        """Bytes by tier besides what is stored there: alternatives, each of which must fit.
+
+        sequences: of the block.
+        resident: all weights are on the compute tier.
+        """
+        config, work = self.config, self.compute_bytes
+        staging = affine(self.storage.vector_bytes(work) / self.stages + (0.0 if resident else self.ring_bytes))
+        if shape.schedule != "prefill-only":
+            sizes = cache_sizes(config, self.precision.cache, work, on_disk=False)
+            staging += affine(sequences * sizes.window_bytes / self.stages)
+        # Two layers of an offloaded cache block: the one in use and the next.
+        block = 2 * min(BLOCK_SEQUENCES, shape.gpu_batch_size) * self.workload.longest
+        offloaded: tuple[Tier, ...] = ("cpu", "disk") if self.hardware.gpu else ("disk",)
+        for tier in offloaded:
+            if not (tier == "cpu" and self.cpu_attention):
+                staging[CACHE[tier]] += block * self.kv_elements / config.num_layers * work
+        return {self.compute_tier: (staging,)}
+
+    def workspace_bytes(self, shape: BlockShape, sequences: float) -> float:
+        """Bytes that computing takes on the compute tier besides what its limit counts.
+
+        sequences: of the block.
+        """
+        config, workload, cache = self.config, self.workload, self.precision.cache
+        direct = self.compute_bytes != 4 or self.hardware.gpu is not None or config.attn_softcap is not None
+        workspace = Workspace(config, self.compute_bytes, direct, cache)
+        most = max(self.max_batch_tokens, workload.longest_prompt)
+        prompt_tokens = int(min(shape.gpu_batch_size * workload.computed, most))
+        decoding = min(sequences, shape.gpu_batch_size)
+        largest = max(
+            workspace.layer(prompt_tokens, int(workload.longest_prompt), 0),
+            workspace.layer(int(decoding), 1, int(decoding * workload.longest)),
+        )
+        return largest + 4 * MAX_PENDING_STORE_BYTES

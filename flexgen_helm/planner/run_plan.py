@@ -8,14 +8,7 @@ from dataclasses import dataclass, replace
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.linear_program import Solution
-from flexgen_helm.planner.memory import (
-    Fractions,
-    MemoryPlan,
-    RunSize,
-    SchedulerLimits,
-    activation_fractions,
-    scheduler_limits,
-)
+from flexgen_helm.planner.memory import Fractions, MemoryPlan, RunMemory, RunSize, SchedulerLimits
 from flexgen_helm.planner.placement import Tier, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.quant.precisions import CacheFormat
@@ -90,6 +83,5 @@ def plan_run(
         one_layer=schedule == "prefill-only",
     )
     hidden_bytes = config.hidden_size * compute_bytes
-    limits = scheduler_limits(memory, policy, schedule, run, free, compute_tier, sizes, hidden_bytes)
-    activations = activation_fractions(memory, schedule, run, free, compute_tier, hidden_bytes)
-    return RunPlan(policy, schedule, memory.cache, activations, limits)
+    division = RunMemory(memory, policy, schedule, run, free, compute_tier, sizes, hidden_bytes)
+    return RunPlan(policy, schedule, memory.cache, division.activation_fractions(), division.limits())

@@ -1,4 +1,4 @@
-"""What is to be computed, as the planner sees it: how many sequences of which lengths. No torch."""
+"""The workload to plan for: how many sequences of which lengths. No torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from flexgen_helm.errors import UsageError
 
 @dataclass(frozen=True)
 class LengthGroup:
-    """`count` sequences with prompts of `prompt` tokens that generate `output` tokens each. shared: leading tokens of
-    the prompt that are the same in all of them and are computed once."""
+    """`count` sequences of equal length.
+
+    prompt, output: tokens of each.
+    shared: leading prompt tokens that are equal in all of them and are computed once.
+    """
 
     prompt: int
     output: int
@@ -28,11 +31,18 @@ class LengthGroup:
         if not 0 <= self.shared <= self.prompt:
             raise UsageError(f"a shared prefix of {self.shared} tokens does not fit a prompt of {self.prompt}")
 
+    @property
+    def computed(self) -> float:
+        """Mean number of prompt tokens that are computed for a sequence."""
+        return self.prompt - self.shared + self.shared / self.count
+
 
 @dataclass(frozen=True)
 class Workload:
-    """A histogram of sequences; all means are over sequences. saved_tokens: prompt tokens over all that need not be
-    computed because sequences of several groups share them."""
+    """A histogram of lengths. All means are over sequences.
+
+    saved_tokens: prompt tokens over all sequences that are not computed because sequences of several groups share them.
+    """
 
     groups: tuple[LengthGroup, ...]
     saved_tokens: int = 0
@@ -47,10 +57,9 @@ class Workload:
 
     @classmethod
     def of(cls, lengths: Iterable[tuple[int, int]], saved_tokens: int = 0) -> Workload:
-        """From (prompt, output) lengths of every sequence."""
-        counted = sorted(Counter(lengths).items())
-        groups = tuple(LengthGroup(prompt, output, count) for (prompt, output), count in counted)
-        return cls(groups, saved_tokens)
+        """Count the (prompt, output) lengths of all sequences."""
+        counts = sorted(Counter(lengths).items())
+        return cls(tuple(LengthGroup(prompt, output, count) for (prompt, output), count in counts), saved_tokens)
 
     @property
     def num_sequences(self) -> int:
@@ -81,16 +90,14 @@ class Workload:
 
     @property
     def computed(self) -> float:
-        """Mean number of prompt tokens that are computed: a shared prefix counts once."""
-        own = self._mean(lambda group: group.prompt - group.shared + group.shared / group.count)
-        return own - self.saved_tokens / self.num_sequences
+        """Mean number of prompt tokens that are computed."""
+        return self._mean(lambda group: group.computed) - self.saved_tokens / self.num_sequences
 
     @property
     def pairs(self) -> float:
-        """Mean of computed prompt tokens x prompt length: what prefill attention grows with."""
-        own = self._mean(lambda group: (group.prompt - group.shared + group.shared / group.count) * group.prompt)
-        whole = self.computed + self.saved_tokens / self.num_sequences
-        return own * self.computed / whole
+        """Mean of computed prompt tokens x prompt length, which prefill attention grows with."""
+        pairs = self._mean(lambda group: group.computed * group.prompt)
+        return pairs * self.computed / (self.computed + self.saved_tokens / self.num_sequences)
 
     def _mean(self, of: Callable[[LengthGroup], float]) -> float:
         return float(sum(group.count * of(group) for group in self.groups) / self.num_sequences)

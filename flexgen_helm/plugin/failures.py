@@ -38,7 +38,7 @@ def explain_failure(error: Exception, data: Path | None) -> str:
         )
     return (
         f"the scenario's data could not be downloaded ({cause}). Copy it into {data} from a machine that has it "
-        "(docs/helm.md), or go where there is a network; the same command then runs what is missing."
+        "(docs/how-to/offline.md), or go where there is a network; the same command then runs what is missing."
     )
 
 

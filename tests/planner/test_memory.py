@@ -8,7 +8,7 @@ import pytest
 
 from flexgen_helm.planner.cache_sizes import CacheSizes
 from flexgen_helm.planner.constants import ACTIVATIONS_SHARE
-from flexgen_helm.planner.memory import MemoryPlan, RunSize, scheduler_limits
+from flexgen_helm.planner.memory import MemoryPlan, RunMemory, RunSize
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from tests.helpers.planning_problems import small
@@ -21,7 +21,7 @@ ASKED = RunSize(longest=20, prompt_tokens=1600)
 
 def limits(policy, plan, host_attends=True, schedule="zigzag", free=FREE, window_bytes=0):
     cache = CacheSizes(1200, 100, window_bytes, host_attends=host_attends)
-    return scheduler_limits(plan, policy, schedule, ASKED, free, "gpu", cache, hidden_bytes=500)
+    return RunMemory(plan, policy, schedule, ASKED, free, "gpu", cache, hidden_bytes=500).limits()
 
 
 @pytest.fixture
@@ -67,10 +67,10 @@ def test_groups_that_the_host_attends_to_need_no_staging(plan):
 
 def test_prompts_beyond_one_batch_wait_even_in_a_block_of_one():
     """A planner that counted only one token a row filled the gpu with weights, and the block came in eight pieces."""
-    situation = small(200, 400)
-    rows = situation.workload.num_sequences
-    tokens = rows * situation.workload.computed
-    bound = replace(situation, engine=replace(situation.engine, max_batch_tokens=int(tokens) - 1))
+    problem = small(200, 400)
+    rows = problem.workload.num_sequences
+    tokens = rows * problem.workload.computed
+    bound = replace(problem, max_batch_tokens=int(tokens) - 1)
     policy = Policy(rows, 1, 0, 1, 0, 1, 1, 0)
-    found = [predict(each, policy, "zigzag").memory["gpu"].peak for each in (situation, bound)]
-    assert found[1] - found[0] >= 0.9 * (tokens - rows) * situation.config.hidden_size * situation.compute_bytes
+    found = [predict(each, policy, "zigzag").memory["gpu"].peak for each in (problem, bound)]
+    assert found[1] - found[0] >= 0.9 * (tokens - rows) * problem.config.hidden_size * problem.compute_bytes

@@ -1,0 +1,145 @@
+"""Evaluate each row of a table of throughputs with the cost model.
+
+The columns are those of the paper's tables: system, model, prompt_len, gen_len, schedule, block shape, percentages,
+switches, and what the disk of that measurement did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pandas as pd
+
+from flexgen_helm.benchmarks.paper.systems import COMPRESSED, SYSTEMS, with_page_cache
+from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.errors import UsageError
+from flexgen_helm.hardware.profile import HardwareProfile
+from flexgen_helm.planner.placement import TIERS
+from flexgen_helm.planner.policy import Policy, Schedule
+from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.problem import PlanningProblem
+from flexgen_helm.planner.workload import Workload
+from flexgen_helm.quant.precisions import FP16
+
+# A smaller figure with two decimals is too coarse to compare with.
+MIN_TOKENS_PER_S = 0.05
+_SHARES = ("wg", "wc", "cg", "cc", "hg", "hc")
+_REQUIRED = ("model", "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", *_SHARES)
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One row.
+
+    measured: token/s; None if the table says that memory ran out, or nothing.
+    """
+
+    problem: PlanningProblem
+    policy: Policy
+    schedule: Schedule
+    measured: float | None
+
+
+def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
+    """Return {rows, summary}: the table's columns with predictions, and the errors over all rows and by system.
+
+    Rows that measure less than `MIN_TOKENS_PER_S` are not in the summary.
+    Raises `UsageError` with line and column.
+    """
+    try:
+        lines = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False).fillna("").to_dict("records")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as CSV: {error}") from error
+    missing = [name for name in _REQUIRED if not lines or name not in lines[0]]
+    if missing:
+        raise UsageError(f"{path} needs a line of headers with {', '.join(missing)}, and at least one row")
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=2):
+        try:
+            row = read_row({str(name): str(text) for name, text in line.items()}, hardware)
+            prediction = predict(row.problem, row.policy, row.schedule, rounded=False)
+        except (ValueError, KeyError, UsageError) as error:
+            raise UsageError(f"{path}, line {number}: {error}") from error
+        rows.append(
+            {
+                **line,
+                "predicted_tokens_per_s": prediction.tokens_per_s,
+                "predicted_prefill_s": prediction.prefill_s,
+                "predicted_decode_s": prediction.decode_s,
+                "feasible": prediction.feasible,
+                "missing_bytes": dict(prediction.missing),
+                "bottleneck": prediction.bottleneck,
+                "error": None if row.measured is None else prediction.tokens_per_s / row.measured - 1,
+            }
+        )
+    return {"rows": rows, "summary": summarize(rows)}
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return {median_error, max_error, n} over all rows and, under `by_system`, for each system."""
+    counted = [row for row in rows if row["error"] is not None and float(row["tokens_per_s"]) >= MIN_TOKENS_PER_S]
+    systems = [row.get("system") or "" for row in counted]
+    errors = pd.Series([abs(row["error"]) for row in counted], index=systems, dtype=float)
+    by_system = {system: _errors(errors[[system]]) for system in dict.fromkeys(systems)}
+    return {**_errors(errors), "by_system": by_system}
+
+
+def _errors(errors: pd.Series) -> dict[str, Any]:
+    if errors.empty:
+        return {"median_error": None, "max_error": None, "n": 0}
+    return {"median_error": float(errors.median()), "max_error": float(errors.max()), "n": len(errors)}
+
+
+def read_row(line: Mapping[str, str], hardware: HardwareProfile) -> TableRow:
+    """Read one row. Raises `ValueError`, `KeyError` or `UsageError` if a column cannot be read."""
+    entry = resolve(line["model"]).entry
+    if entry is None:
+        raise UsageError(f"model {line['model']!r} is not in the catalogue")
+    shares = (_number(line, name) / 100 for name in _SHARES)
+    policy = Policy(int(line["gpu_batch_size"]), int(line["num_gpu_batches"]), *shares)
+    system = (line.get("system") or "flexgen").split()[0].lower()
+    if system not in SYSTEMS:
+        raise UsageError(f"system {system!r} is not known; take {', '.join(SYSTEMS)}")
+    problem = SYSTEMS[system](
+        entry.config,
+        _hardware_of(line, hardware),
+        Workload.uniform(int(line["prompt_len"]), int(line["gen_len"]), 1),
+        COMPRESSED if _switch(line, "compress", False) else FP16,
+        compute_bytes=2,
+        limits={},
+        overlap=_switch(line, "overlap", True),
+        cpu_attention=_switch(line, "cpu_attention", True),
+        endless=True,
+    )
+    problem = replace(problem, limits={tier: problem.capacity(tier) for tier in TIERS})
+    try:
+        measured = float(line.get("tokens_per_s") or "")
+    except ValueError:
+        measured = None
+    return TableRow(problem, policy, cast(Schedule, line.get("schedule") or "zigzag"), measured)
+
+
+def _hardware_of(line: Mapping[str, str], hardware: HardwareProfile) -> HardwareProfile:
+    """Return the machine with the disk of the row."""
+    disk = hardware.disk
+    if line.get("disk_read_gb_s"):
+        disk = replace(disk, read_bytes_s=_number(line, "disk_read_gb_s") * 1e9 * disk.streams)
+    if line.get("disk_write_gb_s"):
+        disk = replace(disk, write_bytes_s=_number(line, "disk_write_gb_s") * 1e9 * disk.streams)
+    hardware = replace(hardware, disk=disk)
+    return with_page_cache(hardware) if line.get("page_cache") == "free" else hardware
+
+
+def _number(line: Mapping[str, str], name: str) -> float:
+    try:
+        return float(line[name])
+    except ValueError:
+        raise UsageError(f"column {name} holds {line[name]!r}, which is no number") from None
+
+
+def _switch(line: Mapping[str, str], name: str, default: bool) -> bool:
+    text = line.get(name) or ""
+    return default if not text else text not in ("0", "false", "False")
