@@ -1,8 +1,7 @@
-"""Throughput under limits of latency: the paper's trade-off curve, as data and as a picture. No torch."""
+"""Throughput under limits of latency: the paper's trade-off curve. No torch."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from flexgen_helm.errors import MemoryLimitError
@@ -46,26 +45,3 @@ def _point(solution: Solution) -> dict[str, Any]:
         "tokens_per_s": solution.prediction.tokens_per_s,
         "policy": {**block, "schedule": solution.schedule, **policy.fractions},
     }
-
-
-def write_picture(points: list[dict[str, Any]], problem: PlanningProblem, path: Path) -> None:
-    """Draw the points of a frontier into one self-contained HTML file."""
-    import plotly.graph_objects as go
-
-    policies = [point["policy"] for point in points]
-    figure = go.Figure(
-        go.Scatter(
-            x=[point["latency_s"] for point in points],
-            y=[point["tokens_per_s"] for point in points],
-            mode="lines+markers+text",
-            text=[f"{policy['gpu_batch_size']}x{policy['num_gpu_batches']}" for policy in policies],
-            textposition="top left",
-            hovertemplate="%{x:.1f} s, %{y:.3g} token/s, block %{text}<extra></extra>",
-        )
-    )
-    workload = problem.workload
-    title = f"{problem.hardware.name}: {workload.prompt:.0f} prompt + {workload.output:.0f} output tokens"
-    figure.update_layout(title=title, template="plotly_white", width=860, height=520)
-    figure.update_xaxes(title="latency of a block, seconds", type="log")
-    figure.update_yaxes(title="generated tokens a second", type="log")
-    figure.write_html(path, include_plotlyjs=True)

@@ -41,7 +41,7 @@ from flexgen_helm.plugin.helm_run import HelmRun, write_json
 from flexgen_helm.plugin.service import Submission, SubmittedBlock
 from flexgen_helm.plugin.usage import suite_usage
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.scores import read_scores, reused_note, table
+from flexgen_helm.report.scores import read_scores, reused_note
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import versions
 from flexgen_helm.request import Progress
@@ -303,6 +303,8 @@ class Suite:
         from rich.console import Console
         from rich.table import Table
 
+        from flexgen_helm.report.tables import SUMMARY_COLUMNS, runs_table
+
         finished = []
         for folder in self._finished:
             try:
@@ -311,7 +313,7 @@ class Suite:
                 continue  # a dry run, or nothing to score
         if not finished:
             return
-        titles, rows = table(finished)
+        table = runs_table(finished)[SUMMARY_COLUMNS]
         note = reused_note(finished)
         drawn = Table(
             title=f"{len(finished)} runs in {self._folders[0].parent}",
@@ -319,9 +321,9 @@ class Suite:
             title_justify="left",
             caption_justify="left",
         )
-        for position, title in enumerate(titles):
+        for position, title in enumerate(table):
             drawn.add_column(title, justify="left" if position < 2 else "right", overflow="fold")
-        for row in rows:
+        for row in table.itertuples(index=False):
             drawn.add_row(*row)
         Console(width=None if sys.stdout.isatty() else 160).print(drawn)
 

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.planner import search as search_module
-from flexgen_helm.planner.frontier import frontier_points, write_picture
+from flexgen_helm.planner.frontier import frontier_points
 from flexgen_helm.planner.memory import plan_memory
 from flexgen_helm.planner.plan import make_plan, planning_problem, simulated_gpu
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.workload import Workload
+from flexgen_helm.report.pages import frontier_page
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.planning_problems import LAPTOP, MIB, config, small
 
@@ -233,7 +234,7 @@ def test_a_plan_says_why_and_what_would_help():
     assert not refused.solution.prediction.feasible and "misses" in refused.why and not refused.to_json()["feasible"]
 
 
-def test_a_frontier_rises_and_can_be_drawn(tmp_path):
+def test_a_frontier_rises_and_can_be_drawn():
     problem = small(64, 150, endless=True)
     found = frontier_points(problem, 5)
     assert len(found) >= 3
@@ -241,5 +242,5 @@ def test_a_frontier_rises_and_can_be_drawn(tmp_path):
     assert [p["tokens_per_s"] for p in found] == sorted(p["tokens_per_s"] for p in found)
     best = search(problem).prediction.tokens_per_s
     assert found[-1]["tokens_per_s"] == pytest.approx(best)
-    write_picture(found, problem, tmp_path / "frontier.html")
-    assert "tokens a second" in (tmp_path / "frontier.html").read_text()
+    html = frontier_page(found, problem).to_html()
+    assert "latency of a block" in html and html.count("Plotly.newPlot") == 1
