@@ -34,9 +34,8 @@ REQUESTS = [
 ]
 OWN = Precision(
     "own",
-    GroupFormat(3, 128, "in", "pair", "half-quadratic"),
-    GroupFormat(8),
-    CacheFormat(GroupFormat(2, 16, "out"), None, residual_window=7),
+    GroupFormat(3, 128, "in", "word", "error"),
+    cache=CacheFormat(GroupFormat(2, 16, "out"), None, residual_window=7),
 )
 
 

@@ -63,8 +63,6 @@ def to_codes(values: Tensor, fmt: GroupFormat) -> tuple[Tensor, Tensor]:
     least, greatest = values.amin(-1), values.amax(-1)
     if fmt.scales == "pair":
         scales = _pair(least, greatest, fmt.bits)
-        if fmt.fit == "half-quadratic":
-            scales = _half_quadratic(values, scales, fmt.bits)
         step, offset = scales[..., 0].float(), scales[..., 1].float()
         return _codes(values, step, offset, fmt.bits), scales
     if least.numel() and float((greatest.clamp_min(0.0) - least.clamp_max(0.0)).max()) > 2 * largest_value(fmt):
@@ -108,24 +106,6 @@ def _pair(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
     # A floor, so that a constant is code 0 exactly and nothing is divided by 0.
     step = step.clamp_min(torch.finfo(torch.float16).smallest_normal)
     return torch.stack((step, offset), -1)
-
-
-def _half_quadratic(values: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The same steps, with offsets that make the sum of |error|^p small (Badri and Shaji, 'Half-Quadratic
-    Quantization', 2023): in turn, errors that are shrunk towards 0, and the zero point that is the mean of what is
-    left. Few large errors are then left alone, and no data are needed."""
-    step, p, weight = scales[..., 0].float(), 0.7, 10.0
-    zero = -scales[..., 1].float() / step
-    for _ in range(20):
-        codes = ((values / step[..., None]) + zero[..., None]).round_().clamp_(0, (1 << bits) - 1)
-        error = values - (codes - zero[..., None]) * step[..., None]
-        size = error.abs()
-        shrunk = error.sign() * (size - size.clamp_min(1e-12) ** (p - 1) / weight).clamp_min_(0.0)
-        zero = (codes - (values - shrunk) / step[..., None]).mean(-1)
-        weight *= 1.01
-    offset = (-zero * step).half()
-    usable = torch.isfinite(offset)  # a constant keeps its own
-    return torch.stack((scales[..., 0], torch.where(usable, offset, scales[..., 1])), -1)
 
 
 def _half(values: Tensor, down: bool) -> Tensor:

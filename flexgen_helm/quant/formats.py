@@ -19,7 +19,7 @@ from flexgen_helm.identity import record_text, same_names
 
 Axis = Literal["in", "out"]
 Scales = Literal["pair", "word"]
-Fit = Literal["range", "error", "half-quadratic"]
+Fit = Literal["range", "error"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class GroupFormat:
     scales: 'pair' is step and offset in FP16, 32 bits a group (the paper's). 'word' is 16 bits a group: 9 of a
     logarithmic step and 7 of a zero point (`quant.arithmetic`), for values on both sides of zero.
     fit: the step from the least and the greatest value ('range', the paper's), or words where the squared error is
-    least ('error'), or pairs whose offset suits most values rather than the outliers ('half-quadratic').
+    least ('error').
     """
 
     bits: int = 4
@@ -45,8 +45,6 @@ class GroupFormat:
             raise UsageError(f"groups of {self.group_size}: a group has a multiple of 8 values")
         if self.fit == "error" and self.scales != "word":
             raise UsageError("the least squared error is searched on the grid of 16-bit scales: take scales='word'")
-        if self.fit == "half-quadratic" and self.scales != "pair":
-            raise UsageError("half-quadratic fitting moves offsets in FP16: take scales='pair'")
 
     def identity_text(self) -> str:
         return record_text(

@@ -274,19 +274,3 @@ def test_the_triton_loop_gives_the_numbers_of_plain_operations():
 def test_formats_that_cannot_be(bits, group, fit):
     with pytest.raises(UsageError):
         GroupFormat(bits, group, "in", "pair", fit)
-
-
-@given(st.floats(0.01, 3.0), st.integers(0, 5))
-@settings(deadline=None, max_examples=20)
-def test_half_quadratic_offsets_suit_most_values(scale, seed):
-    """The steps stay, a constant stays exact, and the sum of |error|^0.7, which it is for, is no larger."""
-    values = matrix(8, 64, scale, seed)
-    values[0] = 0.25
-    values[:, 0] *= 6  # outliers
-    plain, fitted = (GroupFormat(4, 64, "in", "pair", fit) for fit in ("range", "half-quadratic"))
-    assert torch.equal(to_codes(values[:, None], plain)[1][..., 0], to_codes(values[:, None], fitted)[1][..., 0])
-    errors = {fmt.fit: (dequantize(quantize(values, fmt), fmt, 8, 64) - values).abs() for fmt in (plain, fitted)}
-    assert (errors["half-quadratic"][0, 1:] < 1e-3).all()
-    assert (errors["half-quadratic"] ** 0.7).sum() <= 1.02 * (errors["range"] ** 0.7).sum()
-    with pytest.raises(UsageError, match="pair"):
-        GroupFormat(4, 32, "out", "word", "half-quadratic")
