@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.identity import record_text, same_names
+from flexgen_helm.identity import record_text
 
 Axis = Literal["in", "out"]
 Scales = Literal["pair", "word"]
@@ -53,9 +53,7 @@ class GroupFormat:
             raise UsageError("the least squared error is searched on the grid of 16-bit scales: take scales='word'")
 
     def identity_text(self) -> str:
-        return record_text(
-            self, "GroupFormat", {"bits": "bits", "group": "group_size", **same_names("axis scales fit")}
-        )
+        return record_text(self, "GroupFormat", "bits group=group_size axis scales fit")
 
     @property
     def scale_bytes(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.identity import record_text, same_names, text_of
+from flexgen_helm.identity import record_text, text_of
 from flexgen_helm.quant.formats import GroupFormat
 
 # Group of tokens in a cache that is sparse but not quantized: the group size of `4bit-s`.
@@ -44,11 +44,7 @@ class CacheFormat:
             raise UsageError("sparse attention needs groups of tokens, whose values are packed one by one")
 
     def identity_text(self) -> str:
-        return record_text(
-            self,
-            "CacheFormat",
-            {**same_names("keys values"), "residual": "residual_window", "value_share": "value_share"},
-        )
+        return record_text(self, "CacheFormat", "keys values residual=residual_window value_share")
 
     @property
     def is_sparse(self) -> bool:
@@ -149,7 +145,7 @@ class Precision:
     cache: CacheFormat | None = None
 
     def identity_text(self) -> str:
-        return record_text(self, "Precision", same_names("name weights tables cache"))
+        return record_text(self, "Precision", "name weights tables cache")
 
     @property
     def label(self) -> str:
