@@ -47,7 +47,7 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/mypy --explicit-package-bases -p benchmarks -p scenarios
 
-# Rewrites the README's table of models from the tests' own tiny models.
+# Rewrites the table of docs/models.md from the tests' own tiny models.
 model-table: install
 	$(BIN)/python -m tests.helpers.model_table
 
