@@ -188,6 +188,39 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "opt-plain-norms": lambda: tiny_config("OPTConfig", _OPT, layer_norm_elementwise_affine=False),
     "opt-untied": lambda: tiny_config("OPTConfig", _OPT, tie_word_embeddings=False),
 }
+# Name -> GGUF architecture, configuration, whether the GGUF reader of `transformers` knows all of it. The tests compare
+# GGUF files of these with safetensors folders.
+GGUF_VARIANTS: dict[str, tuple[str, Callable[[], Any], bool]] = {
+    "llama": ("llama", lambda: llama_config(tie_word_embeddings=False), True),
+    "llama3": ("llama", VARIANTS["llama3-rope"], False),
+    "mixtral": (
+        "llama",
+        lambda: config_like_llama("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+        False,
+    ),
+    "qwen2": ("qwen2", VARIANTS["qwen2"], True),
+    "qwen3": ("qwen3", lambda: config_like_llama("Qwen3Config", head_dim=128), True),
+    "qwen3moe": (
+        "qwen3moe",
+        lambda: config_like_llama(
+            "Qwen3MoeConfig",
+            head_dim=16,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+        ),
+        False,
+    ),
+    "phi3": ("phi3", VARIANTS["phi3"], False),
+    "phi3-longrope": ("phi3", VARIANTS["phi3-longrope"], False),
+    "gemma2": ("gemma2", lambda: gemma_config("Gemma2Config", head_dim=256, query_pre_attn_scalar=256), True),
+    "gemma3": (
+        "gemma3",
+        lambda: gemma_config("Gemma3TextConfig", head_dim=256, query_pre_attn_scalar=256, num_hidden_layers=7),
+        True,
+    ),
+}
 
 
 def build_tiny(folder: Path, variant: str, tokenizer: bool = True) -> TinyModel:
