@@ -62,7 +62,7 @@ pages: install
 	$(BIN)/python docs/commands.py
 	$(BIN)/python docs/figures.py
 
-# Rewrites the table of models from the tests' own tiny models.
+# Rewrites the table of docs/models.md from the tests' own tiny models.
 model-table: install
 	$(BIN)/python -m tests.helpers.model_table
 

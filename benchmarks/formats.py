@@ -35,7 +35,7 @@ class MixedPrecision(Precision):
 
     by_name: tuple[tuple[str, GroupFormat], ...] = ()
 
-    def fmt(self, tensor: str) -> GroupFormat | None:
+    def format_of(self, tensor: str) -> GroupFormat | None:
         found = super().format_of(tensor)
         own = dict(self.by_name).get(tensor.split(".")[-2])
         return own if found is not None and own is not None else found
@@ -47,8 +47,6 @@ def weight_formats() -> Iterator[tuple[str, Precision]]:
 
     yield "the paper's: outputs, 64, pair", Precision("paper", PAPER_GROUPS)
     yield plain("inputs, 64, pair", 4, 64, "in", "pair")
-    yield plain("outputs, 64, pair, half-quadratic", 4, 64, "out", "pair", "half-quadratic")
-    yield plain("inputs, 64, pair, half-quadratic", 4, 64, "in", "pair", "half-quadratic")
     yield plain("outputs, 64, word, fitted", 4, 64, "out", "word", "error")
     yield plain("inputs, 64, word, fitted", 4, 64, "in", "word", "error")
     yield plain("outputs, 32, word, from the range", 4, 32, "out", "word")

@@ -35,7 +35,6 @@ TORCH_FREE = [
     "flexgen_helm.hardware.threads",
     "flexgen_helm.hardware.host_memory",
     "flexgen_helm.hardware.profile",
-    "flexgen_helm.hardware.rates",
     "flexgen_helm.models.architectures",
     "flexgen_helm.planner.frontier",
     "flexgen_helm.planner.plan",

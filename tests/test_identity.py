@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from flexgen_helm.checkpoint.catalog import CATALOG
-from flexgen_helm.identity import record_text, same_names, text_of
+from flexgen_helm.identity import record_text, text_of
 from flexgen_helm.models.config import RopeConfig
 from flexgen_helm.plugin.convert import _request_key
 from flexgen_helm.quant.formats import GroupFormat
@@ -34,9 +34,8 @@ REQUESTS = [
 ]
 OWN = Precision(
     "own",
-    GroupFormat(3, 128, "in", "pair", "half-quadratic"),
-    GroupFormat(8),
-    CacheFormat(GroupFormat(2, 16, "out"), None, residual_window=7),
+    GroupFormat(3, 128, "in", "word", "error"),
+    cache=CacheFormat(GroupFormat(2, 16, "out"), None, residual_window=7),
 )
 
 
@@ -117,7 +116,7 @@ class Later:
 
 def test_new_fields_count_only_where_they_say_something() -> None:
     def text(record: Later) -> str:
-        return record_text(record, "First", {"old_name": "renamed"})
+        return record_text(record, "First", "old_name=renamed")
 
     assert text(Later(1)) == "First(old_name=1)"
     assert text(Later(1, 0.5)) == "First(old_name=1, added=0.5)"
@@ -128,7 +127,6 @@ def test_values_without_a_text_of_their_own_are_refused() -> None:
         text_of((1, Later(1)))
     with pytest.raises(TypeError, match="dict has no text"):
         text_of({})
-    assert same_names("a b") == {"a": "a", "b": "b"}
 
 
 @pytest.mark.parametrize("precision", ["fp16", "4bit", "paper-4bit"])

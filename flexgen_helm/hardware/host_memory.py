@@ -1,32 +1,32 @@
-"""How this process keeps the memory that it has freed."""
+"""Whether this process returns freed memory to the system (glibc's `mallopt`)."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 
-# Of malloc.h; the same numbers in every version of glibc.
+# Parameters of malloc.h, the same numbers in every version of glibc.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _NEVER = (1 << 31) - 1
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc reuse large blocks instead of returning them to the system; false where there is no glibc.
+    """Let glibc reuse freed blocks instead of returning them to the system; false without glibc.
 
-    A batch frees and takes the same tens of megabytes for every product. Returned in between, each page is zeroed and
-    mapped anew: a third of the prefill time of a small model. For the whole process; what the largest batch took
-    stays until `return_freed_memory`.
+    Every product allocates and frees the same tens of megabytes. If the system takes them back in between, it zeroes
+    and maps each page anew: a third of the prefill time of a small model. The setting holds for the whole process;
+    the largest batch's memory stays until `return_freed_memory`.
     """
     libc = _glibc()
     if libc is None:
         return False
-    # One arena: a thread's own would send large blocks to the system all the same.
+    # One arena: large blocks of another thread's arena would go back to the system all the same.
     settings = ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER))
-    return all(bool(libc.mallopt(what, value)) for what, value in settings)
+    return all(bool(libc.mallopt(parameter, value)) for parameter, value in settings)
 
 
 def return_freed_memory() -> None:
-    """Give what is free back to the system now; nothing where there is no glibc."""
+    """Return freed memory to the system now; nothing without glibc."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)

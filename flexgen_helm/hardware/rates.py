@@ -1,105 +1,95 @@
-"""Rates of the machine at hand, and the product that reaches them. Measured when asked for, never assumed.
-
-No torch at import: a plan needs the numbers of a profile, not the library.
-"""
+"""The fastest product of this machine and dtype, found by measurement, and its rate."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-    Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-# PyTorch's float32 products on CPUs go to its BLAS (MKL), which keeps to AVX2 on processors of other makers; oneDNN,
-# which PyTorch carries too, uses what the processor has. Results may differ in the last bits, so the choice must not
-# flip between two processes on one machine: the BLAS is taken only where it is clearly faster.
-_CLEARLY = 1.3
-# Below this many rows `W @ x.T` outruns `x @ W.T` in the BLAS.
-_SKINNY_ROWS = 64
+# In float32 on CPUs, PyTorch calls its BLAS (MKL), which stops at AVX2 on processors of other makers. oneDNN, also in
+# PyTorch, uses what the processor has. The two differ in the last bits, so processes of one machine must choose alike:
+# the BLAS is taken only if oneDNN needs more than 1.3 times its time.
+_BLAS_ADVANTAGE = 1.3
+# Rows of x up to which the BLAS is faster at W @ x.T than at x @ W.T.
+_SKINNY_ROWS = 63
+# Sizes of the measured products: side of the square weight, rows of x in decoding and in prefill.
+_WEIGHT_SIZE, _DECODE_ROWS, _PREFILL_ROWS = 1024, 16, 256
+# A product of `_DECODE_ROWS` rows that takes longer reveals a dtype that is hundreds of times slower than another, as
+# 16 bits are on many CPUs; measuring it at full size would take seconds.
+_EMULATED_S = 0.05
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; one type and device.
+    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; one dtype and device.
 
-    weight: contiguous, or as `by_input` lays it out.
+    weight: row-major, or as `column_major` returns it.
     """
-    return _fastest(x.device, x.dtype)(x, weight, bias)
+    return _fastest_linear(x.device, x.dtype)(x, weight, bias)
 
 
 def column_major(weight: Tensor) -> Tensor:
-    """The same matrix [out, in], in memory one input after the other where that makes `linear` faster.
+    """Return the matrix [out, in] in the memory layout that makes `linear` fastest: column-major for oneDNN.
 
-    oneDNN brings a matrix of a few rows' product into this order every time: in it already, products of 4 to 64 rows
-    run up to 1.5 times as fast, those of many rows no slower. The BLAS takes four
-    times as long for 4 rows of it.
+    oneDNN reorders a row-major matrix for every product of few rows. Column-major, products of 4 to 64 rows run up to
+    1.5 times as fast, larger ones no slower. The BLAS would take four times as long for 4 rows.
     """
-    return _with_layout(weight, _fastest(weight.device, weight.dtype))
+    return _in_layout_of(_fastest_linear(weight.device, weight.dtype), weight)
 
 
-def _with_layout(weight: Tensor, product: Linear) -> Tensor:
+def _in_layout_of(product: Linear, weight: Tensor) -> Tensor:
     return weight.t().contiguous().t() if product is _onednn() else weight
 
 
 @cache
-def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
-    """Operations a second of a square product in `dtype` by `linear` (best of 4; a multiply-add counts two).
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the rate of `linear` at a square product, in FLOP/s (a multiply-add counts two)."""
+    product = _fastest_linear(device, dtype)
+    emulated = _seconds(product, device, dtype, _DECODE_ROWS) > _EMULATED_S
+    rows = _DECODE_ROWS if emulated else _WEIGHT_SIZE
+    return 2.0 * rows * _WEIGHT_SIZE**2 / _seconds(product, device, dtype, rows)
 
-    A type that is hundreds of times slower than another (16 bits on many CPUs) is noticed by a product of a few
-    rows, so ruling it out costs milliseconds.
+
+def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dtype:
+    """Choose the dtype of products for weights stored as `storage_dtype`.
+
+    CPUs: float32, because results are promised within 1e-4 of a float32 reference, which 16 bits cannot keep.
+    Accelerators: the faster of the two by measurement; some cards emulate bfloat16.
     """
-    product = _fastest(device, dtype)
-    few = 16
-    rows = few if _seconds(product, device, dtype, few, size) > 0.05 else size
-    return 2.0 * rows * size * size / _seconds(product, device, dtype, rows, size)
-
-
-def compute_dtype(device: torch.device, rest_dtype: torch.dtype) -> torch.dtype:
-    """The type that products run in.
-
-    On CPUs float32: the results are promised to 1e-4 of a float32 reference, which 16 bits cannot keep. On an
-    accelerator the faster of the checkpoint's 16-bit type and float32, by measurement (some cards emulate bfloat16).
-    """
-    import torch
-
     if device.type == "cpu":
         return torch.float32
-    return max((rest_dtype, torch.float32), key=lambda dtype: matmul_flops(device, dtype))
+    return max((storage_dtype, torch.float32), key=lambda dtype: matmul_flops(device, dtype))
 
 
 @cache
-def _fastest(device: torch.device, dtype: torch.dtype) -> Linear:
-    import torch
-
+def _fastest_linear(device: torch.device, dtype: torch.dtype) -> Linear:
     if device.type != "cpu" or dtype != torch.float32:
-        return torch.nn.functional.linear
+        return F.linear
     onednn = _onednn()
     if onednn is None:
         return _blas
-    sizes = (16, 256)  # decoding and prefill
-    ratio = min(_seconds(onednn, device, dtype, n, 1024) / _seconds(_blas, device, dtype, n, 1024) for n in sizes)
-    return _blas if ratio > _CLEARLY else onednn
+    ratio = min(
+        _seconds(onednn, device, dtype, rows) / _seconds(_blas, device, dtype, rows)
+        for rows in (_DECODE_ROWS, _PREFILL_ROWS)
+    )
+    return _blas if ratio > _BLAS_ADVANTAGE else onednn
 
 
 def _blas(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    import torch
-
-    if x.shape[0] >= _SKINNY_ROWS:
-        return torch.nn.functional.linear(x, weight, bias)
+    if x.shape[0] > _SKINNY_ROWS:
+        return F.linear(x, weight, bias)
     y = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias[:, None], weight, x.t())
-    return y.t().contiguous()  # row by row, as everything that follows reads it
+    return y.t().contiguous()  # row-major, as all that follows reads it
 
 
 @cache
 def _onednn() -> Linear | None:
-    """oneDNN's product, which PyTorch offers under an internal name only; None where this build lacks it."""
-    import torch
-
+    """oneDNN's product, which PyTorch offers under an internal name only; None if this build lacks it."""
     try:
         op = torch.ops.mkldnn._linear_pointwise
         probe = op(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4), "none", [], "")
@@ -114,24 +104,20 @@ def _onednn() -> Linear | None:
     return product
 
 
-def _seconds(product: Linear, device: torch.device, dtype: torch.dtype, rows: int, size: int) -> float:
+def _seconds(product: Linear, device: torch.device, dtype: torch.dtype, rows: int) -> float:
     """Best of 4 calls; the first one also pays for start-up."""
-    import torch
-
-    x = torch.ones(rows, size, device=device, dtype=dtype)
-    weight = _with_layout(torch.ones(size, size, device=device, dtype=dtype), product)
+    x = torch.ones(rows, _WEIGHT_SIZE, device=device, dtype=dtype)
+    weight = _in_layout_of(product, torch.ones(_WEIGHT_SIZE, _WEIGHT_SIZE, device=device, dtype=dtype))
     best = float("inf")
     for _ in range(4):
         _synchronize(device)
-        began = time.perf_counter()
+        start = time.perf_counter()
         product(x, weight, None)
         _synchronize(device)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.perf_counter() - start)
     return best
 
 
 def _synchronize(device: torch.device) -> None:
-    import torch
-
     if device.type == "cuda":
         torch.cuda.synchronize(device)

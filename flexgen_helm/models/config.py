@@ -1,30 +1,37 @@
-"""The architecture record: everything the decoder, the loader and the planner know about one model.
+"""ModelConfig: everything that decoder, checkpoint reader and planner know of one model. No torch.
 
-No torch here: a plan for OPT-175B is made from this record alone.
+A plan for OPT-175B is made from this record alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from flexgen_helm.identity import record_text, same_names
+from flexgen_helm.identity import record_text
 
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
+ResidualKind = Literal["pre_norm", "post_norm", "sandwich", "parallel"]
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: the halves of the first `dim` elements of a head (None: all) rotate together.
+    """Rotary position embedding of the first `dim` elements of a head; their two halves rotate against each other.
 
-    theta: base of the inverse frequencies. kind: what stretches them to contexts longer than `original_max_positions`:
-    'default' nothing; 'linear' divides all by `factor`; 'llama3' divides the low ones, with a smooth border between
-    the wavelengths original/`low_freq_factor` and original/`high_freq_factor`; 'yarn' divides those that turn less
-    than `beta_slow` times over the original context, keeps those that turn more than `beta_fast` times, and ramps
-    between them (`truncate`: over whole elements); 'factors' divides each by its own of `factors`. magnitude:
-    multiplies cosines and sines.
+    theta: base of the inverse frequencies.
+    kind: how the frequencies are stretched to contexts longer than `original_max_positions`.
+        'default': not at all.
+        'linear': all are divided by `factor`.
+        'llama3': low ones are divided by `factor`, with a ramp between the wavelengths original / low_freq_factor and
+            original / high_freq_factor.
+        'yarn': those with fewer than `beta_slow` turns in the original context are divided by `factor`, those with
+            more than `beta_fast` are not, with a ramp between.
+        'factors': each is divided by its own entry of `factors` (LongRoPE, GGUF files).
+    truncate: the ramp of 'yarn' begins and ends at whole elements.
+    magnitude: factor on cosines and sines.
+    dim: rotated elements of a head; None for all (GPT-NeoX and Phi-3 rotate a part).
     """
 
     theta: float = 10_000.0
@@ -44,18 +51,20 @@ class RopeConfig:
         return record_text(
             self,
             "RopeSpec",
-            same_names(
-                "theta kind factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow "
-                "truncate factors magnitude dim"
-            ),
+            "theta kind factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow truncate "
+            "factors magnitude dim",
         )
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A feed-forward part of `count` gated experts, of which a router picks `per_token` for every token.
+    """Mixture of experts: a router selects some gated MLPs for every token (Mixtral, Qwen3-MoE).
 
-    normalize: the picked experts' weights sum to one. dense_layers: layers with an ordinary feed-forward part.
+    count: experts of a layer.
+    per_token: experts that the router selects for a token.
+    ffn_size: inner size of one expert.
+    normalize: the weights of the selected experts are scaled to the sum 1.
+    dense_layers: indices of layers that have an ordinary MLP instead.
     """
 
     count: int
@@ -65,24 +74,66 @@ class MoEConfig:
     dense_layers: tuple[int, ...] = ()
 
     def identity_text(self) -> str:
-        return record_text(self, "ExpertSpec", same_names("count per_token ffn_size normalize dense_layers"))
+        return record_text(self, "ExpertSpec", "count per_token ffn_size normalize dense_layers")
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Where a layer's norms are. f is one of its two blocks, attention ('attn') and feed-forward ('mlp').
+
+        x = f(norm(h))     if input_norm, else f(h)     tensor '<block>_norm'
+        x = norm(x)        if output_norm               tensor '<block>_post_norm'
+        h = h + x
+        h = norm(h)        if sum_norm                  tensor '<block>_norm'
+
+    parallel: both blocks read the same h, and both results are added to it.
+    """
+
+    input_norm: bool = True
+    output_norm: bool = False
+    sum_norm: bool = False
+    parallel: bool = False
+
+
+RESIDUALS: Mapping[ResidualKind, Residual] = {
+    "pre_norm": Residual(),  # all but the following
+    "post_norm": Residual(input_norm=False, sum_norm=True),  # OPT-350M
+    "sandwich": Residual(output_norm=True),  # Gemma 2 and 3
+    "parallel": Residual(parallel=True),  # GPT-NeoX
+}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only model. Filled by a family's configuration reader.
+    """One decoder-only model. The module of its architecture (`models.architectures`) fills it.
 
-    Sizes are counts of elements. `embed_size` differs from `hidden_size` only where the model projects its
-    embeddings (OPT-350M).
+    Sizes are in elements.
 
-    residual: 'pre_norm' x + f(norm(x)); 'post_norm' norm(x + f(x)); 'sandwich' x + norm(f(norm(x)));
-    'parallel' x + attention(norm(x)) + mlp(norm'(x)). Positions: `rope`, or `alibi` (scores fall linearly with the
-    distance), or else a learned table that starts `position_offset` rows late (OPT: 2). windows: for every layer the
-    positions that a token sees, itself included, or None for all; empty where no layer has a window. local_rope:
-    that of the layers with a window, where it differs. qk_norm: queries and keys are normed head by head before they
-    are rotated. norm_plus_one: RMS norms multiply by 1 + weight. attn_scale: of the scores, None for
-    head_dim ** -0.5. attn_softcap, final_softcap: scores, logits become c tanh(x / c). experts: None for an ordinary
-    feed-forward part.
+    architecture: name of the `Architecture` that filled the record.
+    num_heads, num_kv_heads: query heads; key and value heads, fewer with grouped-query attention.
+    ffn_size: inner size of the MLP.
+    max_positions: context length, in tokens.
+    embed_size: width of the embedding table; differs from `hidden_size` if the model projects (OPT-350M).
+    norm, norm_eps: kind of all norms on hidden states, and the epsilon of all norms.
+    gated_mlp: down(act(gate(x)) up(x)) instead of down(act(up(x))) (Llama and its relatives).
+    rope: rotary positions; None with ALiBi or a learned table.
+    residual: where norms are, a key of `RESIDUALS`.
+    norm_affine: norms have weights (false in some OPT fine-tunes).
+    final_norm: the head begins with a norm (false in OPT-350M).
+    qkv_bias, out_bias, mlp_bias: biases of q, k and v; of the attention's output; of the MLP.
+    tied_head: the embedding table is the head's matrix too.
+    position_offset: rows of the table of learned positions before position 0 (OPT: 2).
+    qk_norm: RMS norm of each head's query and key before the rotation (Qwen3, Gemma 3).
+    windows: per layer the positions that a token attends to, itself included, or None for all; empty if no layer has
+        a window (Mistral, Qwen2, Gemma, Phi-3).
+    local_rope: rotation of the layers with a window, where it differs (Gemma 3).
+    alibi: scores fall linearly with the distance (BLOOM).
+    embed_norm: embeddings are normed (BLOOM).
+    embed_scale: factor on embeddings (Gemma).
+    norm_plus_one: RMS norms multiply by 1 + weight (Gemma).
+    attn_scale: factor on scores; None for head_dim ** -0.5 (Gemma, GPT-2 without scaling).
+    attn_softcap, final_softcap: scores, logits become cap tanh(x / cap) (Gemma 2).
+    experts: mixture of experts instead of the MLP (Mixtral, Qwen3-MoE).
     """
 
     architecture: str
@@ -100,7 +151,7 @@ class ModelConfig:
     activation: Activation
     gated_mlp: bool
     rope: RopeConfig | None
-    residual: Literal["pre_norm", "post_norm", "sandwich", "parallel"] = "pre_norm"
+    residual: ResidualKind = "pre_norm"
     norm_affine: bool = True
     final_norm: bool = True
     qkv_bias: bool = False
@@ -124,30 +175,31 @@ class ModelConfig:
         return record_text(
             self,
             "ModelSpec",
-            {"family": "architecture"}
-            | same_names(
-                "num_layers hidden_size num_heads num_kv_heads head_dim ffn_size vocab_size max_positions "
-                "embed_size norm norm_eps activation gated_mlp rope residual norm_affine final_norm qkv_bias out_bias "
-                "mlp_bias tied_head position_offset qk_norm windows local_rope alibi embed_norm embed_scale "
-                "norm_plus_one attn_scale attn_softcap final_softcap experts"
-            ),
+            "family=architecture num_layers hidden_size num_heads num_kv_heads head_dim ffn_size vocab_size "
+            "max_positions embed_size norm norm_eps activation gated_mlp rope residual norm_affine final_norm qkv_bias "
+            "out_bias mlp_bias tied_head position_offset qk_norm windows local_rope alibi embed_norm embed_scale "
+            "norm_plus_one attn_scale attn_softcap final_softcap experts",
         )
 
+    def window(self, layer: int) -> int | None:
+        """Positions that a token attends to in this layer, itself included; None for all."""
+        return self.windows[layer] if self.windows else None
+
     def layer_rope(self, layer: int) -> RopeConfig | None:
-        """The rotation of this layer's queries and keys."""
+        """Rotation of this layer's queries and keys."""
         return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
 
     def moe(self, layer: int) -> MoEConfig | None:
-        """The experts of this layer; None where its feed-forward part is an ordinary one."""
+        """The experts of this layer; None for an ordinary MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @property
     def learned_positions(self) -> bool:
         return self.rope is None and not self.alibi
 
-    def window(self, layer: int) -> int | None:
-        """Positions that a token sees in this layer, itself included; None for all."""
-        return self.windows[layer] if self.windows else None
+    @property
+    def projects_embeddings(self) -> bool:
+        return self.embed_size != self.hidden_size
 
     @property
     def q_size(self) -> int:
@@ -162,36 +214,37 @@ class ModelConfig:
         return sum(prod(shape) for shape in tensor_shapes(self).values())
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Keys and values of all layers for one position, in bytes."""
+        """Bytes of one position's keys and values in all layers."""
         return 2 * self.num_layers * self.kv_size * bytes_per_element
 
     @property
     def linear_flops_per_token(self) -> int:
-        """Operations (a multiply-add counts two) of the layers' products for one token; no attention, no head."""
-        attention = self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
+        """FLOPs (a multiply-add counts two) of the layers' products for one token; without attention and head."""
         matrices = 3 if self.gated_mlp else 2
-        weights = self.num_layers * attention
+        weights = self.num_layers * 2 * self.hidden_size * (self.q_size + self.kv_size)
         for layer in range(self.num_layers):
-            experts = self.moe(layer)
-            width = self.ffn_size if experts is None else experts.per_token * experts.ffn_size
-            weights += self.hidden_size * (matrices * width + (0 if experts is None else experts.count))
+            moe = self.moe(layer)
+            width = self.ffn_size if moe is None else moe.per_token * moe.ffn_size
+            weights += self.hidden_size * (matrices * width + (0 if moe is None else moe.count))
         return 2 * weights
 
     @property
     def head_flops_per_token(self) -> int:
-        """Operations of the language-model head (and its projection) for one position."""
-        project = self.hidden_size * self.embed_size if self.embed_size != self.hidden_size else 0
+        """FLOPs of the language-model head, and of its projection, for one position."""
+        project = self.hidden_size * self.embed_size if self.projects_embeddings else 0
         return 2 * (project + self.embed_size * self.vocab_size)
 
     def attention_flops(self, query_tokens: int, key_tokens: int) -> int:
-        """Operations of scores and mixing for `query_tokens` that each see `key_tokens`, over all layers."""
+        """FLOPs of all layers' scores and weighted sums, for `query_tokens` that attend to `key_tokens` each."""
         return 4 * self.num_layers * self.num_heads * self.head_dim * query_tokens * key_tokens
 
 
-# The stages through which a token passes: embed, layers.0 … layers.L-1, head.
+# The stages that a token passes in order: embed, layers.0 … layers.L-1, head.
 EMBED, HEAD = "embed", "head"
-# The table of tokens, which is the head's matrix too where the two are tied.
+# Embedding table, also the head's matrix if the two are tied.
 EMBED_TABLE = "embed.tokens.weight"
+
+TensorShapes = Iterator[tuple[str, tuple[int, ...]]]  # canonical name, shape
 
 
 def layer_stage(index: int) -> str:
@@ -199,77 +252,86 @@ def layer_stage(index: int) -> str:
 
 
 def stage_names(config: ModelConfig) -> list[str]:
-    return [EMBED, *(layer_stage(i) for i in range(config.num_layers)), HEAD]
+    return [EMBED, *map(layer_stage, range(config.num_layers)), HEAD]
 
 
-def _norm(config: ModelConfig, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def stage_tensor_shapes(config: ModelConfig, stage: str) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape of one stage's tensors; a tied head has no matrix of its own.
+
+    Matrices are [out, in] as in `torch.nn.Linear`, tables [rows, width], the rest vectors.
+    """
+    if stage == EMBED:
+        return dict(_embed_tensors(config))
+    if stage == HEAD:
+        return dict(_head_tensors(config))
+    return dict(_layer_tensors(config, stage))
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape of all tensors of the model, in the order of a pass."""
+    return {name: shape for stage in stage_names(config) for name, shape in stage_tensor_shapes(config, stage).items()}
+
+
+def _embed_tensors(config: ModelConfig) -> TensorShapes:
+    yield EMBED_TABLE, (config.vocab_size, config.embed_size)
+    if config.learned_positions:
+        yield "embed.positions.weight", (config.max_positions + config.position_offset, config.hidden_size)
+    if config.embed_norm:
+        yield from _norm("embed.norm", config)
+    if config.projects_embeddings:
+        yield from _linear("embed.project_in", config.hidden_size, config.embed_size, False)
+
+
+def _head_tensors(config: ModelConfig) -> TensorShapes:
+    if config.final_norm:
+        yield from _norm("head.norm", config)
+    if config.projects_embeddings:
+        yield from _linear("head.project_out", config.embed_size, config.hidden_size, False)
+    if not config.tied_head:
+        yield from _linear("head.lm", config.vocab_size, config.embed_size, False)
+
+
+def _layer_tensors(config: ModelConfig, stage: str) -> TensorShapes:
+    hidden, residual = config.hidden_size, RESIDUALS[config.residual]
+    if residual.input_norm or residual.sum_norm:
+        yield from _norm(f"{stage}.attn_norm", config)
+    yield from _linear(f"{stage}.attn.q", config.q_size, hidden, config.qkv_bias)
+    yield from _linear(f"{stage}.attn.k", config.kv_size, hidden, config.qkv_bias)
+    yield from _linear(f"{stage}.attn.v", config.kv_size, hidden, config.qkv_bias)
+    if config.qk_norm:
+        yield f"{stage}.attn.q_norm.weight", (config.head_dim,)
+        yield f"{stage}.attn.k_norm.weight", (config.head_dim,)
+    yield from _linear(f"{stage}.attn.o", hidden, config.q_size, config.out_bias)
+    if residual.output_norm:
+        yield from _norm(f"{stage}.attn_post_norm", config)
+    if residual.input_norm or residual.sum_norm:
+        yield from _norm(f"{stage}.mlp_norm", config)
+    moe = config.moe(int(stage.removeprefix("layers.")))
+    if moe is None:
+        yield from _mlp(f"{stage}.mlp", config, config.ffn_size)
+    else:
+        yield from _linear(f"{stage}.mlp.router", moe.count, hidden, False)
+        for expert in range(moe.count):
+            yield from _mlp(f"{stage}.mlp.experts.{expert}", config, moe.ffn_size)
+    if residual.output_norm:
+        yield from _norm(f"{stage}.mlp_post_norm", config)
+
+
+def _norm(name: str, config: ModelConfig) -> TensorShapes:
     if config.norm_affine:
         yield f"{name}.weight", (config.hidden_size,)
         if config.norm == "layernorm":
             yield f"{name}.bias", (config.hidden_size,)
 
 
-def _linear(name: str, out_size: int, in_size: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _linear(name: str, out_size: int, in_size: int, bias: bool) -> TensorShapes:
     yield f"{name}.weight", (out_size, in_size)
     if bias:
         yield f"{name}.bias", (out_size,)
 
 
-def _stage_tensors(config: ModelConfig, stage: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, projected = config.hidden_size, config.embed_size != config.hidden_size
-    if stage == EMBED:
-        yield EMBED_TABLE, (config.vocab_size, config.embed_size)
-        if config.learned_positions:
-            yield "embed.positions.weight", (config.max_positions + config.position_offset, hidden)
-        if config.embed_norm:
-            yield from _norm(config, "embed.norm")
-        if projected:
-            yield from _linear("embed.project_in", hidden, config.embed_size, False)
-    elif stage == HEAD:
-        if config.final_norm:
-            yield from _norm(config, "head.norm")
-        if projected:
-            yield from _linear("head.project_out", config.embed_size, hidden, False)
-        if not config.tied_head:
-            yield from _linear("head.lm", config.vocab_size, config.embed_size, False)
-    else:
-        yield from _norm(config, f"{stage}.attn_norm")
-        yield from _linear(f"{stage}.attn.q", config.q_size, hidden, config.qkv_bias)
-        yield from _linear(f"{stage}.attn.k", config.kv_size, hidden, config.qkv_bias)
-        yield from _linear(f"{stage}.attn.v", config.kv_size, hidden, config.qkv_bias)
-        if config.qk_norm:
-            yield f"{stage}.attn.q_norm.weight", (config.head_dim,)
-            yield f"{stage}.attn.k_norm.weight", (config.head_dim,)
-        yield from _linear(f"{stage}.attn.o", hidden, config.q_size, config.out_bias)
-        if config.residual == "sandwich":
-            yield from _norm(config, f"{stage}.attn_post_norm")
-        yield from _norm(config, f"{stage}.mlp_norm")
-        experts = config.moe(int(stage.partition(".")[2]))
-        if experts is None:
-            yield from _mlp(f"{stage}.mlp", config, config.ffn_size)
-        else:
-            yield from _linear(f"{stage}.mlp.router", experts.count, hidden, False)
-            for expert in range(experts.count):
-                yield from _mlp(f"{stage}.mlp.experts.{expert}", config, experts.ffn_size)
-        if config.residual == "sandwich":
-            yield from _norm(config, f"{stage}.mlp_post_norm")
-
-
-def _mlp(name: str, config: ModelConfig, size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mlp(name: str, config: ModelConfig, size: int) -> TensorShapes:
     if config.gated_mlp:
         yield from _linear(f"{name}.gate", size, config.hidden_size, config.mlp_bias)
     yield from _linear(f"{name}.up", size, config.hidden_size, config.mlp_bias)
     yield from _linear(f"{name}.down", config.hidden_size, size, config.mlp_bias)
-
-
-def stage_tensor_shapes(config: ModelConfig, stage: str) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of the tensors that one stage owns (a tied head owns no matrix of its own)."""
-    return dict(_stage_tensors(config, stage))
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of every tensor of the model, in the order in which a pass meets them.
-
-    Matrices are [out, in] as in `torch.nn.Linear`; tables are [rows, width]; the rest are vectors.
-    """
-    return {name: shape for stage in stage_names(config) for name, shape in _stage_tensors(config, stage)}

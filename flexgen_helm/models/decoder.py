@@ -1,8 +1,8 @@
-"""The decoder: token embedding, layers and head as equations over a flat list of real tokens (no padding).
+"""The decoder: embedding, layers and head as equations over a flat list of tokens, without padding.
 
-It receives plain tensors and operators and returns tensors; where weights lie, in which precision they rest, and in
-which order stages run is not known here. Shapes: T tokens of any number of sequences side by side, H hidden size,
-Hq query heads, Hk key heads, D elements a head, V vocabulary.
+It receives tensors and operators and returns tensors. Where weights are stored, in which precision, and in which order
+stages run is not known here. Shapes: T tokens of any number of sequences one after the other, H hidden size, Hq query
+heads, Hk key heads, D elements of a head, V vocabulary, E experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_helm.models.attention import AttentionConfig
-from flexgen_helm.models.config import ModelConfig, MoEConfig, RopeConfig
+from flexgen_helm.models.config import RESIDUALS, ModelConfig, MoEConfig, RopeConfig
 
 # Attention of one layer: q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D]. The executor binds caches and segments.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, rotated elements of a head]
 
-# Tokens whose feed-forward activations exist at once: bounds the workspace of long prompts, exact either way.
+# Tokens whose inner MLP activations exist at once: bounds the workspace of long prompts without changing a result.
 _MLP_TOKENS = 4096
 
 
 class StageWeights(Protocol):
-    """The weights of one stage, by canonical name without the stage's prefix; values in the compute type.
+    """The weights of one stage, by canonical name without the stage's prefix; values in the compute dtype.
 
-    repeatable: a matrix may be asked for more than once by one batch; else each once, in the order of the spec.
+    repeatable: a batch may use a matrix more than once. Otherwise it uses each at most once, in the order of
+        `stage_tensor_shapes`.
     """
 
     repeatable: bool
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        """x [T, in] -> x W' + bias [T, out], for the matrix `name`.weight."""
+        """x [T, in] times `name`.weight transposed, plus `name`.bias -> [T, out]."""
         ...
 
     def vector(self, name: str) -> Tensor | None:
-        """A norm's weight or bias, or None where the model has none."""
+        """A norm's weight or bias; None if the model has none."""
         ...
 
     def lookup(self, name: str, rows: Tensor) -> Tensor:
@@ -71,25 +72,26 @@ class Decoder:
         self._frequencies = {r: inverse_frequencies(r, config.head_dim).to(device) for r in ropes if r is not None}
 
     def rotary(self, positions: Tensor) -> dict[RopeConfig, Rotary]:
-        """Rotations of each token by its absolute position [T], one for every kind that occurs among the layers."""
-        found = {}
+        """Rotations of tokens at absolute positions [T], for each rotary embedding of the model."""
+        rotations = {}
         for rope, frequencies in self._frequencies.items():
             angles = positions.to(torch.float32)[:, None] * frequencies[None, :]
             angles = torch.cat((angles, angles), dim=-1)[:, None, :]
             cos, sin = angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
-            found[rope] = cos.to(self.dtype), sin.to(self.dtype)
-        return found
+            rotations[rope] = cos.to(self.dtype), sin.to(self.dtype)
+        return rotations
 
     def embed(self, weights: StageWeights, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids and positions [T] -> hidden [T, H]."""
+        config = self.config
         hidden = weights.lookup("tokens", token_ids)
-        if self.config.embed_scale != 1.0:
-            hidden = hidden * self.config.embed_scale
-        if self.config.embed_size != self.config.hidden_size:
+        if config.embed_scale != 1.0:
+            hidden = hidden * config.embed_scale
+        if config.projects_embeddings:
             hidden = weights.linear("project_in", hidden)
-        if self.config.learned_positions:
-            hidden = hidden + weights.lookup("positions", positions + self.config.position_offset)
-        return self._norm(weights, "norm", hidden) if self.config.embed_norm else hidden
+        if config.learned_positions:
+            hidden = hidden + weights.lookup("positions", positions + config.position_offset)
+        return self._norm(weights, "norm", hidden) if config.embed_norm else hidden
 
     def layer(
         self,
@@ -99,40 +101,39 @@ class Decoder:
         rotary: Mapping[RopeConfig, Rotary],
         attend: Attend,
     ) -> Tensor:
-        """Decoder layer number `layer`; hidden [T, H] -> [T, H]."""
-
-        def norm(name: str, x: Tensor) -> Tensor:
-            return self._norm(weights, name, x)
+        """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
+        rope, moe = self.config.layer_rope(layer), self.config.moe(layer)
 
         def attention(x: Tensor) -> Tensor:
-            rope = self.config.layer_rope(layer)
             return self._attention(weights, x, None if rope is None else rotary[rope], attend)
 
         def mlp(x: Tensor) -> Tensor:
-            experts = self.config.moe(layer)
-            return self._mlp(weights, "mlp", x) if experts is None else self._experts(weights, experts, x)
+            return self._mlp(weights, "mlp", x) if moe is None else self._moe(weights, moe, x)
 
-        if self.config.residual == "pre_norm":
-            hidden = attention(norm("attn_norm", hidden)).add_(hidden)
-            return mlp(norm("mlp_norm", hidden)).add_(hidden)
-        if self.config.residual == "post_norm":
-            hidden = norm("attn_norm", attention(hidden).add_(hidden))
-            return norm("mlp_norm", mlp(hidden).add_(hidden))
-        if self.config.residual == "sandwich":
-            hidden = norm("attn_post_norm", attention(norm("attn_norm", hidden))).add_(hidden)
-            return norm("mlp_post_norm", mlp(norm("mlp_norm", hidden))).add_(hidden)
-        assert self.config.residual == "parallel"
-        return attention(norm("attn_norm", hidden)).add_(hidden).add_(mlp(norm("mlp_norm", hidden)))
+        if RESIDUALS[self.config.residual].parallel:
+            x = attention(self._norm(weights, "attn_norm", hidden)).add_(hidden)
+            return x.add_(mlp(self._norm(weights, "mlp_norm", hidden)))
+        hidden = self._add_block(weights, "attn", attention, hidden)
+        return self._add_block(weights, "mlp", mlp, hidden)
 
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
-        """Hidden states [T, H] of the positions that are asked for -> logits [T, V] in float32."""
+        """Hidden states [T, H] of the positions to score -> logits [T, V] in float32."""
         if self.config.final_norm:
             hidden = self._norm(weights, "norm", hidden)
-        if self.config.embed_size != self.config.hidden_size:
+        if self.config.projects_embeddings:
             hidden = weights.linear("project_out", hidden)
         logits = weights.linear("lm", hidden).float()
         cap = self.config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _add_block(self, weights: StageWeights, name: str, block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Add one block's output to the residual stream, with the norms that the model has (`Residual`)."""
+        residual = RESIDUALS[self.config.residual]
+        x = block(self._norm(weights, f"{name}_norm", hidden) if residual.input_norm else hidden)
+        if residual.output_norm:
+            x = self._norm(weights, f"{name}_post_norm", x)
+        hidden = x.add_(hidden)
+        return self._norm(weights, f"{name}_norm", hidden) if residual.sum_norm else hidden
 
     def _attention(self, weights: StageWeights, x: Tensor, rotary: Rotary | None, attend: Attend) -> Tensor:
         config = self.config
@@ -155,17 +156,17 @@ class Decoder:
             inner = self._activation(weights.linear(f"{name}.up", x))
         return weights.linear(f"{name}.down", inner)
 
-    def _experts(self, weights: StageWeights, experts: MoEConfig, x: Tensor) -> Tensor:
-        """Each token through the experts that its router likes best, weighed by the router (Shazeer et al., 2017)."""
-        likings = torch.softmax(weights.linear("mlp.router", x).float(), dim=-1)  # [T, E]
-        shares, picked = torch.topk(likings, experts.per_token, dim=-1)  # [T, K]
-        if experts.normalize:
-            shares = shares / shares.sum(-1, keepdim=True)
+    def _moe(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> Tensor:
+        """Each token through the experts of its K largest router probabilities (Shazeer et al., 2017)."""
+        probabilities = torch.softmax(weights.linear("mlp.router", x).float(), dim=-1)  # [T, E]
+        expert_weights, selected = torch.topk(probabilities, moe.per_token, dim=-1)  # [T, K]
+        if moe.normalize:
+            expert_weights = expert_weights / expert_weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
-        for expert in picked.unique().tolist():
-            tokens, place = torch.where(picked == expert)
-            theirs = self._mlp(weights, f"mlp.experts.{expert}", x[tokens])
-            out.index_add_(0, tokens, theirs * shares[tokens, place, None].to(x.dtype))
+        for expert in selected.unique().tolist():
+            tokens, rank = torch.where(selected == expert)
+            y = self._mlp(weights, f"mlp.experts.{expert}", x[tokens])
+            out.index_add_(0, tokens, y * expert_weights[tokens, rank, None].to(x.dtype))
         return out
 
     def _norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
@@ -181,12 +182,12 @@ class Decoder:
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate the halves of the first elements of every head against each other; x [T, heads, D]."""
+    """Rotate the halves of every head's first elements against each other; x [T, heads, D]."""
     cos, sin = rotary
     size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], rotary), x[..., size:]), dim=-1)
-    first, second = (slice(0, size // 2), slice(size // 2, size))
+    first, second = slice(0, size // 2), slice(size // 2, size)
     out = x * cos
     out[..., first].addcmul_(x[..., second], sin[..., first], value=-1)
     out[..., second].addcmul_(x[..., first], sin[..., second])
@@ -197,27 +198,26 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Angle per position of each pair of elements, [rotated elements / 2] in float32 (Su et al., 2021)."""
     dim = rope.dim or head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
-    frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "factors":  # LongRoPE (Ding et al., 2024)
         return 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents)
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "default":
+        return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
-    if rope.kind in ("llama3", "yarn"):
-        keep = _kept_llama3(rope, frequencies) if rope.kind == "llama3" else _kept_yarn(rope, dim)
-        return keep * frequencies + (1 - keep) * frequencies / rope.factor
-    return frequencies
+    keep = _llama3_ramp(rope, frequencies) if rope.kind == "llama3" else _yarn_ramp(rope, dim)
+    return keep * frequencies + (1 - keep) * frequencies / rope.factor
 
 
-def _kept_llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """1 where the wavelength is short (kept), 0 where it is long (divided), a ramp between (Dubey et al., 2024)."""
+def _llama3_ramp(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """1 for short wavelengths (kept), 0 for long ones (divided), a ramp between (Dubey et al., 2024)."""
     wavelengths = 2 * math.pi / frequencies
     ramp = rope.original_max_positions / wavelengths - rope.low_freq_factor
     return (ramp / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
 
 
-def _kept_yarn(rope: RopeConfig, dim: int) -> Tensor:
-    """1 where many turns fit into the original context, 0 where few do, a ramp over the elements between
-    (Peng et al., 2023, section 3.2)."""
+def _yarn_ramp(rope: RopeConfig, dim: int) -> Tensor:
+    """1 for many turns in the original context, 0 for few, a ramp between (Peng et al., 2023, section 3.2)."""
 
     def element(turns: float) -> float:
         return dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -232,9 +232,9 @@ def _kept_yarn(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Loss of score per position of distance, [heads] in float32 (Press et al., 2021).
+    """Decrease of a score per position of distance, [heads] in float32 (Press et al., 2021).
 
-    A geometric series from 2^(-8/n) for n heads, n a power of two; further heads take every other term of the
+    For n heads, n a power of two: the geometric series from 2^(-8/n). Further heads take every other term of the
     series for 2n.
     """
     power = 2 ** math.floor(math.log2(heads))

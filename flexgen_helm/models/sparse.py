@@ -1,9 +1,9 @@
-"""Sparse attention: of the older tokens, a query takes the values of those that weigh most (the paper, section 5).
+"""Sparse attention: of the older tokens, a query takes the values of those with the largest weights (paper, section 5).
 
-A query's weights over its older keys are summed over the query heads of a key head, so that a key head's values are
-loaded once for all of them. Of the n older keys that it may see, the ceil(share n) with the largest sums are taken;
-the others count as if they were masked. The result is a part like any other (`models.attention`) and merges with that
-of the newer tokens, which are all taken. Shapes and letters are those of `models.attention`.
+A query's weights over the older keys are summed over the query heads of a key head, so that a key head's values are
+loaded once for all of them. Of the n older keys visible to the query, the ceil(share n) with the largest sums are
+selected (top-k); the others are masked. The partial result merges with that of the newer tokens, which are not sparse.
+Shapes are those of `models.attention`.
 """
 
 from __future__ import annotations
@@ -15,104 +15,117 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexgen_helm.models import attention
-from flexgen_helm.models.attention import AttentionConfig, PartialAttention, QueryChunk
+from flexgen_helm.models.attention import (
+    AttentionConfig,
+    KeysValues,
+    PartialAttention,
+    QueryChunk,
+    attend_prefix,
+    merge_partial,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """Keys that are taken. tokens [B, Hk, k]: their places; scores [B, Hk, G, k]: minus infinity where a row takes
-    fewer than its neighbours."""
+    """Selected keys.
+
+    tokens: [B, Hk, k], indices of the keys.
+    scores: [B, Hk, G, k], minus infinity in sequences that select fewer than k.
+    """
 
     tokens: Tensor
     scores: Tensor
 
     def attend(self, values: Tensor) -> PartialAttention:
-        """values [B, Hk, k, D] of the tokens -> output [B, Hq, D], log-sum-exp [B, Hq]."""
-        weights, lse = _normalized(self.scores)
+        """Values [B, Hk, k, D] of the tokens -> output [B, Hq, D], log-sum-exp [B, Hq]."""
+        weights, lse = _softmax(self.scores)
         return torch.matmul(weights.to(values.dtype), values).flatten(1, 2), lse.flatten(1, 2)
 
 
-def select_top_k(q: Tensor, k: Tensor, scoring: AttentionConfig, positions: Tensor, mask: Tensor, share: float) -> TopK:
-    """What one query a row takes of its older keys.
+def select_top_k(q: Tensor, k: Tensor, config: AttentionConfig, positions: Tensor, mask: Tensor, share: float) -> TopK:
+    """Select the older keys of one query per sequence.
 
-    q [B, Hq, D], k [B, Hk, S, D], positions [B]: of the query among the keys, mask additive [B, 1, 1, S].
+    q: [B, Hq, D].
+    k: [B, Hk, S, D].
+    positions: [B], of the queries among the keys.
+    mask: additive [B, 1, 1, S].
     """
-    queries = q.unflatten(1, (k.shape[1], -1))
-    scores = _scored(torch.matmul(queries, k.transpose(2, 3)), scoring, positions[:, None]) + mask
-    counts = _counts(mask[:, 0, 0], share)
+    products = torch.matmul(q.unflatten(1, (k.shape[1], -1)), k.transpose(2, 3))
+    scores = _scores(products, config, positions[:, None]) + mask
+    counts = _num_selected(mask[:, 0, 0], share)
     tokens = _weights(scores).topk(int(counts.max()), dim=-1).indices
-    taken = scores.gather(3, tokens[:, :, None].expand(-1, -1, scores.shape[2], -1))
+    selected = scores.gather(3, tokens[:, :, None].expand(-1, -1, scores.shape[2], -1))
     surplus = torch.arange(tokens.shape[-1], device=q.device) >= counts[:, None]
-    return TopK(tokens, taken.masked_fill(surplus[:, None, None], -math.inf))
+    return TopK(tokens, selected.masked_fill(surplus[:, None, None], -math.inf))
 
 
 def attend_top_k(
     q: Tensor,
-    first: PartialAttention,
-    second: PartialAttention,
-    scoring: AttentionConfig,
-    sights: Iterable[QueryChunk],
+    quantized: KeysValues,
+    plain: KeysValues,
+    config: AttentionConfig,
+    chunks: Iterable[QueryChunk],
     share: float,
 ) -> PartialAttention:
-    """A prompt whose tokens take a share of the older keys (`first`) and all newer ones; else `attention.seen`."""
+    """Attend to a share of the older keys and to all newer ones; else as `attention.attend_two_versions`."""
     parts = []
-    for sight in sights:
-        queries, old = q[sight.queries], sight.quantized.stop - sight.quantized.start
-        at = torch.arange(sight.queries.start, sight.queries.stop, device=q.device)
-        k, v = (x[sight.plain].transpose(0, 1) for x in second)
-        part = attention.attend_prefix(queries, k, v, scoring, at - sight.plain.start, sight.mask[:, old:])
-        if old:
-            k, v = (x[sight.quantized].transpose(0, 1) for x in first)
-            older = _older(queries, k, v, scoring, at - sight.quantized.start, sight.mask[:, :old], share)
-            part = attention.merge_partial(part, older)
+    for chunk in chunks:
+        queries, older = q[chunk.queries], chunk.quantized.stop - chunk.quantized.start
+        positions = torch.arange(chunk.queries.start, chunk.queries.stop, device=q.device)
+        k, v = (x[chunk.plain].transpose(0, 1) for x in plain)
+        part = attend_prefix(queries, k, v, config, positions - chunk.plain.start, chunk.mask[:, older:])
+        if older:
+            k, v = (x[chunk.quantized].transpose(0, 1) for x in quantized)
+            positions = positions - chunk.quantized.start
+            part = merge_partial(part, _attend_share(queries, k, v, config, positions, chunk.mask[:, :older], share))
         parts.append(part)
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def _older(
-    q: Tensor, k: Tensor, v: Tensor, scoring: AttentionConfig, positions: Tensor, mask: Tensor, share: float
+def _attend_share(
+    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, positions: Tensor, mask: Tensor, share: float
 ) -> PartialAttention:
-    """q [T, Hq, D], k and v [Hk, S, D], positions [T] from the first key on, mask [T, S] -> [T, Hq, D], [T, Hq]."""
+    """As `attention.attend_prefix`, to the keys that each query selects."""
     tokens, heads, dim = q.shape
     key_heads, keys = k.shape[:2]
     group = heads // key_heads
     queries = q.view(tokens, key_heads, group, dim).transpose(0, 1).reshape(key_heads, tokens * group, dim)
     products = torch.matmul(queries, k.transpose(1, 2)).view(key_heads, tokens, group, keys).transpose(0, 1)
-    scores = _scored(products, scoring, positions[:, None]) + mask[:, None, None]
-    counts = _counts(mask, share)
+    scores = _scores(products, config, positions[:, None]) + mask[:, None, None]
+    counts = _num_selected(mask, share)
     weights = _weights(scores)
     largest = weights.topk(max(1, int(counts.max())), dim=-1).values
-    least = largest.gather(2, (counts - 1).clamp_min(0)[:, None, None].expand(-1, key_heads, 1))
-    kept, lse = _normalized(scores.masked_fill((weights < least)[:, :, None], -math.inf))
-    kept = kept.to(v.dtype).transpose(0, 1).reshape(key_heads, tokens * group, keys)
-    out = torch.matmul(kept, v).view(key_heads, tokens, group, dim).transpose(0, 1)
+    threshold = largest.gather(2, (counts - 1).clamp_min(0)[:, None, None].expand(-1, key_heads, 1))
+    weights, lse = _softmax(scores.masked_fill((weights < threshold)[:, :, None], -math.inf))
+    weights = weights.to(v.dtype).transpose(0, 1).reshape(key_heads, tokens * group, keys)
+    out = torch.matmul(weights, v).view(key_heads, tokens, group, dim).transpose(0, 1)
     return out.reshape(tokens, heads, dim), lse.reshape(tokens, heads)
 
 
-def _scored(products: Tensor, scoring: AttentionConfig, positions: Tensor) -> Tensor:
-    """Products [B, Hk, G, S] of queries at `positions` [B, 1] and keys 0 … S - 1 -> scores, in float32."""
-    scores = products.float() * scoring.scale
-    if scoring.softcap is not None:
-        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    if scoring.slopes is not None:
+def _scores(products: Tensor, config: AttentionConfig, positions: Tensor) -> Tensor:
+    """Products [B, Hk, G, S] of queries at `positions` [B, 1] with keys 0 … S - 1 -> scores in float32."""
+    scores = products.float() * config.scale
+    if config.softcap is not None:
+        scores = torch.tanh(scores / config.softcap) * config.softcap
+    slopes = config.head_slopes(scores.shape[1])
+    if slopes is not None:
         distance = torch.arange(scores.shape[-1], device=scores.device) - positions
-        scores = scores + scoring.slopes.view(scores.shape[1], -1)[..., None] * distance[:, None, None]
+        scores = scores + slopes[..., None] * distance[:, None, None]
     return scores
 
 
 def _weights(scores: Tensor) -> Tensor:
-    """Scores [B, Hk, G, S] -> weights [B, Hk, S], 0 where a query may see none."""
+    """Scores [B, Hk, G, S] -> softmax weights [B, Hk, S], summed over G; 0 if a query sees no key."""
     return torch.softmax(scores, -1).nan_to_num_(0.0).sum(2)
 
 
-def _counts(mask: Tensor, share: float) -> Tensor:
-    """Keys to take [B] of those that an additive mask [B, S] leaves; a share's own rounding adds none."""
+def _num_selected(mask: Tensor, share: float) -> Tensor:
+    """Number of keys [B] that a query selects of those that the additive mask [B, S] shows."""
     visible = (mask == 0).sum(-1)
-    return torch.ceil(visible.double() * share - 1e-9).long()
+    return torch.ceil(visible.double() * share - 1e-9).long()  # the share's own rounding error adds no key
 
 
-def _normalized(scores: Tensor) -> PartialAttention:
-    """Scores [..., S] -> softmax, and the log-sum-exp [...]; zeros and minus infinity where nothing is left."""
+def _softmax(scores: Tensor) -> PartialAttention:
+    """Scores [..., S] -> softmax, and the log-sum-exp [...]; zeros and minus infinity if all scores are masked."""
     lse = torch.logsumexp(scores, -1)
     return torch.exp(scores - lse.masked_fill(torch.isneginf(lse), 0.0)[..., None]), lse

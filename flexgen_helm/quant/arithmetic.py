@@ -1,13 +1,14 @@
-"""The arithmetic of group-wise quantization (the paper, 'Group-wise Quantization'): values to codes and back.
+"""Arithmetic of group-wise quantization (the paper, 'Group-wise Quantization'): values to codes and back, in float32.
 
-    code = round((x - offset) / step), within 0 … 2^bits - 1        x' = code step + offset
+    code = round((x - offset) / scale), within 0 … 2^bits - 1        x' = code scale + offset
 
-Scales as a 'pair': offset = min and step = (max - min) / (2^bits - 1), each in FP16; rounded so that the steps from
-the offset still reach the greatest value, which bounds every error by half a step. Scales as a 'word' w of 16 bits:
+Scales 'pair': offset = min and scale = (max - min) / (2^bits - 1), both in FP16 and both rounded so that the codes
+still cover the range. An error is at most half a scale.
 
-    step = 2^((w >> 7) / 16 - 24)        offset = -(2^bits - 1) / 127 (w & 127) step
+Scales 'word', a number w of 16 bits:
 
-a step from 2^-24 to nearly 2^8, within 2.2 % of any, and a zero point between the codes. All in float32.
+    scale = 2^((w >> 7) / 16 - 24)                     512 values from 2^-24 to almost 2^8, 4.4 % apart
+    offset = -zero_point scale                         zero_point = (2^bits - 1) (w & 127) / 127, in codes
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from torch import Tensor
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.quant.formats import GroupFormat
 
-Scaled = tuple[Tensor, Tensor]  # step, offset: float32 [...]
+ScaleOffset = tuple[Tensor, Tensor]  # float32 [...] each
 
-_OCTAVE, _LOWEST, _STEPS = 16, -24, 512
-_ZEROS = 127
-_LARGEST = 65504.0  # of FP16
-# Steps that are tried, from the one that covers a group's range to 0.7 of it, and refits of each zero point.
-_TRIED_STEPS, _REFITS = 8, 1
+_SCALES_PER_OCTAVE, _LOWEST_EXPONENT, _NUM_SCALES = 16, -24, 512
+_LAST_ZERO_POINT = 127
+_FP16_MAX = 65504.0
+# Scales that the fit tries: the one that covers a group's range, and smaller ones down to 0.74 of it.
+_TRIED_SCALES = 8
 
 
 class NotQuantizableError(FlexgenError):
@@ -34,149 +35,131 @@ class NotQuantizableError(FlexgenError):
 
 
 @lru_cache(maxsize=8)
-def word_steps(device: torch.device) -> Tensor:
-    """Step of each of the 512 numbers that a word's upper bits can be."""
+def word_scales(device: torch.device) -> Tensor:
+    """Scale [512] of each number that a word's upper 9 bits can hold."""
     # In double precision on the host, so that every device has the same numbers.
-    exponents = torch.arange(_STEPS, dtype=torch.float64) / _OCTAVE + _LOWEST
+    exponents = torch.arange(_NUM_SCALES, dtype=torch.float64) / _SCALES_PER_OCTAVE + _LOWEST_EXPONENT
     return torch.exp2(exponents).float().to(device)
 
 
-def word_zeros(bits: int, device: torch.device) -> Tensor:
-    """Zero point, in codes, of each of the 128 numbers that a word's lower bits can be."""
-    return (torch.arange(_ZEROS + 1, dtype=torch.float64) * ((1 << bits) - 1) / _ZEROS).float().to(device)
+def word_zero_points(bits: int, device: torch.device) -> Tensor:
+    """Zero point [128], in codes, of each number that a word's lower 7 bits can hold."""
+    numbers = torch.arange(_LAST_ZERO_POINT + 1, dtype=torch.float64)
+    return (numbers * ((1 << bits) - 1) / _LAST_ZERO_POINT).float().to(device)
 
 
-def scales_of(words: Tensor, bits: int) -> Scaled:
-    """Words [...] (int32) -> step and offset."""
-    step = word_steps(words.device)[words >> 7]
-    return step, -(word_zeros(bits, words.device)[words & _ZEROS] * step)
+def decode_words(words: Tensor, bits: int) -> ScaleOffset:
+    """Words [...] (int32) -> scale and offset."""
+    scale = word_scales(words.device)[words >> 7]
+    return scale, -(word_zero_points(bits, words.device)[words & _LAST_ZERO_POINT] * scale)
 
 
 def to_codes(values: Tensor, fmt: GroupFormat) -> tuple[Tensor, Tensor]:
-    """Values [..., group] -> codes [..., group] (uint8) and scales: [..., 2] in FP16, or words [...] (int32).
+    """Quantize values [..., group] to codes [..., group] (uint8) and their scales.
 
-    Raises `CannotPack`.
+    Scales are pairs [..., 2] (float16) or words [...] (int32).
+    Raises `NotQuantizableError` for values that are not finite or beyond the reach of the scales.
     """
     values = values.float()
     if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
         raise NotQuantizableError("a value that is not finite cannot be quantized; fetch the model again")
     least, greatest = values.amin(-1), values.amax(-1)
     if fmt.scales == "pair":
-        scales = _pair(least, greatest, fmt.bits)
-        if fmt.fit == "half-quadratic":
-            scales = _half_quadratic(values, scales, fmt.bits)
-        step, offset = scales[..., 0].float(), scales[..., 1].float()
-        return _codes(values, step, offset, fmt.bits), scales
+        pairs = _range_pairs(least, greatest, fmt.bits)
+        scale, offset = pairs[..., 0].float(), pairs[..., 1].float()
+        return _round_codes(values, scale, offset, fmt.bits).to(torch.uint8), pairs
     if least.numel() and float((greatest.clamp_min(0.0) - least.clamp_max(0.0)).max()) > 2 * largest_value(fmt):
         raise NotQuantizableError(
             f"a group of values that spans more than {2 * largest_value(fmt):g} is out of reach of scales in 16 bits"
         )
-    words = _covering_words(least, greatest, fmt.bits)
+    words = _range_words(least, greatest, fmt.bits)
     if fmt.fit == "error":
         words = _fitted_words(values, words, fmt.bits)
-    return _codes(values, *scales_of(words, fmt.bits), fmt.bits), words
-
-
-def largest_value(fmt: GroupFormat) -> float:
-    """Values between this and its negative can be packed."""
-    return _LARGEST if fmt.scales == "pair" else ((1 << fmt.bits) - 1) * 2.0 ** ((_STEPS - 1) / _OCTAVE + _LOWEST) / 2
+    return _round_codes(values, *decode_words(words, fmt.bits), fmt.bits).to(torch.uint8), words
 
 
 def from_codes(codes: Tensor, scales: Tensor, fmt: GroupFormat) -> Tensor:
-    """The inverse of `encode`, up to rounding: float32 [..., group]."""
+    """Invert `to_codes` up to rounding: float32 [..., group]."""
     if fmt.scales == "pair":
-        step, offset = scales[..., 0].float(), scales[..., 1].float()
+        scale, offset = scales[..., 0].float(), scales[..., 1].float()
     else:
-        step, offset = scales_of(scales, fmt.bits)
-    return codes.float() * step[..., None] + offset[..., None]
+        scale, offset = decode_words(scales, fmt.bits)
+    return codes.float() * scale[..., None] + offset[..., None]
 
 
-def _codes(values: Tensor, step: Tensor, offset: Tensor, bits: int) -> Tensor:
-    return _rounded(values, step, offset, bits).to(torch.uint8)
+def largest_value(fmt: GroupFormat) -> float:
+    """Return the bound within which all values, of either sign, can be quantized."""
+    if fmt.scales == "pair":
+        return _FP16_MAX
+    return ((1 << fmt.bits) - 1) * 2.0 ** ((_NUM_SCALES - 1) / _SCALES_PER_OCTAVE + _LOWEST_EXPONENT) / 2
 
 
-def _rounded(values: Tensor, step: Tensor, offset: Tensor, bits: int) -> Tensor:
-    scaled = (values - offset[..., None]).div_(step[..., None])
+def _round_codes(values: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor:
+    """Codes in float32."""
+    scaled = (values - offset[..., None]).div_(scale[..., None])
     return scaled.round_().clamp_(0, (1 << bits) - 1)
 
 
-def _pair(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
-    if least.numel() and float(torch.maximum(greatest.max(), -least.min())) > _LARGEST:
-        raise NotQuantizableError(f"a value beyond {_LARGEST:g} cannot be quantized with scales in FP16")
-    offset = _half(least, down=True)
-    step = _half((greatest - offset.float()) / ((1 << bits) - 1), down=False)
+def _range_pairs(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
+    if least.numel() and float(torch.maximum(greatest.max(), -least.min())) > _FP16_MAX:
+        raise NotQuantizableError(f"a value beyond {_FP16_MAX:g} cannot be quantized with scales in FP16")
+    offset = _round_half(least, down=True)
+    scale = _round_half((greatest - offset.float()) / ((1 << bits) - 1), down=False)
     # A floor, so that a constant is code 0 exactly and nothing is divided by 0.
-    step = step.clamp_min(torch.finfo(torch.float16).smallest_normal)
-    return torch.stack((step, offset), -1)
+    scale = scale.clamp_min(torch.finfo(torch.float16).smallest_normal)
+    return torch.stack((scale, offset), -1)
 
 
-def _half_quadratic(values: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The same steps, with offsets that make the sum of |error|^p small (Badri and Shaji, 'Half-Quadratic
-    Quantization', 2023): in turn, errors that are shrunk towards 0, and the zero point that is the mean of what is
-    left. Few large errors are then left alone, and no data are needed."""
-    step, p, weight = scales[..., 0].float(), 0.7, 10.0
-    zero = -scales[..., 1].float() / step
-    for _ in range(20):
-        codes = ((values / step[..., None]) + zero[..., None]).round_().clamp_(0, (1 << bits) - 1)
-        error = values - (codes - zero[..., None]) * step[..., None]
-        size = error.abs()
-        shrunk = error.sign() * (size - size.clamp_min(1e-12) ** (p - 1) / weight).clamp_min_(0.0)
-        zero = (codes - (values - shrunk) / step[..., None]).mean(-1)
-        weight *= 1.01
-    offset = (-zero * step).half()
-    usable = torch.isfinite(offset)  # a constant keeps its own
-    return torch.stack((scales[..., 0], torch.where(usable, offset, scales[..., 1])), -1)
+def _round_half(values: Tensor, down: bool) -> Tensor:
+    """Round to FP16 downwards or upwards."""
+    nearest = values.half()
+    wrong = nearest.float() > values if down else nearest.float() < values
+    neighbour = torch.nextafter(nearest, torch.full_like(nearest, -torch.inf if down else torch.inf))
+    return torch.where(wrong, neighbour, nearest).clamp(-_FP16_MAX, _FP16_MAX)
 
 
-def _half(values: Tensor, down: bool) -> Tensor:
-    """FP16, rounded to the side that keeps the range covered."""
-    near = values.half()
-    wrong = near.float() > values if down else near.float() < values
-    further = torch.nextafter(near, torch.full_like(near, -torch.inf if down else torch.inf))
-    return torch.where(wrong, further, near).clamp(-_LARGEST, _LARGEST)
-
-
-def _covering_words(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
-    """The smallest step of the grid from which every value is within reach, and its zero point."""
+def _range_words(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
+    """Words with the smallest scale that covers minimum, maximum and zero."""
     least, greatest = least.clamp_max(0.0), greatest.clamp_min(0.0)
-    top = (1 << bits) - 1
-    width = (greatest - least).double() / top
-    number = torch.ceil((torch.log2(width.clamp_min(2.0**_LOWEST)) - _LOWEST) * _OCTAVE - 1e-9)
-    number = number.clamp(0, _STEPS - 1).to(torch.int32)
-    step = word_steps(least.device)[number]
-    return number << 7 | _zero_number(-least / step, bits)
+    exact = ((greatest - least).double() / ((1 << bits) - 1)).clamp_min(2.0**_LOWEST_EXPONENT)
+    index = torch.ceil((torch.log2(exact) - _LOWEST_EXPONENT) * _SCALES_PER_OCTAVE - 1e-9)
+    index = index.clamp(0, _NUM_SCALES - 1).to(torch.int32)
+    return index << 7 | _zero_point_index(-least / word_scales(least.device)[index], bits)
 
 
-def _zero_number(zero: Tensor, bits: int) -> Tensor:
+def _zero_point_index(zero_point: Tensor, bits: int) -> Tensor:
     """The grid's nearest number for a zero point in codes."""
-    return (zero * (_ZEROS / ((1 << bits) - 1))).round().clamp(0, _ZEROS).to(torch.int32)
+    return (zero_point * (_LAST_ZERO_POINT / ((1 << bits) - 1))).round().clamp(0, _LAST_ZERO_POINT).to(torch.int32)
 
 
 def _fitted_words(values: Tensor, words: Tensor, bits: int) -> Tensor:
-    """The word with the least squared error among smaller steps, each with zero points of its own.
+    """Search smaller scales and other zero points for the least squared error; no calibration data are needed.
 
-    Clipping a group's extremes pays where the finer step saves more on the others; it may clip below, above, or on
-    both sides, and each of these is then refitted: the codes it gives want another offset. No data are needed.
+    Clipping a group's extremes pays where the finer scale saves more on its other values. For every scale three zero
+    points are tried, which clip below, on both sides, or above; each is refitted once, because the codes that it
+    gives want another offset.
     """
-    top = (1 << bits) - 1
-    step, offset = scales_of(words, bits)
-    covering = _rounded(values, step, offset, bits) * step[..., None] + offset[..., None]
-    best, least = words, (values - covering).square_().sum(-1)
-    start, steps = words >> 7, word_steps(values.device)
+    scale, offset = decode_words(words, bits)
+    covering = _round_codes(values, scale, offset, bits) * scale[..., None] + offset[..., None]
+    best, least_error = words, (values - covering).square_().sum(-1)
+    first_index, scales = words >> 7, word_scales(values.device)
     below, above = values.amin(-1).clamp_max_(0.0), values.amax(-1).clamp_min_(0.0)
-    for down in range(_TRIED_STEPS):
-        number = (start - down).clamp_min(0)
-        step = steps[number]
-        lowest, highest = -below / step, top - above / step
-        for zero in (lowest, (lowest + highest) / 2, highest):
-            for refit in range(_REFITS + 1):
-                found = number << 7 | _zero_number(zero, bits)
-                _, offset = scales_of(found, bits)
-                rest = values - _rounded(values, step, offset, bits).mul_(step[..., None])
-                if refit < _REFITS:
-                    zero = -rest.mean(-1) / step
-                    continue
-                error = (rest - offset[..., None]).square_().sum(-1)
-                better = error < least
-                best, least = torch.where(better, found, best), torch.where(better, error, least)
+
+    def without_offset(candidate: Tensor) -> ScaleOffset:
+        """What codes times scale leave of the values [..., group], and the candidate's offset."""
+        scale, offset = decode_words(candidate, bits)
+        return values - _round_codes(values, scale, offset, bits).mul_(scale[..., None]), offset
+
+    for smaller in range(_TRIED_SCALES):
+        index = (first_index - smaller).clamp_min(0)
+        scale = scales[index]
+        lowest, highest = -below / scale, (1 << bits) - 1 - above / scale
+        for zero_point in (lowest, (lowest + highest) / 2, highest):
+            remainder, _ = without_offset(index << 7 | _zero_point_index(zero_point, bits))
+            candidate = index << 7 | _zero_point_index(-remainder.mean(-1) / scale, bits)
+            remainder, offset = without_offset(candidate)
+            error = (remainder - offset[..., None]).square_().sum(-1)
+            better = error < least_error
+            best = torch.where(better, candidate, best)
+            least_error = torch.where(better, error, least_error)
     return best

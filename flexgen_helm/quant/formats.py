@@ -1,11 +1,13 @@
-"""Formats of quantized tensors: how many bits, which values share a scale, and what a scale takes. No torch.
+"""Formats of quantized matrices: bits, groups, and the encoding of scales. No torch.
 
-A format divides a matrix [rows, width] into stripes, the smallest parts that can be read alone, of equally many bytes:
+    group    `group_size` neighbouring values that share one scale and one zero point
+    codes    those values as integers 0 … 2^bits - 1
+    stripe   the smallest part of a packed matrix [rows, width] that can be read alone; all have equally many bytes
 
-    axis 'in'    groups lie along a row     stripe = one row           codes of all its groups, then their scales
-    axis 'out'   groups lie along a column  stripe = `group` rows      codes of all its groups, then their scales
+    axis 'in'    groups run along a row     stripe = one row             codes of its groups, then their scales
+    axis 'out'   groups run along a column  stripe = `group_size` rows   codes of its groups, then their scales
 
-The last group of a row (the last rows of a matrix) is filled up to a whole one.
+The last group of a row (axis 'in') or of a column (axis 'out') is padded to a whole one.
 """
 
 from __future__ import annotations
@@ -15,21 +17,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.identity import record_text, same_names
+from flexgen_helm.identity import record_text
 
 Axis = Literal["in", "out"]
 Scales = Literal["pair", "word"]
-Fit = Literal["range", "error", "half-quadratic"]
+Fit = Literal["range", "error"]
 
 
 @dataclass(frozen=True)
 class GroupFormat:
-    """`group` neighbours along `axis` are stored in `bits` each and share a step and an offset.
+    """Group-wise quantization of a matrix (the paper, 'Group-wise Quantization').
 
-    scales: 'pair' is step and offset in FP16, 32 bits a group (the paper's). 'word' is 16 bits a group: 9 of a
-    logarithmic step and 7 of a zero point (`quant.arithmetic`), for values on both sides of zero.
-    fit: the step from the least and the greatest value ('range', the paper's), or words where the squared error is
-    least ('error'), or pairs whose offset suits most values rather than the outliers ('half-quadratic').
+    bits: of a code, 2 to 8.
+    group_size: values of a group, a multiple of 8.
+    axis: 'in' groups values of one row, 'out' values of one column (the paper's choice for weights).
+    scales: how a group's scale and zero point are stored (`quant.arithmetic`).
+        'pair': scale and minimum, each in FP16: 32 bits a group (the paper's).
+        'word': 9 bits of a logarithmic scale and 7 of the zero point: 16 bits a group. Ranges include zero.
+    fit: 'range' takes the scale from minimum and maximum (the paper's); 'error' searches the word of least squared
+        error.
     """
 
     bits: int = 4
@@ -45,22 +51,18 @@ class GroupFormat:
             raise UsageError(f"groups of {self.group_size}: a group has a multiple of 8 values")
         if self.fit == "error" and self.scales != "word":
             raise UsageError("the least squared error is searched on the grid of 16-bit scales: take scales='word'")
-        if self.fit == "half-quadratic" and self.scales != "pair":
-            raise UsageError("half-quadratic fitting moves offsets in FP16: take scales='pair'")
 
     def identity_text(self) -> str:
-        return record_text(
-            self, "GroupFormat", {"bits": "bits", "group": "group_size", **same_names("axis scales fit")}
-        )
+        return record_text(self, "GroupFormat", "bits group=group_size axis scales fit")
 
     @property
     def scale_bytes(self) -> int:
-        """Of one group."""
+        """Bytes of one group's scale and zero point."""
         return 4 if self.scales == "pair" else 2
 
     @property
     def code_bytes(self) -> int:
-        """Of one group."""
+        """Bytes of one group's codes."""
         return self.group_size * self.bits // 8
 
     @property
@@ -79,7 +81,3 @@ class GroupFormat:
 
     def packed_bytes(self, rows: int, width: int) -> int:
         return self.num_stripes(rows) * self.stripe_bytes(width)
-
-    def bits_per_value(self, rows: int, width: int) -> float:
-        """Scales and filling included."""
-        return 8 * self.packed_bytes(rows, width) / (rows * width)

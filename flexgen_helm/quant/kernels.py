@@ -1,8 +1,8 @@
-"""Unpacking beside the product: compiled loops where they apply, and plain torch where they do not.
+"""Dequantization into the compute type, and products with quantized weights: compiled loops, else plain torch.
 
-Plain operations of torch pass over the values several times, each through memory; a loop passes once, and on a
-processor leaves the tile in its cache. All give the same numbers, bit for bit. numba (processors) and Triton (CUDA)
-compile at the first call and keep the result on the disk.
+Plain torch passes over the values several times, each through memory; a compiled loop passes once and leaves the tile
+in the cache. Both give the same bits. numba (CPUs) and Triton (CUDA) compile at the first call and keep the result on
+disk.
 """
 
 from __future__ import annotations
@@ -10,116 +10,107 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.quant.arithmetic import word_steps, word_zeros
-from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
+from flexgen_helm.quant.formats import GroupFormat, Scales
 from flexgen_helm.quant.packing import dequantize
 
-_HOST = torch.device("cpu")
-# Up to so many tokens a product takes codes as they are; beyond, unpacking once and a library's product are faster.
+# Tokens up to which a product reads codes; for more, dequantizing once and a library's product are faster.
 QUANTIZED_MATMUL_ROWS = 8
 
 
 def dequantize_into(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
     """Bytes [stripes, stripe_bytes] -> `out` [rows, width] in the compute type; returns it."""
-    if out.is_cuda and (triton := _triton()) is not None and fmt.bits == 4 and _is_plain(packed, out):
-        return triton(packed, fmt, out)
-    loop = _loops().get((fmt.bits, fmt.axis, fmt.scales)) if _has_loop(packed, out) else None
-    if loop is None:
-        return dequantize_with_torch(packed, fmt, out)
-    source, target, rows = packed.numpy(), out.numpy(), fmt.stripe_rows
-    _in_parts(source.shape[0], fmt, lambda some: (source[some], target[some.start * rows : some.stop * rows]), loop)
-    return out
+    if fmt.bits == 4 and out.is_contiguous():
+        if out.is_cuda and packed.stride(1) == 1 and (triton := _triton_kernel()) is not None:
+            return triton(packed, fmt, out)
+        if _on_cpu(packed, out) and (numba := _numba_kernels()) is not None:
+            kernel = numba.dequantize_rows if fmt.axis == "in" else numba.dequantize_columns
+            data, target, n = packed.numpy(), out.numpy(), fmt.stripe_rows
+            _run_threads(kernel, fmt, len(data), lambda part: (data[part], target[part.start * n : part.stop * n]))
+            return out
+    return dequantize_with_torch(packed, fmt, out)
+
+
+def dequantize_with_torch(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
+    """Do the same by plain operations of torch, for every device and format."""
+    return out.copy_(dequantize(packed, fmt, *out.shape))
 
 
 def quantized_matmul(x: Tensor, packed: Tensor, fmt: GroupFormat, rows: int) -> Tensor | None:
-    """x [T, width] of a few tokens times the matrix [rows, width] transposed -> [T, rows], without unpacking it.
+    """x [T, width] times the packed matrix [rows, width] transposed -> [T, rows], without dequantizing it.
 
-    None where no loop does that faster than unpacking and a product: for more tokens, other formats and devices.
+    None where dequantizing is faster or there is no loop: more than `QUANTIZED_MATMUL_ROWS` tokens, other bits or
+    axis, other devices and types.
     """
-    loop = _loops().get((fmt.bits, fmt.axis, f"{fmt.scales} dot"))
-    if loop is None or x.shape[0] > QUANTIZED_MATMUL_ROWS or not _has_loop(packed, x):
+    if fmt.bits != 4 or fmt.axis != "out" or x.shape[0] > QUANTIZED_MATMUL_ROWS or not x.is_contiguous():
+        return None
+    numba = _numba_kernels() if _on_cpu(packed, x) else None
+    if numba is None:
         return None
     y = torch.empty((x.shape[0], rows), dtype=torch.float32)
-    source, given, target, group = packed.numpy(), x.numpy(), y.numpy(), fmt.group_size
-    _in_parts(
-        source.shape[0],
+    data, given, target, group = packed.numpy(), x.numpy(), y.numpy(), fmt.group_size
+    _run_threads(
+        numba.matmul_columns,
         fmt,
-        lambda some: (source[some], given, target[:, some.start * group : some.stop * group]),
-        loop,
+        len(data),
+        lambda part: (data[part], given, target[:, part.start * group : part.stop * group]),
     )
     return y
 
 
-def _in_parts(
-    stripes: int, fmt: GroupFormat, arguments: Callable[[slice], tuple[Any, ...]], loop: Callable[..., None]
+def _on_cpu(packed: Tensor, values: Tensor) -> bool:
+    return packed.device.type == "cpu" and values.dtype == torch.float32
+
+
+def _run_threads(
+    kernel: Callable[..., None], fmt: GroupFormat, stripes: int, arguments: Callable[[slice], tuple[Any, ...]]
 ) -> None:
-    """A loop over stripes, a part in every thread."""
-    tables = _tables(fmt.bits) if fmt.scales == "word" else (_halves(), _halves())
+    """Run a numba kernel over all stripes, a part of them in every thread."""
+    options = fmt.group_size, fmt.scales == "word", *_tables(fmt.scales, fmt.bits)
     threads = torch.get_num_threads()
     step = -(-stripes // threads)
-    parts = [arguments(slice(first, min(first + step, stripes))) for first in range(0, stripes, step)]
-    others = [_pool(threads).submit(loop, *part, fmt.group_size, *tables) for part in parts[1:]]
-    loop(*parts[0], fmt.group_size, *tables)
-    for other in others:
-        other.result()
-
-
-def dequantize_with_torch(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
-    """The same by plain operations of torch, for every device and format."""
-    return out.copy_(dequantize(packed, fmt, *out.shape))
-
-
-def _has_loop(packed: Tensor, out: Tensor) -> bool:
-    return packed.device.type == "cpu" and out.dtype == torch.float32 and out.is_contiguous()
-
-
-def _is_plain(packed: Tensor, out: Tensor) -> bool:
-    return packed.stride(1) == 1 and out.is_contiguous()
+    first, *others = [arguments(slice(start, min(start + step, stripes))) for start in range(0, stripes, step)]
+    futures = [_thread_pool(threads).submit(kernel, *part, *options) for part in others]
+    kernel(*first, *options)
+    for future in futures:
+        future.result()
 
 
 @lru_cache(maxsize=1)
-def _triton() -> Callable[[Tensor, GroupFormat, Tensor], Tensor] | None:
-    try:
-        from flexgen_helm.quant.triton_kernels import dequantize_into as found
-    except ImportError:  # torch for this machine came without it
-        return None
-    return found
-
-
-@lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="unpacking")
+def _thread_pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="dequantize")
 
 
 @lru_cache(maxsize=8)
-def _tables(bits: int) -> tuple[Any, Any]:
-    return word_steps(_HOST).numpy(), word_zeros(bits, _HOST).numpy()
+def _tables(scales: Scales, bits: int) -> tuple[Any, Any]:
+    """The two tables of the numba kernels."""
+    if scales == "word":
+        host = torch.device("cpu")
+        return word_scales(host).numpy(), word_zero_points(bits, host).numpy()
+    float32_of_fp16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    return float32_of_fp16, float32_of_fp16
 
 
 @lru_cache(maxsize=1)
-def _halves() -> Any:
-    """float32 of every FP16."""
-    return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
-
-
-@lru_cache(maxsize=1)
-def _loops() -> dict[tuple[int, str, str], Callable[..., None]]:
-    """(bits, axis, scales) -> loop(packed, out, group, tables)."""
+def _numba_kernels() -> ModuleType | None:
     try:
         from flexgen_helm.quant import numba_kernels
     except ImportError:  # a machine without numba
-        return {}
-    return {
-        (4, "in", "pair"): numba_kernels.rows_pair,
-        (4, "in", "word"): numba_kernels.rows_word,
-        (4, "out", "pair"): numba_kernels.columns_pair,
-        (4, "out", "word"): numba_kernels.columns_word,
-        (4, "out", "pair dot"): numba_kernels.columns_pair_dot,
-        (4, "out", "word dot"): numba_kernels.columns_word_dot,
-    }
+        return None
+    return numba_kernels
+
+
+@lru_cache(maxsize=1)
+def _triton_kernel() -> Callable[[Tensor, GroupFormat, Tensor], Tensor] | None:
+    try:
+        from flexgen_helm.quant.triton_kernels import dequantize_into as kernel
+    except ImportError:  # this build of torch came without Triton
+        return None
+    return kernel

@@ -1,11 +1,11 @@
-"""Packed bytes of a quantized matrix: what rests on a tier and crosses a link.
+"""Packed bytes of a quantized matrix: how it is stored on every tier and crosses links.
 
-A stripe (see `formats`) is the code bytes of its groups and then their scales, each with the groups in the order of
-the columns. With 4 bits, byte j of a group has value j below and value j + group / 2 above, so that both halves
-unpack to runs; other widths are streams of bits, lowest first.
+A stripe (`quant.formats`) is the code bytes of its groups, then their scales. With 4 bits, byte j of a group has
+value j in its low half and value j + group / 2 in its high half, so that both halves unpack to runs. Other widths are
+streams of bits, lowest first.
 
-    axis 'in'    | group 0: g b/8 bytes | group 1 | …  | scale 0 | scale 1 | …
-    axis 'out'   | byte 0 of every column | byte 1 of every column | … | step of every column | offset of every column
+    axis 'in'    | group 0: group bits / 8 bytes | group 1 | … | scales of group 0 | scales of group 1 | …
+    axis 'out'   | byte 0 of every column | byte 1 of every column | … | scale of every column | offset of every column
 """
 
 from __future__ import annotations
@@ -18,34 +18,31 @@ from flexgen_helm.quant.formats import GroupFormat
 
 
 def quantize(values: Tensor, fmt: GroupFormat) -> Tensor:
-    """Matrix [rows, width] -> bytes [stripes, stripe_bytes]. Raises `CannotPack`."""
-    groups = _grouped(values, fmt)  # [stripes, groups, group]
-    codes, scales = to_codes(groups, fmt)
+    """Matrix [rows, width] -> bytes [stripes, stripe_bytes]. Raises `NotQuantizableError`."""
+    codes, scales = to_codes(_to_groups(values, fmt), fmt)
     if fmt.scales == "word":
-        scales = _signed(scales)[..., None]
+        scales = _to_int16(scales)[..., None]
     code_bytes = pack_codes(codes, fmt.bits)
     if fmt.axis == "out":
         code_bytes, scales = code_bytes.transpose(1, 2), scales.transpose(1, 2)
-    return torch.cat((_flat(code_bytes), _flat(scales)), 1)
+    stripes = codes.shape[0]
+    return torch.cat((code_bytes.reshape(stripes, -1), scales.reshape(stripes, -1).view(torch.uint8)), 1)
 
 
 def dequantize(packed: Tensor, fmt: GroupFormat, rows: int, width: int) -> Tensor:
     """Bytes [stripes, stripe_bytes] -> float32 [rows, width], by plain operations of torch on any device."""
     stripes, groups = packed.shape[0], fmt.stripe_groups(width)
-    border = groups * fmt.code_bytes
-    code_bytes, scales = packed[:, :border], packed[:, border:]
+    code_bytes, scale_bytes = packed.tensor_split([groups * fmt.code_bytes], dim=1)
     if fmt.axis == "out":
         codes = code_bytes.view(stripes, fmt.code_bytes, groups).transpose(1, 2)
-        parts = scales.reshape(stripes, -1, groups, 2).transpose(1, 2)
+        numbers = scale_bytes.reshape(stripes, -1, groups, 2).transpose(1, 2)
     else:
         codes = code_bytes.view(stripes, groups, fmt.code_bytes)
-        parts = scales.reshape(stripes, groups, -1, 2)
-    # Bytes that were cut out of stripes need not lie at even addresses.
-    numbers = parts[..., 0].to(torch.int32) | parts[..., 1].to(torch.int32) << 8
-    found = numbers[..., 0]
-    if fmt.scales == "pair":
-        found = _signed(numbers).contiguous().view(torch.float16)
-    values = from_codes(unpack_codes(codes, fmt.bits), found, fmt)
+        numbers = scale_bytes.reshape(stripes, groups, -1, 2)
+    # A view as int16 would fail: bytes that were cut out of stripes may begin at odd addresses.
+    words = numbers[..., 0].to(torch.int32) | numbers[..., 1].to(torch.int32) << 8
+    scales = words[..., 0] if fmt.scales == "word" else _to_int16(words).contiguous().view(torch.float16)
+    values = from_codes(unpack_codes(codes, fmt.bits), scales, fmt)
     if fmt.axis == "out":
         return values.transpose(1, 2).reshape(-1, width)[:rows]
     return values.reshape(stripes, -1)[:rows, :width]
@@ -58,13 +55,13 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         return codes
     if bits == 4:
         return codes[..., : group // 2] | codes[..., group // 2 :] << 4
-    places = torch.arange(bits, dtype=torch.uint8, device=codes.device)
-    stream = (codes[..., None] >> places & 1).reshape(*codes.shape[:-1], group * bits // 8, 8)
+    bit_numbers = torch.arange(bits, dtype=torch.uint8, device=codes.device)
+    stream = (codes[..., None] >> bit_numbers & 1).reshape(*codes.shape[:-1], group * bits // 8, 8)
     return (stream << torch.arange(8, dtype=torch.uint8, device=codes.device)).sum(-1, dtype=torch.uint8)
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `pack_codes`."""
+    """Invert `pack_codes`."""
     if bits == 8:
         return packed
     if bits == 4:
@@ -74,23 +71,17 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     return (stream << torch.arange(bits, dtype=torch.uint8, device=packed.device)).sum(-1, dtype=torch.uint8)
 
 
-def _grouped(values: Tensor, fmt: GroupFormat) -> Tensor:
-    """[rows, width] -> [stripes, groups, group], filled up with the last value, which widens no range."""
-    if fmt.axis == "in":
-        rows, width = values.shape
-        missing = -width % fmt.group_size
-        if missing:
-            values = torch.cat((values, values[:, -1:].expand(rows, missing)), 1)
-        return values.reshape(rows, -1, fmt.group_size)
-    return _grouped(values.t(), GroupFormat(group_size=fmt.group_size)).transpose(0, 1)
+def _to_groups(values: Tensor, fmt: GroupFormat) -> Tensor:
+    """[rows, width] -> [stripes, groups, group], padded with the last value, which widens no range."""
+    if fmt.axis == "out":
+        return _to_groups(values.t(), GroupFormat(group_size=fmt.group_size)).transpose(0, 1)
+    rows, width = values.shape
+    missing = -width % fmt.group_size
+    if missing:
+        values = torch.cat((values, values[:, -1:].expand(rows, missing)), 1)
+    return values.reshape(rows, -1, fmt.group_size)
 
 
-def _signed(words: Tensor) -> Tensor:
-    """16 bits [...] (int32) with the same bits in int16."""
+def _to_int16(words: Tensor) -> Tensor:
+    """Words of 16 bits [...] (int32) -> int16 with the same bits."""
     return (words - ((words >> 15) << 16)).to(torch.int16)
-
-
-def _flat(parts: Tensor) -> Tensor:
-    """[stripes, …] -> bytes [stripes, bytes]."""
-    flat = parts.reshape(parts.shape[0], -1)
-    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What the precisions of the product are: the format of every tensor at rest, and of the KV cache. No torch."""
+"""The precisions a user names: the format of weights and of the KV cache. No torch."""
 
 from __future__ import annotations
 
@@ -7,24 +7,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.identity import record_text, same_names, text_of
+from flexgen_helm.identity import record_text, text_of
 from flexgen_helm.quant.formats import GroupFormat
 
-# Tokens of a plain cache that become old together where attention to the older ones is sparse: as of a packed one.
+# Group of tokens in a cache that is sparse but not quantized: the group size of `4bit-s`.
 _PLAIN_GROUP = 64
-# Raised when the same format is packed into other bytes: files of before are then not read, nor answers reused.
-_PACKING = 1
+# Tokens of a stored group where every token is quantized by itself: a run that is worth a transfer.
+_TRANSFER_TOKENS = 32
+# Version of the packed bytes. A higher one orphans packed files and cached answers.
+_PACKING_VERSION = 1
 
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How keys and values rest, and with it what every query sees, wherever the cache lies and even without one.
+    """How keys and values are stored. It also says what every query sees, wherever the cache is and even without one.
 
-    keys, values: None where they rest as they were computed. Axis 'in' groups the elements of one token's head, 'out'
-    one element of neighbouring tokens (per channel), whose groups begin at absolute positions. A query sees packed
-    what is older than its `residual` newest tokens (its own included), as far as that fills whole groups of tokens,
-    and the rest as it was computed. value_share: of those older tokens, the share whose values it takes, the ones
-    with the largest weights (the paper's sparse attention, section 5); 1 takes all.
+    A query sees the newest tokens in full precision and the older ones quantized. Groups of tokens begin at absolute
+    positions, so what a query sees depends on positions alone.
+
+    keys, values: formats; None keeps the compute type. Axis 'in' groups the elements of a token's head, axis 'out'
+        one element of `group_size` neighbouring tokens (per channel).
+    residual_window: newest tokens, the query's own included, that are seen in full precision (KIVI's residual length).
+    value_share: sparse attention (the paper, section 5): of the older tokens a query takes the values of this share,
+        those with the largest weights; 1 takes all.
     """
 
     keys: GroupFormat | None
@@ -39,11 +44,7 @@ class CacheFormat:
             raise UsageError("sparse attention needs groups of tokens, whose values are packed one by one")
 
     def identity_text(self) -> str:
-        return record_text(
-            self,
-            "CacheFormat",
-            {**same_names("keys values"), "residual": "residual_window", "value_share": "value_share"},
-        )
+        return record_text(self, "CacheFormat", "keys values residual=residual_window value_share")
 
     @property
     def is_sparse(self) -> bool:
@@ -51,43 +52,44 @@ class CacheFormat:
 
     @property
     def is_quantized(self) -> bool:
-        return bool(self._packed)
+        return bool(self._formats)
 
     @property
-    def _packed(self) -> list[GroupFormat]:
+    def _formats(self) -> list[GroupFormat]:
         return [fmt for fmt in (self.keys, self.values) if fmt is not None]
 
     @property
     def group_tokens(self) -> int:
-        """Neighbouring tokens that become old together: those that are packed together, 1 where each is by itself."""
-        if not self._packed:
+        """Tokens that are quantized together; 1 if every token is quantized by itself."""
+        if not self._formats:
             return _PLAIN_GROUP
-        return max(fmt.group_size if fmt.axis == "out" else 1 for fmt in self._packed)
+        return max(fmt.group_size if fmt.axis == "out" else 1 for fmt in self._formats)
 
     def num_quantized(self, position: int) -> int:
-        """The query at `position` sees the tokens before this one packed."""
+        """Number of tokens, from the first on, that the query at `position` sees quantized."""
         return max(0, position + 1 - self.residual_window) // self.group_tokens * self.group_tokens
 
     @property
     def stored_group_tokens(self) -> int:
-        """Of a group that is stored: where each token is packed for itself, a run that is worth a transfer."""
-        return self.group_tokens if self.group_tokens > 1 else 32
+        """Tokens of a group of the stored cache."""
+        return self.group_tokens if self.group_tokens > 1 else _TRANSFER_TOKENS
 
     @property
     def prefix_multiple(self) -> int | None:
-        """Beginnings that several rows share end at a multiple of so many tokens, because those that are packed
-        together belong to one row. None where none can be shared: what sparse attention takes, it chooses of all older
-        tokens together."""
+        """Shared prefixes have a multiple of so many tokens, because a stored group belongs to one sequence.
+
+        None if none can be shared: sparse attention selects among all older tokens of a sequence together.
+        """
         return None if self.is_sparse else self.stored_group_tokens
 
     @property
     def window_tokens(self) -> int:
-        """Newest tokens of a row whose group may not be stored, or not be seen packed yet."""
+        """Capacity of the full-precision residual window, in tokens: it also holds a group that is not yet full."""
         return self.residual_window + self.stored_group_tokens - 1
 
     @property
     def window_copies(self) -> int:
-        """2 where newest tokens are kept as they are and as they are seen packed."""
+        """Copies of the residual window: 2 if it also keeps its tokens as queries see them quantized."""
         return 2 if self.group_tokens == 1 else 1
 
     def group_bytes(self, num_heads: int, head_dim: int, element_bytes: int) -> tuple[int, int]:
@@ -107,16 +109,16 @@ class CacheFormat:
         return part(self.keys), part(self.values)
 
     def bytes_per_value(self, plain: int) -> float:
-        """Mean over keys and values, scales included; plain: of one that is not packed."""
-        return sum(_value_bytes(fmt, plain) for fmt in (self.keys, self.values)) / 2
+        """Mean bytes of a key's or value's element, scales included; plain: bytes of one that is not quantized."""
+        return (_value_bytes(self.keys, plain) + _value_bytes(self.values, plain)) / 2
 
     def fetched_bytes_per_value(self, plain: int) -> float:
-        """The same of what a query brings of the older tokens: all keys, and its share of the values."""
+        """Mean bytes that a query fetches of the older tokens: all keys, and its share of the values."""
         return (_value_bytes(self.keys, plain) + self.value_share * _value_bytes(self.values, plain)) / 2
 
     @property
     def fetched_share(self) -> float:
-        """Elements that a query brings of the older tokens', as a share of keys and values."""
+        """Share of the older tokens' elements that a query fetches."""
         return (1 + self.value_share) / 2
 
 
@@ -126,11 +128,15 @@ def _value_bytes(fmt: GroupFormat | None, plain: int) -> float:
 
 @dataclass(frozen=True)
 class Precision:
-    """weights: format of the layers' matrices, None for the checkpoint's 16 bits; tables: of tables and head, for the
-    cost model alone (the paper's figures have it); cache: None for the compute type.
+    """What a precision of the product quantizes, and how.
 
-    Tables and head keep their 16 bits in all of ours, because they are a small part of a large model and a table's
-    rows are gathered one by one; so do the routers of experts, which decide, and average over nothing.
+    Embedding table and head keep 16 bits in all of ours: they are a small part of a large model, and a table's rows
+    are gathered one by one. Routers keep 16 bits too: they decide, and nothing averages their errors out.
+
+    name: what users call it.
+    weights: format of the layers' matrices; None for the checkpoint's 16 bits.
+    tables: format of embedding table and head, for the cost model alone (the paper's figures have it).
+    cache: None for the compute type.
     """
 
     name: str
@@ -139,38 +145,38 @@ class Precision:
     cache: CacheFormat | None = None
 
     def identity_text(self) -> str:
-        return record_text(self, "Precision", same_names("name weights tables cache"))
+        return record_text(self, "Precision", "name weights tables cache")
 
     @property
     def label(self) -> str:
-        """Name of the formats for fingerprints: another one for other formats."""
+        """Name for fingerprints, which changes with the formats."""
         return f"{self.name}-{_digest(self)}"
 
     @property
     def weights_label(self) -> str:
-        """The same of packed weights alone, for their files, whatever the cache is."""
+        """Name of the packed weights' files, which changes with the weights' format alone."""
         return f"packed-{_digest((self.weights, self.tables))}"
 
     def format_of(self, tensor: str) -> GroupFormat | None:
-        """How the matrix `tensor` (its canonical name) is packed; None if it is not."""
+        """Format of the matrix `tensor` (its canonical name); None if it is not quantized."""
         if tensor.startswith("layers."):
             return None if tensor.endswith(".router.weight") else self.weights
         return self.tables
 
 
 def _digest(formats: object) -> str:
-    return hashlib.sha256(text_of((_PACKING, formats)).encode()).hexdigest()[:8]
+    return hashlib.sha256(text_of((_PACKING_VERSION, formats)).encode()).hexdigest()[:8]
 
 
 PAPER_GROUPS = GroupFormat(4, 64, "out", "pair", "range")
 _ALONG_HEAD = GroupFormat(4, 64, "in", "pair", "range")
 _OUR_WEIGHTS = GroupFormat(4, 32, "out", "word", "error")
 _OUR_CACHE = CacheFormat(GroupFormat(4, 64, "out"), GroupFormat(4, 32, "in", "word"), residual_window=64)
-_SPARSE_SHARE = 0.1  # the paper's
+_SPARSE_SHARE = 0.1  # of the values, as in the paper
 FP16 = Precision("fp16")
 PRECISIONS: Mapping[str, Precision] = {
-    found.name: found
-    for found in (
+    precision.name: precision
+    for precision in (
         FP16,
         Precision("fp16-s", cache=CacheFormat(None, None, residual_window=64, value_share=_SPARSE_SHARE)),
         Precision("4bit", _OUR_WEIGHTS, cache=_OUR_CACHE),

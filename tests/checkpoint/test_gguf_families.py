@@ -19,53 +19,8 @@ import torch
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.errors import CheckpointError
-from tests.helpers.tiny_models import VOCABULARY, config_like_llama, gemma_config, llama_config, save_random
+from tests.helpers.tiny_models import GGUF_VARIANTS, VOCABULARY, save_random
 
-LLAMA3 = dict(
-    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-    original_max_position_embeddings=32,
-)  # fmt: skip
-LONGROPE = dict(
-    rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75,
-    short_factor=[1.0 + i / 4 for i in range(6)], long_factor=[2.0 + i for i in range(6)],
-)  # fmt: skip
-# name: architecture in GGUF, our family, configuration, whether transformers' reader knows all of it
-FAMILIES: dict[str, tuple[str, Any, bool]] = {
-    "llama": ("llama", lambda: llama_config(tie_word_embeddings=False), True),
-    "llama3": ("llama", lambda: llama_config(rope_parameters=LLAMA3), False),
-    "mixtral": (
-        "llama",
-        lambda: config_like_llama("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-        False,
-    ),
-    "qwen2": ("qwen2", lambda: config_like_llama("Qwen2Config"), True),
-    "qwen3": ("qwen3", lambda: config_like_llama("Qwen3Config", head_dim=128), True),
-    "qwen3moe": (
-        "qwen3moe",
-        lambda: config_like_llama(
-            "Qwen3MoeConfig", head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
-            norm_topk_prob=True,
-        ),
-        False,
-    ),
-    "phi3": ("phi3", lambda: config_like_llama("Phi3Config", sliding_window=15, pad_token_id=1), False),
-    "phi3-longrope": (
-        "phi3",
-        lambda: config_like_llama(
-            "Phi3Config", head_dim=16, hidden_size=96, rope_parameters=LONGROPE, max_position_embeddings=400,
-            original_max_position_embeddings=96, pad_token_id=1, tie_word_embeddings=False,
-        ),
-        False,
-    ),
-    "gemma2": ("gemma2", lambda: gemma_config("Gemma2Config", head_dim=256, query_pre_attn_scalar=256), True),
-    "gemma3": (
-        "gemma3",
-        lambda: gemma_config(
-            "Gemma3TextConfig", head_dim=256, query_pre_attn_scalar=256, num_hidden_layers=7
-        ),
-        True,
-    ),
-}  # fmt: skip
 # The safetensors configuration says more than the file: our family's name of what the file calls llama.
 RENAMED = {"mixtral": "llama"}
 
@@ -171,7 +126,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def get(name: str) -> tuple[Path, Path, Any]:
         if name not in made:
-            arch, config, _ = FAMILIES[name]
+            arch, config, _ = GGUF_VARIANTS[name]
             folder = tmp_path_factory.mktemp(name)
             model = save_random(folder, config(), seed=7)
             made[name] = folder, write(folder / "m.gguf", model, arch), model
@@ -180,7 +135,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", GGUF_VARIANTS)
 def test_spec_and_tensors_equal_those_of_the_folder(built: Any, name: str) -> None:
     folder, file, _ = built(name)
     original, read = SafetensorsCheckpoint(folder), open_checkpoint(file)
@@ -210,7 +165,7 @@ def assert_same_frequencies(a: Any, b: Any, head_dim: int) -> None:
     assert torch.allclose(inverse_frequencies(a, head_dim), inverse_frequencies(b, head_dim), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, known) in FAMILIES.items() if known])
+@pytest.mark.parametrize("name", [name for name, (_, _, known) in GGUF_VARIANTS.items() if known])
 def test_transformers_reads_the_same_file_to_the_same_model(built: Any, name: str) -> None:
     """The writer above is no private dialect."""
     pytest.importorskip("accelerate", reason="transformers reads GGUF only with accelerate")

@@ -37,8 +37,8 @@ def test_a_curve_that_makes_no_sense_is_refused(points):
 def test_shipped_machines_survive_a_round_trip_and_say_where_their_figures_come_from(name):
     profile = load_profile(name)
     assert profile.name == name and profile.sources
-    again = HardwareProfile.from_json(json.loads(json.dumps(profile.to_json(), allow_nan=False)))
-    assert again == profile
+    restored = HardwareProfile.from_json(json.loads(json.dumps(profile.to_json(), allow_nan=False)))
+    assert restored == profile
 
 
 def test_the_machines_of_the_interface_ship():
@@ -103,7 +103,7 @@ def test_products_run_in_the_faster_of_16_bits_and_float32():
 
 
 @pytest.mark.parametrize("name", ["_onednn", "_blas"])
-def test_a_matrix_lies_as_the_product_that_is_used_reads_it_best(name, monkeypatch):
+def test_column_major_gives_the_layout_that_the_chosen_product_reads_fastest(name, monkeypatch):
     import torch
 
     from flexgen_helm.hardware import rates
@@ -111,10 +111,10 @@ def test_a_matrix_lies_as_the_product_that_is_used_reads_it_best(name, monkeypat
     product = rates._onednn() if name == "_onednn" else rates._blas
     if product is None:
         pytest.skip("this PyTorch has no oneDNN")
-    monkeypatch.setattr(rates, "_fastest", lambda device, dtype: product)
+    monkeypatch.setattr(rates, "_fastest_linear", lambda device, dtype: product)
     weight, bias = torch.randn(7, 5), torch.randn(7)
-    held = rates.column_major(weight)
-    assert torch.equal(held, weight) and held.is_contiguous() == (name == "_blas")
+    arranged = rates.column_major(weight)
+    assert torch.equal(arranged, weight) and arranged.is_contiguous() == (name == "_blas")
     for rows in (1, 3, 70):
         x = torch.randn(rows, 5)
-        torch.testing.assert_close(rates.linear(x, held, bias), x @ weight.t() + bias, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(rates.linear(x, arranged, bias), x @ weight.t() + bias, rtol=1e-5, atol=1e-5)

@@ -1,14 +1,15 @@
-"""The README's table of models, from the tests' own tiny models: `python -m tests.helpers.model_table` rewrites it.
+"""The table of docs/models.md, from the tests' own tiny models: `python -m tests.helpers.model_table` rewrites it.
 
-For every family: what its tiny models switch on, and the largest difference of a log-probability between the engine
-and `transformers` over all of them (prompts of up to 90 tokens side by side, scoring and greedy decoding).
+For every architecture: what its tiny models switch on, and the largest difference of a log-probability between the
+engine and `transformers` over all of them (prompts of up to 90 tokens in one batch, scoring and greedy decoding).
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from flexgen_helm.checkpoint.folder import read_config
@@ -17,63 +18,74 @@ from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.config import ModelConfig
 from tests.helpers.paths import ROOT
 
-README = ROOT / "docs" / "models.md"  # the page of the table
+PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- model table: make model-table -->", "<!-- end of the model table -->"
-HEAD = "| architecture | GGUF | in the catalogue | features tested | largest difference |"
+HEAD = "| architecture | GGUF | in the catalog | features tested | largest difference |"
+
+# What a field that differs from its default is called; without an entry by its own name. Empty: not shown.
+WORDS = {
+    "residual": {"post_norm": "post-norm", "sandwich": "norms on both sides", "parallel": "parallel residual"},
+    "norm_affine": "norms without weights",
+    "final_norm": "",
+    "qkv_bias": "biases",
+    "out_bias": "biases",
+    "mlp_bias": "biases",
+    "tied_head": "",
+    "position_offset": "",
+    "qk_norm": "q/k norm",
+    "local_rope": "two rotary bases",
+    "alibi": "ALiBi",
+    "embed_norm": "embedding norm",
+    "embed_scale": "scaled embeddings",
+    "norm_plus_one": "norms of 1 + weight",
+    "attn_scale": "own attention scale",
+    "attn_softcap": "soft caps",
+    "final_softcap": "soft caps",
+}
 
 
-def features(spec: ModelConfig) -> Iterator[str]:
+def features(config: ModelConfig) -> Iterator[str]:
     """What this model switches on, in the field's words."""
-    if spec.num_kv_heads < spec.num_heads:
+    if config.num_kv_heads < config.num_heads:
         yield "grouped keys"
-    if spec.windows:
-        yield "sliding windows" if None not in spec.windows else "windows in some layers"
-    if spec.rope is not None:
-        if spec.rope.kind != "default":
-            yield {"factors": "longrope"}.get(spec.rope.kind, spec.rope.kind) + " scaling"
-        if spec.rope.dim is not None:
-            yield "partial rotary"
-    if spec.local_rope is not None:
-        yield "two rotary bases"
-    if spec.learned_positions:
+    if config.learned_positions:
         yield "learned positions"
-    if spec.alibi:
-        yield "ALiBi"
-    if spec.qk_norm:
-        yield "q/k norm"
-    if spec.attn_softcap or spec.final_softcap:
-        yield "soft caps"
-    if spec.experts is not None:
-        yield "experts, dense layers between" if spec.experts.dense_layers else "experts"
-    if spec.residual != "pre_norm":
-        kinds = {"post_norm": "post-norm", "sandwich": "norms on both sides", "parallel": "parallel residual"}
-        yield kinds.get(spec.residual, spec.residual)
-    if spec.embed_size != spec.hidden_size:
+    if config.rope is not None and config.rope.kind != "default":
+        yield {"factors": "longrope"}.get(config.rope.kind, config.rope.kind) + " scaling"
+    if config.rope is not None and config.rope.dim is not None:
+        yield "partial rotary"
+    if config.projects_embeddings:
         yield "embedding projections"
-    if spec.embed_norm:
-        yield "embedding norm"
-    if spec.qkv_bias or spec.mlp_bias:
-        yield "biases"
-    if not spec.norm_affine:
-        yield "bare norms"
-    yield "tied head" if spec.tied_head else "own head"
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.default is MISSING or value == field.default:
+            continue
+        words = WORDS.get(field.name, field.name.replace("_", " "))
+        if field.name == "windows":
+            words = "windows in some layers" if None in config.windows else "sliding windows"
+        if config.experts is not None and field.name == "experts" and config.experts.dense_layers:
+            words = "experts, dense layers between"
+        if words:
+            yield words if isinstance(words, str) else words.get(value, value)
+    yield "tied head" if config.tied_head else "own head"
 
 
 def table(differences: dict[str, float], tested: dict[str, list[ModelConfig]]) -> str:
-    """Markdown; a family without a tiny model has no line and is not supported."""
+    """Markdown; every architecture must have a tiny model."""
     lines = [HEAD, "|---|---|---|---|---|"]
-    for name, family in ARCHITECTURES.items():
-        known = sorted((e for e in CATALOG.values() if e.config.architecture == name), key=lambda e: e.num_parameters)
-        listed = f"`{known[0].name}` to `{known[-1].name}` ({len(known)})" if known else "by hub name or folder"
-        switched = dict.fromkeys(feature for spec in tested[name] for feature in features(spec))
-        formats = ", ".join(f"`{arch}`" for arch in family.gguf_architectures) or "no"
-        found = f"{differences[name]:.1e}" if name in differences else ""
-        lines.append(f"| `{family.architectures[0]}` | {formats} | {listed} | {', '.join(switched)} | {found} |")
+    for name, architecture in ARCHITECTURES.items():
+        entries = sorted((e for e in CATALOG.values() if e.config.architecture == name), key=lambda e: e.num_parameters)
+        listed = f"`{entries[0].name}` to `{entries[-1].name}` ({len(entries)})" if entries else "by hub name or folder"
+        assert name in tested, f"{name} has no tiny model: add one to VARIANTS in tests/helpers/tiny_models.py"
+        switched_on = dict.fromkeys(feature for config in tested[name] for feature in features(config))
+        gguf = ", ".join(f"`{gguf_name}`" for gguf_name in architecture.gguf_names) or "no"
+        difference = f"{differences[name]:.1e}" if name in differences else ""
+        lines.append(f"| `{architecture.hf_names[0]}` | {gguf} | {listed} | {', '.join(switched_on)} | {difference} |")
     return "\n".join(lines)
 
 
 def measure() -> tuple[dict[str, float], dict[str, list[ModelConfig]]]:
-    """Largest difference and specs by family, over all tiny models."""
+    """Largest difference and records by architecture, over all tiny models."""
     import torch
 
     from flexgen_helm import Engine, GenerationRequest
@@ -86,41 +98,41 @@ def measure() -> tuple[dict[str, float], dict[str, list[ModelConfig]]]:
     with tempfile.TemporaryDirectory() as scratch:
         for variant in VARIANTS:
             model = build_tiny(Path(scratch) / variant, variant)
-            asked = prompts(17, 70, seed=17)
-            requests = [GenerationRequest(prompt_token_ids=p, max_tokens=20, echo_logprobs=True) for p in asked]
+            token_ids = prompts(17, 70, seed=17)
+            requests = [GenerationRequest(prompt_token_ids=p, max_tokens=20, echo_logprobs=True) for p in token_ids]
             with Engine.from_pretrained(model.path) as engine:
-                results, spec = engine.run(requests), engine.config
+                results, config = engine.run(requests), engine.config
             worst = 0.0
-            for prompt, result in zip(asked, results):
+            for prompt, result in zip(token_ids, results):
                 ids = prompt + list(result.completions[0].token_ids)
                 reference = model.logprobs(ids)
-                found = [*result.prompt_logprobs[1:], *result.completions[0].logprobs]
-                worst = max(worst, *(abs(x - reference[i, t].item()) for i, (x, t) in enumerate(zip(found, ids[1:]))))
+                scores = [*result.prompt_logprobs[1:], *result.completions[0].logprobs]
+                worst = max(worst, *(abs(x - reference[i, t].item()) for i, (x, t) in enumerate(zip(scores, ids[1:]))))
             print(f"{variant:32s} {worst:.1e}", flush=True)
-            differences[spec.architecture] = max(worst, differences.get(spec.architecture, 0.0))
-            tested.setdefault(spec.architecture, []).append(spec)
+            differences[config.architecture] = max(worst, differences.get(config.architecture, 0.0))
+            tested.setdefault(config.architecture, []).append(config)
     return differences, tested
 
 
-def specs_tested(folders: dict[str, Path]) -> dict[str, list[ModelConfig]]:
-    """Specs by family, read from the tiny models' folders."""
+def tested_configs(folders: Iterable[Path]) -> dict[str, list[ModelConfig]]:
+    """Records by architecture, read from the tiny models' folders."""
     tested: dict[str, list[ModelConfig]] = {}
-    for folder in folders.values():
-        family, spec, _ = read_config(folder)
-        tested.setdefault(family.name, []).append(spec)
+    for folder in folders:
+        architecture, config, _ = read_config(folder)
+        tested.setdefault(architecture.name, []).append(config)
     return tested
 
 
-def in_readme() -> str:
-    return README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+def written_table() -> str:
+    return PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
 
 
 def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    README.write_text(f"{before}{BEGIN}\n{table(*measure())}\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}\n{table(*measure())}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Tiny random checkpoints of every family, with a real tokenizer; `VARIANTS` switch every feature on."""
+"""Tiny random checkpoints of every architecture, with a real tokenizer; `VARIANTS` switch every feature on."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,11 @@ VOCABULARY = 320
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A folder with a random checkpoint, and the `transformers` model in float32 from the same 16-bit weights."""
+    """A random checkpoint.
+
+    path: folder of the checkpoint.
+    reference: model of `transformers` in float32, from the same 16-bit weights.
+    """
 
     path: Path
     reference: Any
@@ -32,75 +36,43 @@ class TinyModel:
             return torch.log_softmax(self.reference(torch.tensor([token_ids])).logits[0].float(), dim=-1)
 
 
-def llama_config(**changes: Any) -> Any:
-    from transformers import LlamaConfig
+# Sizes, in the keys of each configuration class.
+_COMMON: dict[str, Any] = dict(vocab_size=VOCABULARY, initializer_range=0.15, eos_token_id=0)
+_LLAMA = dict(
+    _COMMON, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+    max_position_embeddings=96, tie_word_embeddings=True, rms_norm_eps=1e-6, bos_token_id=None,
+)  # fmt: skip
+_OPT = dict(
+    vocab_size=VOCABULARY, hidden_size=48, ffn_dim=80, num_hidden_layers=3, num_attention_heads=6,
+    max_position_embeddings=96, word_embed_proj_dim=48, init_std=0.15, bos_token_id=0, eos_token_id=0, pad_token_id=1,
+)  # fmt: skip
+_GPT2 = dict(_COMMON, n_embd=48, n_layer=3, n_head=6, n_positions=96, bos_token_id=0)
+_NEOX = dict(
+    _COMMON, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3,
+    max_position_embeddings=96, bos_token_id=0,
+)  # fmt: skip
+_BLOOM = dict(_COMMON, hidden_size=48, n_layer=3, n_head=6, bos_token_id=0)
 
-    settings: dict[str, Any] = dict(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=96, tie_word_embeddings=True, initializer_range=0.15,
-        bos_token_id=None, eos_token_id=0,
-    )  # fmt: skip
-    return LlamaConfig(**{**settings, **changes})
 
+def tiny_config(kind: str, sizes: Mapping[str, Any], **changes: Any) -> Any:
+    """A configuration of the class `kind` of `transformers`."""
+    import transformers
 
-def opt_config(**changes: Any) -> Any:
-    from transformers import OPTConfig
-
-    settings: dict[str, Any] = dict(
-        vocab_size=VOCABULARY, hidden_size=48, ffn_dim=80, num_hidden_layers=3, num_attention_heads=6,
-        max_position_embeddings=96, word_embed_proj_dim=48, init_std=0.15, bos_token_id=0, eos_token_id=0,
-        pad_token_id=1,
-    )  # fmt: skip
-    return OPTConfig(**{**settings, **changes})
+    return getattr(transformers, kind)(**{**sizes, **changes})
 
 
 def config_like_llama(kind: str, **changes: Any) -> Any:
-    """A configuration of the class `kind` with the sizes of `llama_config`."""
-    import transformers
-
-    settings = llama_config().to_diff_dict()
-    del settings["model_type"]
-    return getattr(transformers, kind)(**{**settings, **changes})
+    """A configuration of a class that has the keys of `LlamaConfig`."""
+    return tiny_config(kind, _LLAMA, **changes)
 
 
-def gpt2_config(**changes: Any) -> Any:
-    from transformers import GPT2Config
-
-    settings: dict[str, Any] = dict(
-        vocab_size=VOCABULARY, n_embd=48, n_layer=3, n_head=6, n_positions=96, initializer_range=0.15,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return GPT2Config(**{**settings, **changes})
-
-
-def neox_config(**changes: Any) -> Any:
-    from transformers import GPTNeoXConfig
-
-    settings: dict[str, Any] = dict(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3,
-        max_position_embeddings=96, initializer_range=0.15, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return GPTNeoXConfig(**{**settings, **changes})
-
-
-def bloom_config(**changes: Any) -> Any:
-    from transformers import BloomConfig
-
-    settings: dict[str, Any] = dict(
-        vocab_size=VOCABULARY, hidden_size=48, n_layer=3, n_head=6, initializer_range=0.15, bos_token_id=0,
-        eos_token_id=0,
-    )  # fmt: skip
-    return BloomConfig(**{**settings, **changes})
+def llama_config(**changes: Any) -> Any:
+    return config_like_llama("LlamaConfig", **changes)
 
 
 def gemma_config(kind: str, **changes: Any) -> Any:
-    return config_like_llama(
-        kind,
-        **{
-            **dict(head_dim=16, num_hidden_layers=4, sliding_window=9, query_pre_attn_scalar=20, pad_token_id=1),
-            **changes,
-        },
-    )
+    gemma = dict(head_dim=16, num_hidden_layers=4, sliding_window=9, query_pre_attn_scalar=20, pad_token_id=1)
+    return config_like_llama(kind, **{**gemma, **changes})
 
 
 def gemma3_with_images() -> Any:
@@ -118,23 +90,20 @@ LONGROPE: dict[str, Any] = dict(
     rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75,
     short_factor=[1.0 + i / 4 for i in range(6)], long_factor=[2.0 + i for i in range(6)],
 )  # fmt: skip
+LLAMA3: dict[str, Any] = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
 YARN: dict[str, Any] = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=24)
+# Name -> configuration. The tests compare each variant with `transformers`, and check that every field of its
+# `ModelConfig` that differs from the default matters.
 VARIANTS: dict[str, Callable[[], Any]] = {
     "llama": llama_config,
     "llama-untied-biases": lambda: llama_config(
         tie_word_embeddings=False, attention_bias=True, mlp_bias=True, num_key_value_heads=6
     ),
     "llama-wide-heads": lambda: llama_config(head_dim=16, num_key_value_heads=1),
-    "llama3-rope": lambda: llama_config(
-        rope_parameters=dict(
-            rope_type="llama3",
-            rope_theta=10000.0,
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=32,
-        )
-    ),  # fmt: skip
+    "llama3-rope": lambda: llama_config(rope_parameters=LLAMA3),
     "llama-linear-rope": lambda: llama_config(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)),
     "llama-yarn-rope": lambda: llama_config(rope_parameters=YARN),
     "mistral": lambda: config_like_llama("MistralConfig", head_dim=None, sliding_window=11),
@@ -197,28 +166,65 @@ VARIANTS: dict[str, Callable[[], Any]] = {
         pad_token_id=1,
         tie_word_embeddings=False,
     ),
-    "gpt2": gpt2_config,
-    "gpt2-untied": lambda: gpt2_config(n_inner=70, tie_word_embeddings=False, scale_attn_weights=False),
-    "pythia": neox_config,
-    "gpt-neox-one-after-the-other": lambda: neox_config(
+    "gpt2": lambda: tiny_config("GPT2Config", _GPT2),
+    "gpt2-untied": lambda: tiny_config(
+        "GPT2Config", _GPT2, n_inner=70, tie_word_embeddings=False, scale_attn_weights=False
+    ),
+    "pythia": lambda: tiny_config("GPTNeoXConfig", _NEOX),
+    "gpt-neox-one-after-the-other": lambda: tiny_config(
+        "GPTNeoXConfig",
+        _NEOX,
         use_parallel_residual=False,
         attention_bias=False,
         hidden_act="gelu_fast",
         tie_word_embeddings=True,
         rope_parameters=dict(rope_type="linear", rope_theta=5000.0, factor=2.0, partial_rotary_factor=0.5),
     ),
-    "bloom": bloom_config,
-    "bloom-untied": lambda: bloom_config(tie_word_embeddings=False, n_head=4),
-    "opt": opt_config,
-    "opt-350m": lambda: opt_config(word_embed_proj_dim=24, do_layer_norm_before=False),
-    "galactica": lambda: opt_config(activation_function="gelu", enable_bias=False),
-    "opt-plain-norms": lambda: opt_config(layer_norm_elementwise_affine=False),
-    "opt-untied": lambda: opt_config(tie_word_embeddings=False),
+    "bloom": lambda: tiny_config("BloomConfig", _BLOOM),
+    "bloom-untied": lambda: tiny_config("BloomConfig", _BLOOM, tie_word_embeddings=False, n_head=4),
+    "opt": lambda: tiny_config("OPTConfig", _OPT),
+    "opt-350m": lambda: tiny_config("OPTConfig", _OPT, word_embed_proj_dim=24, do_layer_norm_before=False),
+    "galactica": lambda: tiny_config("OPTConfig", _OPT, activation_function="gelu", enable_bias=False),
+    "opt-plain-norms": lambda: tiny_config("OPTConfig", _OPT, layer_norm_elementwise_affine=False),
+    "opt-untied": lambda: tiny_config("OPTConfig", _OPT, tie_word_embeddings=False),
+}
+# Name -> GGUF architecture, configuration, whether the GGUF reader of `transformers` knows all of it. The tests compare
+# GGUF files of these with safetensors folders.
+GGUF_VARIANTS: dict[str, tuple[str, Callable[[], Any], bool]] = {
+    "llama": ("llama", lambda: llama_config(tie_word_embeddings=False), True),
+    "llama3": ("llama", VARIANTS["llama3-rope"], False),
+    "mixtral": (
+        "llama",
+        lambda: config_like_llama("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+        False,
+    ),
+    "qwen2": ("qwen2", VARIANTS["qwen2"], True),
+    "qwen3": ("qwen3", lambda: config_like_llama("Qwen3Config", head_dim=128), True),
+    "qwen3moe": (
+        "qwen3moe",
+        lambda: config_like_llama(
+            "Qwen3MoeConfig",
+            head_dim=16,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+        ),
+        False,
+    ),
+    "phi3": ("phi3", VARIANTS["phi3"], False),
+    "phi3-longrope": ("phi3", VARIANTS["phi3-longrope"], False),
+    "gemma2": ("gemma2", lambda: gemma_config("Gemma2Config", head_dim=256, query_pre_attn_scalar=256), True),
+    "gemma3": (
+        "gemma3",
+        lambda: gemma_config("Gemma3TextConfig", head_dim=256, query_pre_attn_scalar=256, num_hidden_layers=7),
+        True,
+    ),
 }
 
 
 def build_tiny(folder: Path, variant: str, tokenizer: bool = True) -> TinyModel:
-    """Save a random model of a variant and its tokenizer below `folder`; its figures follow from the name alone."""
+    """Save a random model of a variant, and its tokenizer, in `folder`. The weights follow from the name alone."""
     model = save_random(folder, VARIANTS[variant](), seed=zlib.crc32(variant.encode()))
     if tokenizer:
         save_tokenizer(folder)
@@ -226,7 +232,7 @@ def build_tiny(folder: Path, variant: str, tokenizer: bool = True) -> TinyModel:
 
 
 def save_random(folder: Path, config: Any, seed: int) -> Any:
-    """Save a model whose parameters, norms and biases too, are random; returns it in float32."""
+    """Save a model whose parameters, norms and biases included, are random. Returns it in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -239,7 +245,7 @@ def save_random(folder: Path, config: Any, seed: int) -> Any:
             elif not parameter.any():
                 parameter.normal_(0.0, 0.15)
     model.to(torch.float16).save_pretrained(folder)
-    # Loaded anew: casting a model rounds its rotary frequencies too, which no checkpoint contains.
+    # Loaded from the files: casting the model would round its rotary frequencies too, which no checkpoint contains.
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

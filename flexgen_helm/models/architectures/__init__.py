@@ -1,44 +1,17 @@
-"""One module per family: its record, its configuration reader and its tensor names."""
+"""One module per architecture: how its configuration becomes a `ModelConfig`, and its tensor names. No torch.
+
+A module with an `ARCHITECTURE` registers itself by being here.
+"""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.architectures import (
-    bloom,
-    gemma2,
-    gemma3,
-    gpt2,
-    gpt_neox,
-    llama,
-    mistral,
-    mixtral,
-    opt,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
 from flexgen_helm.models.architectures.base import Architecture, RowSelection, TensorSource, find_source, select_rows
-
-_MODULES = (
-    opt,
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    gemma2,
-    gemma3,
-    phi3,
-    gpt2,
-    gpt_neox,
-    bloom,
-)
-ARCHITECTURES: dict[str, Architecture] = {module.ARCHITECTURE.name: module.ARCHITECTURE for module in _MODULES}
 
 __all__ = [
     "ARCHITECTURES",
@@ -47,33 +20,32 @@ __all__ = [
     "TensorSource",
     "architecture_of_config",
     "architecture_of_gguf",
-    "select_rows",
     "find_source",
+    "select_rows",
 ]
+
+_MODULES = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+ARCHITECTURES: Mapping[str, Architecture] = {
+    module.ARCHITECTURE.name: module.ARCHITECTURE for module in _MODULES if hasattr(module, "ARCHITECTURE")
+}
 
 
 def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
-    """The family that serves a `config.json`; raises `UnsupportedArchitectureError` with the supported list."""
+    """Find the architecture of a `config.json`. Raises `UnsupportedArchitectureError` with the supported ones."""
     names = tuple(config.get("architectures") or ())
     for architecture in ARCHITECTURES.values():
-        if set(names) & set(architecture.architectures) or (
-            not names and config.get("model_type") == architecture.name
-        ):
+        if set(names) & set(architecture.hf_names) or (not names and config.get("model_type") == architecture.name):
             return architecture
     wanted = ", ".join(names) or config.get("model_type") or "(none named)"
-    raise UnsupportedArchitectureError(
-        f"architecture {wanted} is not supported; supported are {supported_architectures()}"
-    )
+    supported = ", ".join(architecture.hf_names[0] for architecture in ARCHITECTURES.values())
+    raise UnsupportedArchitectureError(f"architecture {wanted} is not supported; supported are {supported}")
 
 
 def architecture_of_gguf(name: str) -> Architecture:
-    for architecture in ARCHITECTURES.values():
-        if name in architecture.gguf_architectures:
-            return architecture
-    known = ", ".join(name for architecture in ARCHITECTURES.values() for name in architecture.gguf_architectures)
-    raise UnsupportedArchitectureError(f"GGUF architecture {name!r} is not supported; supported are {known}")
-
-
-def supported_architectures() -> str:
-    """The architectures' names as `config.json` spells them, one a family."""
-    return ", ".join(architecture.architectures[0] for architecture in ARCHITECTURES.values())
+    """Find the architecture of a GGUF file by its `general.architecture`. Raises `UnsupportedArchitectureError`."""
+    known = {gguf_name: a for a in ARCHITECTURES.values() for gguf_name in a.gguf_names}
+    if name not in known:
+        raise UnsupportedArchitectureError(
+            f"GGUF architecture {name!r} is not supported; supported are {', '.join(known)}"
+        )
+    return known[name]

@@ -1,27 +1,29 @@
-"""What a family module provides, and the vocabulary of its tensor names."""
+"""What an architecture's module provides: `Architecture`, and where checkpoints store each canonical tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from flexgen_helm.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where a canonical tensor lies in a checkpoint.
+    """Where a checkpoint stores a canonical tensor.
 
-    name: the checkpoint's name, with `{i}` for the layer and `{e}` for the expert. rope_heads: 'q' or 'kv' where the
-    checkpoint stores rotary rows interleaved (GGUF of Llama) and they must be put back into halves. fused: the last
-    parts of the canonical names that lie in this one tensor, in order ('q', 'k', 'v'), one whole after the other or,
-    `by_head`, one head of each after the other. experts: all experts lie in this one tensor, each whole after the
-    other. transposed: the matrix is stored [in, out].
+    name: stored name; `{i}` is the layer, `{e}` the expert.
+    rope_heads: the stored rows interleave the halves of every head, which `num_heads` ('q') or `num_kv_heads` ('kv')
+        counts, and must be separated (GGUF files of Llama).
+    fused: last parts of the canonical names that share the stored tensor, in order: ('q', 'k', 'v').
+    by_head: fused tensors alternate head by head instead of following each other as a whole.
+    experts: the stored tensor holds all experts, one after the other.
+    transposed: the matrix is stored [in, out].
     """
 
     name: str
-    rope_heads: str | None = None
+    rope_heads: Literal["q", "kv"] | None = None
     fused: tuple[str, ...] = ()
     by_head: bool = False
     experts: bool = False
@@ -31,17 +33,68 @@ class TensorSource:
 def fused_sources(
     owner: str, parts: tuple[str, ...], name: str, by_head: bool = False, transposed: bool = False
 ) -> dict[str, TensorSource]:
-    """Canonical name -> Source of each of the `parts` of `owner` that lie in the one tensor `name`."""
-    return {
-        f"{owner}.{part}": TensorSource(name, fused=parts, by_head=by_head, transposed=transposed) for part in parts
-    }
+    """Canonical name -> source of each of the `parts` of `owner` that share the stored tensor `name`."""
+    source = TensorSource(name, fused=parts, by_head=by_head, transposed=transposed)
+    return {f"{owner}.{part}": source for part in parts}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture.
+
+    name: value of `ModelConfig.architecture`, and `model_type` in `config.json`.
+    hf_names: entries of "architectures" in `config.json`; the first one is shown to users.
+    read_config: content of `config.json` -> `ModelConfig`. Raises `UnsupportedArchitectureError` for a feature that the
+        record cannot express, KeyError for a missing entry.
+    tensors: canonical name, with `{i}` and `{e}` -> where safetensors files store it. Keys without `.weight` and
+        `.bias` stand for both.
+    prefixes: of stored names; exports of the same weights differ in them.
+    gguf_names: values of `general.architecture` in GGUF files; empty if GGUF files are not supported.
+    read_gguf: metadata of a GGUF file -> `ModelConfig`. The metadata are plain Python values, with 'tensor_names' and
+        'rope_factors' added.
+    gguf_tensors: as `tensors`, for GGUF files.
+    """
+
+    name: str
+    hf_names: tuple[str, ...]
+    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    tensors: Mapping[str, TensorSource]
+    prefixes: tuple[str, ...] = ("model.", "")
+    gguf_names: tuple[str, ...] = ()
+    read_gguf: Callable[[Mapping[str, Any]], ModelConfig] | None = None
+    gguf_tensors: Mapping[str, TensorSource] = field(default_factory=dict)
+
+
+# Indices of the numbers in layers.{i}.mlp.experts.{e}.gate.weight
+_LAYER, _EXPERT = 1, 4
+
+
+def find_source(tensors: Mapping[str, TensorSource], canonical: str) -> TensorSource:
+    """Find where the canonical tensor is stored, with layer, expert and `.weight` or `.bias` filled in.
+
+    Raises KeyError if `tensors` lacks it.
+    """
+    parts, numbers = canonical.split("."), {}
+    if parts[0] == "layers":
+        numbers["{i}"], parts[_LAYER] = parts[_LAYER], "{i}"
+        if parts[_EXPERT - 1] == "experts":
+            numbers["{e}"], parts[_EXPERT] = parts[_EXPERT], "{e}"
+    generic = ".".join(parts)
+    source, ending = tensors.get(generic), ""
+    if source is None:
+        stem, _, leaf = generic.rpartition(".")
+        source, ending = tensors[stem], "." + leaf
+    name = source.name
+    for placeholder, number in numbers.items():
+        name = name.replace(placeholder, number)
+    return replace(source, name=name + ending)
 
 
 @dataclass(frozen=True)
 class RowSelection:
-    """Which rows of a stored tensor are one of ours: `count` from `first` on, `repeats` times, `stride` rows apart.
+    """Rows of a stored tensor that form a canonical one: `count` from `first` on, `repeats` times, `stride` rows apart.
 
-    total: rows that the stored tensor has. A vector's rows are its elements.
+    total: rows of the stored tensor. The rows of a vector are its elements.
     """
 
     total: int
@@ -54,7 +107,7 @@ class RowSelection:
 def select_rows(
     source: TensorSource, canonical: str, model_config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> RowSelection:
-    """The rows of `source` that are the canonical tensor, whose shapes `shapes` gives."""
+    """Find the rows of `source` that are the canonical tensor; shapes: of all canonical tensors."""
     size = shapes[canonical][0]
     if source.experts:
         assert model_config.experts is not None and not source.fused
@@ -69,45 +122,3 @@ def select_rows(
         return RowSelection(sum(sizes), before, size)
     heads = model_config.num_heads
     return RowSelection(sum(sizes), before // heads, size // heads, sum(sizes) // heads, heads)
-
-
-# Places in a canonical name: layers.{i}.mlp.experts.{e}.gate.weight
-_LAYER, _EXPERT = 1, 4
-
-
-def find_source(tensors: Mapping[str, TensorSource], canonical: str) -> TensorSource:
-    """Where the canonical tensor lies, numbers and `.weight`/`.bias` filled in; KeyError if the map lacks it."""
-    parts, numbers = canonical.split("."), {}
-    if parts[0] == "layers":
-        numbers["{i}"], parts[_LAYER] = parts[_LAYER], "{i}"
-        if parts[_EXPERT - 1] == "experts":
-            numbers["{e}"], parts[_EXPERT] = parts[_EXPERT], "{e}"
-    generic = ".".join(parts)
-    source, ending = tensors.get(generic), ""
-    if source is None:
-        stem, _, leaf = generic.rpartition(".")
-        source, ending = tensors[stem], "." + leaf
-    name = source.name
-    for mark, number in numbers.items():
-        name = name.replace(mark, number)
-    return replace(source, name=name + ending)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One model family, declaratively.
-
-    architectures: the names in `config.json`'s "architectures" (or GGUF's `general.architecture`) that it serves.
-    read_config: configuration dictionary (as in `config.json`) -> ModelSpec; raises `UnsupportedArchitectureError`
-    for a feature that the record cannot express. tensors: canonical name (layer as `{i}`) -> Source.
-    prefixes: name prefixes that some exports of the same weights leave out or add.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    read_config: Callable[[Mapping[str, Any]], ModelConfig]
-    tensors: Mapping[str, TensorSource]
-    prefixes: tuple[str, ...] = ("",)
-    gguf_architectures: tuple[str, ...] = ()
-    read_gguf: Callable[[Mapping[str, Any]], ModelConfig] | None = None
-    gguf_tensors: Mapping[str, TensorSource] = field(default_factory=dict)

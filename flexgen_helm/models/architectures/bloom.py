@@ -1,4 +1,4 @@
-"""BLOOM (560M to 176B, BLOOMZ): scores fall with the distance (ALiBi), embeddings are normed, fused projections."""
+"""BLOOM (560M to 176B, BLOOMZ): ALiBi, an embedding norm, fused projections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
 from flexgen_helm.models.config import ModelConfig
 
-# ALiBi knows no longest context; the models were trained on this one.
+# ALiBi sets no context length; the models were trained with this one.
 _TRAINED_POSITIONS = 2048
 
 
@@ -46,7 +46,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 _LAYER = "h.{i}."
 ARCHITECTURE = Architecture(
     name="bloom",
-    architectures=("BloomForCausalLM", "BloomModel"),
+    hf_names=("BloomForCausalLM", "BloomModel"),
     read_config=read_config,
     prefixes=("transformer.", ""),
     tensors={

@@ -1,4 +1,4 @@
-"""Entries of `config.json` that several families share."""
+"""Entries of `config.json` that several architectures share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def activation_of(architecture: str, name: str) -> Activation:
-    """Our name of an activation function; raises `UnsupportedArchitectureError` with the known ones."""
+    """Translate the name of an activation function. Raises `UnsupportedArchitectureError` with the known ones."""
     if name not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise UnsupportedArchitectureError(
@@ -30,12 +30,14 @@ def activation_of(architecture: str, name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def read_windows(config: Mapping[str, Any], sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Windows by layer, in tokens: where `layer_types` has them, else in the layers for which `sliding` is true."""
+def read_windows(
+    config: Mapping[str, Any], slides: Callable[[int], bool] = lambda layer: True
+) -> tuple[int | None, ...]:
+    """Read `ModelConfig.windows`. slides: whether a layer has a window, if `layer_types` does not say."""
     size, layers = config.get("sliding_window"), config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if kinds is None:
-        kinds = ["sliding_attention" if sliding(layer) else "full_attention" for layer in range(layers)]
+        kinds = ["sliding_attention" if slides(layer) else "full_attention" for layer in range(layers)]
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown or len(kinds) != layers:
         raise UnsupportedArchitectureError(f"layer types {sorted(set(kinds))} of {len(kinds)} layers are not supported")
@@ -44,67 +46,64 @@ def read_windows(config: Mapping[str, Any], sliding: Callable[[int], bool]) -> t
     return tuple(int(size) if kind == "sliding_attention" else None for kind in kinds)
 
 
-_ROPE_KINDS = "default, linear, llama3, yarn and longrope"
-
-
 def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 10_000.0) -> RopeConfig:
-    """Both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
+    """Read `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
 
-    Raises `UnsupportedArchitectureError` naming the known kinds for one that depends on the text's length
-    ('dynamic') or is not known.
+    Raises `UnsupportedArchitectureError` for an unknown kind, and for one that depends on the text's length
+    ('dynamic').
     """
     parameters = {**config, **(config.get("rope_parameters") or config.get("rope_scaling") or {})}
+
+    def number(name: str, default: float | None = None) -> float:
+        return float(parameters[name] if default is None else parameters.get(name) or default)
+
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    theta = float(parameters.get("rope_theta") or default_theta)
-    dim = int(head_dim * float(parameters.get("partial_rotary_factor") or 1.0))
-    shared: dict[str, Any] = dict(theta=theta, dim=None if dim == head_dim else dim)
+    dim = int(head_dim * number("partial_rotary_factor", 1.0))
+    shared: dict[str, Any] = dict(theta=number("rope_theta", default_theta), dim=None if dim == head_dim else dim)
     if kind == "default":
         return RopeConfig(**shared)
     if kind == "linear":
-        return RopeConfig(**shared, kind="linear", factor=float(parameters["factor"]))
-    original = int(parameters.get("original_max_position_embeddings") or config["max_position_embeddings"])
+        return RopeConfig(**shared, kind="linear", factor=number("factor"))
+    shared["original_max_positions"] = original = int(
+        parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    )
     if kind == "llama3":
         return RopeConfig(
             **shared,
             kind="llama3",
-            factor=float(parameters["factor"]),
-            low_freq_factor=float(parameters["low_freq_factor"]),
-            high_freq_factor=float(parameters["high_freq_factor"]),
-            original_max_positions=original,
+            factor=number("factor"),
+            low_freq_factor=number("low_freq_factor"),
+            high_freq_factor=number("high_freq_factor"),
         )
+    stretch = float(parameters.get("factor") or config["max_position_embeddings"] / original)
     if kind == "yarn":
-        factor = float(parameters.get("factor") or config["max_position_embeddings"] / original)
         return RopeConfig(
             **shared,
             kind="yarn",
-            factor=factor,
-            original_max_positions=original,
-            beta_fast=float(parameters.get("beta_fast") or 32.0),
-            beta_slow=float(parameters.get("beta_slow") or 1.0),
+            factor=stretch,
+            beta_fast=number("beta_fast", 32.0),
+            beta_slow=number("beta_slow", 1.0),
             truncate=bool(parameters.get("truncate", True)),
-            magnitude=yarn_magnitude(parameters, factor),
+            magnitude=yarn_magnitude(parameters, stretch),
         )
     if kind in ("longrope", "su"):
         factors = tuple(float(value) for value in parameters["short_factor"])
         if len(factors) != dim // 2:
             raise ValueError(f"short_factor has {len(factors)} entries, but {dim // 2} pairs rotate")
-        stretch = float(parameters.get("factor") or config["max_position_embeddings"] / original)
-        given = parameters.get("attention_factor")
-        return RopeConfig(
-            **shared,
-            kind="factors",
-            factors=factors,
-            original_max_positions=original,
-            magnitude=longrope_magnitude(stretch, original) if given is None else float(given),
-        )
-    raise UnsupportedArchitectureError(f"rope type {kind!r} is not supported; known are {_ROPE_KINDS}")
+        magnitude = parameters.get("attention_factor")
+        if magnitude is None:
+            magnitude = longrope_magnitude(stretch, original)
+        return RopeConfig(**shared, kind="factors", factors=factors, magnitude=float(magnitude))
+    raise UnsupportedArchitectureError(
+        f"rope type {kind!r} is not supported; known are default, linear, llama3, yarn and longrope"
+    )
 
 
 def longest_context(positions: int, rope: RopeConfig) -> int:
-    """How many of a model's positions one set of frequencies serves.
+    """Return how many of a model's positions one set of frequencies serves.
 
-    LongRoPE has one set for texts up to the original context and another for longer ones, which would change the
-    keys of all earlier tokens; the first is used, so texts end there.
+    LongRoPE has a second set for texts beyond the original context, which would change the keys of all earlier tokens.
+    Only the first set is used, so texts end at the original context.
     """
     return min(positions, rope.original_max_positions) if rope.kind == "factors" else positions
 
@@ -112,15 +111,15 @@ def longest_context(positions: int, rope: RopeConfig) -> int:
 def yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     """Peng et al. (2023), section 3.4, as the published configurations refine it."""
 
-    def grown(weight: float) -> float:
+    def magnitude(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
-    part, whole = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return grown(part) / grown(whole) if part and whole else grown(1.0)
+    scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return magnitude(scale) / magnitude(scale_all) if scale and scale_all else magnitude(1.0)
 
 
 def longrope_magnitude(stretch: float, original: int) -> float:
-    """Ding et al. (2024), of a context `stretch` times the `original` number of tokens."""
+    """Ding et al. (2024), for a context `stretch` times the `original` number of tokens."""
     return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))

@@ -13,18 +13,18 @@ from flexgen_helm.models.architectures.gguf_fields import gguf_key
 from flexgen_helm.models.config import ModelConfig
 
 
-def alternating(config: Mapping[str, Any], full_every: int) -> tuple[int | None, ...]:
+def alternating_windows(config: Mapping[str, Any], full_every: int) -> tuple[int | None, ...]:
     return read_windows(config, lambda layer: (layer + 1) % full_every != 0)
 
 
 def read_config(config: Mapping[str, Any], architecture: str = "gemma2", **features: Any) -> ModelConfig:
     if config.get("use_bidirectional_attention"):
         raise UnsupportedArchitectureError(f"{architecture} with use_bidirectional_attention generates nothing")
-    given: dict[str, Any] = dict(
+    gemma: dict[str, Any] = dict(
         head_dim=config.get("head_dim") or 256,
         activation=activation_of(architecture, config.get("hidden_activation") or "gelu_pytorch_tanh"),
         tied_head=config.get("tie_word_embeddings", True),
-        windows=alternating(config, 2),
+        windows=alternating_windows(config, full_every=2),
         residual="sandwich",
         embed_scale=config["hidden_size"] ** 0.5,
         norm_plus_one=True,
@@ -32,44 +32,47 @@ def read_config(config: Mapping[str, Any], architecture: str = "gemma2", **featu
         attn_softcap=config.get("attn_logit_softcapping", 50.0),
         final_softcap=config.get("final_logit_softcapping", 30.0),
     )
-    return llama.read_config(config, architecture, **{**given, **features})
+    return llama.read_config(config, architecture, **{**gemma, **features})
 
 
 def read_gguf(
-    metadata: Mapping[str, Any], arch: str = "gemma2", full_every: int = 2, largest: int = 46, **features: Any
+    metadata: Mapping[str, Any],
+    gguf_name: str = "gemma2",
+    full_every: int = 2,
+    layers_of_27b: int = 46,
+    **features: Any,
 ) -> ModelConfig:
-    """largest: layers of the 27B size, whose scores are scaled by the heads' share of the hidden size.
+    """Read the metadata; the files store 1 + weight of every norm, and neither attention scale nor window pattern.
 
-    The files keep 1 + weight of every norm, and leave the scale and the pattern of the windows to the reader.
+    layers_of_27b: the 27B size is known by its layers; it scales scores by the hidden size per head.
     """
-    key = gguf_key(metadata, arch)
+    key = gguf_key(metadata, gguf_name)
     layers, hidden, heads = int(key("block_count")), int(key("embedding_length")), int(key("attention.head_count"))
     config = {"num_hidden_layers": layers, "sliding_window": key("attention.sliding_window", None)}
-    given: dict[str, Any] = dict(
+    gemma: dict[str, Any] = dict(
         activation="gelu_tanh",
-        windows=alternating(config, full_every),
+        windows=alternating_windows(config, full_every),
         residual="sandwich",
         embed_scale=hidden**0.5,
-        attn_scale=(hidden // heads if layers == largest else int(key("attention.key_length"))) ** -0.5,
+        attn_scale=(hidden // heads if layers == layers_of_27b else int(key("attention.key_length"))) ** -0.5,
         attn_softcap=key("attn_logit_softcapping", None),
         final_softcap=key("final_logit_softcapping", None),
     )
-    return llama.read_gguf(metadata, arch, arch, **{**given, **features})
+    return llama.read_gguf(metadata, gguf_name, **{**gemma, **features})
 
 
 _LAYER = "layers.{i}."
 ARCHITECTURE = Architecture(
     name="gemma2",
-    architectures=("Gemma2ForCausalLM", "Gemma2Model"),
+    hf_names=("Gemma2ForCausalLM", "Gemma2Model"),
     read_config=read_config,
-    prefixes=llama.ARCHITECTURE.prefixes,
     tensors={
         **llama.ARCHITECTURE.tensors,
         "layers.{i}.attn_post_norm": TensorSource(_LAYER + "post_attention_layernorm"),
         "layers.{i}.mlp_norm": TensorSource(_LAYER + "pre_feedforward_layernorm"),
         "layers.{i}.mlp_post_norm": TensorSource(_LAYER + "post_feedforward_layernorm"),
     },
-    gguf_architectures=("gemma2",),
+    gguf_names=("gemma2",),
     read_gguf=read_gguf,
     gguf_tensors={
         **llama.GGUF_TENSORS,

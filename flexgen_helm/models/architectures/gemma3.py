@@ -1,6 +1,6 @@
-"""Gemma 3, text: Gemma 2 with normed queries and keys instead of soft caps, and own rotations in windowed layers.
+"""Gemma 3, text: Gemma 2 with normed queries and keys instead of soft caps, and another rotation in windowed layers.
 
-The sizes from 4B on are published with an image encoder; their text model is read and the encoder left alone.
+The sizes from 4B on are published with an image encoder; only their text model is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.architectures.fields import read_rope
 from flexgen_helm.models.config import ModelConfig, RopeConfig
 
-# What the text model of a published configuration leaves unsaid.
+# Entries that published configurations of the text model omit.
 _DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -41,7 +41,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         "gemma3",
         rope=read_rope(text, text["head_dim"], default_theta=1_000_000.0),
         local_rope=read_rope(local, text["head_dim"]),
-        windows=gemma2.alternating(text, text.get("sliding_window_pattern") or 6),
+        windows=gemma2.alternating_windows(text, text.get("sliding_window_pattern") or 6),
         qk_norm=True,
         attn_softcap=None,
         final_softcap=text.get("final_logit_softcapping"),
@@ -50,17 +50,17 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
     local = RopeConfig(theta=float(metadata.get("gemma3.rope.freq_base_swa", 10_000.0)))
-    return gemma2.read_gguf(metadata, "gemma3", full_every=6, largest=62, local_rope=local, qk_norm=True)
+    return gemma2.read_gguf(metadata, "gemma3", full_every=6, layers_of_27b=62, local_rope=local, qk_norm=True)
 
 
 ARCHITECTURE = Architecture(
     name="gemma3",
-    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel"),
+    hf_names=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel"),
     read_config=read_config,
-    # With the image encoder: as published, and as transformers 5 names the same tensors.
+    # 'language_model': with an image encoder, as published and as transformers 5 names the same tensors.
     prefixes=("model.", "language_model.model.", "model.language_model.", "language_model.", ""),
     tensors={**qwen3.ARCHITECTURE.tensors, **gemma2.ARCHITECTURE.tensors},
-    gguf_architectures=("gemma3",),
+    gguf_names=("gemma3",),
     read_gguf=read_gguf,
     gguf_tensors={**qwen3.ARCHITECTURE.gguf_tensors, **gemma2.ARCHITECTURE.gguf_tensors},
 )

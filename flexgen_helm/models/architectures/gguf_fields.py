@@ -1,4 +1,4 @@
-"""Metadata of GGUF files that several families share; keys begin with the architecture's name."""
+"""Metadata of GGUF files that several architectures share; keys begin with the architecture's GGUF name."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from flexgen_helm.models.config import MoEConfig, RopeConfig
 _REQUIRED = object()
 
 
-def gguf_key(metadata: Mapping[str, Any], arch: str) -> Callable[..., Any]:
-    """key(name[, default]) -> the value of `<arch>.<name>`; KeyError where it is absent and has no default."""
+def gguf_key(metadata: Mapping[str, Any], gguf_name: str) -> Callable[..., Any]:
+    """Make `key(name[, default])`, which reads `<gguf_name>.<name>`; KeyError if it is absent without a default."""
 
     def key(name: str, default: Any = _REQUIRED) -> Any:
-        full = f"{arch}.{name}"
+        full = f"{gguf_name}.{name}"
         return metadata[full] if default is _REQUIRED else metadata.get(full, default)
 
     return key
 
 
-def read_gguf_rope(metadata: Mapping[str, Any], arch: str, head_dim: int) -> RopeConfig:
-    """Rotation by the keys, or by the file's own factors (Llama 3.1 and later, Phi-3 for long contexts)."""
-    key = gguf_key(metadata, arch)
+def read_gguf_rope(metadata: Mapping[str, Any], gguf_name: str, head_dim: int) -> RopeConfig:
+    """Read the rotation from the keys, or the file's own factors (Llama from 3.1 on, Phi-3 with a long context)."""
+    key = gguf_key(metadata, gguf_name)
     dim = int(key("rope.dimension_count", head_dim))
     shared: dict[str, Any] = dict(theta=float(key("rope.freq_base", 10_000.0)), dim=None if dim == head_dim else dim)
     factors, kind = metadata["rope_factors"], key("rope.scaling.type", "none") or "none"
     positions = int(key("context_length"))
     original = int(key("rope.scaling.original_context_length", positions))
     if factors:
-        given = key("rope.scaling.attn_factor", None)
-        long = kind == "longrope" or "rope_factors_short.weight" in metadata["tensor_names"]
-        magnitude = longrope_magnitude(positions / original, original) if given is None and long else given
+        longrope = kind == "longrope" or "rope_factors_short.weight" in metadata["tensor_names"]
+        magnitude = key("rope.scaling.attn_factor", None)
+        if magnitude is None:
+            magnitude = longrope_magnitude(positions / original, original) if longrope else 1.0
         return RopeConfig(
             **shared,
             kind="factors",
             factors=factors,
-            original_max_positions=original if long else positions,
-            magnitude=1.0 if magnitude is None else float(magnitude),
+            original_max_positions=original if longrope else positions,
+            magnitude=float(magnitude),
         )
     if kind == "none":
         return RopeConfig(**shared)
@@ -61,9 +62,9 @@ def read_gguf_rope(metadata: Mapping[str, Any], arch: str, head_dim: int) -> Rop
     )
 
 
-def read_gguf_experts(metadata: Mapping[str, Any], arch: str) -> MoEConfig | None:
-    """The experts of every layer; None where the file has none."""
-    key = gguf_key(metadata, arch)
+def read_gguf_experts(metadata: Mapping[str, Any], gguf_name: str) -> MoEConfig | None:
+    """Read the experts of every layer; None if the file has none."""
+    key = gguf_key(metadata, gguf_name)
     count = int(key("expert_count", 0))
     if not count:
         return None

@@ -43,7 +43,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 _LAYER = "h.{i}."
 ARCHITECTURE = Architecture(
     name="gpt2",
-    architectures=("GPT2LMHeadModel", "GPT2Model"),
+    hf_names=("GPT2LMHeadModel", "GPT2Model"),
     read_config=read_config,
     prefixes=("transformer.", ""),
     tensors={

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia, GPT-NeoX-20B): both blocks read the same residual, a quarter of each head rotates."""
+"""GPT-NeoX (Pythia, GPT-NeoX-20B): parallel residual, rotary positions in a quarter of each head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from flexgen_helm.models.config import ModelConfig
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     bias = config.get("attention_bias", True)
-    older = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct", 0.25)}
+    transformers_4 = {
+        "rope_theta": config.get("rotary_emb_base"),
+        "partial_rotary_factor": config.get("rotary_pct", 0.25),
+    }
     return ModelConfig(
         architecture="gpt_neox",
         num_layers=config["num_hidden_layers"],
@@ -29,7 +32,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         norm_eps=config.get("layer_norm_eps", 1e-5),
         activation=activation_of("GPT-NeoX", config.get("hidden_act", "gelu")),
         gated_mlp=False,
-        rope=read_rope({**older, **config}, hidden // heads),
+        rope=read_rope({**transformers_4, **config}, hidden // heads),
         residual="parallel" if config.get("use_parallel_residual", True) else "pre_norm",
         qkv_bias=bias,
         out_bias=bias,
@@ -41,7 +44,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 _LAYER = "layers.{i}."
 ARCHITECTURE = Architecture(
     name="gpt_neox",
-    architectures=("GPTNeoXForCausalLM", "GPTNeoXModel"),
+    hf_names=("GPTNeoXForCausalLM", "GPTNeoXModel"),
     read_config=read_config,
     prefixes=("gpt_neox.", ""),
     tensors={

@@ -1,4 +1,4 @@
-"""Llama (2, 3, SmolLM2 and what shares the record): RMS norm, rotary positions, gated SiLU, grouped keys and values."""
+"""Llama 2 and 3, SmolLM2: RMS norm, rotary positions, gated SiLU, grouped keys and values. Base of many others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flexgen_helm.models.config import ModelConfig
 
 
 def read_config(config: Mapping[str, Any], architecture: str = "llama", **features: Any) -> ModelConfig:
-    """Llama, and what differs from it in `features` (fields of the spec) only."""
+    """Read Llama's `config.json`. features: fields of `ModelConfig` in which another architecture differs."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = features.get("head_dim") or config.get("head_dim") or hidden // heads
     attention_bias = config.get("attention_bias", False)
-    given: dict[str, Any] = dict(
+    llama: dict[str, Any] = dict(
         architecture=architecture,
         num_layers=config["num_hidden_layers"],
         hidden_size=hidden,
@@ -38,23 +38,16 @@ def read_config(config: Mapping[str, Any], architecture: str = "llama", **featur
         mlp_bias=config.get("mlp_bias", False),
         tied_head=config.get("tie_word_embeddings", False),
     )
-    return ModelConfig(**{**given, **features})
+    return ModelConfig(**{**llama, **features})
 
 
-def read_gguf(
-    metadata: Mapping[str, Any], arch: str = "llama", architecture: str = "llama", **features: Any
-) -> ModelConfig:
-    """GGUF metadata (plain Python values, with `tensor_names` and `rope_factors` added by the reader) -> ModelSpec.
-
-    arch: the prefix of the keys. features: as for `read_config`.
-    """
-    key = gguf_key(metadata, arch)
+def read_gguf(metadata: Mapping[str, Any], gguf_name: str = "llama", **features: Any) -> ModelConfig:
+    """Read Llama's metadata. gguf_name: prefix of the keys; features: as of `read_config`."""
+    key = gguf_key(metadata, gguf_name)
     hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
     head_dim = int(key("attention.key_length", hidden // heads))
-    rope = read_gguf_rope(metadata, arch, head_dim)
-    positions = int(key("context_length"))
-    given: dict[str, Any] = dict(
-        architecture=architecture,
+    llama: dict[str, Any] = dict(
+        architecture=gguf_name,
         num_layers=int(key("block_count")),
         hidden_size=hidden,
         num_heads=heads,
@@ -62,26 +55,25 @@ def read_gguf(
         head_dim=head_dim,
         ffn_size=int(key("feed_forward_length")),
         vocab_size=len(metadata["tokenizer.ggml.tokens"]),
-        max_positions=positions,
+        max_positions=int(key("context_length")),
         embed_size=hidden,
         norm="rmsnorm",
         norm_eps=float(key("attention.layer_norm_rms_epsilon")),
         activation="silu",
         gated_mlp=True,
-        rope=rope,
+        rope=read_gguf_rope(metadata, gguf_name, head_dim),
         qkv_bias="blk.0.attn_q.bias" in metadata["tensor_names"],
         tied_head="output.weight" not in metadata["tensor_names"],
-        experts=read_gguf_experts(metadata, arch),
+        experts=read_gguf_experts(metadata, gguf_name),
     )
-    return ModelConfig(**{**given, **features})
+    return ModelConfig(**{**llama, **features})
 
 
 _LAYER = "layers.{i}."
 ARCHITECTURE = Architecture(
     name="llama",
-    architectures=("LlamaForCausalLM", "LlamaModel"),
+    hf_names=("LlamaForCausalLM", "LlamaModel"),
     read_config=read_config,
-    prefixes=("model.", ""),
     tensors={
         "embed.tokens.weight": TensorSource("embed_tokens.weight"),
         "head.norm": TensorSource("norm"),
@@ -96,7 +88,7 @@ ARCHITECTURE = Architecture(
         "layers.{i}.mlp.up": TensorSource(_LAYER + "mlp.up_proj"),
         "layers.{i}.mlp.down": TensorSource(_LAYER + "mlp.down_proj"),
     },
-    gguf_architectures=("llama",),
+    gguf_names=("llama",),
     read_gguf=read_gguf,
     gguf_tensors={
         "embed.tokens.weight": TensorSource("token_embd.weight"),
@@ -117,7 +109,7 @@ ARCHITECTURE = Architecture(
         "layers.{i}.mlp.experts.{e}.down": TensorSource("blk.{i}.ffn_down_exps", experts=True),
     },
 )
-# The other families' files keep the rows of queries and keys in halves.
+# Other architectures' files do not interleave the rows of queries and keys.
 GGUF_TENSORS: Mapping[str, TensorSource] = {
     name: replace(source, rope_heads=None) for name, source in ARCHITECTURE.gguf_tensors.items()
 }

@@ -12,13 +12,12 @@ from flexgen_helm.models.config import ModelConfig
 
 
 def read_config(config: Mapping[str, Any], architecture: str = "mistral", **features: Any) -> ModelConfig:
-    return llama.read_config(config, architecture, **features, windows=read_windows(config, lambda layer: True))
+    return llama.read_config(config, architecture, windows=read_windows(config), **features)
 
 
 ARCHITECTURE = Architecture(
     name="mistral",
-    architectures=("MistralForCausalLM", "MistralModel"),
+    hf_names=("MistralForCausalLM", "MistralModel"),
     read_config=read_config,
-    prefixes=llama.ARCHITECTURE.prefixes,
     tensors=llama.ARCHITECTURE.tensors,
 )

@@ -22,9 +22,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 _MOE = "layers.{i}.block_sparse_moe."
 ARCHITECTURE = Architecture(
     name="mixtral",
-    architectures=("MixtralForCausalLM", "MixtralModel"),
+    hf_names=("MixtralForCausalLM", "MixtralModel"),
     read_config=read_config,
-    prefixes=llama.ARCHITECTURE.prefixes,
     tensors={
         **llama.ARCHITECTURE.tensors,
         "layers.{i}.mlp.router": TensorSource(_MOE + "gate"),

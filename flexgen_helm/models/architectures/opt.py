@@ -44,9 +44,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 _LAYER = "decoder.layers.{i}."
 ARCHITECTURE = Architecture(
     name="opt",
-    architectures=("OPTForCausalLM", "OPTModel"),
+    hf_names=("OPTForCausalLM", "OPTModel"),
     read_config=read_config,
-    prefixes=("model.", ""),
     tensors={
         "embed.tokens.weight": TensorSource("decoder.embed_tokens.weight"),
         "embed.positions.weight": TensorSource("decoder.embed_positions.weight"),

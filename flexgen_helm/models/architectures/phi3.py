@@ -23,40 +23,37 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         "phi3",
         rope=rope,
         max_positions=longest_context(config["max_position_embeddings"], rope),
-        windows=read_windows(config, lambda layer: True),
+        windows=read_windows(config),
         qkv_bias=False,
         out_bias=False,
     )
 
 
 def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    key = gguf_key(metadata, "phi3")
-    model_config = llama.read_gguf(metadata, "phi3", "phi3")
-    assert model_config.rope is not None
-    window = int(key("attention.sliding_window", 0))
+    config = llama.read_gguf(metadata, "phi3")
+    assert config.rope is not None
+    window = int(gguf_key(metadata, "phi3")("attention.sliding_window", 0))
     return replace(
-        model_config,
-        max_positions=longest_context(model_config.max_positions, model_config.rope),
-        windows=(window,) * model_config.num_layers if window else (),
+        config,
+        max_positions=longest_context(config.max_positions, config.rope),
+        windows=(window,) * config.num_layers if window else (),
     )
 
 
-def _fused(qkv: str, gate_up: str) -> dict[str, TensorSource]:
-    """The two fused tensors by their names."""
+def _fused_tensors(qkv: str, gate_up: str) -> dict[str, TensorSource]:
     projections = fused_sources("layers.{i}.attn", ("q", "k", "v"), qkv)
     return projections | fused_sources("layers.{i}.mlp", ("gate", "up"), gate_up)
 
 
 ARCHITECTURE = Architecture(
     name="phi3",
-    architectures=("Phi3ForCausalLM", "Phi3Model"),
+    hf_names=("Phi3ForCausalLM", "Phi3Model"),
     read_config=read_config,
-    prefixes=llama.ARCHITECTURE.prefixes,
     tensors={
         **llama.ARCHITECTURE.tensors,
-        **_fused("layers.{i}.self_attn.qkv_proj", "layers.{i}.mlp.gate_up_proj"),
+        **_fused_tensors("layers.{i}.self_attn.qkv_proj", "layers.{i}.mlp.gate_up_proj"),
     },
-    gguf_architectures=("phi3",),
+    gguf_names=("phi3",),
     read_gguf=read_gguf,
-    gguf_tensors={**llama.GGUF_TENSORS, **_fused("blk.{i}.attn_qkv", "blk.{i}.ffn_up")},
+    gguf_tensors={**llama.GGUF_TENSORS, **_fused_tensors("blk.{i}.attn_qkv", "blk.{i}.ffn_up")},
 )

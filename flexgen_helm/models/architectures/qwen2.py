@@ -12,11 +12,10 @@ from flexgen_helm.models.config import ModelConfig
 
 
 def upper_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Windows count only where `use_sliding_window` says so; published checkpoints name a size without using it."""
+    """Read windows only if `use_sliding_window` is set; published checkpoints name a size without using it."""
     if not config.get("use_sliding_window", False):
         return ()
-    full = config.get("max_window_layers", 28)
-    return read_windows(config, lambda layer: layer >= full)
+    return read_windows(config, lambda layer: layer >= config.get("max_window_layers", 28))
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -24,16 +23,15 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    return llama.read_gguf(metadata, "qwen2", "qwen2", qkv_bias=True)
+    return llama.read_gguf(metadata, "qwen2", qkv_bias=True)
 
 
 ARCHITECTURE = Architecture(
     name="qwen2",
-    architectures=("Qwen2ForCausalLM", "Qwen2Model"),
+    hf_names=("Qwen2ForCausalLM", "Qwen2Model"),
     read_config=read_config,
-    prefixes=llama.ARCHITECTURE.prefixes,
     tensors=llama.ARCHITECTURE.tensors,
-    gguf_architectures=("qwen2",),
+    gguf_names=("qwen2",),
     read_gguf=read_gguf,
     gguf_tensors=llama.GGUF_TENSORS,
 )

@@ -11,27 +11,24 @@ from flexgen_helm.models.config import ModelConfig
 
 
 def read_config(config: Mapping[str, Any], architecture: str = "qwen3", **features: Any) -> ModelConfig:
-    given: dict[str, Any] = dict(
-        head_dim=config.get("head_dim") or 128, qk_norm=True, windows=qwen2.upper_windows(config)
-    )
-    return llama.read_config(config, architecture, **{**given, **features})
+    qwen3 = {"head_dim": config.get("head_dim") or 128, "qk_norm": True, "windows": qwen2.upper_windows(config)}
+    return llama.read_config(config, architecture, **{**qwen3, **features})
 
 
 def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    return llama.read_gguf(metadata, "qwen3", "qwen3", qk_norm=True)
+    return llama.read_gguf(metadata, "qwen3", qk_norm=True)
 
 
 ARCHITECTURE = Architecture(
     name="qwen3",
-    architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+    hf_names=("Qwen3ForCausalLM", "Qwen3Model"),
     read_config=read_config,
-    prefixes=llama.ARCHITECTURE.prefixes,
     tensors={
         **llama.ARCHITECTURE.tensors,
         "layers.{i}.attn.q_norm": TensorSource("layers.{i}.self_attn.q_norm"),
         "layers.{i}.attn.k_norm": TensorSource("layers.{i}.self_attn.k_norm"),
     },
-    gguf_architectures=("qwen3",),
+    gguf_names=("qwen3",),
     read_gguf=read_gguf,
     gguf_tensors={
         **llama.GGUF_TENSORS,

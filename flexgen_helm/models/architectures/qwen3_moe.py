@@ -20,20 +20,19 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         normalize=config.get("norm_topk_prob", False),
         dense_layers=tuple(i for i in range(config["num_hidden_layers"]) if i in dense or (i + 1) % step),
     )
-    windows = read_windows(config, lambda layer: True) if config.get("use_sliding_window") else ()
+    windows = read_windows(config) if config.get("use_sliding_window") else ()
     return qwen3.read_config(config, "qwen3_moe", experts=experts, windows=windows)
 
 
 def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    return llama.read_gguf(metadata, "qwen3moe", "qwen3_moe", qk_norm=True)
+    return llama.read_gguf(metadata, "qwen3moe", architecture="qwen3_moe", qk_norm=True)
 
 
 _MLP = "layers.{i}.mlp."
 ARCHITECTURE = Architecture(
     name="qwen3_moe",
-    architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+    hf_names=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     read_config=read_config,
-    prefixes=qwen3.ARCHITECTURE.prefixes,
     tensors={
         **qwen3.ARCHITECTURE.tensors,
         "layers.{i}.mlp.router": TensorSource(_MLP + "gate"),
@@ -41,7 +40,7 @@ ARCHITECTURE = Architecture(
         "layers.{i}.mlp.experts.{e}.up": TensorSource(_MLP + "experts.{e}.up_proj"),
         "layers.{i}.mlp.experts.{e}.down": TensorSource(_MLP + "experts.{e}.down_proj"),
     },
-    gguf_architectures=("qwen3moe",),
+    gguf_names=("qwen3moe",),
     read_gguf=read_gguf,
     gguf_tensors=qwen3.ARCHITECTURE.gguf_tensors,
 )
