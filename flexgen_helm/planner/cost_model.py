@@ -6,7 +6,7 @@ form (`planner.affine`), and one set of equations serves the prediction for a po
     pass = e max(resources) + (1 - e) sum(resources)          block = prefill pass + (n - 1) decode passes
 
 The resources are computing, link in, link out, disk read and disk write; e is the share of overlap (0 without).
-docs/cost_model.md has the equations in words. No torch.
+docs/explanation/cost_model.md has the equations in words. No torch.
 """
 
 from __future__ import annotations

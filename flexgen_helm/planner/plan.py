@@ -120,7 +120,7 @@ class Plan:
     why: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return bytes, seconds and fractions as docs/planning.md describes them."""
+        """Return bytes, seconds and fractions as docs/explanation/planning.md describes them."""
         policy, prediction = self.solution.policy, self.solution.prediction
         return {
             "policy": {
