@@ -90,7 +90,7 @@ def test_what_rests_in_memory_is_not_read(tiny, tmp_path, gathered, share):
     model, new = tiny("opt-untied"), 4
     policy = f"3x2,0,{share},0,100,0,100"
     with Engine.from_pretrained(model.path, policy=policy, offload_dir=tmp_path) as engine:
-        near = {name for name, tier in engine._plan.weights.items() if tier == "cpu"}
+        near = {name for name, tier in engine._memory.weights.items() if tier == "cpu"}
         shapes = {name: HALF * model_rows(engine, name) for name in near if name.startswith("layers.")}
         head_near = "head.lm.weight" in near
     _, record = run(model, tmp_path, same_length(6, 9, new), "zigzag", policy=policy)
@@ -172,7 +172,7 @@ def test_what_comes_from_the_disk_crosses_the_link_with_what_rests_on_the_host(t
         limits=MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB),
     ) as engine:  # fmt: skip
         tables = ("embed.tokens.weight", "embed.positions.weight")
-        host = [name for name, tier in engine._plan.weights.items() if tier == "cpu" and name not in tables]
+        host = [name for name, tier in engine._memory.weights.items() if tier == "cpu" and name not in tables]
         from_host = sum(HALF * model_rows(engine, name) for name in host)
     _, record = run(model, tmp_path, same_length(6, 9, new), "zigzag", policy=policy, device="sim")
     moved = record["bytes"]
