@@ -222,10 +222,9 @@ class PlanningProblem:
             staging += affine(sequences * sizes.window_bytes / self.stages)
         # Two layers of an offloaded cache block: the one in use and the next.
         block = 2 * min(BLOCK_SEQUENCES, shape.gpu_batch_size) * self.workload.longest
-        offloaded: tuple[Tier, ...] = ("cpu", "disk") if self.hardware.gpu else ("disk",)
-        for tier in offloaded:
-            if not (tier == "cpu" and self.cpu_attention):
-                staging[CACHE[tier]] += block * self.kv_elements / config.num_layers * work
+        for tier, column in CACHE.items():
+            if tier not in (self.compute_tier, *self.host_attention_tiers):
+                staging[column] += block * self.kv_elements / config.num_layers * work
         return {self.compute_tier: (staging,)}
 
     def workspace_bytes(self, shape: BlockShape, sequences: float) -> float:

@@ -74,3 +74,14 @@ def test_prompts_beyond_one_batch_wait_even_in_a_block_of_one():
     policy = Policy(rows, 1, 0, 1, 0, 1, 1, 0)
     found = [predict(each, policy, "zigzag").memory["gpu"].peak for each in (problem, bound)]
     assert found[1] - found[0] >= 0.9 * (tokens - rows) * problem.config.hidden_size * problem.compute_bytes
+
+
+@pytest.mark.parametrize("precision, fetched", [("fp16", False), ("4bit", True)])
+def test_a_plan_stages_what_the_host_does_not_attend_to(precision, fetched):
+    """A quantized cache in host memory is brought to the gpu even where the host may attend."""
+    policy = Policy(24, 1, 0, 1, 0, 1, 1, 0)
+    peaks = [
+        predict(small(200, 400, precision=precision, cpu_attention=attends), policy, "zigzag").memory["gpu"].peak
+        for attends in (True, False)
+    ]
+    assert (peaks[0] == peaks[1]) == fetched
