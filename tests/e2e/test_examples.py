@@ -61,6 +61,8 @@ def test_own_checkpoint(run_example: Callable[..., str], checkpoint: Path, tmp_p
     assert printed.endswith(f"results are in {folder}\n")
     record = json.loads((folder / "simple_mcqa:model=flexgen_mine" / "flexgen_run.json").read_text())
     assert (record["precision"], record["workload"]["num_requests"]) == ("fp16", 10)
+    documented = re.findall(r"`(\w+)`", (ROOT / "docs" / "reference" / "files.md").read_text())
+    assert set(record) <= set(documented), "describe these keys in docs/reference/files.md"
 
 
 def test_larger_than_memory(run_example: Callable[..., str], tmp_path: Path) -> None:
