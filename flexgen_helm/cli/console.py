@@ -1,35 +1,86 @@
-"""What commands show: data on stdout, sentences and progress on stderr."""
+"""Output of the commands: data on stdout, messages and progress on stderr."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal
 
 from flexgen_helm.errors import FlexgenError
 
 if TYPE_CHECKING:
+    import pandas
+    from rich.console import Console, RenderableType
     from rich.progress import Progress as Bar
 
     from flexgen_helm.request import Progress
 
-# Seconds between two lines of progress where stderr is no terminal.
+# Seconds between two lines of progress if stderr is not a terminal.
 LINE_EVERY_S = 15.0
+# Columns of a page that is not a terminal: a file is read with a wider page than 80 columns.
+_FILE_WIDTH = 200
 
 
 def say(text: str) -> None:
-    """One line for the person watching."""
+    """Print a message on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_json(content: Any) -> None:
-    """`content` as JSON on stdout; a value that is not finite is a defect and raises ValueError."""
+    """Print `content` as JSON on stdout. Raises ValueError for a number that is not finite, which is a defect."""
     print(json.dumps(content, indent=2, allow_nan=False), flush=True)
+
+
+def print_csv(frame: pandas.DataFrame) -> None:
+    """Print `frame` as CSV on stdout, with full precision and without the index."""
+    print(frame.to_csv(index=False), end="", flush=True)
+
+
+def print_table(
+    frame: pandas.DataFrame,
+    *,
+    title: str | None = None,
+    caption: str | None = None,
+    formats: Mapping[str, Callable[[Any], RenderableType]] = MappingProxyType({}),
+) -> None:
+    """Print `frame` on stdout as a table for people: numeric columns to the right, missing values empty.
+
+    formats: column -> function that turns a value into its cell; other floats show five significant digits
+    """
+    from pandas.api.types import is_numeric_dtype
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for name in frame.columns:
+        justify: Literal["right", "left"] = "right" if is_numeric_dtype(frame[name]) else "left"
+        table.add_column(str(name).replace("_", " "), justify=justify, overflow="fold")
+    for row in frame.to_dict("records"):
+        table.add_row(*(_cell(value, formats.get(str(name))) for name, value in row.items()))
+    output().print(table)
+
+
+def output() -> Console:
+    """Return rich's console on stdout, wide if stdout is a file."""
+    from rich.console import Console
+
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, markup=False, emoji=False, width=None if has_width else _FILE_WIDTH)
+
+
+def _cell(value: Any, to_cell: Callable[[Any], RenderableType] | None) -> RenderableType:
+    if value is None or value != value:  # NaN
+        return ""
+    if to_cell is not None:
+        return to_cell(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2f}" if abs(value) >= 100 else f"{value:.5g}"
 
 
 @contextmanager

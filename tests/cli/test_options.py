@@ -238,3 +238,29 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert target.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
     replace_text(target, "new")
     assert target.read_text() == "new" and os.listdir(tmp_path) == ["x.json"]
+
+
+def test_a_table_is_for_people_and_csv_for_programs(capsys, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.setenv("COLUMNS", "80")
+    frame = pandas.DataFrame([{"label": "a [b]", "time_s": 1.23456789}, {"label": "c", "time_s": None}])
+    console.print_table(frame, title="times", formats={"label": str.upper})
+    table = capsys.readouterr().out
+    assert "times" in table and "time s" in table and "A [B]" in table and "1.2346" in table and "nan" not in table
+    console.print_csv(frame)
+    assert capsys.readouterr().out == "label,time_s\na [b],1.23456789\nc,\n"
+
+
+def test_bench_prints_a_table_or_csv(monkeypatch, capsys):
+    import flexgen_helm.benchmarks
+
+    rows = [{"label": "ours", "median": 2.0, "n": 3, "seconds": [1.0, 2.0, 3.0]}]
+    result = {"name": "measured", "rows": rows, "ratios": {"theirs_over_ours": 1.5}, "notes": ["[quiet]"]}
+    monkeypatch.setattr(flexgen_helm.benchmarks, "load", lambda name: lambda options: result)
+    assert cli.main(["bench", "any"]) == 0
+    shown = capsys.readouterr().out
+    assert "measured" in shown and "theirs over ours: 1.50x" in shown and "[quiet]" in shown
+    assert cli.main(["bench", "any", "--csv"]) == 0
+    assert capsys.readouterr().out == "label,median,n\nours,2.0,3\n"
+    assert cli.main(["bench", "any", "--csv", "--json"]) == 2
+    assert "exclude each other" in capsys.readouterr().err
