@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import CheckpointError, RequestError
 from flexgen_helm.tokenizer.token_bytes import helm_text, is_byte_level, token_byte_table
 
@@ -97,16 +98,18 @@ class Tokenizer:
     @classmethod
     def _from_folder(cls, folder: Path) -> Tokenizer:
         _refuse_half_a_tokenizer(folder)
-        # Both are imported late: they take seconds, and an engine that is given token ids needs neither.
-        try:
+        # Imported late: `transformers` takes seconds, and an engine that is given token ids does not need it.
+        with import_lock("transformers"):
             if (folder / "tokenizer.json").is_file():
-                # The generic class takes tokenizer.json as it stands; a family's own class would rebuild parts of it.
+                # The generic class takes tokenizer.json as published; an architecture's own would rebuild parts of it.
                 from transformers import PreTrainedTokenizerFast as Loader
             else:
                 from transformers import AutoTokenizer as Loader  # type: ignore[assignment]
-            loaded: Any = Loader.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # from Rust, JSON and `transformers`, which share no base class
-            raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+            try:
+                # Under the lock as well: `AutoTokenizer` imports the module of the architecture here.
+                loaded: Any = Loader.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+            except Exception as error:  # from Rust, JSON and `transformers`, which share no base class
+                raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
         backend = getattr(loaded, "backend_tokenizer", None)
         if not isinstance(backend, Backend):
             raise CheckpointError(f"the tokenizer in {folder} has no fast form; save it as tokenizer.json first")
@@ -156,7 +159,9 @@ class Tokenizer:
             raise RequestError("the checkpoint has no chat template; send a prompt instead of messages")
         # The renderer behind `PreTrainedTokenizer.apply_chat_template`, which needs no tokenizer object of theirs.
         from jinja2 import TemplateError
-        from transformers.utils import chat_template_utils
+
+        with import_lock("transformers"):
+            from transformers.utils import chat_template_utils
 
         render: Any = chat_template_utils.render_jinja_template  # annotated as a string, but returns two lists
         try:

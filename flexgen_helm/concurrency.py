@@ -1,0 +1,68 @@
+"""First use from many threads: imports under one lock, and values that are loaded once per key."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import update_wrapper
+from typing import Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_import_lock = threading.RLock()
+
+
+@contextmanager
+def import_lock(*packages: str) -> Iterator[None]:
+    """Hold the process-wide import lock, with `packages` imported completely.
+
+        with import_lock("transformers"):
+            from transformers import AutoTokenizer
+
+    `transformers` replaces itself in `sys.modules` at the end of its import. A second thread that imports a name
+    from it meanwhile gets the unfinished module, and 'cannot import name'. Use the lock inside functions only:
+    a module that waits for it while it is being imported can deadlock.
+    """
+    with _import_lock:
+        for package in packages:
+            importlib.import_module(package)  # waits for an import in progress, also for one outside this lock
+        yield
+
+
+class single_flight(Generic[P, R]):
+    """Decorator: `functools.cache` that calls the function once per key, however many threads call at once.
+
+    Threads that call while the first call runs wait for its result, or get its exception. A call that failed is
+    not cached: the next one tries again. Arguments must be hashable. A call must not lead to itself.
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self._function = function
+        self._results: dict[Hashable, Future[R]] = {}
+        self._lock = threading.Lock()
+        update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        key = (args, tuple(sorted(kwargs.items())))
+        with self._lock:
+            result = self._results.get(key)
+            if is_first := result is None:
+                result = self._results[key] = Future()
+        if is_first:
+            try:
+                result.set_result(self._function(*args, **kwargs))
+            except BaseException as error:
+                with self._lock:
+                    if self._results.get(key) is result:
+                        del self._results[key]
+                result.set_exception(error)
+        return result.result()
+
+    def cache_clear(self) -> None:
+        """Forget all results; calls in progress finish, and are not cached."""
+        with self._lock:
+            self._results = {}

@@ -1,0 +1,150 @@
+"""First use from many threads: one import at a time, one load per key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexgen_helm.concurrency import single_flight
+from tests.helpers.tokenizers_by_family import FAMILIES
+
+THREADS = 32
+# A process in which nothing is imported yet, as HELM's with `-n 32` when the first request comes.
+LOAD_TOKENIZER = """
+import sys, threading
+from functools import cache
+from flexgen_helm.concurrency import single_flight
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
+
+assert "transformers" not in sys.modules
+loads, tokenizers, errors = [], [], []
+barrier = threading.Barrier(32)
+
+@{decorator}
+def load(path):
+    loads.append(path)
+    return Tokenizer.from_path(path)
+
+def request():
+    barrier.wait()
+    try:
+        tokenizers.append(load(sys.argv[1]))
+    except Exception as error:
+        errors.append(error)
+
+threads = [threading.Thread(target=request) for _ in range(32)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(loads), len(tokenizers), errors[:1])
+"""
+# What `transformers` does: the module that others may see unfinished is replaced at the end of its import.
+REPLACES_ITSELF = """
+import sys, time, types
+time.sleep(0.2)
+sys.modules[__name__] = types.SimpleNamespace(Name=1, __spec__=__spec__)
+"""
+IMPORT_NAME = """
+import sys, threading, time
+from contextlib import nullcontext
+from flexgen_helm.concurrency import import_lock
+
+sys.path.insert(0, sys.argv[1])
+errors = []
+
+def request():
+    try:
+        with {guard}:
+            from replaces_itself import Name
+    except ImportError as error:
+        errors.append(error)
+
+first = threading.Thread(target=request)
+first.start()
+while "replaces_itself" not in sys.modules: time.sleep(0.001)
+others = [threading.Thread(target=request) for _ in range(7)]
+for thread in others: thread.start()
+for thread in [first, *others]: thread.join()
+print(len(errors))
+"""
+
+
+def in_new_process(program: str, *arguments: Path) -> str:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt"])  # tokenizer.json, and vocab.json with merges.txt
+@pytest.mark.parametrize("decorator", ["single_flight", "cache"])
+def test_first_requests_of_a_process_load_a_tokenizer_once(tmp_path: Path, architecture: str, decorator: str) -> None:
+    """Without single flight many threads load for themselves; under the import lock that is no error either."""
+    folder = FAMILIES[architecture].write(tmp_path / architecture)
+    loads, results, errors = in_new_process(LOAD_TOKENIZER.format(decorator=decorator), folder).split(maxsplit=2)
+    assert (results, errors) == (str(THREADS), "[]")
+    assert int(loads) == 1 if decorator == "single_flight" else int(loads) > 1
+
+
+@pytest.mark.parametrize(("guard", "errors"), [("import_lock('replaces_itself')", "0"), ("nullcontext()", "7")])
+def test_a_package_that_replaces_itself_is_imported_whole(tmp_path: Path, guard: str, errors: str) -> None:
+    (tmp_path / "replaces_itself.py").write_text(REPLACES_ITSELF)
+    assert in_new_process(IMPORT_NAME.format(guard=guard), tmp_path) == errors
+
+
+def call_at_once(function: Callable[[str], Any], keys: list[str]) -> list[Any]:
+    """Results or errors of calls that begin together, one a thread."""
+    barrier = threading.Barrier(len(keys))
+
+    def call(key: str) -> Any:
+        barrier.wait()
+        try:
+            return function(key)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(keys)) as pool:
+        return list(pool.map(call, keys))
+
+
+@pytest.mark.parametrize("decorator", [single_flight, cache])
+def test_one_call_per_key(decorator: Any) -> None:
+    called: list[str] = []
+
+    @decorator
+    def load(key: str) -> list[str]:
+        called.append(key)
+        time.sleep(0.3)
+        return [key]
+
+    results = call_at_once(load, ["a", "b"] * THREADS)
+    assert results == [["a"], ["b"]] * THREADS
+    if decorator is cache:
+        assert len(called) > 2
+        return
+    assert sorted(called) == ["a", "b"] and len({id(result) for result in results}) == 2
+    load.cache_clear()
+    assert load("a") == ["a"] and len(called) == 3
+    assert load(key="a") == load(key="a") == ["a"] and len(called) == 4
+
+
+def test_waiting_callers_get_the_error_and_the_next_one_tries_again() -> None:
+    called: list[str] = []
+
+    @single_flight
+    def load(key: str) -> str:
+        called.append(key)
+        time.sleep(0.3)
+        if len(called) == 1:
+            raise OSError("no network")
+        return key
+
+    results = call_at_once(load, ["a"] * 8)
+    assert len(called) == 1 and {str(error) for error in results} == {"no network"}
+    assert load("a") == load("a") == "a" and len(called) == 2
