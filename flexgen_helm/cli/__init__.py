@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from flexgen_helm.cli.app import app
     from flexgen_helm.cli.console import say
-    from flexgen_helm.cli.engine_options import complete_dummy_weights
+    from flexgen_helm.cli.engine_flags import complete_dummy_weights
 
     arguments = complete_dummy_weights(sys.argv[1:] if argv is None else list(argv))
     try:

@@ -13,7 +13,7 @@ from flexgen_helm.cli.bench import bench
 from flexgen_helm.cli.compare import compare
 from flexgen_helm.cli.convert import convert
 from flexgen_helm.cli.doctor import doctor
-from flexgen_helm.cli.engine_options import with_engine_flags
+from flexgen_helm.cli.engine_flags import with_engine_flags
 from flexgen_helm.cli.fetch import fetch
 from flexgen_helm.cli.generate import generate
 from flexgen_helm.cli.perplexity import perplexity

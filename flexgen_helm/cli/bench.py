@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, writing
-from flexgen_helm.cli.engine_options import EngineOptions
 from flexgen_helm.cli.output_flags import CsvFlag, JsonFlag
+from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import replace_text
 
@@ -60,7 +60,7 @@ def bench(
         raise UsageError(f"--out {out}: there is no folder {out.parent}")
     result = measure(
         Options(
-            engine=engine.engine_arguments(),
+            engine=engine,
             entry=entry,
             instances=instances,
             repeats=repeats,

@@ -11,7 +11,8 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from flexgen_helm.cli.console import TokenProgress, say
-from flexgen_helm.cli.engine_options import EngineOptions
+from flexgen_helm.cli.engine_flags import load_engine
+from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.files import replace_text
 from flexgen_helm.request import GenerationRequest, GenerationResult
@@ -70,7 +71,7 @@ def generate(
     lines: list[dict[str, Any]] = [{}] * len(asked)
     places: list[int] = []
     requests: list[GenerationRequest] = []
-    with partial, engine.load(model) as loaded, TokenProgress() as progress:
+    with partial, load_engine(model, engine) as loaded, TokenProgress() as progress:
 
         def settle(place: int, result: GenerationResult) -> None:
             lines[place] = as_json(result, asked[place][0])

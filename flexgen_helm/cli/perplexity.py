@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexgen_helm.cli.console import TokenProgress, print_json
-from flexgen_helm.cli.engine_options import EngineOptions
+from flexgen_helm.cli.engine_flags import load_engine
+from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def perplexity(
 ) -> None:
     """Token perplexity over non-overlapping windows of W tokens: no BOS, a window's first token is not scored."""
     content = _read(text)
-    with engine.load(model) as loaded:
+    with load_engine(model, engine) as loaded:
         found = measure(loaded, content, window, max_windows)
     if as_json:
         print_json(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from flexgen_helm.planner.predict import Prediction, capacity, placed_fractions,
 from flexgen_helm.planner.problem import PlanningProblem, without_margin
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.quant.precisions import PRECISIONS, Precision
+from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
 
 # A tier this full is one whose size decides.
@@ -30,27 +29,6 @@ _WORDS = {
     "disk_read": "reading the disk",
     "disk_write": "writing the disk",
 }
-
-
-_DEVICE = re.compile(r"auto|sim|(cpu|cuda)(:\d+)?")
-
-
-def precision_named(name: str) -> Precision:
-    """Raises `UsageError` that names those that there are."""
-    if name not in PRECISIONS:
-        known = ", ".join(PRECISIONS)
-        raise UsageError(f"precision {name!r} is not available in this version; take one of {known}")
-    return PRECISIONS[name]
-
-
-def check_device(name: str, link_gb_s: tuple[float, float] | None, limits: MemoryLimits) -> None:
-    """Refuse a device that no machine has, and what does not go with it (`UsageError`)."""
-    if _DEVICE.fullmatch(name) is None:
-        raise UsageError(f"device {name!r} is not known; take auto, cpu, cuda[:i] or sim")
-    if name == "sim" and limits.gpu is None:
-        raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
-    if name != "sim" and link_gb_s is not None:
-        raise UsageError("only the simulated gpu takes a link's bandwidth; add --device sim or leave --link out")
 
 
 def simulated_gpu(hardware: HardwareProfile, gpu_bytes: int, link_gb_s: tuple[float, float] | None) -> HardwareProfile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from flexgen_helm.errors import UsageError
 
@@ -68,20 +68,3 @@ class Policy:
                 f"--policy {text!r} is not of the form GBSxNB,wg,wc,cg,cc,hg,hc with six percentages ({error}); "
                 "for example 48x3,20,80,0,100,0,100"
             ) from error
-
-
-def parse_choices(
-    policy: Policy | str, schedule: str, max_latency: float | None
-) -> tuple[Policy | None, Schedule | None]:
-    """What the caller has decided of a block; None where the search ('auto') is to decide.
-
-    Raises `UsageError` for what is not known, and for a limit of latency (seconds) that means nothing.
-    """
-    parsed = None if policy == "auto" else Policy.parse(policy) if isinstance(policy, str) else policy
-    if max_latency is not None and not max_latency > 0:
-        raise UsageError(f"max_latency is {max_latency:g} s; it must be more than 0")
-    if max_latency is not None and parsed is not None:
-        raise UsageError("max_latency is for the search; leave it or the policy out")
-    if schedule != "auto" and schedule not in SCHEDULES:
-        raise UsageError(f"schedule {schedule!r} is not known; take auto, {', '.join(SCHEDULES)}")
-    return parsed, None if schedule == "auto" else cast(Schedule, schedule)

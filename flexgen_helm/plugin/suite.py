@@ -190,7 +190,7 @@ class _Suite:
         model = registration.model_of(name) if self.precisions else None
         if model is None:
             return
-        own, asked = model.precision or "fp16", ",".join(self.precisions)
+        own, asked = model.config.precision or "fp16", ",".join(self.precisions)
         if _has_entry(name):
             if self.precisions != [own]:
                 raise UsageError(

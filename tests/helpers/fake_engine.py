@@ -139,8 +139,8 @@ def install(adds_bos: bool = False) -> None:
     from flexgen_helm.plugin import models, service
 
     service.engine_factory = lambda model: FakeEngine(model.name)
-    models.tokenizer_factory = lambda model: FakeTokenizer(adds_bos)  # type: ignore[assignment, return-value]
-    models.facts_reader = lambda model: models.ModelFacts(model.name, MAX_POSITIONS, 1, False)
+    models.load_tokenizer = lambda model: FakeTokenizer(adds_bos)  # type: ignore[assignment, return-value]
+    models.read_facts = lambda model: models.ModelFacts(model.name, MAX_POSITIONS, 1, False)
 
 
 def main() -> int:
