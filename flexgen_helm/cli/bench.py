@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, writing
-from flexgen_helm.cli.output_flags import CsvFlag, JsonFlag
+from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file
+from flexgen_helm.cli.flags import CsvFlag, JsonFlag, OutFile
 from flexgen_helm.config import EngineOptions
-from flexgen_helm.errors import UsageError
-from flexgen_helm.files import replace_text
 
 if TYPE_CHECKING:
     import pandas
@@ -32,7 +29,7 @@ def bench(
         ),
     ],
     engine: EngineOptions,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE.json", help="Also write the JSON.")] = None,
+    out: OutFile = None,
     as_json: JsonFlag = False,
     as_csv: CsvFlag = False,
     entry: Annotated[
@@ -55,21 +52,8 @@ def bench(
     """Run a benchmark: both sides in one invocation, in alternation, medians. Close other programs first."""
     from flexgen_helm.benchmarks import Options, load
 
-    measure = load(name)
-    if out is not None and not out.parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.parent}")
-    result = measure(
-        Options(
-            engine=engine,
-            entry=entry,
-            instances=instances,
-            repeats=repeats,
-            quick=quick,
-            python=python,
-            reference=reference,
-            tell=say,
-        )
-    )
+    options = Options(engine, entry, instances, repeats, quick, python, reference, tell=say)
+    result = load(name)(options)
     if as_json:
         print_json(result)
     elif as_csv:
@@ -78,8 +62,7 @@ def bench(
         print_table(_frame(result["rows"]), title=result["name"])
         _print_ratios(result)
     if out is not None:
-        with writing(out):
-            replace_text(out, json.dumps(result, indent=2, allow_nan=False) + "\n")
+        write_file(out, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
 def _print_ratios(result: dict[str, Any]) -> None:

@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from flexgen_helm.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.files import replace_text
 
 if TYPE_CHECKING:
     import pandas
@@ -83,19 +85,33 @@ def _cell(value: Any, to_cell: Callable[[Any], RenderableType] | None) -> Render
     return f"{value:.2f}" if abs(value) >= 100 else f"{value:.5g}"
 
 
+def read_input(flag: str, path: Path) -> bytes:
+    """Return the content of a file that `flag` names, of stdin for `-`."""
+    try:
+        return sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{flag} {path} cannot be read: {error.strerror}") from error
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A file that cannot be written is one sentence, with the exit code of what failed."""
+    """Turn the error of a file that cannot be written into one sentence."""
     try:
         yield
     except OSError as error:
         raise FlexgenError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-class TokenProgress:
-    """The engine's progress on stderr: a bar with the time to go, or a line now and then where it is no terminal.
+def write_file(path: Path, text: str) -> None:
+    """Replace a file as a whole."""
+    with writing(path):
+        replace_text(path, text)
 
-    Called by the engine, from any thread; a context manager that takes the bar away at the end.
+
+class TokenProgress:
+    """The engine's progress on stderr: a bar on a terminal, else a line every `LINE_EVERY_S` seconds.
+
+    The engine calls it, from any thread. A context manager, which removes the bar at the end.
     """
 
     def __init__(self) -> None:
@@ -122,10 +138,10 @@ class TokenProgress:
             remaining=_duration(progress.remaining_s),
         )
         if progress.done_requests == progress.total_requests:
-            self.close()  # a suite may have another block, after lines of HELM's
+            self.close()  # a suite may have another block, after HELM has printed lines
 
     def close(self) -> None:
-        """Take the bar away; the next call draws a new one."""
+        """Remove the bar; the next call draws a new one."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.stop()
@@ -138,7 +154,7 @@ class TokenProgress:
 
 
 def describe(progress: Progress) -> str:
-    """One line; the tokens to come are an upper bound, for completions may end early."""
+    """Return a line of progress. The number of tokens is an upper bound, for completions may end early."""
     return (
         f"{progress.done_tokens:,} of at most {progress.total_tokens:,} tokens, "
         f"{progress.done_requests:,} of {progress.total_requests:,} requests, {_duration(progress.remaining_s)} to go"
@@ -148,9 +164,8 @@ def describe(progress: Progress) -> str:
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    text = str(timedelta(seconds=round(seconds)))  # h:mm:ss
+    return text.removeprefix("0:").removeprefix("0")
 
 
 def _new_bar() -> Bar:

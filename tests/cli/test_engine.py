@@ -54,7 +54,7 @@ def test_generate_answers_in_order_and_a_bad_line_fails_alone(tiny, tmp_path, ca
         3: "colour",
         6: "integer",
         7: "integer",
-        8: "list",
+        8: "stop must be a valid array",
         9: "exactly one",
         10: "object",
         11: "window",
