@@ -66,7 +66,7 @@ def parse_size(value: str | int) -> int:
 
 def _parse_limits(value: MemoryLimits | Mapping[str, str | int | None]) -> MemoryLimits:
     tiers = [tier.name for tier in fields(MemoryLimits)]
-    sizes = {tier: getattr(value, tier) for tier in tiers} if isinstance(value, MemoryLimits) else value
+    sizes = vars(value) if isinstance(value, MemoryLimits) else value
     if not isinstance(sizes, Mapping) or not set(sizes) <= set(tiers):
         raise ValueError(f"must be sizes of {', '.join(tiers)}")
     parsed = {}
@@ -79,7 +79,7 @@ def _parse_limits(value: MemoryLimits | Mapping[str, str | int | None]) -> Memor
 
 
 def _parse_policy(value: Policy | str) -> Policy | str:
-    return Policy.parse(value) if isinstance(value, str) and value != "auto" else value
+    return value if isinstance(value, Policy) or value == "auto" else Policy.parse(str(value))
 
 
 def _parse_link(value: str | tuple[float, float]) -> tuple[float, float]:
@@ -115,7 +115,7 @@ def _parse_device(value: str) -> str:
 
 
 def _parse_precision(value: Precision | str) -> Precision | str:
-    return precision_named(value).name if isinstance(value, str) else value
+    return value if isinstance(value, Precision) else precision_named(value).name
 
 
 def _parse_bool(value: bool) -> bool:

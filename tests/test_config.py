@@ -77,6 +77,8 @@ def test_a_precision_may_be_a_record_of_formats():
     [
         ({"precision": "3bit"}, "precision '3bit' is not available.*take one of fp16, fp16-s, 4bit"),
         ({"policy": "4x1,50,50"}, "not of the form"),
+        ({"policy": 4}, "not of the form"),
+        ({"precision": 4}, "precision 4 is not available"),
         ({"schedule": "spiral"}, "take auto, row, zigzag, diagonal or prefill-only"),
         ({"limits": MemoryLimits(cpu=-1)}, "the limit of the cpu tier, -1, is no size"),
         ({"limits": {"cpu": True}}, "the limit of the cpu tier, True, is no size"),

