@@ -2,8 +2,8 @@
 
     {name, hardware, versions, rows: [{label, …, median, min, max, n}], ratios, …}
 
-`rows` are seconds unless a row's label says otherwise; `ratios` are above 1 where we are faster; `notes` are the
-sentences that a reader needs with them. A benchmark that is not in `KNOWN` does not exist for `flexgen-helm bench`.
+`rows` are seconds unless a row's label says otherwise. `ratios` are above 1 where we are faster. `notes` are the
+sentences that a reader needs with them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from flexgen_helm.errors import UsageError
 KNOWN = ("clients", "accuracy", "offload", "ablation", "policy", "kernels", "formats")
 
 
-def _silent(line: str) -> None:
-    return
-
-
 @dataclass(frozen=True)
 class Options:
-    """What `flexgen-helm bench` was told; None = the benchmark's own default.
+    """Options of `flexgen-helm bench`; None means the benchmark's own default.
 
-    engine: client arguments from the engine flags, only those given. quick: a smoke test whose figures mean
-    nothing. python: one with lm-evaluation-harness, and reference: a folder for its results, both for `accuracy`.
-    tell: called with one line of text at each step.
+    engine: keyword arguments of `EngineConfig` from the engine flags, only those given
+    entry: HELM run entry, without a model
+    instances: of the entry
+    repeats: measurements of each side
+    quick: a smoke test, whose figures mean nothing
+    python: one with lm-evaluation-harness, for `accuracy`
+    reference: folder of the harness's results, for `accuracy`
+    tell: called with a line of text at each step
     """
 
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -39,11 +40,11 @@ class Options:
     quick: bool = False
     python: str | None = None
     reference: str | None = None
-    tell: Callable[[str], None] = _silent
+    tell: Callable[[str], None] = lambda line: None
 
 
 def load(name: str) -> Callable[[Options], dict[str, Any]]:
-    """The benchmark of that name; raises `UsageError` with the known ones."""
+    """Return the benchmark's `run`. Raises `UsageError`, with the names of all, for another name."""
     if name not in KNOWN:
         raise UsageError(f"there is no benchmark {name!r}; known are {', '.join(KNOWN)}")
     run: Callable[[Options], dict[str, Any]] = import_module(f"{__name__}.{name}").run
@@ -51,5 +52,5 @@ def load(name: str) -> Callable[[Options], dict[str, Any]]:
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """{median, min, max, n} of one row."""
+    """Return {median, min, max, n} of one row."""
     return {"median": median(values), "min": min(values), "max": max(values), "n": len(values)}

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "Engine": "flexgen_helm.engine.engine",
+    "EngineConfig": "flexgen_helm.config",
     "Policy": "flexgen_helm.planner.policy",
     "GenerationRequest": "flexgen_helm.request",
     "GenerationResult": "flexgen_helm.request",
@@ -22,6 +23,7 @@ _EXPORTS = {
 __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
+    from flexgen_helm.config import EngineConfig
     from flexgen_helm.engine.engine import Engine
     from flexgen_helm.errors import FlexgenError
     from flexgen_helm.planner.policy import Policy

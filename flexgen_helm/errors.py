@@ -1,13 +1,13 @@
-"""Every error a user can meet, one sentence each: the cause, the number, the next command.
+"""The errors that users see. A message is one sentence: the cause, the number, the command that helps.
 
-`exit_code` is what the command line returns: 1 failed, 2 wrong usage or refused, 130 interrupted.
+`exit_code` is what `flexgen-helm` returns: 1 failed, 2 wrong usage or refused, 130 interrupted.
 """
 
 from __future__ import annotations
 
 
 class FlexgenError(Exception):
-    """Base of all errors that this project raises on purpose."""
+    """Base of all errors that flexgen_helm raises on purpose."""
 
     exit_code = 1
 
@@ -23,7 +23,7 @@ class UnknownModelError(UsageError):
 
 
 class UnsupportedArchitectureError(UsageError):
-    """The checkpoint's architecture has no family record; the message lists those that do."""
+    """The checkpoint's architecture is not supported; the message lists those that are."""
 
 
 class CheckpointError(UsageError):
@@ -31,13 +31,13 @@ class CheckpointError(UsageError):
 
 
 class UnsafePickleError(CheckpointError):
-    """A pickled checkpoint asks for more than tensors; nothing of it was executed."""
+    """A pickled checkpoint contains more than tensors; nothing of it was executed."""
 
     exit_code = 1
 
 
 class RequestError(FlexgenError):
-    """This one request cannot be served; its batch-mates are unharmed."""
+    """This request cannot be served; the other requests of its batch are."""
 
 
 class NumericalError(RequestError):
@@ -45,7 +45,7 @@ class NumericalError(RequestError):
 
 
 class MemoryLimitError(FlexgenError):
-    """A tier's byte limit would be exceeded; nothing was lost."""
+    """A tier's byte limit would be exceeded."""
 
     exit_code = 2
 
@@ -59,6 +59,6 @@ class DiskFullError(OffloadError):
 
 
 class Interrupted(FlexgenError):
-    """The run was asked to stop; everything reported so far is kept."""
+    """The run was interrupted; results that were reported before are kept."""
 
     exit_code = 130

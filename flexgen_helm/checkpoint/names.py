@@ -49,6 +49,12 @@ class ResolvedModel:
     entry: CatalogEntry | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the engine that the name stands for; its suffix goes before the models file."""
+        suffix = {} if self.precision == "fp16" else {"precision": self.precision}
+        return {**self.arguments, **suffix}
+
 
 def split_precision(name: str) -> tuple[str, Precision]:
     """Split `opt-125m-paper-4bit` into (`opt-125m`, 'paper-4bit'); without a suffix the precision is 'fp16'."""

@@ -1,7 +1,7 @@
 """The `flexgen-helm` command. Data goes to stdout, progress and errors to stderr; every error is one sentence.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or refused, 130 interrupted. Nothing here imports torch, transformers or
-HELM before a command needs it, so `--help` answers at once.
+Exit codes: 0 done, 1 failed, 2 wrong usage or refused, 130 interrupted. A command imports torch, transformers and
+HELM when it needs them, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from flexgen_helm.errors import FlexgenError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command (`argv`, or the process's own arguments) and return its exit code."""
+    """Run a command and return its exit code. argv: None for the arguments of the process"""
     import typer
 
     from flexgen_helm.cli.app import app
     from flexgen_helm.cli.console import say
-    from flexgen_helm.cli.engine_options import complete_dummy_weights
+    from flexgen_helm.cli.engine_flags import complete_dummy_weights
 
     arguments = complete_dummy_weights(sys.argv[1:] if argv is None else list(argv))
     try:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("flexgen-helm: interrupted")
         return 130
-    except Exception as error:  # the last resort: a sentence for users, the rest for whoever asks
+    except Exception as error:  # the last resort
         _show_traceback()
         hint = "" if _debugging() else " (set FLEXGEN_HELM_DEBUG=1 to see where)"
         say(f"flexgen-helm: unexpected {type(error).__name__}: {error}{hint}")

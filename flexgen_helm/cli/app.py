@@ -13,7 +13,7 @@ from flexgen_helm.cli.bench import bench
 from flexgen_helm.cli.compare import compare
 from flexgen_helm.cli.convert import convert
 from flexgen_helm.cli.doctor import doctor
-from flexgen_helm.cli.engine_options import with_engine_flags
+from flexgen_helm.cli.engine_flags import with_engine_flags
 from flexgen_helm.cli.fetch import fetch
 from flexgen_helm.cli.generate import generate
 from flexgen_helm.cli.perplexity import perplexity
@@ -31,8 +31,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"flexgen-helm {__version__}")
         raise typer.Exit
 
@@ -40,34 +40,32 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Large language models under HELM on a machine too small for them."""
 
 
-def _add(name: str, function: Callable[..., None], **settings: Any) -> None:
-    @functools.wraps(function)
-    def command(*args: Any, **given: Any) -> None:
+def _add(command: Callable[..., None], **settings: Any) -> None:
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
         try:
-            function(*args, **given)
-        except KeyboardInterrupt:  # typer's own answer differs between its versions
+            command(**values)
+        except KeyboardInterrupt:  # what typer does with it differs between its versions
             raise Interrupted("interrupted") from None
 
-    app.command(name, **settings)(command)
+    app.command(**settings)(wrapper)
 
 
-# Whatever is not ours belongs to helm-run, in the order given.
-_PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
-
-_add("run", with_engine_flags(run), context_settings=_PASS_ON)
-_add("generate", with_engine_flags(generate))
-_add("perplexity", with_engine_flags(perplexity))
-_add("profile", profile)
-_add("plan", with_engine_flags(plan))
-_add("compare", compare)
-_add("report", report)
-_add("fetch", fetch)
-_add("convert", convert)
-_add("doctor", doctor)
-_add("bench", with_engine_flags(bench))
+# All other flags are passed to helm-run, in the order given.
+_add(with_engine_flags(run), context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+_add(with_engine_flags(generate))
+_add(with_engine_flags(perplexity))
+_add(profile)
+_add(with_engine_flags(plan))
+_add(compare)
+_add(report)
+_add(fetch)
+_add(convert)
+_add(doctor)
+_add(with_engine_flags(bench))

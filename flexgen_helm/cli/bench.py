@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexgen_helm.cli.console import print_json, say, writing
-from flexgen_helm.cli.engine_options import EngineOptions
-from flexgen_helm.errors import UsageError
-from flexgen_helm.files import replace_text
+from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file
+from flexgen_helm.cli.flags import CsvFlag, JsonFlag, OutFile
+from flexgen_helm.config import EngineOptions
+
+if TYPE_CHECKING:
+    import pandas
 
 
 def bench(
@@ -29,8 +29,9 @@ def bench(
         ),
     ],
     engine: EngineOptions,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE.json", help="Also write the JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: OutFile = None,
+    as_json: JsonFlag = False,
+    as_csv: CsvFlag = False,
     entry: Annotated[
         str | None, typer.Option(help="HELM run entry, without a model; default: the benchmark's.")
     ] = None,
@@ -51,54 +52,30 @@ def bench(
     """Run a benchmark: both sides in one invocation, in alternation, medians. Close other programs first."""
     from flexgen_helm.benchmarks import Options, load
 
-    measure = load(name)
-    if out is not None and not out.parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.parent}")
-    result = measure(
-        Options(
-            engine=engine.engine_arguments(),
-            entry=entry,
-            instances=instances,
-            repeats=repeats,
-            quick=quick,
-            python=python,
-            reference=reference,
-            tell=say,
-        )
-    )
+    options = Options(engine, entry, instances, repeats, quick, python, reference, tell=say)
+    result = load(name)(options)
     if as_json:
         print_json(result)
+    elif as_csv:
+        print_csv(_frame(result["rows"]))
     else:
-        _print_tables(result)
+        print_table(_frame(result["rows"]), title=result["name"])
+        _print_ratios(result)
     if out is not None:
-        with writing(out):
-            replace_text(out, json.dumps(result, indent=2, allow_nan=False) + "\n")
+        write_file(out, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
-def _print_tables(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    # A table in a file is read with a wider page than 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    columns = list(dict.fromkeys(key for row in result["rows"] for key, value in row.items() if _is_plain(value)))
-    table = Table(title=result["name"])
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="left" if column == "label" else "right")
-    for row in result["rows"]:
-        table.add_row(*(_show(row.get(column, "")) for column in columns))
-    console.print(table)
+def _print_ratios(result: dict[str, Any]) -> None:
+    console = output()
     for key, value in result["ratios"].items():
-        console.print(f"{key.replace('_', ' ')}: {value:.2f}x", highlight=False)
+        console.print(f"{key.replace('_', ' ')}: {value:.2f}x")
     for line in result.get("notes", ()):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, int, float))
+def _frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
+    """Return the rows without columns that are not plain values, such as the seconds of each repetition."""
+    import pandas
 
-
-def _show(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.2f}" if abs(value) >= 100 else f"{value:.5g}"
+    plain = [{name: value for name, value in row.items() if isinstance(value, (str, int, float))} for row in rows]
+    return pandas.DataFrame(plain)

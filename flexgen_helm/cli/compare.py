@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flexgen_helm.cli.console import print_json, say, writing
-from flexgen_helm.cli.suite_options import DEFAULT_OUTPUT, OutputPath, SuiteName
+from flexgen_helm.cli.flags import DEFAULT_OUTPUT, OutputPath, SuiteName
 
 HTML_FILE = "flexgen_compare.html"
 

@@ -1,50 +1,117 @@
-"""What commands show: data on stdout, sentences and progress on stderr."""
+"""Output of the commands: data on stdout, messages and progress on stderr."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal
 
-from flexgen_helm.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.files import replace_text
 
 if TYPE_CHECKING:
+    import pandas
+    from rich.console import Console, RenderableType
     from rich.progress import Progress as Bar
 
     from flexgen_helm.request import Progress
 
-# Seconds between two lines of progress where stderr is no terminal.
+# Seconds between two lines of progress if stderr is not a terminal.
 LINE_EVERY_S = 15.0
+# Columns of a page that is not a terminal: a file is read with a wider page than 80 columns.
+_FILE_WIDTH = 200
 
 
 def say(text: str) -> None:
-    """One line for the person watching."""
+    """Print a message on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_json(content: Any) -> None:
-    """`content` as JSON on stdout; a value that is not finite is a defect and raises ValueError."""
+    """Print `content` as JSON on stdout. Raises ValueError for a number that is not finite, which is a defect."""
     print(json.dumps(content, indent=2, allow_nan=False), flush=True)
+
+
+def print_csv(frame: pandas.DataFrame) -> None:
+    """Print `frame` as CSV on stdout, with full precision and without the index."""
+    print(frame.to_csv(index=False), end="", flush=True)
+
+
+def print_table(
+    frame: pandas.DataFrame,
+    *,
+    title: str | None = None,
+    caption: str | None = None,
+    formats: Mapping[str, Callable[[Any], RenderableType]] = MappingProxyType({}),
+) -> None:
+    """Print `frame` on stdout as a table for people: numeric columns to the right, missing values empty.
+
+    formats: column -> function that turns a value into its cell; other floats show five significant digits
+    """
+    from pandas.api.types import is_numeric_dtype
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for name in frame.columns:
+        justify: Literal["right", "left"] = "right" if is_numeric_dtype(frame[name]) else "left"
+        table.add_column(str(name).replace("_", " "), justify=justify, overflow="fold")
+    for row in frame.to_dict("records"):
+        table.add_row(*(_cell(value, formats.get(str(name))) for name, value in row.items()))
+    output().print(table)
+
+
+def output() -> Console:
+    """Return rich's console on stdout, wide if stdout is a file."""
+    from rich.console import Console
+
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, markup=False, emoji=False, width=None if has_width else _FILE_WIDTH)
+
+
+def _cell(value: Any, to_cell: Callable[[Any], RenderableType] | None) -> RenderableType:
+    if value is None or value != value:  # NaN
+        return ""
+    if to_cell is not None:
+        return to_cell(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2f}" if abs(value) >= 100 else f"{value:.5g}"
+
+
+def read_input(flag: str, path: Path) -> bytes:
+    """Return the content of a file that `flag` names, of stdin for `-`."""
+    try:
+        return sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{flag} {path} cannot be read: {error.strerror}") from error
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A file that cannot be written is one sentence, with the exit code of what failed."""
+    """Turn the error of a file that cannot be written into one sentence."""
     try:
         yield
     except OSError as error:
         raise FlexgenError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-class TokenProgress:
-    """The engine's progress on stderr: a bar with the time to go, or a line now and then where it is no terminal.
+def write_file(path: Path, text: str) -> None:
+    """Replace a file as a whole."""
+    with writing(path):
+        replace_text(path, text)
 
-    Called by the engine, from any thread; a context manager that takes the bar away at the end.
+
+class TokenProgress:
+    """The engine's progress on stderr: a bar on a terminal, else a line every `LINE_EVERY_S` seconds.
+
+    The engine calls it, from any thread. A context manager, which removes the bar at the end.
     """
 
     def __init__(self) -> None:
@@ -71,10 +138,10 @@ class TokenProgress:
             remaining=_duration(progress.remaining_s),
         )
         if progress.done_requests == progress.total_requests:
-            self.close()  # a suite may have another block, after lines of HELM's
+            self.close()  # a suite may have another block, after HELM has printed lines
 
     def close(self) -> None:
-        """Take the bar away; the next call draws a new one."""
+        """Remove the bar; the next call draws a new one."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.stop()
@@ -87,7 +154,7 @@ class TokenProgress:
 
 
 def describe(progress: Progress) -> str:
-    """One line; the tokens to come are an upper bound, for completions may end early."""
+    """Return a line of progress. The number of tokens is an upper bound, for completions may end early."""
     return (
         f"{progress.done_tokens:,} of at most {progress.total_tokens:,} tokens, "
         f"{progress.done_requests:,} of {progress.total_requests:,} requests, {_duration(progress.remaining_s)} to go"
@@ -97,9 +164,8 @@ def describe(progress: Progress) -> str:
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    text = str(timedelta(seconds=round(seconds)))  # h:mm:ss
+    return text.removeprefix("0:").removeprefix("0")
 
 
 def _new_bar() -> Bar:

@@ -1,4 +1,4 @@
-"""`flexgen-helm convert`: pickled weights become safetensors."""
+"""`flexgen-helm convert`: turn pickled weights into safetensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flexgen_helm.cli.console import print_json, say
+from flexgen_helm.cli.flags import JsonFlag, Revision
 
 
 def convert(
@@ -16,8 +17,8 @@ def convert(
         Path | None,
         typer.Option(help="Folder to write; by default one that the model's name finds from then on."),
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub's repository.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    revision: Revision = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Turn a model's pickled weights (.bin) into safetensors; print the folder. Nothing in them is executed.
 
@@ -25,19 +26,11 @@ def convert(
 
     Example: flexgen-helm convert opt-30b
     """
-    from flexgen_helm.checkpoint.convert import convert as turn
+    from flexgen_helm.checkpoint.convert import convert as convert_checkpoint
 
-    done = turn(model, out, revision, progress=say)
+    done = convert_checkpoint(model, out, revision, progress=say)
     if as_json:
-        print_json(
-            {
-                "model": model,
-                "path": str(done.path),
-                "origin": done.origin,
-                "tensors": done.tensors,
-                "bytes": done.size,
-                "left_out": list(done.left_out),
-            }
-        )
+        counts = {"tensors": done.tensors, "bytes": done.size, "left_out": list(done.left_out)}
+        print_json({"model": model, "path": str(done.path), "origin": done.origin, **counts})
     else:
         print(done.path)

@@ -1,4 +1,4 @@
-"""`flexgen-helm doctor`: is everything here that an evaluation needs, and if not, what to do."""
+"""`flexgen-helm doctor`: check whether everything is here that an evaluation needs, and say what to do."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Annotated
 
 import typer
 
-from flexgen_helm.cli.console import print_json
+from flexgen_helm.cli.console import output, print_json
+from flexgen_helm.cli.flags import JsonFlag
 
-_COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
 def doctor(
     model: Annotated[
         str | None, typer.Argument(help="Also read and verify this model's weights (fetched first where needed).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Check installation, plugin, machine and data; each line says what to do. The exit code is 1 if a check failed."""
     from flexgen_helm.cli.checks import run_checks
 
-    checks = run_checks(model)
-    failed = any(check.status == "failed" for check in checks)
+    findings = run_checks(model)
+    failed = any(finding.status == "failed" for finding in findings.values())
     if as_json:
-        print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
+        print_json(
+            {"ok": not failed, "checks": [{"name": name, **asdict(finding)} for name, finding in findings.items()]}
+        )
     else:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        table = Table()
-        for title in ("check", "", "found"):
-            table.add_column(title, overflow="fold")
-        for check in checks:
-            found = check.found if check.remedy is None else f"{check.found}\n-> {check.remedy}"
-            table.add_row(check.name, Text(check.status, style=_COLOURS[check.status]), Text(found))
-        Console().print(table)
+        table = Table("check", "", "found")  # not `print_table`: pandas may be what is broken
+        for name, finding in findings.items():
+            text = finding.found if finding.remedy is None else f"{finding.found}\n-> {finding.remedy}"
+            table.add_row(name, Text(finding.status, style=_STYLES[finding.status]), Text(text, overflow="fold"))
+        output().print(table)
     raise typer.Exit(int(failed))

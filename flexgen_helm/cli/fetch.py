@@ -1,4 +1,4 @@
-"""`flexgen-helm fetch`: make a model's weights present and say where they lie."""
+"""`flexgen-helm fetch`: download and verify a model's weights."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Annotated
 import typer
 
 from flexgen_helm.cli.console import print_json, say
+from flexgen_helm.cli.flags import JsonFlag, ModelName, Revision
 
 
 def fetch(
-    model: Annotated[str, typer.Argument(help="Catalogue name, org--repo of the hub, folder or .gguf file.")],
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub's repository.")] = None,
+    model: ModelName,
+    revision: Revision = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read all weights again and compare them with every hash that is known.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Obtain and verify a model's weights; print the folder or file they are in. A second call is instant."""
     from flexgen_helm.checkpoint.fetch import fetch as obtain
@@ -26,10 +27,10 @@ def fetch(
         from flexgen_helm.checkpoint.open import open_checkpoint
 
         if path.is_file():
-            forget(path)  # the embedded model's hash is compared as it is fetched, and remembered
+            forget(path)  # the embedded model's hash is remembered when it is fetched
         checkpoint = open_checkpoint(model, revision=revision, progress=say)
         checkpoint.verify()
-        say(f"{len(checkpoint.shapes)} tensors of {checkpoint.origin} are as they should be")
+        say(f"{len(checkpoint.shapes)} tensors of {checkpoint.origin} are intact")
     if as_json:
         print_json({"model": model, "path": str(path)})
     else:

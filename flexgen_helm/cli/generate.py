@@ -1,55 +1,31 @@
-"""`flexgen-helm generate`: the engine without HELM, one JSON object a line in and out."""
+"""`flexgen-helm generate`: the engine without HELM, one JSON object per line in and out."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 
 import typer
 
-from flexgen_helm.cli.console import TokenProgress, say
-from flexgen_helm.cli.engine_options import EngineOptions
+from flexgen_helm.cli.console import TokenProgress, read_input, say
+from flexgen_helm.cli.engine_flags import load_engine
+from flexgen_helm.cli.flags import ModelName
+from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.files import replace_text
 from flexgen_helm.request import GenerationRequest, GenerationResult
 
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_int(value) or isinstance(value, float)
-
-
-def _is_list_of(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(test, value))
-
-
-def _is_str(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-# Key of an input line -> what it must be, and the test of it.
-_KEYS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "prompt": ("a string", _is_str),
-    "prompt_token_ids": ("a list of integers", _is_list_of(_is_int)),
-    "max_tokens": ("an integer", _is_int),
-    "temperature": ("a number", _is_number),
-    "top_p": ("a number", _is_number),
-    "seed": ("an integer", _is_int),
-    "stop": ("a list of strings", _is_list_of(_is_str)),
-    "n": ("an integer", _is_int),
-    "ignore_eos": ("true or false", lambda value: isinstance(value, bool)),
-    "echo_logprobs": ("true or false", lambda value: isinstance(value, bool)),
-}
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic_core import ErrorDetails
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Catalogue name, org--repo of the hub, folder or .gguf file.")],
+    model: ModelName,
     prompts: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="One request a line; - reads stdin.")],
     engine: EngineOptions,
     out: Annotated[
@@ -57,133 +33,116 @@ def generate(
         typer.Option(metavar="FILE", help="Where to write; default stdout. FILE.partial keeps lines finished so far."),
     ] = None,
 ) -> None:
-    """Answer the requests of a file, one JSON object a line, in input order.
+    """Answer the requests of a file, one JSON object per line, in input order.
 
-    A line in: prompt or prompt_token_ids, max_tokens, temperature, top_p, seed, stop, n, echo_logprobs, ignore_eos.
-    A line out: completions, prompt_token_ids, prompt_logprobs, error. A bad line fails alone; then the exit code is 1.
+    Input line: prompt or prompt_token_ids, max_tokens, temperature, top_p, seed, stop, n, echo_logprobs, ignore_eos.
+    Output line: completions, prompt_token_ids, prompt_logprobs, error. A bad line fails alone; the exit code is then 1.
 
-    With --out, finished lines are appended to FILE.partial as they come, each with the number of its input line, so
-    that an interruption loses nothing computed; FILE itself appears whole at the end, and FILE.partial goes.
+    With --out, each finished line is appended to FILE.partial at once, with the number of its input line, so an
+    interruption loses nothing. FILE is written whole at the end, and FILE.partial is removed.
     """
-    asked = [parse_line(number, line) for number, line in _read_lines(prompts)]
-    partial = _Partial(out, [number for number, _ in asked])
-    lines: list[dict[str, Any]] = [{}] * len(asked)
-    places: list[int] = []
-    requests: list[GenerationRequest] = []
-    with partial, engine.load(model) as loaded, TokenProgress() as progress:
-
-        def settle(place: int, result: GenerationResult) -> None:
-            lines[place] = as_json(result, asked[place][0])
-            partial.add(place, lines[place])
-
-        for place, (_, request) in enumerate(asked):
+    lines = [(number, parse_line(line)) for number, line in _read_lines(prompts)]
+    places = [place for place, (_, request) in enumerate(lines) if isinstance(request, GenerationRequest)]
+    requests = [request for _, request in lines if isinstance(request, GenerationRequest)]
+    with _Output(out, [number for number, _ in lines]) as output, load_engine(model, engine) as loaded:
+        for place, (_, request) in enumerate(lines):
             if isinstance(request, RequestError):
-                settle(place, GenerationResult(error=request))
-            else:
-                places.append(place)
-                requests.append(request)
+                output.add(place, GenerationResult(error=request))
         if requests:
-            loaded.run(requests, on_result=lambda index, result: settle(places[index], result), progress=progress)
-    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-    if out is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    else:
-        replace_text(out, text)
-        partial.remove()
-    failed = sum(line["error"] is not None for line in lines)
-    if failed:
-        say(f"flexgen-helm: {failed} of {len(lines)} requests failed; each says why in its error")
+            with TokenProgress() as progress:
+                loaded.run(requests, on_result=lambda i, result: output.add(places[i], result), progress=progress)
+        output.finish()
+    if output.failed:
+        say(f"flexgen-helm: {output.failed} of {len(lines)} requests failed; each says why in its error")
         raise typer.Exit(1)
 
 
-def parse_line(number: int, line: bytes) -> tuple[int, GenerationRequest | RequestError]:
-    """The request of one line with its number, or why it is none. A key that is null counts as left out."""
+@cache
+def _line_model() -> type[BaseModel]:
+    """`GenerationRequest` as JSON: every key is optional, and null counts as left out."""
+    from pydantic import ConfigDict, create_model
+
+    keys: dict[str, Any] = {key: (kind | None, None) for key, kind in get_type_hints(GenerationRequest).items()}
+    return create_model("Line", __config__=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False), **keys)
+
+
+def parse_line(line: bytes) -> GenerationRequest | RequestError:
+    """Return the request of an input line, or the error that says what is wrong with it."""
+    from pydantic import ValidationError
+
     try:
-        return number, _request(line)
+        request = GenerationRequest(**_line_model().model_validate_json(line).model_dump(exclude_none=True))
+        request.validate()
+        return request
+    except ValidationError as error:
+        return RequestError(_explanation(error.errors(include_url=False)[0]))
     except RequestError as error:
-        return number, error
+        return error
 
 
-def _request(line: bytes) -> GenerationRequest:
-    try:
-        given = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"this is no JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise RequestError("a line must be one JSON object")
-    given = {key: value for key, value in given.items() if value is not None}
-    for key, value in given.items():
-        if key not in _KEYS:
-            raise RequestError(f"the key {key!r} is not known; known are {', '.join(_KEYS)}")
-        what, fits = _KEYS[key]
-        if not fits(value):
-            raise RequestError(f"{key} must be {what}, not {json.dumps(value)[:40]}")
-    request = GenerationRequest(**given)
-    request.validate()
-    return request
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON's")
-
-
-def as_json(result: GenerationResult, number: int) -> dict[str, Any]:
-    """An output line; `number` is that of the input line, which an error names."""
-    return {
-        "completions": [
-            {
-                "text": completion.text,
-                "tokens": list(completion.tokens),
-                "token_ids": list(completion.token_ids),
-                "logprobs": list(completion.logprobs),
-                "finish_reason": completion.finish_reason,
-            }
-            for completion in result.completions
-        ],
-        "prompt_token_ids": list(result.prompt_token_ids),
-        "prompt_logprobs": None if result.prompt_logprobs is None else list(result.prompt_logprobs),
-        "error": None if result.error is None else f"line {number}: {result.error}",
-    }
+def _explanation(error: ErrorDetails) -> str:
+    """Return pydantic's first error as one sentence with the key and what is expected."""
+    if error["type"] == "json_invalid":
+        return error["msg"].replace("line 1 ", "")  # pydantic sees one line at a time
+    key = ".".join(map(str, error["loc"])) or "the line"
+    if error["type"] == "extra_forbidden":
+        return f"the key {key!r} is not known; known are {', '.join(_line_model().model_fields)}"
+    return f"{key} {error['msg'].replace('Input should', 'must')}, not {json.dumps(error['input'])[:40]}"
 
 
 def _read_lines(path: Path) -> list[tuple[int, bytes]]:
-    """Lines with their numbers from 1; blank ones ask nothing."""
-    try:
-        content: Iterable[bytes] = (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).split(b"\n")
-    except OSError as error:
-        raise UsageError(f"--prompts {path} cannot be read: {error.strerror}") from error
-    return [(number, line) for number, line in enumerate(content, start=1) if line.strip()]
+    """Return (number from 1, content) of all lines that are not blank."""
+    lines = read_input("--prompts", path).split(b"\n")
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-class _Partial:
-    """FILE.partial: output lines as they were finished, each flushed at once. Without FILE it does nothing."""
+class _Output:
+    """Output lines in input order.
 
-    def __init__(self, out: Path | None, numbers: list[int]) -> None:
-        self._numbers = numbers
-        self._path = None if out is None else out.with_name(out.name + ".partial")
-        self._file: TextIO | None = None
+    With --out, each finished line is appended to FILE.partial at once; `finish` writes FILE as a whole.
+    """
 
-    def __enter__(self) -> _Partial:
-        if self._path is not None:
+    def __init__(self, out: Path | None, numbers: Sequence[int]) -> None:
+        self.failed = 0
+        self._out, self._numbers = out, numbers
+        self._lines = [""] * len(numbers)
+        self._partial: TextIO | None = None
+
+    def add(self, place: int, result: GenerationResult) -> None:
+        number = self._numbers[place]
+        line = {
+            "completions": [asdict(completion) for completion in result.completions],
+            "prompt_token_ids": result.prompt_token_ids,
+            "prompt_logprobs": result.prompt_logprobs,
+            "error": None if result.error is None else f"line {number}: {result.error}",
+        }
+        self.failed += result.error is not None
+        self._lines[place] = json.dumps(line, allow_nan=False) + "\n"
+        if self._partial is not None:
+            self._partial.write(json.dumps({"line": number, **line}, allow_nan=False) + "\n")
+            self._partial.flush()
+
+    def finish(self) -> None:
+        """Write all lines to the place that the user named."""
+        text = "".join(self._lines)
+        if self._out is None:
+            print(text, end="", flush=True)
+        else:
+            replace_text(self._out, text)
+            self._lines = []
+
+    def __enter__(self) -> _Output:
+        if self._out is not None:
+            path = self._out.with_name(self._out.name + ".partial")
             try:
-                self._file = open(self._path, "w", encoding="utf-8")
+                self._partial = open(path, "w", encoding="utf-8")
             except OSError as error:
-                raise UsageError(f"--out: {self._path} cannot be written: {error.strerror}") from error
+                raise UsageError(f"--out: {path} cannot be written: {error.strerror}") from error
         return self
 
-    def add(self, place: int, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"line": self._numbers[place], **line}, allow_nan=False) + "\n")
-            self._file.flush()
-
     def __exit__(self, kind: object, error: object, at: object) -> None:
-        if self._file is not None and self._path is not None:
-            self._file.close()
-            if not self._path.stat().st_size:
-                self._path.unlink()  # a refusal before the first line leaves nothing behind
-
-    def remove(self) -> None:
-        """The whole file is there; the partial one has done its work."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        if self._partial is not None:
+            self._partial.close()
+            path = Path(self._partial.name)
+            if not self._lines or not path.stat().st_size:  # finished, or refused before the first line
+                path.unlink()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flexgen_helm.cli.console import print_json, say, writing
-from flexgen_helm.cli.engine_options import EngineOptions
+from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,21 +46,22 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Search the best policy, or evaluate the one given with --policy."""
+    config = EngineConfig(**engine)
     if from_csv is not None:
         from flexgen_helm.benchmarks.paper.tables import evaluate_csv
 
         _check_alone(engine, model, prompt_len, gen_len, num_seqs, compress, stages > 1, frontier, picture)
-        found = evaluate_csv(from_csv, _profile(engine, hardware))
+        found = evaluate_csv(from_csv, _profile(config, hardware))
         print_json(found) if as_json else _print_table(found)
         return
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model, --prompt-len and --gen-len, or --from-csv FILE")
-    _check_search(engine, gen_len, frontier, picture)
-    situation, precision = _situation(engine, model, prompt_len, gen_len, num_seqs, hardware, compress, stages)
+    _check_search(config, gen_len, frontier, picture)
+    situation, precision = _situation(config, model, prompt_len, gen_len, num_seqs, hardware, compress, stages)
     if frontier:
         _frontier(situation, precision, picture, as_json)
         return
-    made = _make(engine, situation, precision)
+    made = _make(config, situation, precision)
     if as_json:
         print_json({"model": model, "hardware": situation.hardware.name, **made.to_json()})
     else:
@@ -70,19 +70,16 @@ def plan(
 
 def _check_alone(engine: EngineOptions, *others: Any) -> None:
     """Refuse what the rows of a table say themselves."""
-    given = [field.name for field in fields(engine) if getattr(engine, field.name) != field.default]
-    if given not in ([], ["offload_dir"]) or any(others):
+    if not set(engine) <= {"offload_dir"} or any(others):
         raise UsageError(
             "--from-csv says for each row what to evaluate; leave everything out but --hardware and --json"
         )
 
 
-def _check_search(engine: EngineOptions, gen_len: int, frontier: bool, picture: Path | None) -> None:
+def _check_search(engine: EngineConfig, gen_len: int, frontier: bool, picture: Path | None) -> None:
     """Refuse what would have no effect, before anything is measured."""
-    from flexgen_helm.planner.policy import parse_choices
-
-    schedule, latency = engine.schedule or "auto", engine.max_latency
-    given = parse_choices(engine.policy or "auto", schedule, latency)[0] is not None
+    schedule, latency = engine.schedule, engine.max_latency
+    given = engine.fixed_policy is not None
     if schedule == "prefill-only" and gen_len > 1:
         raise UsageError(
             f"--gen-len is {gen_len} and the schedule prefill-only draws one token; take --schedule zigzag"
@@ -106,7 +103,7 @@ def _check_search(engine: EngineOptions, gen_len: int, frontier: bool, picture: 
 
 def _precision(asked: str | None, suffix: str, compress: bool) -> str:
     """The precision of the flags, or of the model's name; --compress packs what is not packed yet."""
-    from flexgen_helm.planner.plan import precision_named
+    from flexgen_helm.quant.precisions import precision_named
 
     name = asked or suffix
     if not compress or precision_named(name).weights is not None:
@@ -117,7 +114,7 @@ def _precision(asked: str | None, suffix: str, compress: bool) -> str:
 
 
 def _situation(
-    engine: EngineOptions,
+    engine: EngineConfig,
     model: str,
     prompt_len: int,
     gen_len: int,
@@ -130,18 +127,18 @@ def _situation(
 
     from flexgen_helm.checkpoint.model_config import read_model_config
     from flexgen_helm.checkpoint.names import resolve
-    from flexgen_helm.planner.plan import check_device, planning_problem, simulated_gpu
+    from flexgen_helm.planner.plan import planning_problem, simulated_gpu
     from flexgen_helm.planner.problem import MEASURED
     from flexgen_helm.planner.workload import Workload
+    from flexgen_helm.quant.precisions import Precision
 
     for name, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):
         if value is not None and value < 1:
             raise UsageError(f"{name} {value} is no length; it must be 1 or more")
-    arguments = engine.engine_arguments()
     resolved = resolve(model)
-    precision = _precision(arguments.get("precision"), resolved.precision, compress)
-    limits, device, link = engine.limits(), arguments.get("device", "auto"), arguments.get("link_gb_s")
-    check_device(device, link, limits)
+    assert not isinstance(engine.precision, Precision)  # a flag is text
+    precision = _precision(engine.precision, resolved.precision, compress)
+    limits, device, link = engine.limits, engine.device, engine.link_gb_s
     config, rest_dtype = read_model_config(model)
     if prompt_len + gen_len > config.max_positions:
         raise UsageError(f"{prompt_len} + {gen_len} tokens are beyond the {config.max_positions} positions of {model}")
@@ -161,14 +158,14 @@ def _situation(
         precision=precision,
         rest_dtype=rest_dtype,
         limits=limits,
-        overlap=arguments.get("overlap", True),
-        cpu_attention=arguments.get("cpu_attention", True),
+        overlap=engine.overlap,
+        cpu_attention=engine.cpu_attention,
         endless=num_seqs is None,
     )
     return replace(situation, stages=stages), precision
 
 
-def _profile(engine: EngineOptions, hardware: str) -> HardwareProfile:
+def _profile(engine: EngineConfig, hardware: str) -> HardwareProfile:
     """The machine to plan for. Of this one, the disk is that of --offload-dir, with what is free there now."""
     from dataclasses import replace
 
@@ -185,14 +182,12 @@ def _profile(engine: EngineOptions, hardware: str) -> HardwareProfile:
     return replace(found, disk=replace(found.disk, bytes=shutil.disk_usage(existing).free))
 
 
-def _make(engine: EngineOptions, situation: PlanningProblem, precision: str) -> Plan:
+def _make(engine: EngineConfig, situation: PlanningProblem, precision: str) -> Plan:
     from flexgen_helm.planner.plan import make_plan
-    from flexgen_helm.planner.policy import Policy
 
-    schedule = engine.schedule or "auto"
-    given = engine.policy
-    policy = None if given in (None, "auto") else Policy.parse(given)
-    return make_plan(situation, precision, policy=policy, schedule=schedule, max_latency=engine.max_latency)  # type: ignore[arg-type]
+    return make_plan(
+        situation, precision, policy=engine.fixed_policy, schedule=engine.schedule, max_latency=engine.max_latency
+    )
 
 
 def _print_plan(made: Plan, model: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from flexgen_helm.cli.console import TokenProgress
-from flexgen_helm.cli.engine_options import EngineOptions
+from flexgen_helm.config import EngineOptions
 
 
 def run(context: typer.Context, engine: EngineOptions) -> None:
@@ -17,11 +17,10 @@ def run(context: typer.Context, engine: EngineOptions) -> None:
 
     Example: flexgen-helm run -r simple_mcqa:model=flexgen/smollm2-135m-instruct-q4_1 -m 10 --suite first
     """
-    options = engine.engine_arguments()
     if not context.args:
         raise typer.BadParameter("nothing to run: give helm-run's flags, at least -r or -c, and -m")
     from flexgen_helm.plugin import suite
 
     with TokenProgress() as progress:
-        code = suite.main(context.args, progress=progress, options=options)
+        code = suite.main(context.args, progress=progress, options=engine)
     raise typer.Exit(code)

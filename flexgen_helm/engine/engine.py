@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import state_dir as home_folder
+from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.auto_planner import AutoPlanner
 from flexgen_helm.engine.device import open_device, tier_capacities
 from flexgen_helm.engine.executor import Executor
@@ -38,11 +39,10 @@ from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.constants import UNLIMITED
 from flexgen_helm.planner.memory import RunSize, plan_memory
 from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_fractions
-from flexgen_helm.planner.plan import precision_named
-from flexgen_helm.planner.policy import Policy, Schedule, parse_choices
+from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.planner.run_plan import RunPlan, plan_run
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.quant.precisions import FP16, Precision
+from flexgen_helm.quant.precisions import FP16, Precision, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, MemoryLimits, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from flexgen_helm.scheduling.prepare import PreparedRequests, planned_workload, prepare
@@ -151,71 +151,45 @@ class Engine:
         self._closed = False
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | os.PathLike[str],
-        *,
-        revision: str | None = None,
-        precision: str | Precision | None = None,
-        limits: MemoryLimits = MemoryLimits(),
-        policy: Policy | str = "auto",
-        schedule: str = "auto",
-        offload_dir: str | os.PathLike[str] | None = None,
-        device: str = "auto",
-        overlap: bool = True,
-        cpu_attention: bool = True,
-        weights: Literal["pretrained", "dummy"] = "pretrained",
-        seed: int = 0,
-        kv_dtype: str | None = None,
-        link_gb_s: tuple[float, float] | None = None,
-        max_latency: float | None = None,
-    ) -> "Engine":
-        """Load a model.
+    @with_options_of(EngineConfig)
+    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **options: Any) -> "Engine":
+        """Load a model by catalog name, hub name, folder or .gguf file.
 
-        name_or_path: catalog name, repository of the hub, folder, or .gguf file.
-        revision: branch, tag or commit of the hub's repository.
-        precision: 'fp16', '4bit', …, or a `quant.precisions.Precision`; None takes the suffix of the name.
-        limits: bytes of each tier; None is what the machine has, less a margin.
-        policy: placement and block shape, or 'auto' for the planner's (docs/explanation/planning.md).
-        schedule: 'row', 'zigzag', 'diagonal', 'prefill-only', or 'auto': zigzag or prefill-only with streamed weights,
-            else row.
-        offload_dir: folder of the disk tier; None is `offload` in `FLEXGEN_HELM_HOME`.
-        device: 'auto', 'cpu', 'cuda[:i]', or 'sim': a simulated GPU of `limits.gpu` bytes in host memory.
-        overlap: copy while computing.
-        cpu_attention: the CPU attends to KV cache in host memory, so that it need not be copied to the GPU.
-        weights: 'pretrained', or 'dummy' for random ones.
-        seed: of dummy weights.
-        link_gb_s: GB/s to and from the simulated GPU.
-        max_latency: seconds that a block may take; a limit for the planner.
+        Options that are left out are those of the name: its precision suffix, and the file that
+        FLEXGEN_HELM_MODELS names. Raises what `from_config` raises, before anything long has begun.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        resolved = resolve(name_or_path, given.get("revision"))
+        return cls.from_config(name_or_path, EngineConfig(**{**resolved.options, **given}))
+
+    @classmethod
+    def from_config(cls, name_or_path: str | os.PathLike[str], config: EngineConfig) -> "Engine":
+        """Load a model under exactly these options.
 
         Raises `UnknownModelError`, `UnsupportedArchitectureError`, `CheckpointError`, `MemoryLimitError` and
-        `UsageError`, each before anything long has begun.
+        `UsageError`.
         """
-        resolved = resolve(name_or_path, revision)
-        wanted = precision or resolved.precision
-        used = precision_named(wanted) if isinstance(wanted, str) else wanted
-        if used.tables is not None:
+        wanted = config.precision or FP16
+        precision = precision_named(wanted) if isinstance(wanted, str) else wanted
+        if precision.tables is not None:
             raise UsageError("tables and head are not computed packed; take a precision whose tables is None")
-        given, order = parse_choices(policy, schedule, max_latency)
-        if kv_dtype is not None:
-            raise UsageError(f"kv_dtype {kv_dtype!r} is not available in this version; leave it out")
-        where, link = open_device(device, link_gb_s, limits)
-        checkpoint = open_checkpoint(name_or_path, revision=revision, weights=weights, seed=seed)
-        tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
+        resolved = resolve(name_or_path, config.revision)
+        device, link = open_device(config.device, config.link_gb_s)
+        checkpoint = open_checkpoint(resolved, weights=config.weights, seed=config.seed)
         return cls(
             checkpoint,
-            tokenizer,
+            Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None,
             name=resolved.name,
-            device=where,
+            device=device,
             link=link,
-            limits=limits,
-            policy=given,
-            schedule=order,
-            folder=Path(offload_dir) if offload_dir is not None else home_folder() / "offload",
-            overlap=overlap,
-            cpu_attention=cpu_attention,
-            max_latency=max_latency,
-            precision=used,
+            limits=config.limits,
+            policy=config.fixed_policy,
+            schedule=config.fixed_schedule,
+            folder=Path(config.offload_dir) if config.offload_dir is not None else home_folder() / "offload",
+            overlap=config.overlap,
+            cpu_attention=config.cpu_attention,
+            max_latency=config.max_latency,
+            precision=precision,
         )
 
     def run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,7 @@ from flexgen_helm.planner.predict import placed_fractions, predict
 from flexgen_helm.planner.problem import PlanningProblem, without_margin
 from flexgen_helm.planner.search import AUTOMATIC, search
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.quant.precisions import PRECISIONS, Precision
+from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
 
 # Share of a tier above which more memory may help.
@@ -31,26 +30,7 @@ _RESOURCE_NAMES = {
     "disk_read": "reading the disk",
     "disk_write": "writing the disk",
 }
-_DEVICE = re.compile(r"auto|sim|(cpu|cuda)(:\d+)?")
 _Record = TypeVar("_Record")
-
-
-def precision_named(name: str) -> Precision:
-    """Look a precision up. Raises `UsageError` with the known names."""
-    if name not in PRECISIONS:
-        known = ", ".join(PRECISIONS)
-        raise UsageError(f"precision {name!r} is not available in this version; take one of {known}")
-    return PRECISIONS[name]
-
-
-def check_device(name: str, link_gb_s: tuple[float, float] | None, limits: MemoryLimits) -> None:
-    """Raise `UsageError` for a device that no machine has, and for options that do not go with it."""
-    if _DEVICE.fullmatch(name) is None:
-        raise UsageError(f"device {name!r} is not known; take auto, cpu, cuda[:i] or sim")
-    if name == "sim" and limits.gpu is None:
-        raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
-    if name != "sim" and link_gb_s is not None:
-        raise UsageError("only the simulated gpu takes a link's bandwidth; add --device sim or leave --link out")
 
 
 def simulated_gpu(hardware: HardwareProfile, gpu_bytes: int, link_gb_s: tuple[float, float] | None) -> HardwareProfile:

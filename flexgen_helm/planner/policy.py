@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from flexgen_helm.errors import UsageError
 
@@ -74,22 +74,3 @@ class Policy:
                 f"--policy {text!r} is not of the form GBSxNB,wg,wc,cg,cc,hg,hc with six percentages ({error}); "
                 "for example 48x3,20,80,0,100,0,100"
             ) from error
-
-
-def parse_choices(
-    policy: Policy | str, schedule: str, max_latency: float | None
-) -> tuple[Policy | None, Schedule | None]:
-    """Check what the user decides of a block; None where the search ('auto') decides.
-
-    max_latency: seconds that a block may take.
-
-    Raises `UsageError` for an unknown schedule and for a latency that is not positive or has no search to limit.
-    """
-    parsed = None if policy == "auto" else Policy.parse(policy) if isinstance(policy, str) else policy
-    if max_latency is not None and not max_latency > 0:
-        raise UsageError(f"max_latency is {max_latency:g} s; it must be more than 0")
-    if max_latency is not None and parsed is not None:
-        raise UsageError("max_latency is for the search; leave it or the policy out")
-    if schedule != "auto" and schedule not in SCHEDULES:
-        raise UsageError(f"schedule {schedule!r} is not known; take auto, {', '.join(SCHEDULES)}")
-    return parsed, None if schedule == "auto" else cast(Schedule, schedule)

@@ -30,4 +30,4 @@ class EngineLoader:
         self.import_modules(model)
         from flexgen_helm.engine.engine import Engine
 
-        return Engine.from_pretrained(model.path, **model.engine_options())
+        return Engine.from_config(model.path, model.config)

@@ -80,7 +80,7 @@ class HelmRun:
             **self.block,
             "model": self.model.name,
             "fingerprint": self.fingerprint,
-            "precision": self.model.precision,
+            "precision": self.model.config.precision,
             **self.usage(),
             "num_reused": sum(response.is_cached for response in self.responses.values()),
             "wall_s": self.wall_s(),

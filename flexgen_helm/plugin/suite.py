@@ -268,7 +268,7 @@ class Suite:
         model = registration.model_of(name) if self.precisions else None
         if model is None:
             return
-        own, flag = model.precision or "fp16", ",".join(self.precisions)
+        own, flag = model.config.precision or "fp16", ",".join(self.precisions)
         if _has_entry(name):
             if self.precisions != [own]:
                 raise UsageError(

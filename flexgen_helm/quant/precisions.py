@@ -184,3 +184,11 @@ PRECISIONS: Mapping[str, Precision] = {
         Precision("paper-4bit", PAPER_GROUPS, cache=CacheFormat(_ALONG_HEAD, _ALONG_HEAD, residual_window=1)),
     )
 }
+
+
+def precision_named(name: str) -> Precision:
+    """Return one of `PRECISIONS`. Raises `UsageError`, with the names of all."""
+    if name not in PRECISIONS:
+        known = ", ".join(PRECISIONS)
+        raise UsageError(f"precision {name!r} is not available in this version; take one of {known}")
+    return PRECISIONS[name]

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_generate_answers_in_order_and_a_bad_line_fails_alone(tiny, tmp_path, ca
         3: "colour",
         6: "integer",
         7: "integer",
-        8: "list",
+        8: "stop must be a valid array",
         9: "exactly one",
         10: "object",
         11: "window",
@@ -225,15 +226,17 @@ def test_doctor_for_people(own_home, capsys):
 
 
 def test_a_network_disk_is_noticed(own_home, monkeypatch):
-    monkeypatch.setattr(checks, "_mounts", lambda: iter([("/", "nfs4"), ("/elsewhere", "ext4")]))
-    assert checks._journal("journal").status == "warning"
+    mounts = [SimpleNamespace(mountpoint="/", fstype="nfs4"), SimpleNamespace(mountpoint="/elsewhere", fstype="ext4")]
+    monkeypatch.setattr(checks.psutil, "disk_partitions", lambda all: mounts)
+    assert checks.run_checks()["journal"].status == "warning"
 
 
-def test_a_check_that_breaks_is_a_finding():
-    def broken(name):
+def test_a_check_that_breaks_is_a_finding(monkeypatch):
+    def broken():
         raise ImportError("libcudart is missing")
 
-    assert checks._guarded("torch", broken).status == "failed"
+    monkeypatch.setattr(checks, "_CHECKS", {"torch": broken, "python": checks._python})
+    assert [finding.status for finding in checks.run_checks().values()] == ["failed", "ok"]
 
 
 def test_the_error_of_a_fresh_interpreter_is_shown(tmp_path, monkeypatch):

@@ -8,12 +8,15 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 from flexgen_helm import __version__, cli
 from flexgen_helm.cli import console
-from flexgen_helm.cli.engine_options import EngineOptions, complete_dummy_weights, parse_size
+from flexgen_helm.cli.engine_flags import complete_dummy_weights, with_engine_flags
+from flexgen_helm.config import parse_size
 from flexgen_helm.errors import CheckpointError, Interrupted, RequestError, UsageError
 from flexgen_helm.files import replace_text
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.request import MemoryLimits, Progress
 
 COMMANDS = ["", "run", "generate", "perplexity", "plan", "fetch", "convert", "doctor", "bench"]
@@ -67,40 +70,46 @@ def test_what_is_no_size_says_how_to_write_one(text):
         parse_size(text)
 
 
-ALL_FLAGS = EngineOptions(
-    precision="4bit", policy="1x1,0,100,0,100,0,100", schedule="row", gpu_memory="1GiB", disk="5",
-    offload_dir="x", device="sim", link="12,8.5", no_overlap=True, no_cpu_attention=True, dummy_weights=7,
-    max_latency=9.0,
-)  # fmt: skip
+def options_of(*flags):
+    """The engine options that a command gets for these flags."""
+    calls = []
+    app = typer.Typer()
+    app.command()(with_engine_flags(lambda engine: calls.append(engine)))
+    typer.main.get_command(app).main(args=complete_dummy_weights(flags), standalone_mode=False)
+    return calls[0]
 
 
-def test_flags_become_engine_arguments():
-    assert EngineOptions().engine_arguments() == {}
-    given = ALL_FLAGS.engine_arguments()
-    assert given["limits"] == MemoryLimits(gpu=1 << 30, disk=5)
-    assert given["link_gb_s"] == (12.0, 8.5)
-    assert (given["overlap"], given["weights"], given["seed"], given["device"]) == (False, "dummy", 7, "sim")
-    assert EngineOptions(dummy_weights=0).engine_arguments() == {"weights": "dummy", "seed": 0}
+ALL_FLAGS = [
+    "--precision", "4bit", "--policy", "1x1,0,100,0,100,0,100", "--schedule", "row", "--gpu-memory", "1GiB",
+    "--disk", "5", "--offload-dir", "x", "--device", "sim", "--link", "12,8.5", "--no-overlap", "--no-cpu-attention",
+    "--dummy-weights", "7",
+]  # fmt: skip
 
 
-def test_engine_and_deployments_take_every_argument():
-    import inspect
-
-    from flexgen_helm import Engine
-    from flexgen_helm.plugin.models import ARGUMENTS
-
-    given = set(ALL_FLAGS.engine_arguments())
-    assert given <= set(inspect.signature(Engine.from_pretrained).parameters)
-    assert given <= set(ARGUMENTS)
-    assert "kv_dtype" in ARGUMENTS  # no flag has it; a deployment may say it and is told that it is not there
-    with pytest.raises(UsageError, match="kv_dtype 'fp16' is not available"):
-        Engine.from_pretrained("opt-125m", weights="dummy", kv_dtype="fp16")
+def test_flags_become_options():
+    assert options_of() == {}
+    assert options_of(*ALL_FLAGS, "--max-latency", "9") == {
+        "precision": "4bit",
+        "policy": Policy(1, 1),
+        "schedule": "row",
+        "limits": MemoryLimits(gpu=1 << 30, disk=5),
+        "offload_dir": "x",
+        "device": "sim",
+        "link_gb_s": (12.0, 8.5),
+        "overlap": False,
+        "cpu_attention": False,
+        "weights": "dummy",
+        "seed": 7,
+        "max_latency": 9.0,
+    }
+    assert options_of("--dummy-weights") == {"weights": "dummy", "seed": 0}
+    assert options_of("--policy", "auto") == {"policy": "auto"}
 
 
 @pytest.mark.parametrize("link", ["12", "1,2,3", "a,b", "0,1", "inf,1", "nan,1"])
 def test_a_bad_link_is_refused(link):
     with pytest.raises(UsageError, match="12,12"):
-        EngineOptions(link=link).engine_arguments()
+        options_of("--link", link)
 
 
 def test_the_seed_of_dummy_weights_is_optional():
@@ -238,3 +247,29 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert target.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
     replace_text(target, "new")
     assert target.read_text() == "new" and os.listdir(tmp_path) == ["x.json"]
+
+
+def test_a_table_is_for_people_and_csv_for_programs(capsys, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.setenv("COLUMNS", "80")
+    frame = pandas.DataFrame([{"label": "a [b]", "time_s": 1.23456789}, {"label": "c", "time_s": None}])
+    console.print_table(frame, title="times", formats={"label": str.upper})
+    table = capsys.readouterr().out
+    assert "times" in table and "time s" in table and "A [B]" in table and "1.2346" in table and "nan" not in table
+    console.print_csv(frame)
+    assert capsys.readouterr().out == "label,time_s\na [b],1.23456789\nc,\n"
+
+
+def test_bench_prints_a_table_or_csv(monkeypatch, capsys):
+    import flexgen_helm.benchmarks
+
+    rows = [{"label": "ours", "median": 2.0, "n": 3, "seconds": [1.0, 2.0, 3.0]}]
+    result = {"name": "measured", "rows": rows, "ratios": {"theirs_over_ours": 1.5}, "notes": ["[quiet]"]}
+    monkeypatch.setattr(flexgen_helm.benchmarks, "load", lambda name: lambda options: result)
+    assert cli.main(["bench", "any"]) == 0
+    shown = capsys.readouterr().out
+    assert "measured" in shown and "theirs over ours: 1.50x" in shown and "[quiet]" in shown
+    assert cli.main(["bench", "any", "--csv"]) == 0
+    assert capsys.readouterr().out == "label,median,n\nours,2.0,3\n"
+    assert cli.main(["bench", "any", "--csv", "--json"]) == 2
+    assert "exclude each other" in capsys.readouterr().err

@@ -235,8 +235,7 @@ def test_wrong_engine_flags_are_one_sentence_and_exit_code_2(tiny: Callable[[str
     done = command_line(Place(tmp_path), "-r", *entries, "--policy", "nonsense", models={"good": path})
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("flexgen-helm: ")]
     assert done.returncode == 2, done.stderr
-    assert "simple_mcqa:model=flexgen_good and 1 more: UsageError: --policy 'nonsense' is not of the form" in line
-    assert "Request" not in line
+    assert line.startswith("flexgen-helm: --policy 'nonsense' is not of the form")
 
     # A model that can be run is run beside one that cannot.
     entries[1] = "simple_mcqa_scored:model=flexgen/bad"

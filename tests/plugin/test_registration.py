@@ -19,9 +19,11 @@ from helm.benchmark.model_metadata_registry import INSTRUCTION_FOLLOWING_MODEL_T
 from helm.benchmark.run_spec import get_run_spec_function
 
 import flexgen_helm.plugin  # noqa: F401
+from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.plugin import deployment_files, models, registration
 from flexgen_helm.plugin.context import PluginContext
+from flexgen_helm.plugin.engine_loader import EngineLoader
 from flexgen_helm.plugin.models import find_model
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.paths import ROOT
@@ -51,8 +53,7 @@ def test_a_catalogue_name() -> None:
 )
 def test_what_a_name_means(name: str, path: str, precision: str) -> None:
     model = find_model(name)
-    assert (model.path, model.precision) == (path, precision)
-    assert model.engine_options() == {"precision": precision}
+    assert (model.path, model.config) == (path, EngineConfig(precision=precision))
 
 
 def test_precisions_are_different_engines() -> None:
@@ -73,22 +74,45 @@ def test_an_unknown_name_reaches_the_user_as_a_sentence(look_up: Any, name: str,
 
 
 def test_names_of_the_users_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"mine": {"path": "opt-125m", "policy": "row", "limits": {"cpu": 5}}, "other": "opt-350m"}
+    own = {
+        "mine": {"path": "opt-125m", "schedule": "row", "limits": {"cpu": 5, "disk": "2GiB"}, "device": None},
+        "other": "opt-350m",
+    }
     (tmp_path / "models.yaml").write_text(yaml.safe_dump(own))
     monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.yaml"))
     mine = find_model("flexgen/mine-4bit")
-    assert (mine.path, mine.policy, mine.precision, mine.limits) == ("opt-125m", "row", "4bit", MemoryLimits(cpu=5))
+    limits = MemoryLimits(cpu=5, disk=2 << 30)
+    assert (mine.path, mine.config) == ("opt-125m", EngineConfig(precision="4bit", schedule="row", limits=limits))
     assert find_model("flexgen/other").path == "opt-350m"
     (tmp_path / "models.yaml").write_text(yaml.safe_dump({"mine": {"path": "opt-125m", "polcy": "row"}}))
-    with pytest.raises(UsageError, match="unknown argument 'polcy'"):
+    with pytest.raises(UsageError, match="unknown argument 'polcy'; known are path, revision, precision"):
         find_model("flexgen/mine")
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ({"limits": {"cpu": "much"}}, "the limit of the cpu tier, 'much', is no size"),
+        ({"limits": {"tape": 5}}, "must be sizes of gpu, cpu, disk"),
+        ({"limits": [5]}, "must be sizes of gpu, cpu, disk"),
+        ({"schedule": "spiral"}, "schedule 'spiral' is not known; take auto, row"),
+        ({"overlap": "yes"}, "overlap 'yes' must be true or false"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_refused_when_the_model_is_loaded(
+    arguments: dict[str, Any], says: str
+) -> None:
+    model = find_model("flexgen/opt-125m", arguments)
+    assert hash(model)
+    with pytest.raises(UsageError, match=says):
+        EngineLoader().load(model)
 
 
 def test_flags_of_the_command_line_go_first() -> None:
     context = PluginContext()
-    assert context.find_model("flexgen/opt-125m", {"device": "cuda"}).device == "cuda"
+    assert context.find_model("flexgen/opt-125m", {"device": "cuda"}).config.device == "cuda"
     context.engine_options = {"device": "cpu"}
-    assert context.find_model("flexgen/opt-125m", {"device": "cuda"}).device == "cpu"
+    assert context.find_model("flexgen/opt-125m", {"device": "cuda"}).config.device == "cpu"
 
 
 @pytest.fixture
@@ -113,7 +137,7 @@ def test_an_entry_of_helms_own_file_needs_only_name_and_path(clean_registry: Non
     assert (mine.max_request_length, mine.tokenizer_name) == (2049, "flexgen/lab--mine")
     assert registration.model_of("lab/mine") == registration.model_of_tokenizer("flexgen/lab--mine")
     model = registration.model_of("lab/mine")
-    assert model is not None and (model.path, model.device) == ("opt-125m", "cpu")
+    assert model is not None and (model.path, model.config.device) == ("opt-125m", "cpu")
     assert get_model_deployment("lab/gone").max_sequence_length is None
     assert registration.model_of("lab/foreign") is None
     assert get_model_deployment("lab/set").max_sequence_length == 7

@@ -1,0 +1,92 @@
+"""The engine flags: made from `EngineConfig` and added to every command that runs an engine."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexgen_helm.config import OPTIONS, EngineConfig, EngineOptions, Flag, parse_option
+
+if TYPE_CHECKING:
+    from flexgen_helm.engine.engine import Engine
+
+
+# Parameter of a command -> (option, flag).
+_FLAGS: dict[str, tuple[str, Flag]] = {
+    flag.name.removeprefix("--").replace("-", "_"): (option, flag)
+    for option, spec in OPTIONS.items()
+    for flag in spec.metadata["flags"]
+}
+
+
+def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `engine: EngineOptions` of a command by the engine flags.
+
+    The command gets the options of the flags that were given. A value that cannot be parsed is refused before.
+    """
+    own = [known for known in inspect.signature(command, eval_str=True).parameters.values() if known.name != "engine"]
+    parameters = [
+        known.replace(kind=inspect.Parameter.KEYWORD_ONLY) for known in (*own, *map(_typer_parameter, _FLAGS))
+    ]
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
+        command(engine=_options({name: values.pop(name) for name in _FLAGS}), **values)
+
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper
+
+
+def _typer_parameter(name: str) -> inspect.Parameter:
+    option, flag = _FLAGS[name]
+    settings = typer.Option(
+        flag.name,
+        metavar=flag.metavar,
+        help=flag.help or OPTIONS[option].metadata["help"],
+        show_default=False,
+        rich_help_panel="Engine",
+    )
+    kind: Any = bool if flag.metavar is None else str | None
+    default = False if flag.metavar is None else None
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, settings]
+    )
+
+
+def _options(values: Mapping[str, str | bool | None]) -> EngineOptions:
+    """Return the options of the flags that were given. The command checks the precision, for `run` takes several."""
+    options: dict[str, Any] = {}
+    for name, (option, flag) in _FLAGS.items():
+        value = values[name]
+        if flag.metavar is None:
+            options |= {option: False} if value else {}
+        elif value is not None:
+            options |= {option: value if flag.key is None else {**options.get(option, {}), flag.key: value}}
+            options |= flag.implies
+    return {name: value if name == "precision" else parse_option(name, value) for name, value in options.items()}
+
+
+def complete_dummy_weights(argv: Sequence[str]) -> list[str]:
+    """Write the default seed after a bare `--dummy-weights`: typer has no flags with an optional value."""
+    flag = "--dummy-weights"
+    following = [*argv[1:], ""]
+    return [f"{flag}=0" if word == flag and not after.isdecimal() else word for word, after in zip(argv, following)]
+
+
+def load_engine(model: str, options: EngineOptions) -> Engine:
+    """Load `model`. What can be refused without torch is refused before torch is imported."""
+    from flexgen_helm.checkpoint.folder import read_config
+    from flexgen_helm.checkpoint.names import resolve
+
+    resolved = resolve(model)
+    config = EngineConfig(**{**resolved.options, **options})
+    if resolved.path is not None and resolved.path.is_dir():
+        read_config(resolved.path)
+    from flexgen_helm.engine.engine import Engine
+
+    return Engine.from_config(model, config)

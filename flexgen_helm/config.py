@@ -1,0 +1,270 @@
+"""`EngineConfig`: every option of the engine, written once. No torch.
+
+A field states the option's name, type, default, help text, flags and check. Three surfaces are made from it:
+
+- keywords of `Engine.from_pretrained` (`with_options_of`)
+- flags of `flexgen-helm` (`cli.engine_flags`)
+- arguments of a HELM deployment and of the file that `FLEXGEN_HELM_MODELS` names (`plugin.models`)
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
+
+from flexgen_helm.errors import UsageError
+from flexgen_helm.planner.policy import SCHEDULES, Policy, Schedule
+from flexgen_helm.quant.precisions import PRECISIONS, Precision, precision_named
+from flexgen_helm.request import MemoryLimits
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+# Keyword arguments of `EngineConfig`, only those that were given.
+EngineOptions = Mapping[str, Any]
+WeightSource = Literal["pretrained", "dummy"]
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_DEVICE = re.compile(r"auto|sim|(cpu|cuda)(:\d+)?")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of the command line.
+
+    metavar: placeholder of the value; None for a switch, which sets its option to False
+    help: None for the option's
+    key: the part of the option that the flag sets; None for all of it
+    implies: (option, value) pairs that the flag sets as well
+    """
+
+    name: str
+    metavar: str | None = None
+    help: str | None = None
+    key: str | None = None
+    implies: tuple[tuple[str, str], ...] = ()
+
+
+def parse_size(value: str | int) -> int:
+    """Return the bytes of 8GiB, '8 GB', '1.5GiB' or 1000. Raises ValueError if `value` is not a size."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError("is no size; write for example 8GiB (2**30 bytes each), 8GB or a number of bytes")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def _parse_limits(value: MemoryLimits | Mapping[str, str | int | None]) -> MemoryLimits:
+    tiers = [tier.name for tier in fields(MemoryLimits)]
+    sizes = vars(value) if isinstance(value, MemoryLimits) else value
+    if not isinstance(sizes, Mapping) or not set(sizes) <= set(tiers):
+        raise ValueError(f"must be sizes of {', '.join(tiers)}")
+    parsed = {}
+    for tier, size in sizes.items():
+        try:
+            parsed[tier] = None if size is None else parse_size(size)
+        except ValueError as error:
+            raise UsageError(f"the limit of the {tier} tier, {size!r}, {error}") from error
+    return MemoryLimits(**parsed)
+
+
+def _parse_policy(value: Policy | str) -> Policy | str:
+    return value if isinstance(value, Policy) or value == "auto" else Policy.parse(str(value))
+
+
+def _parse_link(value: str | tuple[float, float]) -> tuple[float, float]:
+    try:
+        inward, outward = (float(rate) for rate in (value.split(",") if isinstance(value, str) else value))
+    except (TypeError, ValueError):
+        inward = outward = 0.0
+    if not all(0 < rate < float("inf") for rate in (inward, outward)):
+        raise ValueError("must be two rates in GB/s, in and out, for example 12,12")
+    return inward, outward
+
+
+def _parse_seconds(value: str | float) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise ValueError("must be a number of seconds") from None
+    if not seconds > 0:
+        raise UsageError(f"max_latency is {seconds:g} s; it must be more than 0")
+    return seconds
+
+
+def _parse_seed(value: str | int) -> int:
+    if isinstance(value, (bool, float)) or not str(value).removeprefix("-").isdecimal():
+        raise ValueError("must be an integer")
+    return int(value)
+
+
+def _parse_device(value: str) -> str:
+    if _DEVICE.fullmatch(value) is None:
+        raise ValueError("is not known; take auto, cpu, cuda[:i] or sim")
+    return value
+
+
+def _parse_precision(value: Precision | str) -> Precision | str:
+    return value if isinstance(value, Precision) else precision_named(value).name
+
+
+def _parse_bool(value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value not in choices:
+            raise ValueError(f"is not known; take {', '.join(choices[:-1])} or {choices[-1]}")
+        return value
+
+    return parse
+
+
+def option(default: Any, help: str, *flags: Flag, parse: Callable[[Any], Any] = os.fspath) -> Any:
+    """Declare a field of `EngineConfig`.
+
+    parse: turns text, a value of YAML or a Python value into the field's value. It raises ValueError with the
+        predicate of a sentence whose subject is the option and its value.
+    """
+    return field(default=default, metadata={"help": help, "flags": flags, "parse": parse})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How to load a model and how to run it.
+
+    Each value is parsed and checked when the record is made, so a record is always valid; None means the default.
+    Raises `UsageError`.
+    """
+
+    revision: str | None = option(None, "Branch, tag or commit of the hub's repository.")
+    precision: Precision | str | None = option(
+        None,
+        "Formats of weights and KV cache; default: the model name's suffix, else fp16.",
+        Flag("--precision", "|".join(PRECISIONS)),
+        parse=_parse_precision,
+    )
+    policy: Policy | str = option(
+        "auto",
+        "Block size and placement, in percentages; auto searches for them.",
+        Flag("--policy", "auto|GBSxNB,wg,wc,cg,cc,hg,hc"),
+        parse=_parse_policy,
+    )
+    schedule: Schedule | Literal["auto"] = option(
+        "auto",
+        "Order of the work; auto takes zigzag or prefill-only for streamed weights, else row.",
+        Flag("--schedule", "|".join(("auto", *SCHEDULES))),
+        parse=_one_of("auto", *SCHEDULES),
+    )
+    limits: MemoryLimits = option(
+        MemoryLimits(),
+        "Bytes of each memory tier; default: what the machine has, less a margin.",
+        Flag("--gpu-memory", "SIZE", "Limit of the GPU tier, for example 8GiB.", key="gpu"),
+        Flag("--cpu-memory", "SIZE", "Limit of the CPU tier.", key="cpu"),
+        Flag("--disk", "SIZE", "Limit of the disk tier.", key="disk"),
+        parse=_parse_limits,
+    )
+    offload_dir: str | os.PathLike[str] | None = option(None, "Folder of the disk tier.", Flag("--offload-dir", "DIR"))
+    device: str = option(
+        "auto",
+        "Device that computes; sim is a GPU simulated in host memory.",
+        Flag("--device", "auto|cpu|cuda[:i]|sim"),
+        parse=_parse_device,
+    )
+    link_gb_s: tuple[float, float] | None = option(
+        None, "GB/s to and from the simulated GPU.", Flag("--link", "IN,OUT"), parse=_parse_link
+    )
+    overlap: bool = option(
+        True,
+        "Overlap transfers with computation.",
+        Flag("--no-overlap", help="Do not overlap transfers with computation."),
+        parse=_parse_bool,
+    )
+    cpu_attention: bool = option(
+        True,
+        "Attend on the CPU to a KV cache in host memory.",
+        Flag("--no-cpu-attention", help="Never attend on the CPU."),
+        parse=_parse_bool,
+    )
+    weights: WeightSource = option(
+        "pretrained", "Where weights come from; dummy draws random ones.", parse=_one_of(*get_args(WeightSource))
+    )
+    seed: int = option(
+        0,
+        "Seed of dummy weights.",
+        Flag(
+            "--dummy-weights", "[SEED]", "Random weights; the seed is 0 unless given.", implies=(("weights", "dummy"),)
+        ),
+        parse=_parse_seed,
+    )
+    max_latency: float | None = option(
+        None,
+        "Longest time a block may take, in seconds; for the search.",
+        Flag("--max-latency", "SEC"),
+        parse=_parse_seconds,
+    )
+
+    def __post_init__(self) -> None:
+        for name, spec in OPTIONS.items():
+            value = getattr(self, name)
+            object.__setattr__(self, name, spec.default if value is None else parse_option(name, value))
+        if self.max_latency is not None and self.fixed_policy is not None:
+            raise UsageError("max_latency is for the search; leave it or the policy out")
+        if self.device == "sim" and self.limits.gpu is None:
+            raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
+        if self.device != "sim" and self.link_gb_s is not None:
+            raise UsageError("only the simulated gpu takes a link's bandwidth; add --device sim or leave --link out")
+
+    @property
+    def fixed_policy(self) -> Policy | None:
+        """The policy, None if the search is to find it."""
+        return self.policy if isinstance(self.policy, Policy) else None
+
+    @property
+    def fixed_schedule(self) -> Schedule | None:
+        """The schedule, None if the engine is to choose it."""
+        return None if self.schedule == "auto" else self.schedule
+
+
+OPTIONS: Mapping[str, Field[Any]] = {spec.name: spec for spec in fields(EngineConfig)}
+
+
+def parse_option(name: str, value: object) -> Any:
+    """Return the value of one option from text, a value of YAML or a Python value. Raises `UsageError`."""
+    try:
+        return OPTIONS[name].metadata["parse"](value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{name} {value!r} {error}") from error
+
+
+def with_options_of(
+    config: Callable[P, EngineConfig],
+) -> Callable[[Callable[..., R]], Callable[Concatenate[type[T], str | os.PathLike[str], P], R]]:
+    """Give a class method `(cls, name_or_path, **options)` the fields of `config` as keywords.
+
+    Type checkers, `help()` and `inspect.signature` show them with types and defaults.
+    """
+    keywords = list(inspect.signature(config).parameters.values())
+
+    def decorate(method: Callable[..., R]) -> Callable[Concatenate[type[T], str | os.PathLike[str], P], R]:
+        signature = inspect.signature(method)
+        own = [known for known in signature.parameters.values() if known.kind is not inspect.Parameter.VAR_KEYWORD]
+        method.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+        lines = [f"    {name}: {spec.metadata['help']}" for name, spec in OPTIONS.items()]
+        method.__doc__ = "\n".join([inspect.cleandoc(method.__doc__ or ""), "", "Options:", *lines])
+        return cast(Callable[Concatenate[type[T], str | os.PathLike[str], P], R], method)
+
+    return decorate
