@@ -60,6 +60,20 @@ def test_the_number_of_threads_changes_nothing(plain: Place, tmp_path: Path, thr
     assert place.results() == plain.results()
 
 
+@pytest.mark.parametrize("kind", ["run", "suite"])
+def test_every_prompt_is_encoded_once(kind: str, tmp_path: Path) -> None:
+    """Though HELM fits it to the window and counts its tokens, and both passes of a suite make it."""
+    place = Place(tmp_path)
+    place.run(kind)
+    encodings = place.encodings()
+    prompts = {
+        state["request"]["prompt"]
+        for run in (tmp_path / "benchmark_output" / "runs" / "s").glob("*model=*")
+        for state in json.loads((run / "scenario_state.json").read_text())["request_states"]
+    }
+    assert len(prompts) == REQUESTS and {encodings[prompt] for prompt in prompts} == {1}
+
+
 def write_deployments(place: Place, *entries: dict[str, Any]) -> Path:
     """Entries of a user in `prod_env`, each with our client."""
     path = place.folder / "prod_env" / "model_deployments.yaml"
