@@ -178,7 +178,7 @@ def test_a_suite_is_one_block_and_equals_plain_runs(plain: Place, tmp_path: Path
     assert place.events() == {}
     (place.run_folder("simple_mcqa") / "per_instance_stats.json").unlink()
     place.run("suite", "--skip-completed-runs")
-    assert place.events() == {"load": 1, "close": 1}  # its answers were in the journal
+    assert place.events() == {"load": 1, "close": 1}  # its results were in the response cache
 
 
 def test_a_rerun_computes_nothing_unless_the_cache_is_disabled(plain: Place) -> None:
@@ -263,11 +263,11 @@ def test_wrong_engine_flags_are_one_sentence_and_exit_code_2(tiny: Callable[[str
 
 
 def test_a_failing_run_does_not_keep_the_others(tmp_path: Path) -> None:
-    """BLEU's data cannot be fetched: answers are kept, the message says what is missing, other runs are written."""
+    """BLEU's data cannot be fetched: results are stored, the message says what is missing, other runs are written."""
     place = Place(tmp_path)
     entries = [f"simple_short_answer_qa:model={MODEL}", ENTRIES[1]]
     output = place.run("suite", entries=entries, expect=1)
-    assert "python -m nltk.downloader punkt" in output and "answers are there and kept" in output
+    assert "python -m nltk.downloader punkt" in output and "answers are stored" in output
     assert (place.run_folder("simple_mcqa_scored") / "stats.json").is_file()
     assert not (place.run_folder("simple_short_answer_qa") / "stats.json").exists()
     assert place.events()["block"] == 1
@@ -323,13 +323,13 @@ def test_a_suite_in_several_calls_keeps_what_each_of_them_computed(
     for name in ("time_s", "bytes", "roofline_s", "peak_bytes", "predicted_latency_s", "workload"):
         assert again["models"]["m"][name] == both[name]
     assert again["models"]["m"]["latency_s"] == pytest.approx(both["latency_s"])
-    kept = record()
-    assert kept["num_reused"] == 2 and {name: kept[name] for name in own if name not in ("num_reused", "wall_s")} == {
+    after = record()
+    assert after["num_reused"] == 2 and {name: after[name] for name in own if name not in ("num_reused", "wall_s")} == {
         name: own[name] for name in own if name not in ("num_reused", "wall_s")
     }
     report = read_suite(tmp_path / "benchmark_output/runs/s")
     assert list(report.models) == ["m"] and report.notes == [reused_note(report.runs)]
-    # All of it anew is an account of its own.
+    # If all is computed again, the usage starts again.
     anew = call(*entries, "--disable-cache")["models"]["m"]
     assert anew["workload"] == both["workload"]
     # Each process measures its own rate, so this one's is taken back out.

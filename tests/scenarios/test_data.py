@@ -28,16 +28,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A hub that cannot be reached; what it was asked for."""
-    asked: list[str] = []
+    """A hub that cannot be reached; the requests to it."""
+    requested: list[str] = []
 
     def load_dataset(repository: str, config: str, split: str) -> None:
-        asked.append(f"{repository} {config} {split}")
+        requested.append(f"{repository} {config} {split}")
         raise ConnectionError("no network here. Check your connection.\nSecond line")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     data._load_hub.cache_clear()
-    return asked
+    return requested
 
 
 # ---- pages ----
