@@ -1,8 +1,8 @@
-"""How LAMBADA and WikiText-2 become requests: the windows and token counts by which their figures are defined.
+"""Adapters of LAMBADA and WikiText-2: the windows and token counts that define their metrics.
 
-HELM chooses an adapter by its spec's method alone. A spec of a class below brings its own adapter along
-(`make_adapter`, called by `flexgen_helm.plugin.helm_patches`) and keeps HELM's method, by which HELM displays the run.
-Without the plugin HELM would take the method's own adapter; our metrics notice and refuse its requests.
+HELM chooses an adapter by its spec's method alone. A spec of a class below brings its own adapter (`make_adapter`,
+called by `flexgen_helm.plugin.helm_patches`) and keeps HELM's method, by which HELM displays the run. Without the
+plugin HELM would use the method's own adapter; our metrics refuse its requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flexgen_helm.plugin.convert import TokenRequest
 
 @dataclass(frozen=True)
 class WindowAdapterSpec(AdapterSpec):
-    """max_length: tokens a window predicts at most."""
+    """max_length: maximum number of tokens that a window predicts."""
 
     max_length: int = 2048
 
@@ -37,26 +37,26 @@ class WindowAdapterSpec(AdapterSpec):
 
 @dataclass(frozen=True)
 class LastWordAdapterSpec(AdapterSpec):
-    """For instances with a context and one reference that continues it, spaces included."""
+    """For instances with a context and one reference that continues it, with its leading space."""
 
     def make_adapter(self, tokenizer_service: TokenizerService) -> Adapter:
         return LastWordAdapter(self, tokenizer_service)
 
 
 class WindowAdapter(LanguageModelingAdapter):
-    """HELM's adapter, with a length of windows that is an option, and with windows sent as token ids.
+    """HELM's adapter with an option for the length of windows, which are sent as token ids.
 
-    HELM's own sends windows as text, which is encoded again: tokens next to a border may then be others, or more,
-    and the client would put BOS before the middle of a document where the model has room for it.
+    HELM's own sends windows as text, which is encoded again. Tokens next to a border may then be others, or more, and
+    the client would put BOS before the middle of a document if the window has room for it.
     """
 
     def _generate_requests(self, eval_instance: Instance) -> list[RequestState]:
         ids = _encode(self.window_service, eval_instance.input.text)
-        before = _encode(self.window_service, self.window_service.prefix_token)
-        if len(before) != 1:
+        prefix = _encode(self.window_service, self.window_service.prefix_token)
+        if len(prefix) != 1:
             raise UsageError(f"{self.adapter_spec.model_deployment} has no single token that begins a document")
         states = []
-        for window, conditioning in windows(ids, before[0], self._length()):
+        for window, conditioning in windows(ids, prefix[0], self._length()):
             request = TokenRequest(
                 model=self.adapter_spec.model,
                 model_deployment=self.adapter_spec.model_deployment,
@@ -81,35 +81,37 @@ class WindowAdapter(LanguageModelingAdapter):
 
 
 def windows(ids: Sequence[int], prefix: int, length: int) -> list[tuple[list[int], int]]:
-    """Windows that predict every token once, `length` at most, and how many tokens of each are only context.
+    """Return windows that predict every token once, and the number of context tokens of each.
+
+    length: maximum number of tokens that a window predicts.
 
         tokens       t0 t1 t2 t3 t4 t5 t6          length = 3
         window 1   P t0 t1 t2                      predicts t0 t1 t2 after the prefix P
         window 2           t2 t3 t4 t5             predicts t3 t4 t5
         window 3              t3 t4 t5 t6          predicts t6: the last window is filled with context
 
-    The model is fed `length` tokens at most, as the last token of a window is only predicted.
+    The model is fed at most `length` tokens, because the last token of a window is only predicted.
     """
-    found = [([prefix, *ids[:length]], 1)] if ids else []
+    windows = [([prefix, *ids[:length]], 1)] if ids else []
     for start in range(length, len(ids), length):
         end = min(start + length, len(ids))
         first = end - length - 1
-        found.append((list(ids[first:end]), start - first))
-    return found
+        windows.append((list(ids[first:end]), start - first))
+    return windows
 
 
 class LastWordAdapter(Adapter):
-    """One request an instance, for as many tokens as its reference has.
+    """One request per instance, for as many tokens as its reference has.
 
-    By the spec's method: generate that many tokens after the context, or score the reference behind it.
+    The spec's method decides: generate that many tokens after the context, or score the reference after it.
     """
 
     def adapt(self, instances: list[Instance], parallelism: int) -> list[RequestState]:
-        asked = [instance for instance in instances if instance.split in EVAL_SPLITS]
-        states: list[RequestState] = parallel_map(self._ask, asked, parallelism)
+        evaluated = [instance for instance in instances if instance.split in EVAL_SPLITS]
+        states: list[RequestState] = parallel_map(self._state, evaluated, parallelism)
         return states
 
-    def _ask(self, instance: Instance) -> RequestState:
+    def _state(self, instance: Instance) -> RequestState:
         context, target = token_counts(instance, self.window_service)
         generates = self.adapter_spec.method == ADAPT_GENERATION
         text = instance.input.text
@@ -128,12 +130,12 @@ class LastWordAdapter(Adapter):
 
 
 def reference_text(instance: Instance) -> str:
-    """The one continuation that counts as correct."""
+    """Return the one continuation that counts as correct."""
     return instance.references[0].output.text
 
 
 def token_counts(instance: Instance, service: WindowService) -> tuple[int, int]:
-    """Tokens of the context, and tokens that the reference adds to them."""
+    """Return the number of tokens of the context, and the number that the reference adds to them."""
     context = len(_encode(service, instance.input.text))
     target = len(_encode(service, instance.input.text + reference_text(instance))) - context
     if target < 1:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
 from typing import Any, TypeVar
 
 from flexgen_helm.checkpoint.paths import data_dir
 from flexgen_helm.errors import UsageError
 
 T = TypeVar("T")
-# Why the hub could not be read: it takes half a minute to find out, and a suite asks for the same data several times.
-_unreachable: dict[str, str] = {}
 
 
 def read_local(name: str, parse: Callable[[str], T]) -> T | None:
-    """The content of the file `name` of the data folder; None where there is no folder or no such file.
+    """Return the parsed file `name` of the data folder; None where there is no folder or no such file.
 
     Raises `UsageError` for a file that cannot be read, which must not be mistaken for an absent one.
     """
@@ -32,33 +30,37 @@ def read_local(name: str, parse: Callable[[str], T]) -> T | None:
 
 
 def read_hub(title: str, name: str, repository: str, config: str, column: str) -> list[str]:
-    """The texts of the test split of a data set of the hub, or of what `datasets` kept of it.
+    """Return the texts of the test split of a data set of the hub, or of `datasets`' local cache.
 
+    title, name: the data set for people, and its file in a data folder.
     Raises `UsageError` with one sentence that names both ways to get the data.
     """
-    if repository not in _unreachable:
-        try:
-            from datasets import load_dataset
-
-            rows: Any = load_dataset(repository, config, split="test")
-            return [row[column] for row in rows]
-        except Exception as error:  # of `datasets`, the hub's client, HTTP and Arrow, which share no base class
-            reason = (str(error).strip().splitlines() or [""])[0].partition(". ")[0]
-            _unreachable[repository] = f"{type(error).__name__}: {reason}"
+    texts, reason = _load_hub(repository, config, column)
+    if reason is None:
+        return list(texts)
+    folder = data_dir()
+    missing = "it is not set" if folder is None else f"{folder / name} does not exist"
     raise UsageError(
-        f"the data of {title} is not here: set FLEXGEN_HELM_DATA to a folder with {name} ({_looked_for(name)}), "
-        f"or let `datasets` read {repository} ({config}) from the hub once, with a network and HF_HUB_OFFLINE unset "
-        f"({_unreachable[repository]})"
+        f"the data of {title} is not here: set FLEXGEN_HELM_DATA to a folder with {name} ({missing}), or let "
+        f"`datasets` read {repository} ({config}) from the hub once, with a network and HF_HUB_OFFLINE unset ({reason})"
     )
 
 
-def _looked_for(name: str) -> str:
-    folder = data_dir()
-    return "it is not set" if folder is None else f"{Path(folder) / name} does not exist"
+@cache  # a suite asks several times, and an unreachable hub takes half a minute
+def _load_hub(repository: str, config: str, column: str) -> tuple[list[str], str | None]:
+    """Return the texts, and why there are none."""
+    try:
+        from datasets import load_dataset
+
+        rows: Any = load_dataset(repository, config, split="test")
+        return [row[column] for row in rows], None
+    except Exception as error:  # of `datasets`, the hub's client, HTTP and Arrow, which share no base class
+        message = (str(error).strip().splitlines() or [""])[0].partition(". ")[0]
+        return [], f"{type(error).__name__}: {message}"
 
 
 def json_lines(column: str) -> Callable[[str], list[str]]:
-    """A parser of one JSON object a line, for the texts in `column`."""
+    """Return a parser of JSON lines that takes the text in `column` of each."""
 
     def parse(content: str) -> list[str]:
         texts = [json.loads(line)[column] for line in content.split("\n") if line.strip()]

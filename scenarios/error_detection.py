@@ -1,4 +1,4 @@
-"""Error detection in tables: is the value of one cell wrong. The sixth data-wrangling task of the paper's table."""
+"""Error detection in tables: is the value of a cell wrong? The sixth data-wrangling task of the paper's table."""
 
 from __future__ import annotations
 
@@ -28,33 +28,32 @@ from helm.common.general import ensure_file_downloaded
 
 from flexgen_helm.errors import UsageError
 
-# Each a folder with the same table twice: as it was found, and as it ought to be.
+# Each is a folder with one table twice: with errors (dirty), and corrected (clean).
 SOURCE = "https://raw.githubusercontent.com/BigDaMa/raha/master/datasets"
 DATASETS = {"Hospital": "hospital"}
 FILES = ("dirty.csv", "clean.csv")
 LABELS = ("Yes", "No")
-# A cell with nothing in it is not a question.
+# Empty cells, which are no questions.
 PLACEHOLDERS = ("", "empty")
 ROW_NUMBER = "index"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """text: the column's name and the value as it was found; wrong: the value ought to be another."""
+    """text: the column's name and the dirty value. is_wrong: the clean value is another."""
 
     text: str
-    wrong: bool
+    is_wrong: bool
 
 
 class ErrorDetectionScenario(Scenario):
-    """An instance is a cell of the table as it was found, with its column's name; the answer says whether the cell
-    differs from the table as it ought to be.
+    """One instance per cell of the dirty table, with its column's name: does it differ from the clean table?
 
         city: birminghxm        Yes
         state: al               No
 
-    Rows are split as HELM's data imputation splits them: a tenth is tested, a fifth of the rest validates, and of the
-    others, from which the examples of prompts are drawn, as many clean cells are taken as there are wrong ones.
+    Rows are split as in HELM's data imputation: a tenth for test, a fifth of the rest for validation, the others for
+    training. Examples of prompts are drawn from the training split, which gets as many right cells as wrong ones.
     """
 
     name = "error_detection"
@@ -72,7 +71,7 @@ class ErrorDetectionScenario(Scenario):
         self.definition_path = "flexgen_helm/scenarios/error_detection.py"
 
     def get_instances(self, output_path: str) -> list[Instance]:
-        """Files below `output_path`/data that are there already are not fetched again."""
+        """Return all instances; files that are already below `output_path`/data are not fetched again."""
         rows = read_cells(Path(output_path) / "data" / self.dataset, self.dataset)
         draw = Random(self.seed)
         draw.shuffle(rows)
@@ -83,7 +82,8 @@ class ErrorDetectionScenario(Scenario):
         for split, members in splits.items():
             cells = [cell for row in members for cell in row]
             if split == TRAIN_SPLIT:
-                wrong, right = ([cell for cell in cells if cell.wrong is each] for each in (True, False))
+                wrong = [cell for cell in cells if cell.is_wrong]
+                right = [cell for cell in cells if not cell.is_wrong]
                 cells = wrong + draw.sample(right, min(len(wrong), len(right)))
             instances += [_instance(cell, split) for cell in cells]
         return instances
@@ -101,7 +101,7 @@ class ErrorDetectionScenario(Scenario):
 
 @run_spec_function("error_detection")
 def get_error_detection_run_spec(dataset: str = "Hospital") -> RunSpec:
-    """dataset: one of `DATASETS`."""
+    """Return the run spec of one of `DATASETS`."""
     if dataset not in DATASETS:
         raise UsageError(f"error_detection: dataset is {dataset!r}; it must be one of {', '.join(DATASETS)}")
     return RunSpec(
@@ -116,8 +116,10 @@ def get_error_detection_run_spec(dataset: str = "Hospital") -> RunSpec:
 
 
 def read_cells(folder: Path, dataset: str) -> list[list[Cell]]:
-    """The cells of each row, placeholders left out. Raises `UsageError` where the tables are neither in `folder` nor
-    to be had, or do not belong together."""
+    """Return the cells of each row without placeholders.
+
+    Raises `UsageError` where the tables are neither in `folder` nor reachable, or are not the same cell by cell.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     dirty, clean = (_read_table(folder / name, f"{SOURCE}/{DATASETS[dataset]}/{name}") for name in FILES)
     if [len(row) for row in dirty] != [len(row) for row in clean] or len(dirty) < 2:
@@ -125,14 +127,14 @@ def read_cells(folder: Path, dataset: str) -> list[list[Cell]]:
             f"{folder}: {FILES[0]} with {len(dirty)} rows and {FILES[1]} with {len(clean)} are not the same table "
             "cell by cell; delete both, so that they are fetched anew"
         )
-    columns = dirty[0]  # the two name them differently
+    columns = dirty[0]  # the clean table names them differently
     return [
         [
-            Cell(f"{column}: {value}", value != right)
-            for column, value, right in zip(columns, row, truth)
+            Cell(f"{column}: {value}", value != clean_value)
+            for column, value, clean_value in zip(columns, row, clean_row)
             if column != ROW_NUMBER and value not in PLACEHOLDERS
         ]
-        for row, truth in zip(dirty[1:], clean[1:])
+        for row, clean_row in zip(dirty[1:], clean[1:])
     ]
 
 
@@ -149,5 +151,5 @@ def _read_table(path: Path, source: str) -> list[list[str]]:
 
 
 def _instance(cell: Cell, split: str) -> Instance:
-    answer = Output(LABELS[0] if cell.wrong else LABELS[1])
+    answer = Output(LABELS[0] if cell.is_wrong else LABELS[1])
     return Instance(Input(cell.text), [Reference(answer, tags=[CORRECT_TAG])], split=split)

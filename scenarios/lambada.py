@@ -25,7 +25,7 @@ from flexgen_helm.scenarios.data import json_lines, read_hub, read_local
 
 PASSAGES = 5153
 FILE = "lambada_openai_test.jsonl"
-# Mode -> HELM's method, and the figure that leads the run's tables.
+# Mode -> HELM's method, the main metric, and the class that computes it.
 MODES = {
     "accuracy": (ADAPT_GENERATION, "exact_match", "LambadaAccuracyMetric"),
     "perplexity": (ADAPT_LANGUAGE_MODELING, "target_perplexity", "LambadaPerplexityMetric"),
@@ -33,9 +33,9 @@ MODES = {
 
 
 class LambadaScenario(Scenario):
-    """The test split, a passage an instance: everything before the last space, and the space and last word.
+    """The test split, one passage per instance: the text before the last space, and the space and last word.
 
-    mode: one of `MODES`. The instances are the same; it only decides which figure leads HELM's tables.
+    mode: one of `MODES`. The instances are the same; it only decides which metric leads HELM's tables.
     """
 
     name = "lambada"
@@ -54,7 +54,7 @@ class LambadaScenario(Scenario):
         self.definition_path = "flexgen_helm/scenarios/lambada.py"
 
     def get_instances(self, output_path: str) -> list[Instance]:
-        """`output_path` stays empty: nothing is copied."""
+        """Return all instances; `output_path` stays empty."""
         passages = read_passages()
         if len(passages) != PASSAGES:
             hwarn(f"LAMBADA has {PASSAGES} passages, this data {len(passages)}: figures are not those of the whole set")
@@ -75,7 +75,7 @@ class LambadaScenario(Scenario):
 
 @run_spec_function("lambada")
 def get_lambada_run_spec(mode: str = "accuracy") -> RunSpec:
-    """mode: 'accuracy' generates the last word, 'perplexity' scores it; a HELM run has one adapter."""
+    """Return the run spec of one mode: 'accuracy' generates the last word, 'perplexity' scores it."""
     if mode not in MODES:
         raise UsageError(f"lambada: mode is {mode!r}; it must be one of {', '.join(MODES)}")
     method, _, metric = MODES[mode]
@@ -99,7 +99,7 @@ def get_lambada_run_spec(mode: str = "accuracy") -> RunSpec:
 
 
 def read_passages() -> list[str]:
-    """The passages from the data folder or the hub. Raises `UsageError` where neither has them."""
+    """Return the passages from the data folder or the hub. Raises `UsageError` where neither has them."""
     passages = read_local(FILE, json_lines("text"))
     if passages is not None:
         return passages
@@ -107,7 +107,7 @@ def read_passages() -> list[str]:
 
 
 def split_passage(passage: str) -> tuple[str, str]:
-    """Context and target: the target is the last word and the white space before it."""
+    """Return context and target; the target is the last word and the white space before it."""
     context = passage.rpartition(" ")[0].rstrip()
     return context, passage[len(context) :]
 

@@ -1,6 +1,6 @@
-"""The figures of LAMBADA and WikiText-2, as lm-evaluation-harness defines them.
+"""The metrics of LAMBADA and WikiText-2, as lm-evaluation-harness defines them.
 
-Every instance gets its sums (log-probability, tokens, words, bytes), and every figure follows from the sums over all
+Every instance gets its sums (log-probability, tokens, words, bytes), and every score follows from the sums over all
 instances. HELM's own language-modelling metric knows neither words nor targets, and counts bytes after detokenizing.
 """
 
@@ -35,7 +35,7 @@ from flexgen_helm.scenarios.adapters import reference_text, token_counts
 
 
 class _SumsMetric(MetricInterface):
-    """Statistics by instance and over all of them; a subclass says what is summed and what follows from the sums."""
+    """Statistics per instance and over all of them; a subclass says what is summed and which scores follow."""
 
     def __init__(self) -> None:
         self._efficiency = EfficiencyMetric()
@@ -45,11 +45,11 @@ class _SumsMetric(MetricInterface):
 
     @abstractmethod
     def sums(self, states: Sequence[RequestState], service: WindowService) -> dict[str, float]:
-        """Of one instance, from all its requests in order."""
+        """Return the sums of one instance from all its requests in order."""
 
     @abstractmethod
-    def figures(self, total: Mapping[str, float], instances: int) -> dict[str, float]:
-        """Of the whole, from what `sums` gave, added up."""
+    def scores(self, total: Mapping[str, float], num_instances: int) -> dict[str, float]:
+        """Return the scores of the data set from the sums over its instances."""
 
     @abstractmethod
     def own_metadata(self) -> list[MetricMetadata]: ...
@@ -59,37 +59,37 @@ class _SumsMetric(MetricInterface):
     ) -> MetricResult:
         spec = scenario_state.adapter_spec
         service = WindowServiceFactory.get_window_service(spec.model_deployment, metric_service)
-        groups: dict[object, list[RequestState]] = defaultdict(list)
+        by_instance: dict[object, list[RequestState]] = defaultdict(list)
         for state in scenario_state.request_states:
-            groups[state.instance.id, state.instance.perturbation].append(state)
+            by_instance[state.instance.id, state.instance.perturbation].append(state)
 
         totals: dict[MetricContext, dict[MetricName, Stat]] = defaultdict(dict)
         per_instance = []
-        for states in groups.values():
-            own: dict[MetricName, Stat] = {}
+        for states in by_instance.values():
+            stats: dict[MetricName, Stat] = {}
             for state in states:
                 for stat in compute_request_state_metrics(self._efficiency, spec, state, metric_service):
-                    merge_stat(own, stat)
+                    merge_stat(stats, stat)
             for name, value in self.sums(states, service).items():
-                merge_stat(own, Stat(MetricName(name)).add(value))
+                merge_stat(stats, Stat(MetricName(name)).add(value))
             instance = states[0].instance
             context = MetricContext.from_instance(instance)
-            with_context = [add_context(stat, context) for stat in own.values()]
+            with_context = [add_context(stat, context) for stat in stats.values()]
             per_instance.append(PerInstanceStats(str(instance.id), instance.perturbation, 0, with_context))
-            merge_stat(own, Stat(MetricName("num_instances")).add(1))
-            for stat in own.values():
+            merge_stat(stats, Stat(MetricName("num_instances")).add(1))
+            for stat in stats.values():
                 merge_stat(totals[context], stat)
         return MetricResult(self._aggregated(totals), per_instance)
 
     def _aggregated(self, totals: Mapping[MetricContext, Mapping[MetricName, Stat]]) -> list[Stat]:
-        found = []
+        aggregated = []
         for context, stats in totals.items():
-            instances = stats[MetricName("num_instances")].count
-            figures = self.figures({name.name: stat.sum for name, stat in stats.items()}, instances)
+            num_instances = stats[MetricName("num_instances")].count
+            scores = self.scores({name.name: stat.sum for name, stat in stats.items()}, num_instances)
             means = {name.name: stat.mean for name, stat in stats.items()}
-            for name, value in {**means, "num_instances": instances, **figures}.items():
-                found.append(add_context(Stat(MetricName(name)).add(value), context))
-        return found
+            for name, value in {**means, "num_instances": num_instances, **scores}.items():
+                aggregated.append(add_context(Stat(MetricName(name)).add(value), context))
+        return aggregated
 
     def get_metadata(self) -> list[MetricMetadata]:
         return [
@@ -106,26 +106,18 @@ class LambadaAccuracyMetric(_SumsMetric):
         (state,) = states
         context, target = token_counts(state.instance, service)
         if state.request.max_tokens != target:
-            raise _foreign(state, f"it asks for {state.request.max_tokens} tokens where the last word has {target}")
+            raise _other_request(state, f"it asks for {state.request.max_tokens} tokens, the last word has {target}")
         # By tokens and not by text, which different tokens may share.
-        wanted = service.tokenize(state.instance.input.text + reference_text(state.instance))[context:]
-        return {"exact_match": float([token.text for token in _tokens(state)] == wanted)}
+        target_tokens = service.tokenize(state.instance.input.text + reference_text(state.instance))[context:]
+        return {"exact_match": float([token.text for token in _tokens(state)] == target_tokens)}
 
-    def figures(self, total: Mapping[str, float], instances: int) -> dict[str, float]:
+    def scores(self, total: Mapping[str, float], num_instances: int) -> dict[str, float]:
         return {}  # the mean is the accuracy
 
     def own_metadata(self) -> list[MetricMetadata]:
-        return [
-            # HELM's own words, because HELM's tables know this metric by its name.
-            MetricMetadata(
-                name="exact_match",
-                display_name="Exact match",
-                short_display_name="EM",
-                description="Fraction of instances that the predicted output matches a correct reference exactly.",
-                lower_is_better=False,
-                group="accuracy",
-            )
-        ]
+        # HELM's own words, because HELM's tables know this metric by its name.
+        text = "Fraction of instances that the predicted output matches a correct reference exactly."
+        return [MetricMetadata("exact_match", "Exact match", "EM", text, False, "accuracy")]
 
 
 class LambadaPerplexityMetric(_SumsMetric):
@@ -136,85 +128,80 @@ class LambadaPerplexityMetric(_SumsMetric):
         context, target = token_counts(state.instance, service)
         tokens = _tokens(state)
         if state.num_conditioning_tokens != context or len(tokens) != context + target:
-            raise _foreign(state, f"{len(tokens)} tokens came back where the passage has {context + target}")
+            raise _other_request(state, f"{len(tokens)} tokens came back, the passage has {context + target}")
         scored = tokens[context:]
         return {"logprob": sum(token.logprob for token in scored), "num_perplexity_tokens": len(scored)}
 
-    def figures(self, total: Mapping[str, float], instances: int) -> dict[str, float]:
-        perplexity = math.exp(-total["logprob"] / instances)
+    def scores(self, total: Mapping[str, float], num_instances: int) -> dict[str, float]:
+        perplexity = math.exp(-total["logprob"] / num_instances)
         return {"target_perplexity": perplexity, "perplexity": perplexity}
 
     def own_metadata(self) -> list[MetricMetadata]:
+        text = "Exponential of the mean over passages of -log p(last word | context)."
         return [
-            MetricMetadata(
-                name="target_perplexity",
-                display_name="Target perplexity",
-                short_display_name="Target PPL",
-                description="Exponential of the mean over passages of -log p(last word | context).",
-                lower_is_better=True,
-                group="perplexity",
-            ),
+            MetricMetadata("target_perplexity", "Target perplexity", "Target PPL", text, True, "perplexity"),
             _perplexity_metadata("target_perplexity"),
             *_sums_metadata(),
         ]
 
 
 class WikitextMetric(_SumsMetric):
-    """Perplexity by word, byte and token, and bits per byte, over all pages together."""
+    """Perplexity per word, byte and token, and bits per byte, over all pages together."""
 
     def sums(self, states: Sequence[RequestState], service: WindowService) -> dict[str, float]:
-        logprob, tokens = 0.0, 0
+        logprob, num_tokens = 0.0, 0
         for state in states:
-            returned = _tokens(state)
+            tokens = _tokens(state)
             if not isinstance(state.request, TokenRequest):
-                raise _foreign(state, "it is text, whose tokens next to a window's border may be others")
-            if len(returned) != len(state.request.prompt_token_ids):
-                asked = len(state.request.prompt_token_ids)
+                raise _other_request(state, "it is text, whose tokens next to a window's border may be others")
+            window = len(state.request.prompt_token_ids)
+            if len(tokens) != window:
                 raise FlexgenError(
-                    f"{len(returned)} tokens came back for a window of {asked}: {state.request.model_deployment} "
+                    f"{len(tokens)} tokens came back for a window of {window}: {state.request.model_deployment} "
                     "takes no token ids, which wikitext needs; use a flexgen/ model"
                 )
-            scored = returned[state.num_conditioning_tokens :]
+            scored = tokens[state.num_conditioning_tokens :]
             logprob += sum(token.logprob for token in scored)
-            tokens += len(scored)
+            num_tokens += len(scored)
         size = states[0].instance.extra_data or {}
         return {
             "logprob": logprob,
-            "num_perplexity_tokens": tokens,
+            "num_perplexity_tokens": num_tokens,
             "num_words": size["words"],
             "num_bytes": size["bytes"],
         }
 
-    def figures(self, total: Mapping[str, float], instances: int) -> dict[str, float]:
+    def scores(self, total: Mapping[str, float], num_instances: int) -> dict[str, float]:
         loss = -total["logprob"]
-        by_token = math.exp(loss / total["num_perplexity_tokens"])
+        token_perplexity = math.exp(loss / total["num_perplexity_tokens"])
         return {
             "word_perplexity": math.exp(loss / total["num_words"]),
             "byte_perplexity": math.exp(loss / total["num_bytes"]),
             "bits_per_byte": loss / total["num_bytes"] / math.log(2),
-            "token_perplexity": by_token,
-            "perplexity": by_token,
+            "token_perplexity": token_perplexity,
+            "perplexity": token_perplexity,
         }
 
     def own_metadata(self) -> list[MetricMetadata]:
-        described = {
-            "word_perplexity": ("Word perplexity", "Word PPL", "per word of the original text"),
-            "byte_perplexity": ("Byte perplexity", "Byte PPL", "per byte of the original text"),
-            "token_perplexity": ("Token perplexity", "Token PPL", "per token of the model's tokenizer"),
+        units = {
+            "word": "per word of the original text",
+            "byte": "per byte of the original text",
+            "token": "per token of the model's tokenizer",
         }
+        bits = "Average number of bits per byte of the original text."
         return [
             *(
-                MetricMetadata(name, title, short, f"Effective branching factor {what}.", True, "perplexity")
-                for name, (title, short, what) in described.items()
+                MetricMetadata(
+                    f"{unit}_perplexity",
+                    f"{unit.capitalize()} perplexity",
+                    f"{unit.capitalize()} PPL",
+                    f"Effective branching factor {text}.",
+                    True,
+                    "perplexity",
+                )
+                for unit, text in units.items()
             ),
-            MetricMetadata(
-                name="bits_per_byte",
-                display_name="Bits/byte",
-                short_display_name="BPB",
-                description="Average number of bits per byte of the original text.",
-                lower_is_better=True,
-                group="perplexity",
-            ),
+            MetricMetadata("bits_per_byte", "Bits/byte", "BPB", bits, True, "perplexity"),
             _perplexity_metadata("token_perplexity"),
             *_sums_metadata(),
             MetricMetadata(name="num_words", display_name="# words", description="Mean words of an original page."),
@@ -227,34 +214,23 @@ def _tokens(state: RequestState) -> list[Token]:
     return state.result.completions[0].tokens
 
 
-def _foreign(state: RequestState, why: str) -> FlexgenError:
-    """The error for a request that our adapters did not make: its score would be another figure."""
+def _other_request(state: RequestState, difference: str) -> FlexgenError:
+    """Return the error for a request that our adapters did not make: its score would be another metric."""
     return FlexgenError(
-        f"instance {state.instance.id}: the request is not the one that defines this figure ({why}); it needs the "
-        "plugin's adapters and HELM 0.5.16: run flexgen-helm doctor"
+        f"instance {state.instance.id}: the request is not the one that defines this figure ({difference}); it needs "
+        "the plugin's adapters and HELM 0.5.16: run flexgen-helm doctor"
     )
 
 
 def _perplexity_metadata(same_as: str) -> MetricMetadata:
-    return MetricMetadata(
-        name="perplexity",
-        display_name="Perplexity",
-        short_display_name="PPL",
-        description=f"The same as {same_as}, under the name that HELM's tables know.",
-        lower_is_better=True,
-    )
+    text = f"The same as {same_as}, under the name that HELM's tables know."
+    return MetricMetadata("perplexity", "Perplexity", "PPL", text, True)
 
 
 def _sums_metadata() -> list[MetricMetadata]:
+    text = "Mean over instances of the sum of the log-probabilities of the tokens that are scored."
+    tokens = "Mean number of tokens that are scored."
     return [
-        MetricMetadata(
-            name="logprob",
-            display_name="Log probability",
-            short_display_name="Logprob",
-            description="Mean over instances of the sum of the log-probabilities of the tokens that are scored.",
-            lower_is_better=False,
-        ),
-        MetricMetadata(
-            name="num_perplexity_tokens", display_name="# tokens", description="Mean number of tokens that are scored."
-        ),
+        MetricMetadata("logprob", "Log probability", "Logprob", text, False),
+        MetricMetadata(name="num_perplexity_tokens", display_name="# tokens", description=tokens),
     ]

@@ -1,4 +1,4 @@
-"""A scored run that needs no download: HELM's simple question answering, each answer judged by its probability."""
+"""A scored run that needs no download: HELM's simple question answering, answered by log-probability."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from helm.benchmark.scenarios.scenario import ScenarioSpec
 
 @run_spec_function("simple_mcqa_scored")
 def get_simple_mcqa_scored_run_spec() -> RunSpec:
-    """HELM's `simple_mcqa` ('Is 24 even or odd?') by the 'separate' method, with examples.
+    """Return HELM's `simple_mcqa` ('Is 24 even or odd?') by the 'separate' method, with examples.
 
-    HELM's own separate adapter spec has no examples, because its scenarios are running text; these questions
-    need some to be understood, and shared examples are what makes scoring in batches worth while.
+    HELM's own separate adapter spec has no examples, because its scenarios are running text. These questions need
+    some to be understood, and shared examples are what scoring in batches saves.
     """
     return RunSpec(
         name="simple_mcqa_scored",

@@ -22,10 +22,10 @@ FILE = "wikitext-2-raw-test.txt"
 
 
 class WikitextScenario(Scenario):
-    """The test split of WikiText-2 (raw), a page an instance.
+    """The test split of WikiText-2 (raw), one page per instance.
 
-    Words and bytes are counted in the page as it was before detokenizing, because perplexities per word and per
-    byte are defined by them; `extra_data` carries the counts.
+    Words and bytes are counted before detokenizing, because perplexities per word and per byte are defined by them;
+    `extra_data` has the counts.
     """
 
     name = "wikitext"
@@ -39,7 +39,7 @@ class WikitextScenario(Scenario):
         self.definition_path = "flexgen_helm/scenarios/wikitext.py"
 
     def get_instances(self, output_path: str) -> list[Instance]:
-        """`output_path` stays empty: nothing is copied."""
+        """Return all instances; `output_path` stays empty."""
         pages = read_pages()
         if len(pages) != PAGES:
             hwarn(f"WikiText-2 has {PAGES} pages, this data {len(pages)}: figures are not those of the whole test set")
@@ -63,7 +63,7 @@ class WikitextScenario(Scenario):
 
 @run_spec_function("wikitext")
 def get_wikitext_run_spec(max_length: int = MAX_LENGTH) -> RunSpec:
-    """max_length: tokens a window predicts at most, bounded by the model's positions."""
+    """Return the run spec. max_length: maximum number of tokens a window predicts; the model's positions bound it."""
     if not isinstance(max_length, int) or max_length < 1:
         raise UsageError(f"wikitext: max_length is {max_length!r}; it must be a whole number of tokens, 1 or more")
     return RunSpec(
@@ -87,7 +87,7 @@ def get_wikitext_run_spec(max_length: int = MAX_LENGTH) -> RunSpec:
 
 
 def read_pages() -> list[str]:
-    """The pages from the data folder or the hub. Raises `UsageError` where neither has them."""
+    """Return the pages from the data folder or the hub. Raises `UsageError` where neither has them."""
     pages = read_local(FILE, split_pages)
     if pages is not None:
         return pages
@@ -95,11 +95,11 @@ def read_pages() -> list[str]:
 
 
 def split_pages(text: str) -> list[str]:
-    """A page begins at a line that looks like a title (` = Robert Boulter = `).
+    """Split at lines that look like a title (` = Robert Boulter = `).
 
     Section titles have more signs (` = = Career = = `). A formula on a line of its own (` = 1 henry and
-    capacitance C = `) looks like a title too, so that the test split has 62 pages for 60 articles; this reading is
-    what figures in the literature are computed from.
+    capacitance C = `) looks like a title too, so the test split has 62 pages for 60 articles. Results in the
+    literature are computed from this reading.
     """
     pages: list[list[str]] = [[]]
     for line in text.split("\n"):
@@ -110,18 +110,18 @@ def split_pages(text: str) -> list[str]:
 
 
 def _is_title(line: str) -> bool:
-    """One sign at either end, and no second one next to it."""
+    """Whether the line has one sign at either end, and no second one next to it."""
     line = line.strip()
     return line[:2] == "= " and line[-2:] == " =" and "= =" not in (line[:3], line[-3:])
 
 
 def page_size(page: str) -> dict[str, int]:
-    """Words (pieces between white space, an empty piece at either end included) and bytes of a page."""
+    """Return the words (pieces between white space, also an empty one at either end) and bytes of a page."""
     return {"words": len(re.split(r"\s+", page)), "bytes": len(page.encode("utf-8"))}
 
 
 def _between(opening: str, closing: str) -> tuple[re.Pattern[str], str]:
-    """White space just inside a pair goes. Up to the next closing sign, as pairs are not nested."""
+    """Return a rule that drops white space just inside a pair, up to the next closing sign: pairs are not nested."""
     inside = rf"\s*([^{re.escape(closing)}]*?)\s*"
     return re.compile(re.escape(opening) + inside + re.escape(closing)), rf"{opening}\1{closing}"
 
@@ -130,8 +130,8 @@ def _exactly(pairs: Iterable[tuple[str, str]]) -> list[tuple[re.Pattern[str], st
     return [(re.compile(re.escape(old)), new) for old, new in pairs]
 
 
-# WikiText's tokens back to running text. The order matters: each rule sees what those before it left. The
-# harness has one rule more (for an apostrophe, a digit and two slashes), which nothing in the test split matches.
+# The order matters: each rule sees what those before it left. The harness has one rule more (for an apostrophe, a
+# digit and two slashes), which nothing in the test split matches.
 _RULES: list[tuple[re.Pattern[str], str]] = [
     *_exactly([("s '", "s'")]),
     *_exactly((f" @{sign}@ ", sign) for sign in "-,."),

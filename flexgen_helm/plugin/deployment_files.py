@@ -46,22 +46,19 @@ def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
         content = yaml.safe_load(text) or {}
-        present = list(content.get(key) or [])
-        names = [entry["name"] for entry in present]
+        present = {entry["name"]: entry for entry in content.get(key) or []}
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         hwarn(f"{path} stays unchanged, because it is not as HELM writes it: {error}")
         return
     new = {entry["name"]: _without_empty(entry) for entry in wanted}
-    for index, entry in enumerate(present):
-        name = entry["name"]
-        if entry != new.get(name, entry) and _is_ours(key, entry):
+    for name, entry in new.items():
+        if name in present and present[name] != entry and _is_ours(key, present[name]):
             hwarn(f"{path}: the entry of {name} is replaced, because the name means another model than before")
-            present[index] = new[name]
-            text = _with_entry_replaced(text, entry, new[name])
-    missing = [entry for name, entry in new.items() if name not in names]
-    merged = {**content, key: [*present, *missing]}
-    if merged == content:
+            text = _without_entry(text, present.pop(name))
+    missing = [entry for name, entry in new.items() if name not in present]
+    if not missing:
         return
+    merged = {**content, key: [*present.values(), *missing]}
     # Appending keeps the user's comments and order; it is right where the file then reads as intended.
     start = text if text.endswith("\n") or not text else text + "\n"
     for appended in _dumps(missing):
@@ -76,17 +73,14 @@ def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
 
 def _dumps(entries: list[Entry]) -> tuple[str, str]:
     """Return the entries as a file's list may hold them, indented and not."""
-    if not entries:
-        return "", ""
     plain = yaml.safe_dump(entries, sort_keys=False, allow_unicode=True)
     return "".join(f"  {line}" for line in plain.splitlines(keepends=True)), plain
 
 
-def _with_entry_replaced(text: str, old: Entry, new: Entry) -> str:
-    """Replace an entry that stands in the file as we dump it; else the caller sees that nothing changed."""
-    for before, after in zip(_dumps([old]), _dumps([new])):
-        if before in text:
-            return text.replace(before, after, 1)
+def _without_entry(text: str, entry: Entry) -> str:
+    """Remove an entry that stands in the file as we dump it; of another one the caller sees that it is still there."""
+    for dump in _dumps([entry]):
+        text = text.replace(dump, "", 1)
     return text
 
 

@@ -26,14 +26,14 @@ def explain_failure(error: Exception, data: Path | None) -> str:
     resource = re.search(r"Resource\s+(?:\x1b\[\d+m)*'?([\w/.-]+)", str(error))
     if isinstance(error, LookupError) and resource:
         return (
-            f"all answers are there and kept, but a metric needs NLTK's '{resource[1]}'. On a machine with network: "
+            f"all answers are stored, but a metric needs NLTK's '{resource[1]}'. On a machine with network: "
             f"python -m nltk.downloader {resource[1]}; then the same command only computes the metrics."
         )
     if not _is_network_error(error):
         return cause
     if data is None:
         return (
-            f"all answers are there and kept, but a metric could not download what it needs ({cause}); where there is "
+            f"all answers are stored, but a metric could not download what it needs ({cause}); where there is "
             "a network, the same command only computes the metrics."
         )
     return (

@@ -47,7 +47,7 @@ def data(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[l
 def runs(
     wheel_model: Path, data: tuple[list[str], list[str]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """One `flexgen-helm run` over them, with a journal of its own."""
+    """One `flexgen-helm run` over them, with a response cache of its own."""
     folder = tmp_path_factory.mktemp("accuracy")
     (folder / "models.yaml").write_text(json.dumps({"wheel": {"path": str(wheel_model)}}))
     variables = {

@@ -60,6 +60,20 @@ def test_the_number_of_threads_changes_nothing(plain: Place, tmp_path: Path, thr
     assert place.results() == plain.results()
 
 
+@pytest.mark.parametrize("kind", ["run", "suite"])
+def test_every_prompt_is_encoded_once(kind: str, tmp_path: Path) -> None:
+    """Though HELM fits it to the window and counts its tokens, and both passes of a suite make it."""
+    place = Place(tmp_path)
+    place.run(kind)
+    encodings = place.encodings()
+    prompts = {
+        state["request"]["prompt"]
+        for run in (tmp_path / "benchmark_output" / "runs" / "s").glob("*model=*")
+        for state in json.loads((run / "scenario_state.json").read_text())["request_states"]
+    }
+    assert len(prompts) == REQUESTS and {encodings[prompt] for prompt in prompts} == {1}
+
+
 def write_deployments(place: Place, *entries: dict[str, Any]) -> Path:
     """Entries of a user in `prod_env`, each with our client."""
     path = place.folder / "prod_env" / "model_deployments.yaml"
@@ -164,7 +178,7 @@ def test_a_suite_is_one_block_and_equals_plain_runs(plain: Place, tmp_path: Path
     assert place.events() == {}
     (place.run_folder("simple_mcqa") / "per_instance_stats.json").unlink()
     place.run("suite", "--skip-completed-runs")
-    assert place.events() == {"load": 1, "close": 1}  # its answers were in the journal
+    assert place.events() == {"load": 1, "close": 1}  # its results were in the response cache
 
 
 def test_a_rerun_computes_nothing_unless_the_cache_is_disabled(plain: Place) -> None:
@@ -248,11 +262,11 @@ def test_wrong_engine_flags_are_one_sentence_and_exit_code_2(tiny: Callable[[str
 
 
 def test_a_failing_run_does_not_keep_the_others(tmp_path: Path) -> None:
-    """BLEU's data cannot be fetched: answers are kept, the message says what is missing, other runs are written."""
+    """BLEU's data cannot be fetched: results are stored, the message says what is missing, other runs are written."""
     place = Place(tmp_path)
     entries = [f"simple_short_answer_qa:model={MODEL}", ENTRIES[1]]
     output = place.run("suite", entries=entries, expect=1)
-    assert "python -m nltk.downloader punkt" in output and "answers are there and kept" in output
+    assert "python -m nltk.downloader punkt" in output and "answers are stored" in output
     assert (place.run_folder("simple_mcqa_scored") / "stats.json").is_file()
     assert not (place.run_folder("simple_short_answer_qa") / "stats.json").exists()
     assert place.events()["block"] == 1
@@ -308,13 +322,13 @@ def test_a_suite_in_several_calls_keeps_what_each_of_them_computed(
     for name in ("time_s", "bytes", "roofline_s", "peak_bytes", "predicted_latency_s", "workload"):
         assert again["models"]["m"][name] == both[name]
     assert again["models"]["m"]["latency_s"] == pytest.approx(both["latency_s"])
-    kept = record()
-    assert kept["num_reused"] == 2 and {name: kept[name] for name in own if name not in ("num_reused", "wall_s")} == {
+    after = record()
+    assert after["num_reused"] == 2 and {name: after[name] for name in own if name not in ("num_reused", "wall_s")} == {
         name: own[name] for name in own if name not in ("num_reused", "wall_s")
     }
     report = read_suite(tmp_path / "benchmark_output/runs/s")
     assert list(report.models) == ["m"] and report.notes == [reused_note(report.runs)]
-    # All of it anew is an account of its own.
+    # If all is computed again, the usage starts again.
     anew = call(*entries, "--disable-cache")["models"]["m"]
     assert anew["workload"] == both["workload"]
     # Each process measures its own rate, so this one's is taken back out.

@@ -70,9 +70,9 @@ def test_answers_of_a_block_are_those_of_single_requests(place: Path) -> None:
     with Engine.from_pretrained(place / "model") as engine:
         assert engine.tokenizer is not None
         encoder = PromptEncoder(engine.tokenizer)
-        for name, asked in found.items():
-            assert len(asked) >= 3, name
-            for state in asked:
+        for name, request_states in found.items():
+            assert len(request_states) >= 3, name
+            for state in request_states:
                 request = _request(state["request"])
                 prepared = convert.to_generation_request(request, encoder, POSITIONS)
                 (result,) = engine.run([prepared.request])

@@ -29,7 +29,7 @@ def place(tiny: Callable[[str], TinyModel], tmp_path: Path) -> Path:
 
 
 def suite(place: Path, name: str, entries: list[str], *flags: str) -> dict[str, Any]:
-    """The account of the model of one `flexgen-helm run`, with nothing in a journal."""
+    """Return the usage of the model of one `flexgen-helm run` with an empty response cache."""
     variables = {"FLEXGEN_HELM_DATA": str(place / "data"), "FLEXGEN_HELM_MODELS": str(place / "models.yaml"),
                  "FLEXGEN_HELM_HOME": str(place / name), "HF_HUB_OFFLINE": "1"}  # fmt: skip
     main = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
@@ -38,8 +38,8 @@ def suite(place: Path, name: str, entries: list[str], *flags: str) -> dict[str, 
     assert done.returncode == 0, done.stderr
     content = json.loads((place / "benchmark_output" / "runs" / name / "flexgen_suite.json").read_text())
     assert len(content["runs"]) == len(entries)
-    (account,) = content["models"].values()
-    return dict(account)
+    (usage,) = content["models"].values()
+    return dict(usage)
 
 
 def test_ten_runs_read_the_weights_as_often_as_one(place: Path) -> None:
@@ -48,6 +48,6 @@ def test_ten_runs_read_the_weights_as_often_as_one(place: Path) -> None:
     flags = ("--policy", "4x8,0,50,0,100,0,100", "--schedule", "prefill-only", "--offload-dir", str(place / "disk"))
     one = suite(place, "one", TEN[:1], *flags)
     all_ = suite(place, "all", TEN, *flags)
-    read, alone = (account["bytes"]["disk_to_cpu"]["weights"] for account in (all_, one))
+    read, alone = (usage["bytes"]["disk_to_cpu"]["weights"] for usage in (all_, one))
     assert read == alone > 0
     assert all_["workload"]["prompt_tokens"] > 5 * one["workload"]["prompt_tokens"]

@@ -94,7 +94,7 @@ def answer(request: GenerationRequest, batch_size: int = 1) -> GenerationResult:
 
 
 class FakeEngine:
-    """Records what it was asked for in `runs`, answers in reverse order to show that order does not matter."""
+    """Records its requests in `runs`; computes them in reverse order, to show that order does not matter."""
 
     def __init__(self, name: str = "fake", delay_s: float = 0.0) -> None:
         self.fingerprint = f"fake-{name}"
@@ -118,7 +118,7 @@ class FakeEngine:
         results: list[GenerationResult] = [GenerationResult()] * len(requests)
         for index in reversed(range(len(requests))):
             if should_stop is not None and should_stop():
-                raise Interrupted("asked to stop")
+                raise Interrupted("stopped")
             time.sleep(self._delay_s)
             results[index] = answer(requests[index], len(requests))
             _log("answer", list(requests[index].prompt_token_ids or ()))

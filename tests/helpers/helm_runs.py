@@ -18,7 +18,7 @@ RUNTIMES = {"request_time", "request_datetime", "batch_request_time", "batch_siz
 
 
 class Place:
-    """A working folder with its own state; what its engine was asked for is in `events`."""
+    """A working folder with its own state; what its engine did is in `events`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -38,8 +38,8 @@ def prepared(request: Request, tokenizer: FakeTokenizer | None = None) -> Prepar
 
 
 def result(request: Request, tokenizer: FakeTokenizer | None = None) -> RequestResult:
-    asked = prepared(request, tokenizer)
-    return to_request_result(request, asked, answer(asked.request), False, encoder(tokenizer))
+    engine_request = prepared(request, tokenizer)
+    return to_request_result(request, engine_request, answer(engine_request.request), False, encoder(tokenizer))
 
 
 # The engine's requests
@@ -80,8 +80,8 @@ def test_greedy_completions_are_copies_and_sampled_ones_are_not() -> None:
 
 def test_chat_goes_through_the_template_without_a_second_bos() -> None:
     chat = replace(PLAIN, prompt="", messages=[{"role": "user", "content": "Hi"}])
-    asked = prepared(chat, FakeTokenizer(adds_bos=True, chat_template="yes"))
-    assert asked.request.prompt_token_ids == tuple(map(ord, "<user>Hi<assistant>"))
+    engine_request = prepared(chat, FakeTokenizer(adds_bos=True, chat_template="yes"))
+    assert engine_request.request.prompt_token_ids == tuple(map(ord, "<user>Hi<assistant>"))
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_result_is_plain_data() -> None:
 def test_echo_returns_exactly_the_prompts_own_tokens(adds_bos: bool, prompt: str, max_tokens: int) -> None:
     tokenizer = FakeTokenizer(adds_bos)
     request = replace(SCORE, prompt=prompt, max_tokens=max_tokens)
-    asked = prepared(request, tokenizer)
-    ids = list(asked.request.prompt_token_ids or ())
+    engine_request = prepared(request, tokenizer)
+    ids = list(engine_request.request.prompt_token_ids or ())
     plain = tokenizer.encode(prompt, add_special_tokens=False)
     assert ids == ([tokenizer.bos_id] if adds_bos and not prompt.startswith("\x01") else []) + plain
     output = result(request, tokenizer).completions[0]

@@ -74,7 +74,7 @@ def test_a_submitted_block_runs_once_at_any_number_of_threads(bench: Bench, thre
         assert set(block.responses()) == {request.key for request in requests}
     assert bench.blocks == [50]
     assert [r.result.prompt_token_ids for r in responses] == [request.request.prompt_token_ids for request in requests]
-    assert not bench.service._jobs  # nothing is kept after the run
+    assert not bench.service._jobs  # no job outlives the run
 
 
 def test_requests_that_were_not_submitted_are_gathered(bench: Bench) -> None:
@@ -112,7 +112,7 @@ def test_a_preloaded_model_is_loaded_before_the_first_request(bench: Bench) -> N
     bench.service.preload(MODEL)
     assert eventually(lambda: len(bench.engines) == 1)
     bench.service.preload(MODEL)
-    bench.service.preload(OTHER)  # one is loaded: it stays until the other is asked
+    bench.service.preload(OTHER)  # one is loaded: it stays until a request for the other comes
     time.sleep(0.05)
     assert len(bench.engines) == 1
     bench.service.respond(MODEL, prepared("a"))

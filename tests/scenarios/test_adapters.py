@@ -95,9 +95,11 @@ def test_a_client_that_takes_no_ids_is_refused(
         executed(spec, spec.adapter_spec)
 
 
-@pytest.mark.parametrize("asked, longest", [(2048, 60), (50, 50), (60, 60)])
-def test_windows_are_bounded_by_the_models_positions(asked: int, longest: int, fake_data: Path, on_fakes: None) -> None:
-    spec = run_spec(f"wikitext:max_length={asked},model={MODEL}")
+@pytest.mark.parametrize("max_length, longest", [(2048, 60), (50, 50), (60, 60)])
+def test_windows_are_bounded_by_the_models_positions(
+    max_length: int, longest: int, fake_data: Path, on_fakes: None
+) -> None:
+    spec = run_spec(f"wikitext:max_length={max_length},model={MODEL}")
     adapter = AdapterFactory.get_adapter(spec.adapter_spec, None)  # type: ignore[arg-type]
     states = adapter.adapt(with_instance_ids(wikitext.WikitextScenario().get_instances("")), 1)
     ids = [state.request.prompt_token_ids for state in states]  # type: ignore[attr-defined]

@@ -28,16 +28,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A hub that cannot be reached; what it was asked for."""
-    asked: list[str] = []
+    """A hub that cannot be reached; the requests to it."""
+    requested: list[str] = []
 
     def load_dataset(repository: str, config: str, split: str) -> None:
-        asked.append(f"{repository} {config} {split}")
+        requested.append(f"{repository} {config} {split}")
         raise ConnectionError("no network here. Check your connection.\nSecond line")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr(data, "_unreachable", {})
-    return asked
+    data._load_hub.cache_clear()
+    return requested
 
 
 # ---- pages ----
@@ -156,7 +156,7 @@ def test_the_folder_goes_before_the_hub(folder: Path, no_hub: list[str]) -> None
 def test_the_hub_is_read_where_the_folder_has_no_such_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = {"EleutherAI/lambada_openai": "text", "EleutherAI/wikitext_document_level": "page"}
     monkeypatch.setattr("datasets.load_dataset", lambda name, config, split: [{content[name]: f"{config} {split}"}])
-    monkeypatch.setattr(data, "_unreachable", {})
+    data._load_hub.cache_clear()
     assert lambada.read_passages() == ["default test"]
     assert wikitext.read_pages() == ["wikitext-2-raw-v1 test"]
 

@@ -31,9 +31,9 @@ def test_a_cell_is_wrong_where_the_tables_differ(tmp_path: Path) -> None:
     wrong = write_hospital(tmp_path / "data" / "Hospital")
     cells = [cell for row in error_detection.read_cells(tmp_path / "data" / "Hospital", "Hospital") for cell in row]
     assert len(cells) == 60 * 3  # neither the row's number nor a cell with nothing in it
-    assert sum(cell.wrong for cell in cells) == len(wrong) == 15
-    assert all(("x" in cell.text) == cell.wrong for cell in cells)
-    assert cells[1].text == "city: town 0" or cells[1].wrong
+    assert sum(cell.is_wrong for cell in cells) == len(wrong) == 15
+    assert all(("x" in cell.text) == cell.is_wrong for cell in cells)
+    assert cells[1].text == "city: town 0" or cells[1].is_wrong
 
 
 def test_splits_are_of_rows_and_examples_are_balanced(tmp_path: Path) -> None:
