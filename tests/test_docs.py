@@ -119,9 +119,6 @@ def test_an_absent_page_is_found() -> None:
     assert FOREIGN_PAGES.search("(INTERFACES, 'Equal scores')")
 
 
-# Modules of the architecture that are about to be written; the map describes the package with them.
-
-
 def modules_named(text: str) -> set[str]:
     """Modules in backticks, such as `engine/executor.py`; those of the package without its name."""
     return set(re.findall(r"`(?:flexgen_helm/)?([\w/]+\.py)`", text))
