@@ -30,7 +30,8 @@ class CopyEngine(ABC):
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         """Copy to `target` (or new host memory); what is still computing `source` is waited for."""
 
-    def mark_used(self) -> None:  # noqa: B027
+    @abstractmethod
+    def mark_used(self) -> None:
         """Device memory was read by work that may be under way; the computing thread says so before it is reused."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
@@ -54,6 +55,9 @@ class SimulatedCopyEngine(CopyEngine):
 
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         return self._copy(source, target, *self._directions[1])
+
+    def mark_used(self) -> None:
+        return None
 
     def device_memory(self, num_bytes: int) -> Tensor:
         return pages(num_bytes)[:num_bytes]
@@ -105,7 +109,7 @@ class CudaCopyEngine(CopyEngine):
             self._streams[1].synchronize()
         return target
 
-    def used(self) -> None:
+    def mark_used(self) -> None:
         self._used.record(torch.cuda.current_stream(self.device))
 
     def host_memory(self, num_bytes: int) -> Tensor:
