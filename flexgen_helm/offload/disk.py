@@ -1,12 +1,12 @@
-"""The disk tier: preallocated files read and written past the page cache, in a directory with an owner.
+"""The disk tier: preallocated files, read and written past the page cache, in an offload directory.
 
 Layout of an offload directory:
 
-    weights-<fingerprint>-<form>/<tensor>       one file a matrix, written once, shared by all runs of these weights
-    weights-<fingerprint>-<form>/manifest.json  form, and size and SHA-256 of each file
-    run-<pid>-<n>/                       cache and activations of one engine, deleted when it closes
-    run-<pid>-<n>.lock                   held by that process; one that nobody holds marks a dead run, swept away
-    .lock                                held while runs are swept away or begun, so that none is taken for dead
+    weights-<fingerprint>-<format>/<tensor>       one file a matrix, written once, shared by all runs of these weights
+    weights-<fingerprint>-<format>/manifest.json  size and SHA-256 of each file
+    run-<pid>-<n>/                                cache and activations of one engine, deleted when it closes
+    run-<pid>-<n>.lock                            locked by that process; a run whose lock is free is dead and deleted
+    .lock                                         locked while runs are created or deleted, so that none looks dead
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -32,70 +32,77 @@ from flexgen_helm.errors import DiskFullError, OffloadError
 from flexgen_helm.files import replace_text
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 
-# Bytes of one read or write: long enough for the disk's full rate, short enough to be cancelled soon.
+# Bytes of one read or write: enough for the disk's full rate, few enough to be cancelled soon.
 _CHUNK = 8 << 20
 _serials = itertools.count()
 
 
 class DirectFile:
-    """A file of fixed size. Reads and writes are aligned, go past the page cache, and may come from any thread.
+    """A file of fixed size with direct I/O. Any thread may read and write; calls block.
 
-    Where the file system refuses direct I/O, the pages are dropped from the cache behind each transfer instead.
+    Buffers are bytes in host memory whose address and length are multiples of `ALIGNMENT`, as are offsets. On a file
+    system without direct I/O, each transfer drops its pages from the page cache instead.
+
+    All methods raise `OffloadError`; creating and writing a file raise `DiskFullError` if there is no room.
     """
 
     def __init__(self, path: Path, size: int, create: bool) -> None:
+        """size: bytes, rounded up to a multiple of `ALIGNMENT`; an existing file must have at least as many."""
         self.path, self.size = path, aligned(size)
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
         try:
             self._descriptor, self.direct = _open(path, flags)
         except OSError as error:
-            raise _explained(error, path, self.size) from error
+            raise _offload_error(error, path, self.size) from error
         if create:
             try:
-                # All blocks now: a full disk is found here, not in the middle of a run.
+                # Allocate all blocks now, so that a full disk is an error here and not in the middle of a run.
                 os.posix_fallocate(self._descriptor, 0, max(self.size, ALIGNMENT))
             except OSError as error:
-                self.close(delete=True)  # both, or the blocks that were found stay taken
-                raise _explained(error, path, self.size) from error
+                self.close(delete=True)  # an open descriptor would keep the blocks
+                raise _offload_error(error, path, self.size) from error
         if os.fstat(self._descriptor).st_size < self.size:
             os.close(self._descriptor)
             raise OffloadError(f"{path} is shorter than its {self.size:,} bytes; delete it, and it is written again")
 
-    def read(self, offset: int, into: Tensor) -> None:
-        """Fill `into` (bytes, aligned in address and length) from `offset` (aligned) on."""
-        self._transfer(os.preadv, offset, into)
+    def read(self, offset: int, buffer: Tensor) -> None:
+        """Fill the buffer from `offset` on."""
+        self._transfer(os.preadv, offset, buffer)
 
-    def write(self, offset: int, data: Tensor) -> None:
-        """Write `data` (bytes, aligned in address and length) at `offset` (aligned)."""
-        self._transfer(os.pwritev, offset, data)
+    def write(self, offset: int, buffer: Tensor) -> None:
+        """Write the buffer at `offset`."""
+        self._transfer(os.pwritev, offset, buffer)
 
     def read_tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What `write_tensor` stored at `offset`, in new host memory."""
+        """Read what `write_tensor` stored at `offset`, into new host memory."""
         size = prod(shape) * dtype.itemsize
         buffer = pages(size)
         self.read(offset, buffer)
         return buffer[:size].view(dtype).view(shape)
 
     def write_tensor(self, offset: int, tensor: Tensor) -> None:
-        """Write a tensor of the host at `offset` (aligned), with a padded tail."""
-        size = tensor.numel() * tensor.element_size()
-        buffer = pages(size)
-        buffer[:size] = tensor.contiguous().view(torch.uint8).view(-1)
+        """Write a tensor in host memory at `offset`, padded to whole pages."""
+        buffer = pages(tensor.nbytes)
+        buffer[: tensor.nbytes] = _flat_bytes(tensor)
         self.write(offset, buffer)
+
+    def sync(self) -> None:
+        """Block until everything that was written is on the disk."""
+        os.fsync(self._descriptor)
 
     def close(self, delete: bool = False) -> None:
         os.close(self._descriptor)
         if delete:
             self.path.unlink(missing_ok=True)
 
-    def _transfer(self, call: Any, offset: int, buffer: Tensor) -> None:
+    def _transfer(self, call: Callable[[int, list[memoryview], int], int], offset: int, buffer: Tensor) -> None:
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         assert offset % ALIGNMENT == 0 and len(view) % ALIGNMENT == 0 and offset + len(view) <= self.size
         done = 0
         try:
             while done < len(view):
                 count = call(self._descriptor, [view[done : done + _CHUNK]], offset + done)
-                if count <= 0 or (self.direct and count % ALIGNMENT):  # direct transfers break off only at the end
+                if count <= 0 or (self.direct and count % ALIGNMENT):  # direct I/O is cut short only at the file's end
                     raise OffloadError(f"{self.path} ends {len(view) - done} bytes early; delete it and run again")
                 if not self.direct:
                     if call is os.pwritev:
@@ -103,28 +110,23 @@ class DirectFile:
                     os.posix_fadvise(self._descriptor, offset + done, count, os.POSIX_FADV_DONTNEED)
                 done += count
         except OSError as error:
-            raise _explained(error, self.path, len(view)) from error
-
-
-def _allow_files() -> None:
-    """As many open files as the system lets a process have: every slot group's cache is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < hard:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            raise _offload_error(error, self.path, len(view)) from error
 
 
 class OffloadDirectory:
-    """Where the disk tier of one engine lies. Opening it sweeps away what dead processes have left behind."""
+    """The offload directory, opened by one engine. Opening it deletes the runs of dead processes.
+
+    Raises `OffloadError` if the folder cannot be used.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        _allow_files()
+        _raise_file_limit()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".lock"):
-                self._sweep()
-                self._lock = self._own_lock()
+                self._delete_dead_runs()
+                self._lock = self._lock_new_run()
                 self.run = Path(self._lock.lock_file).with_suffix("")
                 self.run.mkdir()
         except OSError as error:
@@ -133,100 +135,106 @@ class OffloadDirectory:
             ) from error
 
     def scratch(self, name: str, size: int) -> DirectFile:
-        """A file of this run alone."""
+        """Create a file of this run."""
         return DirectFile(self.run / name, size, create=True)
 
     def weights(self, fingerprint: str, fmt: str) -> "WeightFiles":
-        """form: how the matrices are stored, a 16-bit type or a precision's label."""
+        """Return the files of a model's weights.
+
+        fingerprint: of the checkpoint.
+        fmt: label of the format that the matrices are stored in, a 16-bit dtype or `Precision.weights_label`.
+        """
         return WeightFiles(self.folder / f"weights-{fingerprint[:32]}-{fmt}", fingerprint, fmt)
 
     def close(self) -> None:
+        """Delete the files of this run."""
         shutil.rmtree(self.run, ignore_errors=True)
         self._lock.release()
         self.run.with_suffix(".lock").unlink(missing_ok=True)
 
-    def _own_lock(self) -> BaseFileLock:
-        """Held, under a name that nobody has: processes of two containers can have the same number."""
+    def _lock_new_run(self) -> BaseFileLock:
+        """Lock a name that no process uses: processes of two containers can have the same pid."""
         while True:
-            # Released by whichever thread closes the engine.
+            # Not thread-local: any thread may close the engine.
             lock = FileLock(self.folder / f"run-{os.getpid()}-{next(_serials)}.lock", thread_local=False)
-            try:
+            with suppress(Timeout):
                 lock.acquire(timeout=0)
-            except Timeout:
-                continue
-            return lock
+                return lock
 
-    def _sweep(self) -> None:
-        runs = {path.with_suffix("") for path in self.folder.glob("run-*")}
-        for run in runs:
+    def _delete_dead_runs(self) -> None:
+        for run in {path.with_suffix("") for path in self.folder.glob("run-*")}:
             lock = FileLock(run.with_suffix(".lock"))
-            try:
+            with suppress(Timeout):  # a live process holds the lock
                 lock.acquire(timeout=0)
-            except Timeout:
-                continue  # its process lives
-            shutil.rmtree(run, ignore_errors=True)
-            lock.release()
-            run.with_suffix(".lock").unlink(missing_ok=True)
+                shutil.rmtree(run, ignore_errors=True)
+                lock.release()
+                run.with_suffix(".lock").unlink(missing_ok=True)
 
 
 class WeightFiles:
-    """Matrices of one model in one form, a file each; written by whoever needs one first, then only read.
+    """The matrices of one model in one format, a file each. Whoever needs a file first writes it.
 
-    A file counts once its hash stands in the manifest, which is written after it; so one that was cut short is
-    written again, and one of another model cannot be taken: the folder is named by the weights' fingerprint.
+    A file is valid once the manifest, which is written after it, has its hash. So a file that was cut short is written
+    again. The folder's name has the weights' fingerprint, so that no file of another model is used.
     """
 
     def __init__(self, folder: Path, fingerprint: str, fmt: str) -> None:
-        self._folder, self._fingerprint, self._form = folder, fingerprint, fmt
+        self._folder, self._fingerprint, self._fmt = folder, fingerprint, fmt
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OffloadError(f"{folder} cannot be created: {error.strerror}") from error
         self._lock = FileLock(folder / "manifest.lock")
 
-    def ensure(self, name: str, size: int, pieces: Iterable[Tensor]) -> DirectFile:
-        """The file of tensor `name`, `size` bytes; written from `pieces` if it is not there yet."""
+    def ensure(self, name: str, size: int, tiles: Iterable[Tensor]) -> DirectFile:
+        """Open the file of a matrix; write it first if there is no valid one. Other processes that need it wait.
+
+        size: bytes of the matrix.
+        tiles: its content in order, read only to write it.
+        """
         path = self._folder / name
         try:
             with self._lock:
                 files = self._manifest()["files"]
-                known = isinstance(files.get(name), dict) and files[name].get("size") == size
-                if not known or not path.is_file() or path.stat().st_size != aligned(size):
-                    digest = self._write(path, size, pieces)
+                is_known = isinstance(files.get(name), dict) and files[name].get("size") == size
+                if not is_known or not path.is_file() or path.stat().st_size != aligned(size):
+                    digest = self._write(path, size, tiles)
                     files[name] = {"size": size, "sha256": digest}
-                    manifest = {"fingerprint": self._fingerprint, "form": self._form, "files": files}
+                    manifest = {"fingerprint": self._fingerprint, "form": self._fmt, "files": files}
                     replace_text(self._folder / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True))
         except OSError as error:
-            raise _explained(error, path, size) from error
+            raise _offload_error(error, path, size) from error
         return DirectFile(path, size, create=False)
 
     def verify(self, name: str) -> None:
-        """Raise `OffloadError` where the file's content is not what was written."""
-        known = self._manifest()["files"][name]
+        """Raise `OffloadError` if the hash of a file's content is not the manifest's."""
+        entry = self._manifest()["files"][name]
         with (self._folder / name).open("rb") as file:
-            data = file.read(known["size"])
-        if hashlib.sha256(data).hexdigest() != known["sha256"]:
+            content = file.read(entry["size"])
+        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
             raise OffloadError(f"{self._folder / name} was changed or damaged; delete it, and it is written again")
 
     def _manifest(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {"fingerprint": self._fingerprint, "form": self._form, "files": {}}
+        """Read the manifest; an empty one if it is missing, damaged or of other weights, so that all is rewritten."""
+        empty: dict[str, Any] = {"fingerprint": self._fingerprint, "form": self._fmt, "files": {}}
         try:
-            found = json.loads((self._folder / "manifest.json").read_text(encoding="utf-8"))
-            known = found["fingerprint"] == self._fingerprint and found["form"] == self._form
-            return found if known and isinstance(found["files"], dict) else fresh
+            manifest = json.loads((self._folder / "manifest.json").read_text(encoding="utf-8"))
+            is_ours = manifest["fingerprint"] == self._fingerprint and manifest["form"] == self._fmt
+            return manifest if is_ours and isinstance(manifest["files"], dict) else empty
         except (OSError, ValueError, KeyError, TypeError):
-            return fresh  # everything is written again, nothing wrong is used
+            return empty
 
-    def _write(self, path: Path, size: int, pieces: Iterable[Tensor]) -> str:
+    def _write(self, path: Path, size: int, tiles: Iterable[Tensor]) -> str:
+        """Write a matrix beside its place, then move it there; return the SHA-256 of its bytes."""
         part, digest = path.with_name(path.name + ".part"), hashlib.sha256()
-        for left in (*self._folder.glob("*.part"), *self._folder.glob(".*.tmp")):
-            left.unlink(missing_ok=True)  # of writers that were killed: the lock is ours
+        for abandoned in (*self._folder.glob("*.part"), *self._folder.glob(".*.tmp")):
+            abandoned.unlink(missing_ok=True)  # by a killed process: this one has the lock
         file = DirectFile(part, size, create=True)
         try:
             buffer = pages(_CHUNK)
             filled = offset = 0
-            for piece in pieces:
-                data = piece.contiguous().view(torch.uint8).view(-1)
+            for tile in tiles:
+                data = _flat_bytes(tile)
                 digest.update(memoryview(data.numpy()))  # type: ignore[arg-type]
                 while data.numel():
                     count = min(data.numel(), _CHUNK - filled)
@@ -239,7 +247,7 @@ class WeightFiles:
                 buffer[filled : aligned(filled)] = 0
                 file.write(offset, buffer[: aligned(filled)])
             assert offset + filled == size, f"{path.name}: {offset + filled} of {size} bytes"
-            os.fsync(file._descriptor)
+            file.sync()
         except BaseException:
             file.close(delete=True)
             raise
@@ -248,8 +256,12 @@ class WeightFiles:
         return digest.hexdigest()
 
 
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8).view(-1)
+
+
 def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """Descriptor, and whether it is direct."""
+    """Open a file; return its descriptor and whether its I/O is direct."""
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True
     except OSError as error:
@@ -259,17 +271,25 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
         return os.open(path, flags & ~os.O_EXCL, 0o600), False
 
 
-def _explained(error: OSError, path: Path, size: int) -> OffloadError:
-    """What a system call's refusal means for the user; size: bytes that the file needs."""
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system permits: every cache block on the disk is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _offload_error(error: OSError, path: Path, num_bytes: int) -> OffloadError:
+    """Say what a system call's error means and what helps; num_bytes: that the file needs."""
     if error.errno == errno.EFBIG:
         return DiskFullError(
-            f"files in {path.parent} may not have the {size:,} bytes that {path.name} needs; raise the limit "
+            f"files in {path.parent} may not have the {num_bytes:,} bytes that {path.name} needs; raise the limit "
             "(ulimit -f), or name another directory with --offload-dir"
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(path.parent).free
         return DiskFullError(
-            f"{path.parent} has {free:,} bytes free, and {size:,} are needed for {path.name}; free some, or name "
+            f"{path.parent} has {free:,} bytes free, and {num_bytes:,} are needed for {path.name}; free some, or name "
             "another directory with --offload-dir"
         )
     return OffloadError(f"{path} cannot be used: {error.strerror}")

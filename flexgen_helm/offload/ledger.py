@@ -1,8 +1,9 @@
-"""The byte ledger of a tier: what is held, by kind, and the limit that it enforces."""
+"""The byte ledger of a tier: it records what is allocated, by kind, and enforces the tier's limit."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from flexgen_helm.planner.placement import Tier, limit_flag
 
 @dataclass(frozen=True)
 class Allocation:
-    """A claim on a tier; give it back with `Ledger.release`."""
+    """Bytes that a ledger has granted, until `Ledger.release`."""
 
     kind: str
     num_bytes: int
@@ -21,16 +22,15 @@ class Allocation:
 
 
 class Ledger:
-    """Counts the bytes of one tier. Every allocation is claimed here first; thread-safe.
+    """Counts the bytes of one tier. Whoever allocates memory claims it here first. Thread-safe.
 
-    limit: bytes, None for no limit. Kinds are words such as 'weights', 'cache', 'activations'.
+    limit: bytes.
+    peak: the most bytes in use so far.
     """
 
-    def __init__(self, tier: Tier, limit: int | None = None) -> None:
-        self.tier = tier
-        self.limit = limit
-        self.peak = 0
-        self._held: dict[int, Allocation] = {}
+    def __init__(self, tier: Tier, limit: int) -> None:
+        self.tier, self.limit, self.peak = tier, limit, 0
+        self._allocations: dict[int, Allocation] = {}
         self._in_use = 0
         self._serial = 0
         self._lock = threading.Lock()
@@ -40,14 +40,18 @@ class Ledger:
         return self._in_use
 
     @property
-    def free(self) -> int | None:
-        """Bytes left below the limit; None without a limit."""
-        return None if self.limit is None else self.limit - self._in_use
+    def free(self) -> int:
+        return self.limit - self._in_use
 
     def claim(self, kind: str, num_bytes: int) -> Allocation:
-        """Claim bytes before allocating them; raises `MemoryLimitError` and changes nothing if they do not fit."""
+        """Claim bytes before allocating them.
+
+        kind: 'weights', 'staging', 'cache' or 'activations'.
+
+        Raises `MemoryLimitError` and claims nothing if they exceed the limit.
+        """
         with self._lock:
-            if self.limit is not None and self._in_use + num_bytes > self.limit:
+            if self._in_use + num_bytes > self.limit:
                 raise MemoryLimitError(
                     f"the {self.tier} tier is limited to {self.limit:,} bytes, of which {self._in_use:,} are in use; "
                     f"{num_bytes:,} more bytes of {kind} do not fit: raise {limit_flag(self.tier)} or take a smaller "
@@ -55,14 +59,14 @@ class Ledger:
                 )
             self._serial += 1
             allocation = Allocation(kind, num_bytes, self._serial)
-            self._held[allocation.serial] = allocation
+            self._allocations[allocation.serial] = allocation
             self._in_use += num_bytes
             self.peak = max(self.peak, self._in_use)
             return allocation
 
     @contextmanager
     def claimed(self, kind: str, num_bytes: int) -> Iterator[Allocation]:
-        """A claim for what the block allocates, given back if that fails."""
+        """Claim bytes for what the block allocates; release them if the block fails."""
         allocation = self.claim(kind, num_bytes)
         try:
             yield allocation
@@ -71,21 +75,21 @@ class Ledger:
             raise
 
     def release(self, allocation: Allocation) -> None:
-        """Give a claim back; a claim that is not held is a defect of ours."""
         with self._lock:
-            assert self._held.pop(allocation.serial, None) is not None, f"{allocation} was not held"
+            assert self._allocations.pop(allocation.serial, None) is not None, f"{allocation} was not held"
             self._in_use -= allocation.num_bytes
 
     def by_kind(self) -> dict[str, int]:
+        """Return {kind: bytes in use}."""
         with self._lock:
-            totals: dict[str, int] = {}
-            for allocation in self._held.values():
-                totals[allocation.kind] = totals.get(allocation.kind, 0) + allocation.num_bytes
-            return totals
+            totals: Counter[str] = Counter()
+            for allocation in self._allocations.values():
+                totals[allocation.kind] += allocation.num_bytes
+            return dict(totals)
 
     def check(self, expected: dict[str, int] | None = None) -> None:
-        """The books balance and (if given) hold just these bytes by kind; tests call it when the engine is idle."""
+        """Assert that the books balance, and that just `expected` bytes by kind are in use (None: any)."""
         by_kind = self.by_kind()
         assert sum(by_kind.values()) == self._in_use, f"{self.tier}: {by_kind} does not sum to {self._in_use}"
-        assert self.limit is None or self._in_use <= self.limit
+        assert self._in_use <= self.limit
         assert expected is None or by_kind == expected, f"{self.tier}: holds {by_kind}, expected {expected}"

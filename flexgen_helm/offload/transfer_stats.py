@@ -1,9 +1,10 @@
-"""What moved between tiers, by link and kind, and how long computing waited for it. Thread-safe counters."""
+"""Bytes moved between tiers, and the seconds that loading, storing and waiting took. Thread-safe counters."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -16,41 +17,39 @@ KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
 
 
 class TransferStats:
-    """Bytes by link and kind, and seconds by what they were spent on."""
+    """Counters of one engine since the last `reset`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bytes: dict[tuple[LinkName, Kind], int] = {}
-        self._seconds: dict[str, float] = {}
+        self._bytes: Counter[tuple[LinkName, Kind]] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def count_bytes(self, link: LinkName, kind: Kind, num_bytes: int) -> None:
         with self._lock:
-            self._bytes[link, kind] = self._bytes.get((link, kind), 0) + num_bytes
+            self._bytes[link, kind] += num_bytes
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Add the seconds of a block to `what`."""
-        began = time.perf_counter()
+    def timed(self, activity: str) -> Iterator[None]:
+        """Add the block's seconds to `activity`: 'load_', 'store_' or 'wait_' and a kind."""
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self.add_seconds(what, time.perf_counter() - began)
-
-    def add_seconds(self, what: str, seconds: float) -> None:
-        with self._lock:
-            self._seconds[what] = self._seconds.get(what, 0.0) + seconds
+            seconds = time.perf_counter() - start
+            with self._lock:
+                self._seconds[activity] += seconds
 
     def bytes(self) -> dict[str, dict[str, int]]:
-        """{link: {kind: bytes}}, every link and kind named."""
+        """Return {link: {kind: bytes}} for all links and kinds."""
         with self._lock:
-            return {link: {kind: self._bytes.get((link, kind), 0) for kind in KINDS} for link in LINKS}
+            return {link: {kind: self._bytes[link, kind] for kind in KINDS} for link in LINKS}
 
     def seconds(self) -> dict[str, float]:
+        """Return {activity: seconds} for the activities that occurred."""
         with self._lock:
             return dict(self._seconds)
 
     def reset(self) -> None:
-        """Begin to count anew."""
         with self._lock:
             self._bytes.clear()
             self._seconds.clear()

@@ -29,10 +29,10 @@ FINGERPRINT = "f" * 64
 
 def page(*values: int) -> torch.Tensor:
     """Aligned bytes, a page for each value."""
-    held = pages(len(values) * ALIGNMENT)
+    buffer = pages(len(values) * ALIGNMENT)
     for i, value in enumerate(values):
-        held[i * ALIGNMENT : (i + 1) * ALIGNMENT] = value
-    return held
+        buffer[i * ALIGNMENT : (i + 1) * ALIGNMENT] = value
+    return buffer
 
 
 def without_direct_io(monkeypatch):
@@ -63,16 +63,16 @@ def test_what_is_written_is_read_and_lies_in_the_file(tmp_path, mode):
     assert path.stat().st_size == 5 * ALIGNMENT == path.stat().st_blocks * 512, "blocks are not set aside"
     file.write(ALIGNMENT, page(3, 4))
     file.write(0, page(1))
-    found = page(9, 9, 9)
-    file.read(0, found)
-    assert torch.equal(found, page(1, 3, 4))
+    buffer = page(9, 9, 9)
+    file.read(0, buffer)
+    assert torch.equal(buffer, page(1, 3, 4))
     # Independent of our reading.
     assert path.read_bytes() == bytes(page(1, 3, 4, 0, 0).numpy())
     file.close()
-    again = DirectFile(path, 5 * ALIGNMENT - 7, create=False)
-    again.read(2 * ALIGNMENT, found[:ALIGNMENT])
-    assert int(found[0]) == 4
-    again.close(delete=True)
+    reopened = DirectFile(path, 5 * ALIGNMENT - 7, create=False)
+    reopened.read(2 * ALIGNMENT, buffer[:ALIGNMENT])
+    assert int(buffer[0]) == 4
+    reopened.close(delete=True)
     assert not path.exists()
 
 
@@ -87,10 +87,10 @@ def test_any_order_of_writes_leaves_the_last_of_each_page(tmp_path, mode, monkey
         count = min(count, 8 - first)
         file.write(first * ALIGNMENT, page(*[value] * count))
         expected[first * ALIGNMENT : (first + count) * ALIGNMENT] = value
-    found = page(*range(8))
-    file.read(0, found)
+    buffer = page(*range(8))
+    file.read(0, buffer)
     file.close(delete=True)
-    assert torch.equal(found, expected)
+    assert torch.equal(buffer, expected)
 
 
 def test_a_file_cut_short_is_named_when_opened_and_when_read(tmp_path, mode):
@@ -138,9 +138,9 @@ mine.fill_(int(sys.argv[2]))
 print(where.run.name, flush=True)
 for line in sys.stdin:
     file.write(0, mine)
-    found = pages(8192)
-    file.read(0, found)
-    print(torch.equal(found, mine), flush=True)
+    buffer = pages(8192)
+    file.read(0, buffer)
+    print(torch.equal(buffer, mine), flush=True)
 file.close(delete=True)
 where.close()
 """
@@ -248,34 +248,34 @@ def matrix(seed: int, size: int = 3000) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).half()
 
 
-class Asked:
-    """Pieces of a tensor that know whether they were asked for."""
+class Tiles:
+    """Tiles of a tensor that know whether they were read."""
 
     def __init__(self, tensor: torch.Tensor, cut: int = 1000) -> None:
-        self.tensor, self.cut, self.was = tensor, cut, False
+        self.tensor, self.cut, self.was_read = tensor, cut, False
 
     def __iter__(self):
-        self.was = True
+        self.was_read = True
         yield from self.tensor.split(self.cut)
 
 
-def ensured(folder: Path, pieces: Asked, fingerprint: str = FINGERPRINT, fmt: str = "float16"):
+def ensured(folder: Path, tiles: Tiles, fingerprint: str = FINGERPRINT, fmt: str = "float16"):
     """The tensor that the file holds, through `WeightFiles` alone."""
     files = WeightFiles(folder, fingerprint, fmt)
-    size = pieces.tensor.numel() * 2
-    file = files.ensure("a.weight", size, pieces)
-    held = pages(aligned(size))
-    file.read(0, held)
+    size = tiles.tensor.numel() * 2
+    file = files.ensure("a.weight", size, tiles)
+    buffer = pages(aligned(size))
+    file.read(0, buffer)
     file.close()
     files.verify("a.weight")
-    return held[:size].view(torch.float16)
+    return buffer[:size].view(torch.float16)
 
 
 def test_weights_are_written_once_and_reused(tmp_path, monkeypatch, mode):
     monkeypatch.setattr(disk, "_CHUNK", 2 * ALIGNMENT)
-    first, second = Asked(matrix(1, 20_000), 999), Asked(matrix(1, 20_000))
-    assert torch.equal(ensured(tmp_path, first), first.tensor) and first.was
-    assert torch.equal(ensured(tmp_path, second), first.tensor) and not second.was
+    first, second = Tiles(matrix(1, 20_000), 999), Tiles(matrix(1, 20_000))
+    assert torch.equal(ensured(tmp_path, first), first.tensor) and first.was_read
+    assert torch.equal(ensured(tmp_path, second), first.tensor) and not second.was_read
     assert {path.name for path in tmp_path.iterdir()} == {"a.weight", "manifest.json", "manifest.lock"}
 
 
@@ -302,10 +302,10 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_what_the_manifest_does_not_know_is_written_again(tmp_path, damage):
-    ensured(tmp_path, Asked(matrix(1)))
+    ensured(tmp_path, Tiles(matrix(1)))
     damage(tmp_path)
-    again = Asked(matrix(2))  # another content shows whose bytes are read
-    assert torch.equal(ensured(tmp_path, again), again.tensor) and again.was
+    rewritten = Tiles(matrix(2))  # another content shows whose bytes are read
+    assert torch.equal(ensured(tmp_path, rewritten), rewritten.tensor) and rewritten.was_read
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert (manifest["fingerprint"], manifest["form"]) == (FINGERPRINT, "float16")
 
@@ -314,17 +314,17 @@ def test_models_do_not_share_files(tmp_path):
     where = OffloadDirectory(tmp_path)
     size = 6000
     for seed, fingerprint in ((1, "a" * 64), (2, "b" * 64), (1, "a" * 64)):
-        file = where.weights(fingerprint, "float16").ensure("a.weight", size, Asked(matrix(seed)))
-        held = pages(aligned(size))
-        file.read(0, held)
-        assert torch.equal(held[:size].view(torch.float16), matrix(seed))
+        file = where.weights(fingerprint, "float16").ensure("a.weight", size, Tiles(matrix(seed)))
+        buffer = pages(aligned(size))
+        file.read(0, buffer)
+        assert torch.equal(buffer[:size].view(torch.float16), matrix(seed))
         file.close()
     where.close()
     assert names(tmp_path) == {f"weights-{'a' * 32}-float16", f"weights-{'b' * 32}-float16"}
 
 
 def test_a_changed_byte_is_found_by_the_hash(tmp_path):
-    ensured(tmp_path, Asked(matrix(1)))
+    ensured(tmp_path, Tiles(matrix(1)))
     files = WeightFiles(tmp_path, FINGERPRINT, "float16")
     files.verify("a.weight")
     data = bytearray((tmp_path / "a.weight").read_bytes())
@@ -346,7 +346,7 @@ def test_a_writer_that_fails_leaves_nothing_and_what_a_killed_one_left_goes(tmp_
     assert {path.name for path in tmp_path.iterdir()} == {"manifest.lock"}
     for left in ("a.weight.part", "b.weight.part", ".manifest.json.1.2.tmp"):
         (tmp_path / left).write_bytes(b"x")
-    ensured(tmp_path, Asked(matrix(1)))
+    ensured(tmp_path, Tiles(matrix(1)))
     assert {path.name for path in tmp_path.iterdir()} == {"a.weight", "manifest.json", "manifest.lock"}
 
 
