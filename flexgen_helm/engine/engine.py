@@ -124,7 +124,6 @@ class Engine:
                 self._dtype,
                 compute_copies=self._memory.compute_copies,
                 staging_bytes=self._memory.staging_bytes,
-                overlap=overlap,
                 precision=precision,
             )
         except BaseException:

@@ -1,133 +1,129 @@
-"""Hidden states of batches that wait between two stages, split by rows over the tiers as the policy says."""
+"""Hidden states of batches that wait between two stages, split by rows over the tiers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.staging import aligned
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.planner.placement import TIERS, Tier
 
 
 @dataclass(eq=False)
-class _Waiting:
-    """One batch's states: the part beside the computing, parts on their way out, and the whole on its way back."""
+class _StoredBatch:
+    """The hidden states [T, H] of one batch.
+
+    resident: the first rows, on the compute device.
+    stores: tier -> store of the next rows; its result is the rows in host memory, or None on the disk.
+    claims: releases the memory on all tiers.
+    fetch: of all rows to the compute device, once `prefetch` was called.
+    """
 
     shape: torch.Size
-    near: Tensor
-    leaving: dict[Tier, Future[Tensor | None]] = field(default_factory=dict)
-    claims: list[tuple[Tier, Allocation]] = field(default_factory=list)
-    coming: Future[Tensor] | None = None
+    resident: Tensor
+    stores: dict[Tier, Future[Tensor | None]] = field(default_factory=dict)
+    claims: ExitStack = field(default_factory=ExitStack)
+    fetch: Future[Tensor] | None = None
 
 
 class ActivationStore:
-    """Holds the hidden states [T, H] of batches by number, claimed from their tiers as 'activations'."""
+    """Hidden states [T, H] by batch number. Stores and fetches run in the background; their errors surface in `load`.
+
+    placed: tier -> bytes stored so far.
+    """
 
     def __init__(self, tiers: Tiers, fractions: Mapping[Tier, float]) -> None:
+        """fractions: share of a batch's rows on each tier."""
         self._tiers, self._fractions = tiers, fractions
-        self._waiting: dict[int, _Waiting] = {}
+        self._batches: dict[int, _StoredBatch] = {}
         self._files: dict[int, DirectFile] = {}
-        self.placed = dict.fromkeys(TIERS, 0)  # bytes ever put, by tier
+        self.placed = dict.fromkeys(TIERS, 0)
 
     def store(self, batch: int, hidden: Tensor) -> None:
-        """Keep a batch's states; what goes elsewhere leaves in the background."""
-        rows, home = hidden.shape[0], self._tiers.compute_tier
-        cuts, done = {}, 0.0
-        for tier in (home, *(t for t in TIERS if t != home)):
-            begin, done = round(done * rows), done + self._fractions[tier]
-            cuts[tier] = slice(begin, round(min(done, 1.0) * rows))
-        width = hidden[:1].numel() * hidden.element_size()
-        held = _Waiting(hidden.shape, hidden[cuts[home]])
-        self._waiting[batch] = held
-        for tier, cut in cuts.items():
-            size = (cut.stop - cut.start) * width
-            if not size:
+        """Store a batch's states; blocks while too many bytes wait to be stored.
+
+        Raises `MemoryLimitError` if a tier has no room for its rows.
+        """
+        tiers, compute_tier, num_rows = self._tiers, self._tiers.compute_tier, hidden.shape[0]
+        rows, share = {}, 0.0
+        for tier in (compute_tier, *(t for t in TIERS if t != compute_tier)):  # in `_fetch`, the disk's are the last
+            first, share = round(share * num_rows), share + self._fractions[tier]
+            rows[tier] = hidden[first : round(min(share, 1.0) * num_rows)]
+        stored = self._batches[batch] = _StoredBatch(hidden.shape, rows[compute_tier])
+        for tier, part in rows.items():
+            if not part.numel():
                 continue
-            held.claims.append((tier, self._tiers.ledgers[tier].claim("activations", size)))
-            self.placed[tier] += size
-            if tier != home:
-                held.leaving[tier] = self._leave(batch, tier, hidden[cut])
-        if held.leaving:
-            held.near = held.near.clone()  # a view, even an empty one, would keep the parts that left alive
+            stored.claims.callback(tiers.ledgers[tier].release, tiers.ledgers[tier].claim("activations", part.nbytes))
+            self.placed[tier] += part.nbytes
+            if tier != compute_tier:
+                stored.stores[tier] = self._store_async(batch, tier, part)
+        if stored.stores:
+            # A view, even an empty one, would keep the memory of the other rows.
+            stored.resident = stored.resident.clone()
 
     def prefetch(self, batch: int) -> None:
-        """Begin to bring a batch's states back; harmless where they are here or coming."""
-        held = self._waiting.get(batch)
-        if held is not None and held.leaving and held.coming is None:
-            held.coming = self._tiers.submit("activations in", lambda: self._bring(batch, held))
+        """Begin to fetch a batch's states; does nothing if there are none, or all are resident or being fetched."""
+        stored = self._batches.get(batch)
+        if stored is not None and stored.stores and stored.fetch is None:
+            stored.fetch = self._tiers.submit("activations in", lambda: self._fetch(batch, stored))
 
     def load(self, batch: int) -> Tensor:
-        """The states, which are kept no more."""
-        held = self._waiting[batch]
-        if held.leaving:
-            self.prefetch(batch)
-            assert held.coming is not None
-            hidden = self._tiers.wait(held.coming, "activations")
-        else:
-            hidden = held.near
-        self._forget(batch)
+        """Return a batch's states on the compute device and forget them; waits for their stores and fetches."""
+        self.prefetch(batch)
+        stored = self._batches[batch]
+        hidden = stored.resident if stored.fetch is None else self._tiers.wait(stored.fetch, "activations")
+        self._batches.pop(batch).claims.close()
         return hidden
 
     def close(self) -> None:
-        for batch in list(self._waiting):
-            held = self._waiting[batch]
-            for future in (*held.leaving.values(), *([held.coming] if held.coming else ())):
-                future.exception()  # waits; the error that ended the run is reported elsewhere
-            self._forget(batch)
+        """Forget all states, after running transfers; their errors are ignored, because one of them ended the run."""
+        for stored in self._batches.values():
+            for future in (*stored.stores.values(), stored.fetch):
+                if future is not None:
+                    future.exception()  # waits
+            stored.claims.close()
+        self._batches.clear()
         for file in self._files.values():
             file.close(delete=True)
         self._files.clear()
 
-    def _forget(self, batch: int) -> None:
-        for tier, claim in self._waiting.pop(batch).claims:
-            self._tiers.ledgers[tier].release(claim)
-
-    def _leave(self, batch: int, tier: Tier, part: Tensor) -> Future[Tensor | None]:
-        size = part.numel() * part.element_size()
-        if tier == "disk" and (batch not in self._files or self._files[batch].size < aligned(size)):
+    def _store_async(self, batch: int, tier: Tier, part: Tensor) -> Future[Tensor | None]:
+        if tier == "disk" and (batch not in self._files or self._files[batch].size < aligned(part.nbytes)):
             if batch in self._files:
                 self._files.pop(batch).close(delete=True)
-            self._files[batch] = self._tiers.directory().scratch(f"activations-{batch}", size)
+            self._files[batch] = self._tiers.directory().scratch(f"activations-{batch}", part.nbytes)
 
         def store() -> Tensor | None:
-            near = part
-            if self._tiers.copy_engine is not None:
-                near = self._tiers.copy_engine.to_host(part)
-                self._tiers.stats.count_bytes("gpu_to_cpu", "activations", size)
+            on_host = self._tiers.to_host(part, "activations")
             if tier != "disk":
-                return near
-            self._files[batch].write_tensor(0, near)
-            self._tiers.stats.count_bytes("cpu_to_disk", "activations", size)
+                return on_host
+            self._files[batch].write_tensor(0, on_host)
+            self._tiers.stats.count_bytes("cpu_to_disk", "activations", part.nbytes)
             return None
 
-        return self._tiers.store_async("activations", size, store)
+        return self._tiers.store_async("activations", part.nbytes, store)
 
-    def _bring(self, batch: int, held: _Waiting) -> Tensor:
+    def _fetch(self, batch: int, stored: _StoredBatch) -> Tensor:
+        """Join all rows on the compute device; runs in the background."""
         with self._tiers.stats.timed("load_activations"):
-            parts, first = [held.near], held.near.shape[0]
-            for tier, future in held.leaving.items():
-                there = future.result()
-                if tier == "disk":
-                    rows = held.shape[0] - first  # the disk's part is the last
-                    there = self._read(batch, rows, held)
-                assert there is not None
-                first += there.shape[0]
-                if self._tiers.copy_engine is not None:
-                    size = there.numel() * there.element_size()
-                    there = self._tiers.copy_engine.to_device(there)
-                    self._tiers.stats.count_bytes("cpu_to_gpu", "activations", size)
-                parts.append(there)
+            parts, num_rows = [stored.resident], stored.resident.shape[0]
+            for store in stored.stores.values():
+                part = store.result()
+                if part is None:
+                    part = self._read(batch, stored.shape[0] - num_rows, stored)
+                num_rows += part.shape[0]
+                parts.append(self._tiers.to_device(part, "activations"))
             return torch.cat(parts)
 
-    def _read(self, batch: int, rows: int, held: _Waiting) -> Tensor:
-        size = rows * held.shape[1] * held.near.element_size()
-        self._tiers.note_fetch(size)
-        self._tiers.stats.count_bytes("disk_to_cpu", "activations", size)
-        return self._files[batch].read_tensor(0, (rows, held.shape[1]), held.near.dtype)
+    def _read(self, batch: int, num_rows: int, stored: _StoredBatch) -> Tensor:
+        part = self._files[batch].read_tensor(0, (num_rows, stored.shape[1]), stored.resident.dtype)
+        self._tiers.note_fetch(part.nbytes)
+        self._tiers.stats.count_bytes("disk_to_cpu", "activations", part.nbytes)
+        return part

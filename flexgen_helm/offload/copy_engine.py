@@ -1,7 +1,7 @@
-"""The link between the host and the device that computes: CUDA, or a simulated one with a set bandwidth.
+"""Copies between host memory and the compute device: over CUDA streams, or over a simulated link of a given bandwidth.
 
-Copies block the calling thread, which is a loader's or a writer's, until the data has arrived; computing goes on
-meanwhile. The two directions are independent (full duplex).
+A copy blocks its thread, a loader or a writer, until the data has arrived. Computing goes on meanwhile. The two
+directions are independent (full duplex).
 """
 
 from __future__ import annotations
@@ -18,63 +18,72 @@ from flexgen_helm.offload.staging import pages
 
 
 class CopyEngine(ABC):
-    """Copies between host memory and device memory, one at a time in each direction."""
+    """One copy at a time in each direction; any thread may call."""
 
     device: torch.device
 
+    def __init__(self) -> None:
+        self._thread_local = threading.local()
+
     @abstractmethod
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """Copy from the host to `target` (or new device memory); what was computing on `target` is waited for."""
+        """Copy from host memory to `target` (None: new device memory), after the work that `mark_used` marked."""
 
     @abstractmethod
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """Copy to `target` (or new host memory); what is still computing `source` is waited for."""
+        """Copy to `target` (None: new host memory), after the work that was launched on the device before."""
 
     @abstractmethod
     def mark_used(self) -> None:
-        """Device memory was read by work that may be under way; the computing thread says so before it is reused."""
+        """Make later copies to the device wait for all work that the computing thread has launched so far.
 
+        The computing thread calls it before it releases device memory that such work may still read.
+        """
+
+    @abstractmethod
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Host memory [num_bytes] that copies are fast from and to."""
-        return pages(num_bytes)[:num_bytes]
+        """Allocate host memory [num_bytes] that copies are fast from and to."""
 
-    def device_memory(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+    def thread_buffer(self, num_bytes: int) -> Tensor:
+        """Return host memory [at least num_bytes] that belongs to the calling thread until its next call."""
+        buffer: Tensor | None = getattr(self._thread_local, "buffer", None)
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._thread_local.buffer = self.host_memory(num_bytes)
+        return buffer
 
 
 class SimulatedCopyEngine(CopyEngine):
-    """A gpu in host memory behind a link of `in_gb_s` and `out_gb_s` (10^9 bytes a second; None: no throttle)."""
+    """A gpu in host memory behind a link of `in_gb_s` and `out_gb_s` (GB/s; None: not throttled)."""
 
     def __init__(self, in_gb_s: float | None, out_gb_s: float | None) -> None:
+        super().__init__()
         self.device = torch.device("cpu")
         self.gb_s = None if in_gb_s is None or out_gb_s is None else (in_gb_s, out_gb_s)
-        self._directions = [(threading.Lock(), in_gb_s), (threading.Lock(), out_gb_s)]
+        self._in, self._out = (threading.Lock(), in_gb_s), (threading.Lock(), out_gb_s)
 
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        return self._copy(source, target, *self._directions[0])
+        return self._copy(source, target, *self._in)
 
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        return self._copy(source, target, *self._directions[1])
+        return self._copy(source, target, *self._out)
 
     def mark_used(self) -> None:
-        return None
+        return None  # computing is synchronous
 
-    def device_memory(self, num_bytes: int) -> Tensor:
+    def host_memory(self, num_bytes: int) -> Tensor:
         return pages(num_bytes)[:num_bytes]
 
-    def _copy(self, source: Tensor, target: Tensor | None, busy: threading.Lock, gb_s: float | None) -> Tensor:
-        with busy:
-            began = time.perf_counter()
-            arrived = _copied(source, torch.empty_like(source) if target is None else target)
+    def _copy(self, source: Tensor, target: Tensor | None, lock: threading.Lock, gb_s: float | None) -> Tensor:
+        with lock:
+            start = time.perf_counter()
+            target = _copy_in_this_thread(source, torch.empty_like(source) if target is None else target)
             if gb_s is not None:
-                rest = source.numel() * source.element_size() / (gb_s * 1e9) - (time.perf_counter() - began)
-                if rest > 0:
-                    time.sleep(rest)
-        return arrived
+                time.sleep(max(0.0, source.nbytes / (gb_s * 1e9) - (time.perf_counter() - start)))
+        return target
 
 
-def _copied(source: Tensor, target: Tensor) -> Tensor:
-    """Copy with this thread alone: torch's own copy would start as many threads as the computing has."""
+def _copy_in_this_thread(source: Tensor, target: Tensor) -> Tensor:
+    """Copy without torch's threads, which would compete with those that compute."""
     if not (source.is_contiguous() and target.is_contiguous()):
         return target.copy_(source)
     np.copyto(target.view(-1).view(torch.uint8).numpy(), source.view(-1).view(torch.uint8).numpy())
@@ -82,31 +91,32 @@ def _copied(source: Tensor, target: Tensor) -> Tensor:
 
 
 class CudaCopyEngine(CopyEngine):
-    """One stream a direction. The copying thread waits for its copy; the computing stream is never held up."""
+    """One CUDA stream a direction. The copying thread waits for its copy; the computing stream never waits."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
-        self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._locks = threading.Lock(), threading.Lock()
+        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._in_lock, self._out_lock = threading.Lock(), threading.Lock()
         self._used = torch.cuda.Event()
-        self._used.record(torch.cuda.current_stream(device))
+        self.mark_used()
 
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        with self._locks[0], torch.cuda.stream(self._streams[0]):
-            self._streams[0].wait_event(self._used)
+        with self._in_lock, torch.cuda.stream(self._in):
+            self._in.wait_event(self._used)
             target = torch.empty_like(source, device=self.device) if target is None else target
             target.copy_(source, non_blocking=True)
-            self._streams[0].synchronize()
+            self._in.synchronize()
         return target
 
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         computed = torch.cuda.Event()
         computed.record(torch.cuda.current_stream(self.device))
-        with self._locks[1], torch.cuda.stream(self._streams[1]):
-            self._streams[1].wait_event(computed)
+        with self._out_lock, torch.cuda.stream(self._out):
+            self._out.wait_event(computed)
             target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True) if target is None else target
             target.copy_(source, non_blocking=True)
-            self._streams[1].synchronize()
+            self._out.synchronize()
         return target
 
     def mark_used(self) -> None:

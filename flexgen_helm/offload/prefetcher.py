@@ -32,10 +32,10 @@ StageRows = Callable[[str], Iterator[tuple[int, Tensor]]]
 
 
 @dataclass(frozen=True)
-class OffloadedMatrix:
-    """A matrix on another tier.
+class StagedMatrix:
+    """A matrix on another tier, and the units that it is staged in.
 
-    row_bytes: of one stored row.
+    rows, row_bytes: in its storage format.
     tile_rows: rows of one unit.
     fetch: see `Fetch`.
     """
@@ -61,7 +61,7 @@ def staged_bytes(rows: int, row_bytes: int) -> int:
     return aligned(rows * row_bytes) + 2 * aligned(1)
 
 
-def fits(matrices: Sequence[OffloadedMatrix], capacity: int) -> bool:
+def fits(matrices: Sequence[StagedMatrix], capacity: int) -> bool:
     """Return whether a ring holds all units at once, wherever in it the first one is."""
     sizes = [size for matrix in matrices for size in matrix.unit_bytes()]
     # Slots may not fit round the ring's end exactly; one unit's size covers what that wastes.
@@ -70,7 +70,7 @@ def fits(matrices: Sequence[OffloadedMatrix], capacity: int) -> bool:
 
 @dataclass(eq=False)
 class _Unit:
-    matrix: OffloadedMatrix
+    matrix: StagedMatrix
     first: int
     count: int
     ready: threading.Event = field(default_factory=threading.Event)
@@ -128,7 +128,7 @@ class WeightPrefetcher:
         """Whether visits are announced whose uses are not known yet."""
         return any(visit.uses_left is None for visit in self._visits)
 
-    def start(self, stage: str, matrices: Sequence[OffloadedMatrix], uses: int | None) -> bool:
+    def start(self, stage: str, matrices: Sequence[StagedMatrix], uses: int | None) -> bool:
         """Announce the next visit and begin to load it: `stage` will be used `uses` times in a row.
 
         matrices: what it needs, in the order of use.
@@ -236,7 +236,7 @@ class WeightPrefetcher:
         self._release(unit)
 
     def _release(self, unit: _Unit) -> None:
-        if unit.slot is not None and not unit.slot.given_back:
+        if unit.slot is not None and not unit.slot.released:
             unit.rows = None
             self._mark_used()
             self._ring.release(unit.slot)
@@ -267,7 +267,7 @@ class WeightPrefetcher:
         try:
             if unit.slot is not None:
                 with self._stats.timed("load_weights"):
-                    unit.rows = unit.matrix.fetch(unit.first, unit.count, self._ring.bytes_of(unit.slot))
+                    unit.rows = unit.matrix.fetch(unit.first, unit.count, self._ring.memory(unit.slot))
         except BaseException as error:  # surfaces where the unit is used
             unit.error = error
         finally:

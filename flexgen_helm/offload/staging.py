@@ -1,4 +1,4 @@
-"""A ring of staging memory: blocks are taken in order by one thread and given back by another."""
+"""Page-aligned host memory, and the ring buffer that weights are staged in."""
 
 from __future__ import annotations
 
@@ -14,93 +14,98 @@ from torch import Tensor
 
 from flexgen_helm.planner.constants import ALIGNMENT
 
-# Memory from here on comes in large pages (2 MiB on most machines).
-_LARGE = 4 << 20
+# Allocations from this size on ask for huge pages (2 MiB on most machines).
+_HUGE_PAGES_FROM = 4 << 20
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
+    """Round up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def pages(num_bytes: int) -> Tensor:
-    """Page-aligned host memory [num_bytes rounded up to whole pages], zero, and not resident until it is written.
+    """Allocate page-aligned, zeroed host memory [num_bytes rounded up to whole pages].
 
-    In large pages where it is large and the system has them: direct I/O looks every page up.
+    The system provides a page when it is first written. Large allocations use huge pages where the system has them,
+    because direct I/O looks up every page.
     """
     memory = mmap.mmap(-1, max(ALIGNMENT, aligned(num_bytes)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+    if num_bytes >= _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
 
 class RingCancelled(Exception):
-    """The waiting for room was called off."""
+    """`StagingRing.cancel` ended a wait for room."""
 
 
 @dataclass(eq=False)
 class RingSlot:
-    """`size` bytes of the ring from `offset` on, both aligned."""
+    """`size` bytes of the ring from `offset`, both aligned."""
 
     offset: int
     size: int
-    given_back: bool = False
+    released: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
 
 
 class StagingRing:
-    """`capacity` bytes of page-aligned memory, of which blocks are reused first in, first out.
+    """A ring buffer whose slots are reused first in, first out. Thread-safe.
 
-    A block that is given back early is reused only when all older ones are back too: the users here (weights in the
-    order of a pass) give back in that order anyway. One thread takes, any may give.
+    A slot that is released early is reused only after all older slots are released. Weights are released in order
+    anyway, because a pass uses them in order.
 
-        | free |  oldest … newest  | free |        take behind the newest, or from the start again
+        | free |  oldest … newest  | free |        acquire behind the newest, or from the start again
     """
 
     def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
-        """memory: of `capacity` bytes on any device; None for pages of this process, not resident until written."""
+        """memory: of `capacity` bytes, rounded up to whole pages, on any device; None allocates host memory."""
         self.capacity = aligned(capacity)
-        memory = pages(self.capacity) if memory is None else memory
-        assert memory.numel() == self.capacity
-        self._memory = memory
-        self._blocks: deque[RingSlot] = deque()
+        self._memory = pages(self.capacity) if memory is None else memory
+        assert self._memory.numel() == self.capacity
+        self._slots: deque[RingSlot] = deque()  # from the oldest to the newest
         self._changed = threading.Condition()
         self._cancelled = False
 
     def acquire(self, num_bytes: int) -> RingSlot:
-        """Wait until a block has room; raises `RingCancelled` once `cancel` was called."""
+        """Take a slot of at least `num_bytes`; wait for room. Raises `RingCancelled` from `cancel` until `resume`."""
         size = aligned(num_bytes)
-        assert 0 < size <= self.capacity, f"a block of {size} bytes in a ring of {self.capacity}"
+        assert 0 < size <= self.capacity, f"a slot of {size} bytes in a ring of {self.capacity}"
         with self._changed:
             while True:
                 if self._cancelled:
                     raise RingCancelled
-                offset = self._room(size)
+                offset = self._free_offset(size)
                 if offset is not None:
-                    block = RingSlot(offset, size)
-                    self._blocks.append(block)
-                    return block
+                    slot = RingSlot(offset, size)
+                    self._slots.append(slot)
+                    return slot
                 self._changed.wait()
 
-    def release(self, block: RingSlot) -> None:
+    def release(self, slot: RingSlot) -> None:
         with self._changed:
-            assert not block.given_back
-            block.given_back = True
-            while self._blocks and self._blocks[0].given_back:
-                self._blocks.popleft()
+            assert not slot.released
+            slot.released = True
+            while self._slots and self._slots[0].released:
+                self._slots.popleft()
             self._changed.notify_all()
 
-    def bytes_of(self, block: RingSlot) -> Tensor:
-        """The block's memory [size] as bytes."""
-        return self._memory[block.offset : block.offset + block.size]
+    def memory(self, slot: RingSlot) -> Tensor:
+        """Return the slot's bytes [size]."""
+        return self._memory[slot.offset : slot.end]
 
     @property
     def in_use(self) -> int:
+        """Bytes that cannot be acquired yet."""
         with self._changed:
-            return sum(block.size for block in self._blocks)
+            return sum(slot.size for slot in self._slots)
 
     def cancel(self) -> None:
-        """Call off the wait for room, now and until `resume`."""
+        """End all waits for room, now and until `resume`."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
@@ -109,12 +114,13 @@ class StagingRing:
         with self._changed:
             self._cancelled = False
 
-    def _room(self, size: int) -> int | None:
-        if not self._blocks:
+    def _free_offset(self, size: int) -> int | None:
+        """Return where `size` bytes are free behind the newest slot; None if there is no room."""
+        if not self._slots:
             return 0
-        first, last = self._blocks[0].offset, self._blocks[-1].offset + self._blocks[-1].size
-        if self._blocks[-1].offset >= first:  # not wrapped: free behind the newest and before the oldest
-            if last + size <= self.capacity:
-                return last
-            return 0 if size <= first else None
-        return last if last + size <= first else None
+        oldest, newest = self._slots[0], self._slots[-1]
+        if newest.offset < oldest.offset:  # wrapped: free between the newest and the oldest
+            return newest.end if newest.end + size <= oldest.offset else None
+        if newest.end + size <= self.capacity:
+            return newest.end
+        return 0 if size <= oldest.offset else None

@@ -1,4 +1,8 @@
-"""The three tiers of one engine: their ledgers, the link between two of them, and the folder of the third."""
+"""The memory tiers of one engine, and the transfers between them.
+
+Transfers run in background threads: one thread for each direction of each kind, so that transfers of a kind and
+direction keep their order. An error of a transfer surfaces where its future is waited for.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.disk import OffloadDirectory
@@ -23,8 +28,16 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class Tiers:
-    """home: the tier beside the computing device, 'gpu' or, without one, 'cpu'. link: between host and device, None
-    where the host computes. folder: of the disk tier, opened when it is first needed."""
+    """The tiers, as the computing thread uses them. `to_device` and `to_host` may be called from any thread.
+
+    device: computes.
+    compute_tier: the tier of the device's memory: 'gpu', or 'cpu' on a machine without one.
+    copy_engine: copies between host and device; None if the host computes.
+    folder: of the disk tier.
+    overlap: transfers run in the background; False runs each one in its caller.
+    peak_pending_store_bytes: the most bytes that waited to be stored.
+    peak_fetch_bytes: of the largest fetch.
+    """
 
     device: torch.device
     compute_tier: Tier
@@ -33,78 +46,103 @@ class Tiers:
     folder: Path
     overlap: bool = True
     stats: TransferStats = field(default_factory=TransferStats)
-    peak_pending_stores: int = 0  # bytes that waited to be stored
-    peak_fetch: int = 0  # bytes of the largest piece that was brought
-    _pending_bytes: int = 0
-    _stored: threading.Condition = field(default_factory=threading.Condition)
+    peak_pending_store_bytes: int = 0
+    peak_fetch_bytes: int = 0
+    _pending_store_bytes: int = 0
+    _store_done: threading.Condition = field(default_factory=threading.Condition)
     _directory: OffloadDirectory | None = None
     _threads: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
 
-    def submit(self, lane: str, work: Callable[[], Result]) -> Future[Result]:
-        """Run in the lane's thread, one after the other; at once in the caller's where nothing may overlap.
+    def to_device(self, source: Tensor, kind: Kind, target: Tensor | None = None) -> Tensor:
+        """Copy host memory to the device, into the first elements of `target` if given; block until it has arrived.
 
-        An error surfaces at the future's result.
+        Returns `source` itself if the host computes.
+        """
+        if self.copy_engine is None:
+            return source
+        self.stats.count_bytes("cpu_to_gpu", kind, source.nbytes)
+        return self.copy_engine.to_device(source, None if target is None else target[: source.numel()])
+
+    def to_host(self, source: Tensor, kind: Kind) -> Tensor:
+        """Copy device memory to new host memory; block until it has arrived. Returns `source` if the host computes."""
+        if self.copy_engine is None:
+            return source
+        self.stats.count_bytes("gpu_to_cpu", kind, source.nbytes)
+        return self.copy_engine.to_host(source)
+
+    def submit(self, thread: str, transfer: Callable[[], Result]) -> Future[Result]:
+        """Run a transfer in the background thread of that name, after those submitted before. Never blocks or raises.
+
+        Without overlap the transfer runs before this returns. The future has its result or its error.
         """
         if not self.overlap:
             done: Future[Result] = Future()
             try:
-                done.set_result(work())
+                done.set_result(transfer())
             except BaseException as error:
                 done.set_exception(error)
             return done
-        if lane not in self._threads:
-            self._threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=lane)
-        return self._threads[lane].submit(work)
+        if thread not in self._threads:
+            self._threads[thread] = ThreadPoolExecutor(1, thread_name_prefix=thread)
+        return self._threads[thread].submit(transfer)
 
     def store_async(self, kind: Kind, num_bytes: int, store: Callable[[], Result]) -> Future[Result]:
-        """As `background`, for data that holds memory until it is stored; waits while too much does."""
-        if self._pending_bytes and self._pending_bytes + num_bytes > MAX_PENDING_STORE_BYTES:
-            with self.stats.timed(f"wait_{kind}"), self._stored:
-                self._stored.wait_for(
-                    lambda: not self._pending_bytes or self._pending_bytes + num_bytes <= MAX_PENDING_STORE_BYTES
-                )
-        with self._stored:
-            self._pending_bytes += num_bytes
-            self.peak_pending_stores = max(self.peak_pending_stores, self._pending_bytes)
+        """Submit the store of data that takes `num_bytes` of memory until it is stored.
+
+        Blocks while `MAX_PENDING_STORE_BYTES` would be exceeded; a larger store waits until it is the only one.
+        """
+
+        def has_room() -> bool:
+            pending = self._pending_store_bytes
+            return not pending or pending + num_bytes <= MAX_PENDING_STORE_BYTES
 
         def counted() -> Result:
             try:
                 with self.stats.timed(f"store_{kind}"):
                     return store()
             finally:
-                with self._stored:
-                    self._pending_bytes -= num_bytes
-                    self._stored.notify_all()
+                with self._store_done:
+                    self._pending_store_bytes -= num_bytes
+                    self._store_done.notify_all()
 
+        with self._store_done:
+            if not has_room():
+                with self.stats.timed(f"wait_{kind}"):
+                    self._store_done.wait_for(has_room)
+            self._pending_store_bytes += num_bytes
+            self.peak_pending_store_bytes = max(self.peak_pending_store_bytes, self._pending_store_bytes)
         return self.submit(f"{kind} out", counted)
 
+    def wait(self, future: Future[Result], kind: Kind) -> Result:
+        """Return the future's result or raise its error; count the time until then as waiting."""
+        if future.done():
+            return future.result()
+        with self.stats.timed(f"wait_{kind}"):
+            return future.result()
+
     def note_fetch(self, num_bytes: int) -> None:
-        """Note the size of a piece that is being brought."""
-        self.peak_fetch = max(self.peak_fetch, num_bytes)
+        """Record the size of a fetch, for `peak_transfer_bytes`."""
+        self.peak_fetch_bytes = max(self.peak_fetch_bytes, num_bytes)
 
     @property
     def peak_transfer_bytes(self) -> int:
-        """Memory of transfers beside what the ledgers count: what waits, and buffers of one piece in each direction."""
-        return self.peak_pending_stores + 2 * self.peak_fetch + min(self.peak_pending_stores, MAX_PENDING_STORE_BYTES)
+        """Memory of transfers that no ledger counts: pending stores, and one buffer in each direction."""
+        pending = self.peak_pending_store_bytes
+        return pending + 2 * self.peak_fetch_bytes + min(pending, MAX_PENDING_STORE_BYTES)
 
     def reset(self) -> None:
-        """Begin to measure anew."""
+        """Reset statistics and peaks, at the start of a run."""
         self.stats.reset()
-        self.peak_pending_stores = self.peak_fetch = 0
-
-    def wait(self, future: Future[Result], what: str) -> Result:
-        """The future's result; the time until then counts as waiting for `what`."""
-        if future.done():
-            return future.result()
-        with self.stats.timed(f"wait_{what}"):
-            return future.result()
+        self.peak_pending_store_bytes = self.peak_fetch_bytes = 0
 
     def directory(self) -> OffloadDirectory:
+        """Return the offload directory; the first call opens it. Raises `OffloadError` if it cannot be used."""
         if self._directory is None:
             self._directory = OffloadDirectory(self.folder)
         return self._directory
 
     def close(self) -> None:
+        """Wait for running transfers, cancel the others, and delete the files of this run; files of weights stay."""
         for thread in self._threads.values():
             thread.shutdown(cancel_futures=True)
         self._threads.clear()

@@ -1,19 +1,19 @@
-"""Weights at rest on their tiers, and the operators that the decoder sees.
+"""All weights of a model on their tiers, and the operators of a stage that the decoder gets.
 
-At rest a matrix keeps its 16-bit type, or is packed as the precision says: once, into a file that every tier is
-filled from. A product brings it to the compute type by row tile (`products`). Beside the computing device it may rest
-in the compute type instead, where there is room, and laid out as products like it best. Matrices of other tiers are
-streamed in (`stream`); rows of tables are gathered where they lie. Vectors are few and always rest beside the
-computing, in the compute type.
+Vectors are resident in the compute dtype. A resident matrix has its storage format (`matrices`), or the compute dtype
+if there is room, which products need not convert. Of an offloaded table only the rows that a batch looks up are
+fetched. An offloaded matrix takes three steps:
+
+    load      checkpoint -> disk -> matrices         once
+    stage     matrices -> prefetcher -> staging      in every pass, ahead of its use
+    compute   weights -> linear                      waits until its rows are staged
 """
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -23,37 +23,43 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.hardware.rates import column_major
 from flexgen_helm.models.config import EMBED, EMBED_TABLE, HEAD, stage_names, stage_tensor_shapes
 from flexgen_helm.models.decoder import StageWeights
-from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.ledger import Allocation
-from flexgen_helm.offload.linear import TILE_ELEMENTS, dequantized, tiled_linear
-from flexgen_helm.offload.prefetcher import OffloadedMatrix, WeightPrefetcher, fits, staged_bytes
-from flexgen_helm.offload.staging import StagingRing, aligned, pages
+from flexgen_helm.offload.linear import dequantize_tiled, tiled_linear
+from flexgen_helm.offload.matrices import MatrixLoader, OffloadedMatrix
+from flexgen_helm.offload.prefetcher import StagedMatrix, StageRows, WeightPrefetcher, fits, staged_bytes
+from flexgen_helm.offload.staging import StagingRing, aligned
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import FP16, Precision
 from flexgen_helm.scheduling.schedule import StageVisit
 
-# Bytes that a disk delivers in the time of one short read: many rows of a table are better read with all between them.
-_ROW_READ_BYTES = 256 << 10
-# Bytes that are loaded at once: long enough for the full rate of disk and link.
-UNIT_BYTES = 32 << 20
-# And no shorter than this, if a stage shall fit into the ring.
-LEAST_UNIT_BYTES = 1 << 20
-# Rows of a table that lies on the disk are read side by side; a table of which most pages are wanted is read through.
-_GATHER_THREADS = 8
+# Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller ones only if they
+# let a whole stage fit into the staging ring.
+_MAX_UNIT_BYTES, _MIN_UNIT_BYTES = 32 << 20, 1 << 20
 
 HEAD_MATRIX = "head.lm.weight"
 
 
-class TieredWeights:
-    """All weights of a model, each matrix on the tier that `placement` names.
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A tensor of the model on its tier.
 
-    Loading holds one tensor beside what is kept; what goes to the disk is written piece by piece. `compute_copies`:
-    matrices beside the computing rest in the compute type (exact: 16-bit values are representable in it).
-    staging_bytes: the ring for matrices of other tiers, claimed from the home tier; not claimed where nothing is
-    elsewhere.
+    rows: of the unpacked matrix.
+    fmt: how it is packed; None if it is not.
+    resident: on the compute device; None if it is offloaded.
+    offloaded: None if it is resident.
+    """
+
+    rows: int
+    fmt: GroupFormat | None
+    resident: Tensor | None = None
+    offloaded: OffloadedMatrix | None = None
+
+
+class TieredWeights:
+    """The weights of a model, each matrix on the tier that `placement` names (default: the compute device's).
+
+    Loading takes the memory of one tensor more than stays; a weight file is written in tiles.
     """
 
     def __init__(
@@ -65,346 +71,177 @@ class TieredWeights:
         *,
         compute_copies: bool = False,
         staging_bytes: int = 0,
-        overlap: bool = True,
         precision: Precision = FP16,
     ) -> None:
+        """dtype: the compute dtype.
+
+        compute_copies: resident matrices are kept in the compute dtype, which has all values of 16-bit dtypes.
+        staging_bytes: of the staging ring on the compute device; used only if a matrix is offloaded.
+
+        Raises `MemoryLimitError`, `CheckpointError` and `OffloadError`, and then holds nothing.
+        """
         self._config, self._tiers, self._dtype = checkpoint.config, tiers, dtype
-        self.shapes = dict(checkpoint.shapes)
-        self._rest, self._precision = checkpoint.storage_dtype, precision
-        self._forms: dict[str, GroupFormat] = {}  # of the matrices that are packed where they lie
-        self._claims: list[tuple[Tier, Allocation]] = []
-        self._home: dict[str, Tensor] = {}
-        self._far: dict[str, _Far] = {}
+        self.tensors: dict[str, Weight] = {}
+        self._resources = ExitStack()  # closed in reverse: the prefetcher, then each matrix before its claim
         self._prefetcher: WeightPrefetcher | None = None
-        self._stages = stage_names(checkpoint.config)
-        self._gatherers: ThreadPoolExecutor | None = None
+        loader = MatrixLoader(checkpoint, tiers, precision)
         try:
             for name, shape in checkpoint.shapes.items():
-                self._load(checkpoint, name, shape, placement.get(name, tiers.compute_tier), compute_copies)
+                tier = placement.get(name, tiers.compute_tier)
+                if tier == tiers.compute_tier or len(shape) == 1:
+                    self.tensors[name] = self._load_resident(loader, name, shape, compute_copies)
+                else:
+                    self.tensors[name] = self._load_offloaded(loader, name, shape, tier)
             if self._config.tied_head:
-                self.shapes[HEAD_MATRIX] = self.shapes[EMBED_TABLE]
-                self._alias(EMBED_TABLE, HEAD_MATRIX)
-            if self._far:
-                self._claim(tiers.compute_tier, "staging", staging_bytes)
-                memory = None if tiers.copy_engine is None else tiers.copy_engine.device_memory(aligned(staging_bytes))
-                ring = StagingRing(staging_bytes, memory)
-                self._prefetcher = WeightPrefetcher(ring, tiers.stats, overlap, self._used)
-            self._offloaded = {stage: self._stage_units(stage, staging_bytes) for stage in self._stages}
+                self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
+            if any(weight.offloaded is not None for weight in self.tensors.values()):
+                self._prefetcher = self._start_prefetcher(staging_bytes)
+            self._stages = stage_names(checkpoint.config)
+            self._staged = {stage: self._staged_matrices(stage, staging_bytes) for stage in self._stages}
         except BaseException:
             self.close()
             raise
 
     def prefetch(self, visits: Generator[StageVisit, None, None]) -> None:
-        """Begin to load what the next visits need, as far ahead as the staging ring has room."""
+        """Begin to load what the next visits need, as far ahead as the staging ring has room. Does not block.
+
+        visits: of the rest of a pass, and of the next pass if one is certain to follow; each call takes some more.
+        """
         prefetcher = self._prefetcher
         while prefetcher is not None and (prefetcher.wants_more or prefetcher.has_expected):
             visit = next(visits, None)
             if visit is None:
                 return
-            matrices = self._offloaded[self._stages[visit.stage]]
-            if not matrices:
+            stage = self._stages[visit.stage]
+            if not self._staged[stage]:
                 continue
             has_room = visit.uses is not None or prefetcher.wants_more
-            if not has_room or not prefetcher.start(self._stages[visit.stage], matrices, visit.uses):
-                visits.close()  # of the next pass no more is loaded
+            if not has_room or not prefetcher.start(stage, self._staged[stage], visit.uses):
+                visits.close()  # load no more of the next pass
                 return
 
     @contextmanager
     def stage(self, name: str) -> Iterator[StageWeights]:
-        if self._prefetcher is None or not self._offloaded[name]:
-            yield _Stage(self, name, None)
-            return
-        with self._prefetcher.using(name) as rows:
-            yield _Stage(self, name, rows)
+        """Use a stage once, in the order of the visits. Its products wait for their matrices and raise load errors."""
+        prefetcher = self._prefetcher if self._staged[name] else None
+        with nullcontext() if prefetcher is None else prefetcher.using(name) as staged_rows:
+            yield _StageView(self.tensors, name, self._dtype, staged_rows)
 
     def cancel(self) -> None:
+        """Forget all prefetches, after an error in a pass; waits for loads that are under way."""
         if self._prefetcher is not None:
             self._prefetcher.cancel()
 
-    def streamed_bytes(self) -> dict[str, int]:
-        """Stage -> bytes of its matrices that rest on other tiers."""
-        return {stage: sum(matrix.num_bytes for matrix in found) for stage, found in self._offloaded.items()}
-
     def close(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._prefetcher = None
-        if self._gatherers is not None:
-            self._gatherers.shutdown()
-        self._home.clear()
-        for far in {id(far): far for far in self._far.values()}.values():
-            far.close()
-        self._far.clear()
-        for tier, claim in self._claims:
-            self._tiers.ledgers[tier].release(claim)
-        self._claims = []
+        """Release all memory and files; harmless when called again."""
+        self.tensors.clear()
+        self._prefetcher = None
+        self._resources.close()
 
     def _claim(self, tier: Tier, kind: str, num_bytes: int) -> None:
-        self._claims.append((tier, self._tiers.ledgers[tier].claim(kind, num_bytes)))
+        ledger = self._tiers.ledgers[tier]
+        self._resources.callback(ledger.release, ledger.claim(kind, num_bytes))
 
-    def _load(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], tier: Tier, copies: bool) -> None:
-        home, fmt = self._tiers.compute_tier, self._form(name, shape)
-        if fmt is None and (len(shape) == 1 or tier == home):
-            wanted = self._dtype if copies or len(shape) == 1 else self._rest
-            self._claim(home, "weights", prod(shape) * wanted.itemsize)
-            held = checkpoint.tensor(name).to(device=self._tiers.device, dtype=wanted)
-            self._home[name] = _for_products(name, held) if copies else held
-            return
-        rests, dtype = shape, self._rest
+    def _load_resident(self, loader: MatrixLoader, name: str, shape: tuple[int, ...], compute_copies: bool) -> Weight:
+        fmt, device_tier = loader.format_of(name), self._tiers.compute_tier
+        if len(shape) > 1 and not compute_copies:
+            self._claim(device_tier, "weights", loader.num_bytes(name))
+            return Weight(shape[0], fmt, loader.to_device(name))
+        self._claim(device_tier, "weights", prod(shape) * self._dtype.itemsize)
+        tensor = loader.to_device(name, self._dtype)
         if fmt is not None:
-            rests, dtype = (fmt.num_stripes(shape[0]), fmt.stripe_bytes(shape[1])), torch.uint8
-        size = prod(rests) * dtype.itemsize
-        self._claim(tier, "weights", prod(shape) * self._dtype.itemsize if copies and tier == home else size)
-        if tier == "disk":
-            self._far[name] = _OnDisk(self._tiers, self._file(checkpoint, name, shape, size), rests, dtype)
-        elif tier == home:
-            assert fmt is not None
-            packed = self._read(checkpoint, name, shape, size).view(rests).to(self._tiers.device)
-            if copies:
-                self._home[name] = _for_products(name, dequantized(packed, fmt, shape[0], shape[1], self._dtype))
-            else:
-                self._home[name], self._forms[name] = packed, fmt
+            tensor = dequantize_tiled(tensor, fmt, shape[0], shape[1], self._dtype)
+        is_multiplied = len(shape) > 1 and not _is_table(name)
+        return Weight(shape[0], None, column_major(tensor) if is_multiplied else tensor)
+
+    def _load_offloaded(self, loader: MatrixLoader, name: str, shape: tuple[int, ...], tier: Tier) -> Weight:
+        self._claim(tier, "weights", loader.num_bytes(name))
+        matrix = loader.to_disk(name) if tier == "disk" else loader.to_host(name)
+        self._resources.callback(matrix.close)
+        return Weight(shape[0], loader.format_of(name), offloaded=matrix)
+
+    def _start_prefetcher(self, staging_bytes: int) -> WeightPrefetcher:
+        tiers = self._tiers
+        self._claim(tiers.compute_tier, "staging", staging_bytes)
+        if tiers.copy_engine is None:
+            prefetcher = WeightPrefetcher(StagingRing(staging_bytes), tiers.stats, tiers.overlap)
         else:
-            assert self._tiers.copy_engine is not None
-            held = self._tiers.copy_engine.host_memory(size).view(dtype)
-            pieces = checkpoint.tiles(name) if fmt is None else [self._read(checkpoint, name, shape, size)]
-            done = 0
-            for piece in pieces:
-                held[done : done + piece.numel()] = piece
-                done += piece.numel()
-            self._far[name] = _OnHost(self._tiers, held.view(rests))
-        if fmt is not None and tier != home:
-            self._forms[name] = fmt
+            memory = torch.empty(aligned(staging_bytes), dtype=torch.uint8, device=tiers.device)
+            ring = StagingRing(staging_bytes, memory)
+            prefetcher = WeightPrefetcher(ring, tiers.stats, tiers.overlap, tiers.copy_engine.mark_used)
+        self._resources.callback(prefetcher.close)
+        return prefetcher
 
-    def _form(self, name: str, shape: tuple[int, ...]) -> GroupFormat | None:
-        return self._precision.format_of(name) if len(shape) == 2 else None
+    def _staged_matrices(self, stage: str, capacity: int) -> list[StagedMatrix]:
+        """Return the offloaded matrices of a stage, in units that suit a staging ring of `capacity` bytes.
 
-    def _file(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], size: int) -> DirectFile:
-        """The matrix as it rests, `size` bytes, in a file that is kept: it is converted once."""
-        fmt = self._form(name, shape)
-        if fmt is None:
-            label, pieces = str(self._rest).removeprefix("torch."), checkpoint.tiles(name)
-        else:
-            label, pieces = self._precision.weights_label, _packed_pieces(checkpoint.tiles(name), fmt, shape[1])
-        return self._tiers.directory().weights(checkpoint.fingerprint, label).ensure(name, size, pieces)
-
-    def _read(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], size: int) -> Tensor:
-        """The bytes of the matrix's file [size], in new host memory."""
-        file = self._file(checkpoint, name, shape, size)
-        try:
-            return file.read_tensor(0, (size,), torch.uint8)
-        finally:
-            file.close()
-
-    def _alias(self, source: str, name: str) -> None:
-        if source in self._home:
-            self._home[name] = self._home[source]
-        else:
-            self._far[name] = self._far[source]
-        if source in self._forms:
-            self._forms[name] = self._forms[source]
-
-    def _used(self) -> None:
-        if self._tiers.copy_engine is not None:
-            self._tiers.copy_engine.mark_used()
-
-    def _stage_units(self, stage: str, staging_bytes: int) -> list[OffloadedMatrix]:
-        """A stage's matrices in units of which three fit into the ring, so that loading and using go on side by side.
-
-        Smaller units where those let the whole stage fit: else it is loaded anew for every batch.
+        Three units fit into the ring, so that one is used while others are loaded. Units are halved if that lets the
+        whole stage fit, because a stage that does not fit is loaded again for every batch.
         """
-        unit = widest = max(1, min(UNIT_BYTES, staging_bytes // 3 - 2 * aligned(1)))
-        found = self._stage_matrices(stage, widest)
-        while not fits(found, staging_bytes):
-            unit //= 2
-            if unit < LEAST_UNIT_BYTES:
-                return self._stage_matrices(stage, widest)
-            found = self._stage_matrices(stage, unit)
-        return found
+        unit_bytes = [max(1, min(_MAX_UNIT_BYTES, capacity // 3 - staged_bytes(0, 0)))]
+        while unit_bytes[-1] // 2 >= _MIN_UNIT_BYTES:
+            unit_bytes.append(unit_bytes[-1] // 2)
+        choices = [self._in_units(stage, size) for size in unit_bytes]
+        return next((matrices for matrices in choices if fits(matrices, capacity)), choices[0])
 
-    def _stage_matrices(self, stage: str, unit: int) -> list[OffloadedMatrix]:
-        """The matrices of a stage that are streamed, in the order in which the decoder asks for them."""
-        names = [name for name, shape in stage_tensor_shapes(self._config, stage).items() if len(shape) == 2]
-        if stage == EMBED:
-            names = [name for name in names if not _is_table(name)]
+    def _in_units(self, stage: str, unit_bytes: int) -> list[StagedMatrix]:
+        """Return the offloaded matrices of a stage in units of at most `unit_bytes`, in the decoder's order."""
+        shapes = stage_tensor_shapes(self._config, stage)
+        names = [name for name, shape in shapes.items() if len(shape) > 1 and not _is_table(name)]
         if stage == HEAD and self._config.tied_head:
             names.append(HEAD_MATRIX)
-        found = []
+        staged = []
         for name in names:
-            if (far := self._far.get(name)) is not None:
-                rows, row_bytes = far.shape[0], far.row_bytes  # a packed matrix has stripes for rows
-                owner = name.removeprefix(f"{stage}.").removesuffix(".weight")
-                found.append(OffloadedMatrix(owner, rows, row_bytes, max(1, min(rows, unit // row_bytes)), far.fetch))
-        return found
-
-    def gather(self, name: str, rows: Tensor) -> Tensor:
-        """Rows [T] of a table -> [T, width] in the compute type."""
-        if (table := self._home.get(name)) is not None:
-            return table.index_select(0, rows).to(self._dtype)
-        if self._gatherers is None:
-            self._gatherers = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="table rows")
-        return self._far[name].gather(rows, self._gatherers).to(device=self._tiers.device, dtype=self._dtype)
+            if (matrix := self.tensors[name].offloaded) is not None:
+                rows, row_bytes = matrix.shape[0], matrix.row_bytes
+                short_name = name.removeprefix(f"{stage}.").removesuffix(".weight")
+                tile_rows = max(1, min(rows, unit_bytes // row_bytes))
+                staged.append(StagedMatrix(short_name, rows, row_bytes, tile_rows, matrix.fetch))
+        return staged
 
 
-class _Stage:
-    """One batch's use of one stage (`StageWeights`)."""
+class _StageView(StageWeights):
+    """One batch's use of one stage. staged_rows: of its offloaded matrices; None if there are none."""
 
     def __init__(
-        self, weights: TieredWeights, stage: str, rows: Callable[[str], Iterator[tuple[int, Tensor]]] | None
+        self, tensors: Mapping[str, Weight], stage: str, dtype: torch.dtype, staged_rows: StageRows | None
     ) -> None:
-        self._weights, self._stage, self._rows = weights, stage, rows
-        self.repeatable = rows is None
+        self._tensors, self._stage, self._dtype, self._staged_rows = tensors, stage, dtype, staged_rows
+        self.repeatable = staged_rows is None
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        full, bias = f"{self._stage}.{name}.weight", self.vector(f"{name}.bias")
-        fmt, out_size = self._weights._forms.get(full), self._weights.shapes[full][0]
-        if (weight := self._weights._home.get(full)) is not None:
-            return tiled_linear(x, weight, bias, fmt, out_size)
-        assert self._rows is not None
-        stripe = 1 if fmt is None else fmt.stripe_rows
-        y = x.new_empty((x.shape[0], 0))
-        for begin, weight in self._rows(name):
-            first, count = begin * stripe, min(weight.shape[0] * stripe, out_size - begin * stripe)
-            part = tiled_linear(x, weight, None if bias is None else bias[first : first + count], fmt, count)
+        weight, bias = self._tensors[f"{self._stage}.{name}.weight"], self.vector(f"{name}.bias")
+        fmt, out_size = weight.fmt, weight.rows
+        if weight.resident is not None:
+            return tiled_linear(x, weight.resident, bias, fmt, out_size)
+        assert self._staged_rows is not None
+        stripe_rows = 1 if fmt is None else fmt.stripe_rows
+        out: Tensor | None = None
+        for first_stripe, rows in self._staged_rows(name):
+            first = first_stripe * stripe_rows
+            count = min(rows.shape[0] * stripe_rows, out_size - first)  # the last stripe is padded
+            part = tiled_linear(x, rows, None if bias is None else bias[first : first + count], fmt, count)
             if count == out_size:
-                y = part
+                out = part
                 continue
-            if not first:
-                y = x.new_empty((x.shape[0], out_size))
-            y[:, first : first + count] = part
-        return y
+            if out is None:
+                out = x.new_empty((x.shape[0], out_size))
+            out[:, first : first + count] = part
+        assert out is not None
+        return out
 
     def vector(self, name: str) -> Tensor | None:
-        return self._weights._home.get(f"{self._stage}.{name}")
+        weight = self._tensors.get(f"{self._stage}.{name}")
+        return None if weight is None else weight.resident
 
     def lookup(self, name: str, rows: Tensor) -> Tensor:
-        return self._weights.gather(f"{self._stage}.{name}.weight", rows)
+        table = self._tensors[f"{self._stage}.{name}.weight"]
+        if table.resident is not None:
+            return table.resident.index_select(0, rows).to(self._dtype)
+        assert table.offloaded is not None
+        return table.offloaded.gather(rows).to(self._dtype)
 
 
 def _is_table(name: str) -> bool:
-    """Whether rows are gathered from it."""
+    """Return whether rows of the matrix are looked up, rather than multiplied."""
     return name.startswith(f"{EMBED}.") and "project" not in name
-
-
-def _for_products(name: str, held: Tensor) -> Tensor:
-    return column_major(held) if held.dim() == 2 and not _is_table(name) else held
-
-
-class _Far(ABC):
-    """A matrix on another tier than the computing, as it rests there: packed, it has stripes of bytes for rows."""
-
-    shape: tuple[int, int]
-    row_bytes: int
-
-    @abstractmethod
-    def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
-        """As `stream.Fetch`."""
-
-    @abstractmethod
-    def gather(self, rows: Tensor, threads: ThreadPoolExecutor) -> Tensor:
-        """Rows [T] -> [T, width] in the type at rest, on the host or the device."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class _OnHost(_Far):
-    """In host memory, behind the link."""
-
-    def __init__(self, tiers: Tiers, held: Tensor) -> None:
-        self.shape, self.row_bytes = (held.shape[0], held.shape[1]), held.shape[1] * held.element_size()
-        self._tiers, self._held = tiers, held
-
-    def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
-        rows = self._held[first : first + count]
-        return _to_device(self._tiers, rows.reshape(-1).view(torch.uint8), staging).view(rows.dtype).view(rows.shape)
-
-    def gather(self, rows: Tensor, threads: ThreadPoolExecutor) -> Tensor:
-        found = self._held.index_select(0, rows.cpu())
-        return _to_device(self._tiers, found, None)
-
-    def close(self) -> None:
-        del self._held
-
-
-class _OnDisk(_Far):
-    """In a file of the disk tier; behind the link too where a device computes."""
-
-    def __init__(self, tiers: Tiers, file: DirectFile, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.row_bytes = (shape[0], shape[1]), shape[1] * dtype.itemsize
-        self._tiers, self._file, self._dtype = tiers, file, dtype
-        self._local = threading.local()
-
-    def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
-        size = count * self.row_bytes
-        if self._tiers.copy_engine is None:
-            data = self._read(first, count, staging)
-        else:
-            data = _to_device(self._tiers, self._read(first, count, self._buffer(staging.numel())), staging)
-        assert data.numel() == size
-        return data.view(self._dtype).view(count, -1)
-
-    def gather(self, rows: Tensor, threads: ThreadPoolExecutor) -> Tensor:
-        wanted, places = rows.cpu().unique(return_inverse=True)
-        separately = wanted.numel() * max(_ROW_READ_BYTES, staged_bytes(1, self.row_bytes))
-        out = torch.empty((wanted.numel(), self.shape[1]), dtype=self._dtype)
-        if separately > self.shape[0] * self.row_bytes:
-            step = max(1, UNIT_BYTES // 4 // self.row_bytes)
-            for first in range(0, self.shape[0], step):
-                count = min(step, self.shape[0] - first)
-                inside = (wanted >= first) & (wanted < first + count)
-                if inside.any():
-                    tile = self._read(first, count, pages(staged_bytes(count, self.row_bytes)))
-                    out[inside] = tile.view(self._dtype).view(count, -1)[wanted[inside] - first]
-        else:
-
-            def one(place: int, row: int) -> None:
-                out[place] = self._read(row, 1, pages(staged_bytes(1, self.row_bytes))).view(self._dtype)
-
-            list(threads.map(one, range(wanted.numel()), wanted.tolist()))
-        return out[places] if self._tiers.copy_engine is None else _to_device(self._tiers, out[places], None)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _read(self, first: int, count: int, staging: Tensor) -> Tensor:
-        """Bytes of rows, read into the beginning of `staging`."""
-        begin, size = first * self.row_bytes, count * self.row_bytes
-        beside = begin % aligned(1)
-        span = staging[: aligned(beside + size)]
-        self._file.read(begin - beside, span)
-        self._tiers.stats.count_bytes("disk_to_cpu", "weights", size)
-        return span[beside : beside + size]
-
-    def _buffer(self, size: int) -> Tensor:
-        """Host memory of the calling loader, kept for its next load."""
-        held: Tensor | None = getattr(self._local, "memory", None)
-        if held is None or held.numel() < size:
-            assert self._tiers.copy_engine is not None
-            held = self._local.memory = self._tiers.copy_engine.host_memory(size)
-        return held
-
-
-def _packed_pieces(pieces: Iterable[Tensor], fmt: GroupFormat, width: int) -> Iterator[Tensor]:
-    """Bytes of a matrix's stripes, from its flat pieces in order; about a tile of it is in memory at a time."""
-    whole = fmt.stripe_rows * width
-    waiting: list[Tensor] = []
-    held = 0
-    for piece in pieces:
-        waiting.append(piece)
-        held += piece.numel()
-        if held >= max(whole, TILE_ELEMENTS):
-            joined = torch.cat(waiting)
-            ready = held // whole * whole
-            yield quantize(joined[:ready].view(-1, width), fmt)
-            waiting, held = [joined[ready:]], held - ready
-    if held:
-        yield quantize(torch.cat(waiting).view(-1, width), fmt)
-
-
-def _to_device(tiers: Tiers, source: Tensor, staging: Tensor | None) -> Tensor:
-    assert tiers.copy_engine is not None
-    target = None if staging is None else staging[: source.numel()]
-    arrived = tiers.copy_engine.to_device(source, target)
-    tiers.stats.count_bytes("cpu_to_gpu", "weights", source.numel() * source.element_size())
-    return arrived

@@ -158,7 +158,7 @@ def test_values_that_are_not_finite_fail_loudly_and_alone(tiny):
     needle = GenerationRequest(prompt_token_ids=[9, poisoned, 9], max_tokens=6)
     with Engine.from_pretrained(tiny("opt").path) as engine:
         before = engine.run(requests)
-        table = engine._weights._home["embed.tokens.weight"]
+        table = engine._weights.tensors["embed.tokens.weight"].resident
         table[poisoned] = math.inf
         results = engine.run([*requests[:2], needle, *requests[2:]])
     bad = results.pop(2)

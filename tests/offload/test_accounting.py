@@ -6,14 +6,14 @@ import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import RequestError
-from flexgen_helm.offload import weights
+from flexgen_helm.offload.matrices import DiskMatrix, HostMatrix
 from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.scheduling.scheduler import Scheduler
 from flexgen_helm.scheduling.sequence import Sequence, SequenceKind
 from tests.helpers.tiny_models import VOCABULARY
 
 MIB = 1 << 20
-HALF = 2  # bytes of an element at rest
+HALF = 2  # bytes of a stored element
 PAGE = 4096
 
 
@@ -38,18 +38,18 @@ def gathered(monkeypatch):
     def counting(cls, on_disk):
         honest = cls.gather
 
-        def gather(self, rows, threads):
+        def gather(self, rows):
             row = self.shape[1] * HALF
             unique = rows.unique().numel()
             if on_disk:
                 count["disk"] += self.shape[0] * row if unique * (256 << 10) > self.shape[0] * row else unique * row
             count["link"] += rows.numel() * row
-            return honest(self, rows, threads)
+            return honest(self, rows)
 
         monkeypatch.setattr(cls, "gather", gather)
 
-    counting(weights._OnDisk, True)
-    counting(weights._OnHost, False)
+    counting(DiskMatrix, True)
+    counting(HostMatrix, False)
     return count
 
 
@@ -86,18 +86,18 @@ def test_bytes_read_are_the_schedules_arithmetic(tiny, tmp_path, gathered, varia
 
 
 @pytest.mark.parametrize("share", [0, 30, 100])
-def test_what_rests_in_memory_is_not_read(tiny, tmp_path, gathered, share):
+def test_resident_matrices_are_not_read(tiny, tmp_path, gathered, share):
     model, new = tiny("opt-untied"), 4
     policy = f"3x2,0,{share},0,100,0,100"
     with Engine.from_pretrained(model.path, policy=policy, offload_dir=tmp_path) as engine:
-        near = {name for name, tier in engine._memory.weights.items() if tier == "cpu"}
-        shapes = {name: HALF * model_rows(engine, name) for name in near if name.startswith("layers.")}
-        head_near = "head.lm.weight" in near
+        resident = {name for name, tier in engine._memory.weights.items() if tier == "cpu"}
+        shapes = {name: HALF * model_rows(engine, name) for name in resident if name.startswith("layers.")}
+        head_is_resident = "head.lm.weight" in resident
     _, record = run(model, tmp_path, same_length(6, 9, new), "zigzag", policy=policy)
-    head = VOCABULARY * model.reference.config.hidden_size * HALF if head_near else 0
-    each = streamed(model) - sum(shapes.values()) - head
-    assert (share == 100) == (each == 0)
-    assert record["bytes"]["disk_to_cpu"]["weights"] - gathered["disk"] == new * each
+    head = VOCABULARY * model.reference.config.hidden_size * HALF if head_is_resident else 0
+    per_pass = streamed(model) - sum(shapes.values()) - head
+    assert (share == 100) == (per_pass == 0)
+    assert record["bytes"]["disk_to_cpu"]["weights"] - gathered["disk"] == new * per_pass
 
 
 def model_rows(engine, name: str) -> int:
@@ -117,14 +117,14 @@ def test_prefill_only_reads_every_stage_once_for_the_whole_data_set(tiny, tmp_pa
         for request in same_length(60, 70, 1)
     ]
     options = dict(policy="4x2,0,0,0,100,0,100", limits=MemoryLimits(cpu=4 * MIB, disk=256 * MIB))
-    found, record = run(model, tmp_path, requests, "prefill-only", **options)
+    results, record = run(model, tmp_path, requests, "prefill-only", **options)
     assert record["bytes"]["disk_to_cpu"]["weights"] - gathered["disk"] == streamed(model)
     states = 60 * 69 * model.reference.config.hidden_size * 4
     assert record["bytes"]["cpu_to_disk"]["activations"] > states, "they were to wait on the disk, several times"
     assert record["peak_bytes"]["cpu"] <= 4 * MIB and record["bytes"]["cpu_to_disk"]["cache"] == 0
     with Engine.from_pretrained(model.path) as engine:
         expected = engine.run(requests)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         assert a.completions[0].token_ids == b.completions[0].token_ids
         ours = (*a.completions[0].logprobs, *(a.prompt_logprobs or ())[1:])
         theirs = (*b.completions[0].logprobs, *(b.prompt_logprobs or ())[1:])
@@ -152,7 +152,7 @@ def test_diagonal_reads_at_most_what_zigzag_reads(tiny, tmp_path, monkeypatch):
     model, read = tiny("llama"), {}
     with Engine.from_pretrained(model.path) as engine:
         token = engine.config.kv_bytes_per_token(4)
-    # The ring takes 3 MiB; room for some 600 positions beside it and the vectors.
+    # The ring takes 3 MiB; about 600 positions fit besides it and the vectors.
     limits = MemoryLimits(cpu=3 * MIB + 20_000 + 700 * token, disk=256 * MIB)
     requests = same_length(150, 4, 33)
     for schedule in ("zigzag", "diagonal"):
@@ -165,7 +165,7 @@ def test_diagonal_reads_at_most_what_zigzag_reads(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["3x2,30,40,0,100,100,0", "3x2,0,50,0,100,100,0", "3x2,0,0,100,0,100,0"])
-def test_what_comes_from_the_disk_crosses_the_link_with_what_rests_on_the_host(tiny, tmp_path, gathered, policy):
+def test_matrices_from_disk_and_host_cross_the_link(tiny, tmp_path, gathered, policy):
     model, new = tiny("opt-untied"), 4
     with Engine.from_pretrained(
         model.path, policy=policy, device="sim", offload_dir=tmp_path,

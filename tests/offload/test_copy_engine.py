@@ -1,4 +1,4 @@
-"""Copies over the link: what each waits for. With real CUDA: tests/engine/test_gpu_parity.py."""
+"""Copies over the link: what each waits for, and its buffer. With real CUDA: tests/engine/test_gpu_parity.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
+from tests.helpers.threads import in_thread
 
 
 class FakeCuda:
@@ -69,6 +70,16 @@ def test_what_is_copied_out_has_been_computed(cuda):
     cuda.log.clear()
     engine.to_host(torch.arange(4), torch.zeros(4, dtype=torch.int64))
     assert cuda.log == ["event 1 on compute", "out waits for event 1", "out is done"]
+
+
+def test_a_thread_has_one_buffer_which_grows():
+    engine = SimulatedCopyEngine(None, None)
+    buffer = engine.thread_buffer(5000)
+    assert buffer.numel() >= 5000 and engine.thread_buffer(100).data_ptr() == buffer.data_ptr()
+    thread, others = in_thread(lambda: engine.thread_buffer(100))
+    thread.join()
+    assert others[0].data_ptr() != buffer.data_ptr()
+    assert engine.thread_buffer(9000).numel() >= 9000
 
 
 @pytest.mark.parametrize("kind", [SimulatedCopyEngine, CudaCopyEngine])

@@ -20,6 +20,7 @@ from flexgen_helm.kv_cache import residual_window, storage
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.offload import weights
 from flexgen_helm.offload.disk import DirectFile
+from flexgen_helm.offload.matrices import DiskMatrix
 from tests.helpers.faults import replaced
 from tests.helpers.parity import assert_same, prompts
 from tests.helpers.paths import ROOT
@@ -55,7 +56,7 @@ def offloaded(tiny, folder, schedule="zigzag", policy="6x2,0,0,0,100,0,0", **opt
 
 
 def assert_idle(engine) -> None:
-    """Nothing but the weights and their ring is held."""
+    """Only the weights and their staging ring are claimed."""
     for ledger in engine._tiers.ledgers.values():
         ledger.check()
         assert set(ledger.by_kind()) <= {"weights", "staging"}
@@ -68,7 +69,7 @@ PLACES = {
     "the end of an item": (Executor, "_compute", 60),
     "a product": (weights, "tiled_linear", 300),
     "the logits": (Executor, "_predict", 8),
-    "a loader": (weights._OnDisk, "fetch", 150),
+    "a loader": (DiskMatrix, "fetch", 150),
 }
 
 
@@ -88,14 +89,14 @@ def test_a_batch_for_which_memory_runs_out_is_halved(
     with pytest.MonkeyPatch.context() as patch, offloaded(tiny, tmp_path, schedule, policy, overlap=overlap) as engine:
         once = replaced(patch, owner, name, int(share * calls), NO_MEMORY[kind], place.startswith("the end"))
         try:
-            found = engine.run(workload())
+            results = engine.run(workload())
         except MemoryLimitError as error:
             assert once.raised and "cannot be divided" in str(error)
-            found = engine.run(workload())  # nothing of the broken run is left over
+            results = engine.run(workload())  # nothing of the broken run is left over
         else:
             assert engine.last_run["halvings"] == int(once.raised)
         assert_idle(engine)
-    assert_same(found, expected)
+    assert_same(results, expected)
 
 
 def test_halving_is_recorded_and_goes_on_until_it_fits(tiny, expected, tmp_path, monkeypatch):
@@ -110,10 +111,10 @@ def test_halving_is_recorded_and_goes_on_until_it_fits(tiny, expected, tmp_path,
 
     monkeypatch.setattr(Executor, "_new_state", narrow)
     with offloaded(tiny, tmp_path) as engine:
-        found = engine.run(workload())
+        results = engine.run(workload())
         assert engine.last_run["halvings"] >= 2
         assert engine.run(workload()[:1])[0].error is None and engine.last_run["halvings"] == 0
-    assert_same(found, expected)
+    assert_same(results, expected)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -148,11 +149,11 @@ def test_a_cache_that_cannot_be_stored_is_never_read_as_if_it_were(tiny, expecte
             with monkeypatch.context() as patch:
                 once = replaced(patch, DirectFile, "write", at, MemoryError)
                 try:
-                    found = engine.run(workload())
+                    results = engine.run(workload())
                 except MemoryLimitError as error:
                     assert once.raised and "cache was stored" in str(error)
                 else:
-                    assert_same(found, expected)  # the rows ended before they needed it
+                    assert_same(results, expected)  # the rows ended before they needed it
         assert_same(engine.run(workload()), expected)
 
 
@@ -166,12 +167,12 @@ def test_a_disk_that_fails_in_a_run_ends_it_with_its_error(tiny, expected, tmp_p
             with monkeypatch.context() as patch:
                 replaced(patch, DirectFile, call, at, lambda: OffloadError("the disk is gone"))
                 try:
-                    found = engine.run(workload())
+                    results = engine.run(workload())
                 except OffloadError as error:
                     assert str(error) == "the disk is gone"
                     failed += 1
                 else:
-                    assert_same(found, expected)
+                    assert_same(results, expected)
         assert failed or (call == "write" and policy.endswith("100,0,100") and ",0,0,0," in policy)
         assert_same(engine.run(workload()), expected)
         assert_idle(engine)
@@ -222,14 +223,14 @@ print(json.dumps([died, before, generate(0.0), sorted(os.listdir(folder))]))
 
 
 def test_killed_at_random_points_the_directory_serves_the_next_run(tiny, tmp_path):
-    asked = [dict(prompt_token_ids=prompt, max_tokens=5, ignore_eos=True) for prompt in prompts(8, 30, seed=6)]
+    requests = [dict(prompt_token_ids=prompt, max_tokens=5, ignore_eos=True) for prompt in prompts(8, 30, seed=6)]
     model, folder = tiny("llama").path, tmp_path / "offload"
     done = subprocess.run(
-        [sys.executable, "-c", VICTIMS, str(model), str(folder), "8", json.dumps(asked)], capture_output=True,
+        [sys.executable, "-c", VICTIMS, str(model), str(folder), "8", json.dumps(requests)], capture_output=True,
         text=True, timeout=120, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    died, before, found, after = json.loads(done.stdout)
+    died, before, results, after = json.loads(done.stdout)
     assert died >= 3, "most were to die in the middle"
     assert any(name.startswith("run-") for name in before), "the last one that died left its run"
     assert not any(name.startswith("run-") for name in after)
@@ -237,27 +238,27 @@ def test_killed_at_random_points_the_directory_serves_the_next_run(tiny, tmp_pat
     files = {path.name for path in (folder / weights_folder).iterdir()}
     assert not [name for name in files if name.endswith((".part", ".tmp"))]
     with Engine.from_pretrained(model) as engine:
-        expected = engine.run([GenerationRequest(**request) for request in asked])
-    assert found == [[list(c.token_ids) for c in result.completions] for result in expected]
+        expected = engine.run([GenerationRequest(**request) for request in requests])
+    assert results == [[list(c.token_ids) for c in result.completions] for result in expected]
 
 
 @pytest.mark.parametrize("precision", ["fp16", "4bit", "paper-4bit"])
 @pytest.mark.parametrize("mib", [0.4, 0.8, 1.6])
 def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
     """Prompts and steps of a cache on the disk fill whole pages, which rows wait for as for any other room."""
-    asked = [
+    requests = [
         GenerationRequest(prompt_token_ids=prompt, max_tokens=9, ignore_eos=True, n=1 + i % 2, temperature=0.5, seed=i)
         for i, prompt in enumerate(prompts(24, 70, seed=4))
     ]
     with Engine.from_pretrained(tiny("llama").path, precision=precision, offload_dir=tmp_path) as engine:
-        expected = engine.run(asked)
+        expected = engine.run(requests)
     limits = MemoryLimits(cpu=64 * MIB, disk=int(mib * MIB))
     with offloaded(
         tiny, tmp_path, policy="8x3,0,100,0,0,0,100", precision=precision, device="cpu", limits=limits
     ) as engine:
-        found = engine.run(asked)
+        results = engine.run(requests)
         assert 0 < engine.last_run["peak_bytes"]["disk"] <= limits.disk
-    assert [[c.token_ids for c in r.completions] for r in found] == [
+    assert [[c.token_ids for c in r.completions] for r in results] == [
         [c.token_ids for c in r.completions] for r in expected
     ]
 
@@ -276,11 +277,11 @@ def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatc
             with monkeypatch.context() as patch:
                 once = replaced(patch, module, "zeros", at, MemoryError)
                 try:
-                    found = engine.run(workload())
+                    results = engine.run(workload())
                 except MemoryLimitError as error:
                     assert "cannot be divided" in str(error) or "cache was stored" in str(error)
                 else:
-                    assert [r.completions[0].token_ids for r in found if r.completions] == [
+                    assert [r.completions[0].token_ids for r in results if r.completions] == [
                         r.completions[0].token_ids for r in expected if r.completions
                     ]
             assert_idle(engine)

@@ -29,7 +29,7 @@ def peak():
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
 
 folder, runs = sys.argv[1], json.loads(sys.argv[2])
-found = []
+peaks = []
 for model, limit, schedule, prompt, rows in runs:
     with Engine.from_pretrained(model, weights="dummy", offload_dir=folder, schedule=schedule,
                                 limits=MemoryLimits(cpu=limit)) as engine:
@@ -40,8 +40,8 @@ for model, limit, schedule, prompt, rows in runs:
         ]
         results = engine.run(requests)
         assert all(result.error is None for result in results), results[0].error
-        found.append([peak(), engine.last_run["peak_workspace_bytes"], engine.last_run["peak_bytes"]])
-print(json.dumps(found))
+        peaks.append([peak(), engine.last_run["peak_workspace_bytes"], engine.last_run["peak_bytes"]])
+print(json.dumps(peaks))
 """
 
 
@@ -102,13 +102,13 @@ def test_a_layer_larger_than_the_limit_runs(tmp_path, overlap):
     limits, policy = MemoryLimits(cpu=9 * MIB, disk=256 * MIB), Policy(3, 2, wc=0.0)
     options = dict(weights="dummy", limits=limits, policy=policy, offload_dir=tmp_path / "offload", overlap=overlap)
     with Engine.from_pretrained(model, schedule="zigzag", **options) as engine:
-        layer = engine._weights.streamed_bytes()["layers.0"]
+        layer = sum(matrix.num_bytes for matrix in engine._weights._staged["layers.0"])
         assert layer > limits.cpu
-        found = engine.run(requests)
+        results = engine.run(requests)
         assert engine.last_run["peak_bytes"]["cpu"] <= limits.cpu
-        # Loaded anew for each batch: two of them, for 5 rows in threes.
+        # Loaded again for each of two batches, because 5 sequences run in threes.
         assert engine.last_run["bytes"]["disk_to_cpu"]["weights"] >= 4 * 2 * 2 * layer
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         assert a.completions[0].token_ids == b.completions[0].token_ids
         ours = (*a.completions[0].logprobs, *a.prompt_logprobs[1:])
         theirs = (*b.completions[0].logprobs, *b.prompt_logprobs[1:])

@@ -34,12 +34,12 @@ def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
     """No matrix, no key and no hidden state stays in memory."""
     policy = Policy(3, 2, wg=0, wc=0, cg=0, cc=0, hg=0, hc=0)
     with offloaded(tiny, variant, tmp_path, policy, schedule="zigzag") as engine:
-        found = engine.run(workload())
+        results = engine.run(workload())
         moved = engine.last_run["bytes"]
         assert engine.last_run["achieved_placement"]["weights"]["disk"] == 1.0
         assert moved["disk_to_cpu"]["weights"] > 0 and moved["cpu_to_disk"]["cache"] > 0
         assert moved["disk_to_cpu"]["activations"] == moved["cpu_to_disk"]["activations"] > 0
-    assert_same(found, in_memory(variant))
+    assert_same(results, in_memory(variant))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -50,17 +50,17 @@ def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
     variant=st.sampled_from(["llama", "opt", "gemma2", "bloom", "mixtral"]),
     overlap=st.booleans(),
     cpu_attention=st.booleans(),
-    home=st.sampled_from([4, 8, 64]),
+    compute_mib=st.sampled_from([4, 8, 64]),
     seed=st.integers(0, 3),
 )
 def test_any_placement_gives_the_answers_of_the_resident_engine(
-    tiny, in_memory, tmp_path, policy, schedule, device, variant, overlap, cpu_attention, home, seed
+    tiny, in_memory, tmp_path, policy, schedule, device, variant, overlap, cpu_attention, compute_mib, seed
 ):
-    limits = MemoryLimits(gpu=home * MIB, cpu=(64 if device == "sim" else home) * MIB, disk=256 * MIB)
+    limits = MemoryLimits(gpu=compute_mib * MIB, cpu=(64 if device == "sim" else compute_mib) * MIB, disk=256 * MIB)
     options = dict(schedule=schedule, device=device, overlap=overlap, cpu_attention=cpu_attention, limits=limits)
     with offloaded(tiny, variant, tmp_path, policy, **options) as engine:
-        found = engine.run(workload(seed))
-    assert_same(found, in_memory(variant, seed))
+        results = engine.run(workload(seed))
+    assert_same(results, in_memory(variant, seed))
 
 
 def test_overlap_changes_no_bit_whatever_the_delays(tiny, tmp_path, monkeypatch):

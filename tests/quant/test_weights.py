@@ -56,7 +56,7 @@ def test_scores_equal_transformers_with_the_same_matrices(tiny, tmp_path, varian
     for memory in (None, MemoryLimits(cpu=int(1.5 * sum(StorageSizes(engine_spec(tiny(variant))).matrices.values())))):
         options = {} if memory is None else {"limits": memory}
         with Engine.from_pretrained(tiny(variant).path, precision=precision, offload_dir=tmp_path, **options) as engine:
-            assert bool(engine._weights._forms) == (memory is not None)
+            assert any(weight.fmt for weight in engine._weights.tensors.values()) == (memory is not None)
             for prompt, request, result in zip(asked, requests, engine.run(requests)):
                 assert_equals_reference(reference, prompt, request, result)
 

@@ -1,4 +1,4 @@
-"""The streamer: what is used is what rests elsewhere, each byte is fetched as often as promised, and nothing hangs."""
+"""The weight prefetcher: every use gets the bytes, each is fetched as often as promised, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.offload.prefetcher import OffloadedMatrix, WeightPrefetcher, staged_bytes
+from flexgen_helm.offload.prefetcher import StagedMatrix, WeightPrefetcher, staged_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, StagingRing
 from flexgen_helm.offload.transfer_stats import TransferStats
 from tests.helpers.threads import in_thread
@@ -21,7 +21,7 @@ WAIT_S = 20.0
 
 
 class Source:
-    """Matrices of known bytes, and a count of what was fetched of each; slow and failing as told."""
+    """Matrices of known bytes, and a count of what was fetched of each; with delays and failures."""
 
     def __init__(self, seed: int = 0, slowest: float = 0.0) -> None:
         self._random, self._slowest = random.Random(seed), slowest
@@ -31,7 +31,7 @@ class Source:
         self.fail_at: int | None = None  # number of the fetch that fails
         self.fetches = 0
 
-    def matrix(self, stage: str, name: str, rows: int, row_bytes: int, tile_rows: int) -> OffloadedMatrix:
+    def matrix(self, stage: str, name: str, rows: int, row_bytes: int, tile_rows: int) -> StagedMatrix:
         full = f"{stage}.{name}"
         generator = torch.Generator().manual_seed(zlib.crc32(f"{full} {rows}".encode()))
         content = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, generator=generator)
@@ -46,34 +46,34 @@ class Source:
             time.sleep(pause)
             if number == self.fail_at:
                 raise OSError("the disk is gone")
-            found = staging[: count * row_bytes].view(count, row_bytes)
-            return found.copy_(content[first : first + count])
+            rows_in_staging = staging[: count * row_bytes].view(count, row_bytes)
+            return rows_in_staging.copy_(content[first : first + count])
 
-        return OffloadedMatrix(name, rows, row_bytes, tile_rows, fetch)
+        return StagedMatrix(name, rows, row_bytes, tile_rows, fetch)
 
 
-def use(streamer: WeightPrefetcher, source: Source, stage: str, names: list[str], slow: float = 0.0) -> None:
+def use(prefetcher: WeightPrefetcher, source: Source, stage: str, names: list[str], slow: float = 0.0) -> None:
     """One use of a stage, in which every byte that arrives is compared."""
-    with streamer.using(stage) as rows:
+    with prefetcher.using(stage) as rows:
         for name in names:
             expected, at = source.content[f"{stage}.{name}"], 0
-            for first, found in rows(name):
-                assert first == at and bool((found == expected[first : first + len(found)]).all())
-                at += len(found)
+            for first, tile in rows(name):
+                assert first == at and bool((tile == expected[first : first + len(tile)]).all())
+                at += len(tile)
                 time.sleep(slow)
                 # Still there when the product that reads it ends.
-                assert bool((found == expected[first : first + len(found)]).all())
+                assert bool((tile == expected[first : first + len(tile)]).all())
             assert at == len(expected)
 
 
 def within(seconds: float, work):
-    """The work's result; a test that hangs fails instead."""
-    thread, found = in_thread(work)
+    """The work's result; a test that would hang fails."""
+    thread, results = in_thread(work)
     thread.join(seconds)
     assert not thread.is_alive(), "it hangs"
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
 
 
 @st.composite
@@ -106,77 +106,77 @@ def test_every_use_gets_the_bytes_and_each_is_fetched_as_promised(
     stages, uses = drawn
     source, choice = Source(seed, slowest), random.Random(seed)
     matrices = {stage: [source.matrix(stage, *shape) for shape in shapes] for stage, shapes in stages.items()}
-    units = {stage: [size for m in found for size in m.unit_bytes()] for stage, found in matrices.items()}
+    units = {stage: [size for m in staged for size in m.unit_bytes()] for stage, staged in matrices.items()}
     capacity = max(size for sizes in units.values() for size in sizes) + extra_pages * ALIGNMENT
     keeps = {stage: sum(sizes) + max(sizes) <= capacity for stage, sizes in units.items()}
     ring = StagingRing(capacity)
-    asked: dict[str, int] = dict.fromkeys(source.fetched, 0)  # bytes that were wanted, by the promise
+    promised: dict[str, int] = dict.fromkeys(source.fetched, 0)  # bytes to fetch
 
     def run():
-        streamer = WeightPrefetcher(ring, TransferStats(), overlap)
+        prefetcher = WeightPrefetcher(ring, TransferStats(), overlap)
         for number in range(repeats):
             for stage in stages:
-                assert streamer.start(stage, matrices[stage], uses[stage])
-            if ahead and number + 1 < repeats and not streamer.has_expected:
+                assert prefetcher.start(stage, matrices[stage], uses[stage])
+            if ahead and number + 1 < repeats and not prefetcher.has_expected:
                 for stage in stages:  # as `TieredWeights.prefetch` announces a pass that is certain to follow
-                    assert streamer.start(stage, matrices[stage], None) == keeps[stage]
+                    assert prefetcher.start(stage, matrices[stage], None) == keeps[stage]
                     if not keeps[stage]:
                         break
             for stage in stages:
                 wanted: set[str] = set()
                 for _ in range(uses[stage]):
                     names = [m.name for m in matrices[stage] if choice.random() >= skip]
-                    use(streamer, source, stage, names)
+                    use(prefetcher, source, stage, names)
                     wanted.update(names)
                     if not keeps[stage]:
                         for name in names:
-                            asked[f"{stage}.{name}"] += source.content[f"{stage}.{name}"].numel()
+                            promised[f"{stage}.{name}"] += source.content[f"{stage}.{name}"].numel()
                 if keeps[stage]:
                     for name in wanted:
-                        asked[f"{stage}.{name}"] += source.content[f"{stage}.{name}"].numel()
-        streamer.close()
+                        promised[f"{stage}.{name}"] += source.content[f"{stage}.{name}"].numel()
+        prefetcher.close()
 
     within(WAIT_S, run)
     assert ring.in_use == 0
     if skip and overlap:  # what nobody wants may have been on its way already, but never more than once a round
-        for name, size in asked.items():
+        for name, size in promised.items():
             stage = name.partition(".")[0]
             most = repeats * (1 if keeps[stage] else uses[stage]) * source.content[name].numel()
             assert size <= source.fetched[name] <= most
     else:
-        assert source.fetched == asked
+        assert source.fetched == promised
 
 
 @settings(max_examples=30, deadline=None)
 @given(drawn=passes(), extra_pages=st.integers(0, 20), overlap=st.booleans(), fail_at=st.integers(0, 12))
-def test_an_error_of_a_fetch_surfaces_at_the_use_and_the_streamer_goes_on(drawn, extra_pages, overlap, fail_at):
+def test_an_error_of_a_fetch_surfaces_at_the_use_and_the_prefetcher_goes_on(drawn, extra_pages, overlap, fail_at):
     stages, uses = drawn
     source = Source()
     matrices = {stage: [source.matrix(stage, *shape) for shape in shapes] for stage, shapes in stages.items()}
-    largest = max(size for found in matrices.values() for m in found for size in m.unit_bytes())
+    largest = max(size for staged in matrices.values() for m in staged for size in m.unit_bytes())
     ring = StagingRing(largest + extra_pages * ALIGNMENT)
     source.fail_at = fail_at
 
-    def one_pass(streamer):
+    def one_pass(prefetcher):
         for stage in stages:
-            streamer.start(stage, matrices[stage], uses[stage])
+            prefetcher.start(stage, matrices[stage], uses[stage])
         for stage in stages:
             for _ in range(uses[stage]):
-                use(streamer, source, stage, [m.name for m in matrices[stage]])
+                use(prefetcher, source, stage, [m.name for m in matrices[stage]])
 
     def run():
-        streamer = WeightPrefetcher(ring, TransferStats(), overlap)
+        prefetcher = WeightPrefetcher(ring, TransferStats(), overlap)
         try:
-            one_pass(streamer)
+            one_pass(prefetcher)
             failed = False
         except OSError:
             failed = True
         assert failed == (source.fetches > fail_at)
-        streamer.cancel()
+        prefetcher.cancel()
         assert ring.in_use == 0
         source.fail_at = None
-        one_pass(streamer)
-        streamer.close()
+        one_pass(prefetcher)
+        prefetcher.close()
 
     within(WAIT_S, run)
     assert ring.in_use == 0
@@ -191,17 +191,17 @@ def test_a_pass_that_is_broken_off_anywhere_leaves_an_empty_ring(drawn, extra_pa
     stages, uses = drawn
     source = Source(seed=stop, slowest=0.001)
     matrices = {stage: [source.matrix(stage, *shape) for shape in shapes] for stage, shapes in stages.items()}
-    largest = max(size for found in matrices.values() for m in found for size in m.unit_bytes())
+    largest = max(size for staged in matrices.values() for m in staged for size in m.unit_bytes())
     ring = StagingRing(largest + extra_pages * ALIGNMENT)
     left = stop
 
-    def broken_pass(streamer):
+    def broken_pass(prefetcher):
         nonlocal left
         for stage in stages:
-            streamer.start(stage, matrices[stage], uses[stage])
+            prefetcher.start(stage, matrices[stage], uses[stage])
         for stage in stages:
             for _ in range(uses[stage]):
-                with streamer.using(stage) as rows:
+                with prefetcher.using(stage) as rows:
                     for matrix in matrices[stage]:
                         for _ in rows(matrix.name):
                             left -= 1
@@ -209,23 +209,23 @@ def test_a_pass_that_is_broken_off_anywhere_leaves_an_empty_ring(drawn, extra_pa
                                 raise MemoryError
 
     def run():
-        streamer = WeightPrefetcher(ring, TransferStats(), overlap)
+        prefetcher = WeightPrefetcher(ring, TransferStats(), overlap)
         try:
-            broken_pass(streamer)
+            broken_pass(prefetcher)
         except MemoryError as error:
-            kept = error  # with its traceback, so that nothing is tidied up by the collector
-            assert kept is not None
+            caught = error  # with its traceback, so that the collector frees nothing
+            assert caught is not None
             if closes:
-                streamer.close()
+                prefetcher.close()
             else:
-                streamer.cancel()
+                prefetcher.cancel()
             assert ring.in_use == 0
         if not closes:
             for stage in stages:
-                streamer.start(stage, matrices[stage], 1)
+                prefetcher.start(stage, matrices[stage], 1)
             for stage in stages:
-                use(streamer, source, stage, [m.name for m in matrices[stage]])
-        streamer.close()
+                use(prefetcher, source, stage, [m.name for m in matrices[stage]])
+        prefetcher.close()
 
     within(WAIT_S, run)
     assert ring.in_use == 0
@@ -236,70 +236,70 @@ def test_loading_goes_on_while_a_stage_is_used():
     for overlap in (True, False):
         source = Source()
         matrices = {s: [source.matrix(s, "m", 4, 500, 2)] for s in ("a", "b")}
-        streamer = WeightPrefetcher(StagingRing(16 * ALIGNMENT), TransferStats(), overlap)
+        prefetcher = WeightPrefetcher(StagingRing(16 * ALIGNMENT), TransferStats(), overlap)
         for stage in matrices:
-            streamer.start(stage, matrices[stage], 1)
-        with streamer.using("a") as rows:
+            prefetcher.start(stage, matrices[stage], 1)
+        with prefetcher.using("a") as rows:
             deadline = time.monotonic() + (5.0 if overlap else 0.1)
             while source.fetched["b.m"] < 2000 and time.monotonic() < deadline:
                 time.sleep(0.001)
             assert (source.fetched["b.m"] == 2000) == overlap
             assert len(list(rows("m"))) == 2
-        use(streamer, source, "b", ["m"])
-        streamer.close()
+        use(prefetcher, source, "b", ["m"])
+        prefetcher.close()
 
 
 def test_a_pass_that_is_expected_is_loaded_before_its_uses_are_known():
     source = Source()
     matrix = source.matrix("a", "m", 4, 500, 4)
-    streamer = WeightPrefetcher(StagingRing(16 * ALIGNMENT), TransferStats(), True)
-    assert streamer.start("a", [matrix], None) and streamer.has_expected
+    prefetcher = WeightPrefetcher(StagingRing(16 * ALIGNMENT), TransferStats(), True)
+    assert prefetcher.start("a", [matrix], None) and prefetcher.has_expected
     deadline = time.monotonic() + 5.0
     while not source.fetched["a.m"] and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert streamer.start("a", [matrix], 2) and not streamer.has_expected
-    use(streamer, source, "a", ["m"])
-    use(streamer, source, "a", ["m"])
+    assert prefetcher.start("a", [matrix], 2) and not prefetcher.has_expected
+    use(prefetcher, source, "a", ["m"])
+    use(prefetcher, source, "a", ["m"])
     assert source.fetched == {"a.m": 2000}
-    streamer.start("a", [matrix], None)
+    prefetcher.start("a", [matrix], None)
     with pytest.raises(AssertionError, match="was expected next"):
-        streamer.start("b", [matrix], 1)
-    streamer.close()
+        prefetcher.start("b", [matrix], 1)
+    prefetcher.close()
 
 
 def test_a_unit_beyond_the_ring_surfaces_instead_of_hanging():
     source = Source()
     matrix = source.matrix("a", "m", 1, 5 * ALIGNMENT, 1)
-    streamer = WeightPrefetcher(StagingRing(2 * ALIGNMENT), TransferStats(), True)
-    streamer.start("a", [matrix], 1)
+    prefetcher = WeightPrefetcher(StagingRing(2 * ALIGNMENT), TransferStats(), True)
+    prefetcher.start("a", [matrix], 1)
     with pytest.raises(AssertionError, match="in a ring of"):
-        within(WAIT_S, lambda: use(streamer, source, "a", ["m"]))
-    within(WAIT_S, streamer.close)
+        within(WAIT_S, lambda: use(prefetcher, source, "a", ["m"]))
+    within(WAIT_S, prefetcher.close)
 
 
-def test_waiting_is_told_apart_from_loading():
+def test_waiting_and_loading_are_timed_separately():
     source = Source(slowest=0.05)
     matrix = source.matrix("a", "m", 8, 500, 1)
-    traffic = TransferStats()
-    streamer = WeightPrefetcher(StagingRing(16 * ALIGNMENT), traffic, True)
-    streamer.start("a", [matrix], 1)
-    use(streamer, source, "a", ["m"])
-    streamer.close()
-    spent = traffic.seconds()
+    stats = TransferStats()
+    prefetcher = WeightPrefetcher(StagingRing(16 * ALIGNMENT), stats, True)
+    prefetcher.start("a", [matrix], 1)
+    use(prefetcher, source, "a", ["m"])
+    prefetcher.close()
+    spent = stats.seconds()
     assert 0 < spent["wait_weights"] <= spent["load_weights"]
 
 
 def test_the_byte_count_would_notice_a_matrix_that_is_fetched_again():
     """The guard's inverse: a stage that does not fit is fetched for each use, one that fits once."""
-    found = []
+    fetched = []
     for pages in (4, 64):
         source = Source()
         matrix = source.matrix("a", "m", 4, 500, 1)
         assert staged_bytes(1, 500) == 3 * ALIGNMENT
-        streamer = WeightPrefetcher(StagingRing(pages * ALIGNMENT), TransferStats(), True)
-        streamer.start("a", [matrix], 3)
+        prefetcher = WeightPrefetcher(StagingRing(pages * ALIGNMENT), TransferStats(), True)
+        prefetcher.start("a", [matrix], 3)
         for _ in range(3):
-            use(streamer, source, "a", ["m"])
-        streamer.close()
-        found.append(source.fetched["a.m"])
-    assert found == [6000, 2000]
+            use(prefetcher, source, "a", ["m"])
+        prefetcher.close()
+        fetched.append(source.fetched["a.m"])
+    assert fetched == [6000, 2000]

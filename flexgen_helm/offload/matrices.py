@@ -1,0 +1,212 @@
+"""Matrices of a checkpoint: loaded to a tier in their storage format, and fetched from there.
+
+The storage format is the checkpoint's 16-bit dtype, or a packed format of the precision. Packed matrices have stripes
+of bytes for rows (`quant.formats`). A matrix is packed once, into a weight file from which every tier is loaded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+
+import torch
+from torch import Tensor
+
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.offload.disk import DirectFile
+from flexgen_helm.offload.linear import TILE_ELEMENTS
+from flexgen_helm.offload.prefetcher import staged_bytes
+from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
+from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.packing import quantize
+from flexgen_helm.quant.precisions import Precision
+
+# Bytes that a disk reads in the time of one short read: many rows of a table are read with all rows between them.
+_ROW_READ_BYTES = 256 << 10
+# Threads that read single rows of a table.
+_GATHER_THREADS = 8
+# Bytes of one read where a whole table is read.
+_SCAN_BYTES = 8 << 20
+
+
+class OffloadedMatrix(ABC):
+    """A matrix on another tier than the compute device's; `shape` and `row_bytes` are those of its storage format."""
+
+    def __init__(self, tiers: Tiers, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._tiers, self._dtype = tiers, dtype
+        self.shape, self.row_bytes = (shape[0], shape[1]), shape[1] * dtype.itemsize
+
+    @abstractmethod
+    def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
+        """Fetch rows [first, first + count) to staging memory on the compute device; see `prefetcher.Fetch`."""
+
+    @abstractmethod
+    def gather(self, rows: Tensor) -> Tensor:
+        """Fetch single rows [T] of a table to the compute device -> [T, width]."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class HostMatrix(OffloadedMatrix):
+    """A matrix in host memory, behind the link to the compute device."""
+
+    def __init__(self, tiers: Tiers, stored: Tensor) -> None:
+        super().__init__(tiers, tuple(stored.shape), stored.dtype)
+        self._stored = stored
+
+    def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
+        rows = self._stored[first : first + count]
+        fetched = self._tiers.to_device(rows.reshape(-1).view(torch.uint8), "weights", staging)
+        return fetched.view(self._dtype).view(rows.shape)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return self._tiers.to_device(self._stored.index_select(0, rows.cpu()), "weights")
+
+    def close(self) -> None:
+        del self._stored
+
+
+class DiskMatrix(OffloadedMatrix):
+    """A matrix in a file. Its rows cross the link too if a gpu computes."""
+
+    def __init__(self, tiers: Tiers, file: DirectFile, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__(tiers, shape, dtype)
+        self._file = file
+        self._threads = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="table rows")  # started when needed
+
+    def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
+        copy_engine = self._tiers.copy_engine
+        if copy_engine is None:
+            fetched = self._read(first, count, staging)
+        else:
+            on_host = self._read(first, count, copy_engine.thread_buffer(staging.numel()))
+            fetched = self._tiers.to_device(on_host, "weights", staging)
+        return fetched.view(self._dtype).view(count, -1)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        unique_rows, inverse = rows.cpu().unique(return_inverse=True)
+        gathered = torch.empty((unique_rows.numel(), self.shape[1]), dtype=self._dtype)
+        row_cost = max(_ROW_READ_BYTES, staged_bytes(1, self.row_bytes))
+        if unique_rows.numel() * row_cost > self.shape[0] * self.row_bytes:
+            self._scan(unique_rows, gathered)
+        else:
+            self._read_rows(unique_rows, gathered)
+        return self._tiers.to_device(gathered[inverse], "weights")
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._file.close()
+
+    def _scan(self, rows: Tensor, out: Tensor) -> None:
+        """Read the whole table in tiles and keep some rows."""
+        step = max(1, _SCAN_BYTES // self.row_bytes)
+        for first in range(0, self.shape[0], step):
+            count = min(step, self.shape[0] - first)
+            in_tile = (rows >= first) & (rows < first + count)
+            if in_tile.any():
+                tile = self._read(first, count, pages(staged_bytes(count, self.row_bytes)))
+                out[in_tile] = tile.view(self._dtype).view(count, -1)[rows[in_tile] - first]
+
+    def _read_rows(self, rows: Tensor, out: Tensor) -> None:
+        """Read single rows, several at a time."""
+
+        def read_row(index: int, row: int) -> None:
+            out[index] = self._read(row, 1, pages(staged_bytes(1, self.row_bytes))).view(self._dtype)
+
+        list(self._threads.map(read_row, range(rows.numel()), rows.tolist()))
+
+    def _read(self, first: int, count: int, staging: Tensor) -> Tensor:
+        """Read rows into staging memory; return their bytes.
+
+        file     page |    page    | page        reads are whole pages
+        rows       |first … first + count|
+        """
+        offset, size = first * self.row_bytes, count * self.row_bytes
+        skipped = offset % ALIGNMENT
+        span = staging[: aligned(skipped + size)]
+        self._file.read(offset - skipped, span)
+        self._tiers.stats.count_bytes("disk_to_cpu", "weights", size)
+        return span[skipped : skipped + size]
+
+
+class MatrixLoader:
+    """Loads the tensors of one checkpoint. The caller claims their memory first."""
+
+    def __init__(self, checkpoint: Checkpoint, tiers: Tiers, precision: Precision) -> None:
+        self._checkpoint, self._tiers, self._precision = checkpoint, tiers, precision
+
+    def format_of(self, name: str) -> GroupFormat | None:
+        """Return how a tensor is packed; None if it has the checkpoint's 16-bit dtype."""
+        return self._precision.format_of(name) if len(self._checkpoint.shapes[name]) == 2 else None
+
+    def num_bytes(self, name: str) -> int:
+        """Return the size of a tensor in its storage format."""
+        shape, dtype = self._storage(name)
+        return prod(shape) * dtype.itemsize
+
+    def to_device(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Load a tensor to the compute device; dtype: None for the storage format, else 16 bits are converted."""
+        if self.format_of(name) is None:
+            return self._checkpoint.tensor(name).to(device=self._tiers.device, dtype=dtype)
+        return self._read_packed(name).to(self._tiers.device)
+
+    def to_host(self, name: str) -> HostMatrix:
+        """Load a matrix to host memory, behind the link."""
+        assert self._tiers.copy_engine is not None
+        shape, dtype = self._storage(name)
+        stored = self._tiers.copy_engine.host_memory(self.num_bytes(name)).view(dtype)
+        tiles = [self._read_packed(name).view(-1)] if self.format_of(name) else self._checkpoint.tiles(name)
+        done = 0
+        for tile in tiles:
+            stored[done : done + tile.numel()] = tile
+            done += tile.numel()
+        return HostMatrix(self._tiers, stored.view(shape))
+
+    def to_disk(self, name: str) -> DiskMatrix:
+        """Open a matrix's weight file; write it first if there is none."""
+        return DiskMatrix(self._tiers, self._file(name), *self._storage(name))
+
+    def _storage(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and dtype in the storage format."""
+        shape, fmt = self._checkpoint.shapes[name], self.format_of(name)
+        if fmt is None:
+            return shape, self._checkpoint.storage_dtype
+        return (fmt.num_stripes(shape[0]), fmt.stripe_bytes(shape[1])), torch.uint8
+
+    def _file(self, name: str) -> DirectFile:
+        fmt, tiles = self.format_of(name), self._checkpoint.tiles(name)
+        if fmt is None:
+            label = str(self._checkpoint.storage_dtype).removeprefix("torch.")
+        else:
+            label, tiles = self._precision.weights_label, _packed_tiles(tiles, fmt, self._checkpoint.shapes[name][1])
+        files = self._tiers.directory().weights(self._checkpoint.fingerprint, label)
+        return files.ensure(name, self.num_bytes(name), tiles)
+
+    def _read_packed(self, name: str) -> Tensor:
+        """Read a packed matrix [stripes, bytes] from its weight file into new host memory."""
+        file = self._file(name)
+        try:
+            return file.read_tensor(0, *self._storage(name))
+        finally:
+            file.close()
+
+
+def _packed_tiles(tiles: Iterable[Tensor], fmt: GroupFormat, width: int) -> Iterator[Tensor]:
+    """Pack flat tiles of a matrix, in order, as whole stripes; about a tile is in memory at a time."""
+    stripe_elements = fmt.stripe_rows * width
+    waiting: list[Tensor] = []
+    num_waiting = 0
+    for tile in tiles:
+        waiting.append(tile)
+        num_waiting += tile.numel()
+        if num_waiting >= max(stripe_elements, TILE_ELEMENTS):
+            joined = torch.cat(waiting)
+            whole = num_waiting // stripe_elements * stripe_elements
+            yield quantize(joined[:whole].view(-1, width), fmt)
+            waiting, num_waiting = [joined[whole:]], num_waiting - whole
+    if num_waiting:
+        yield quantize(torch.cat(waiting).view(-1, width), fmt)
