@@ -46,7 +46,6 @@ class SimulatedCopyEngine(CopyEngine):
 
     def __init__(self, in_gb_s: float | None, out_gb_s: float | None) -> None:
         self.device = torch.device("cpu")
-        self.gb_s = None if in_gb_s is None or out_gb_s is None else (in_gb_s, out_gb_s)
         self._directions = [(threading.Lock(), in_gb_s), (threading.Lock(), out_gb_s)]
 
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
