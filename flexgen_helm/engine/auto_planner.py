@@ -12,8 +12,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.machine_profile import load_saved, measured_profile, profile_named
 from flexgen_helm.errors import FlexgenError, MemoryLimitError
 from flexgen_helm.hardware.profile import HardwareProfile
@@ -49,30 +50,21 @@ class AutoPlanner:
     def __init__(
         self,
         config: ModelConfig,
+        options: EngineConfig,
         limits: Mapping[Tier, int],
         folder: Path,
         *,
-        device: str,
+        device: Literal["cpu", "cuda", "sim"],
         storage_dtype: str,
-        link_gb_s: tuple[float, float] | None,
-        overlap: bool,
-        cpu_attention: bool,
-        schedule: Schedule | None,
-        max_latency: float | None,
         precision: Precision,
     ) -> None:
         """Check the profile that `HARDWARE_VARIABLE` names; measure nothing yet.
 
         limits: bytes of the engine's tiers.
         folder: of the disk tier.
-        device: 'cpu', 'cuda' or 'sim', the latter with its link in GB/s.
-        schedule, max_latency: None leaves the search free.
         """
-        self._config, self._limits, self._folder = config, limits, folder
-        self._device, self._storage_dtype, self._link = device, storage_dtype, link_gb_s
-        self._overlap, self._cpu_attention = overlap, cpu_attention
-        self._schedules = AUTOMATIC if schedule is None else (schedule,)
-        self._max_latency, self._precision = max_latency, precision
+        self._config, self._options, self._limits, self._folder = config, options, limits, folder
+        self._device, self._storage_dtype, self._precision = device, storage_dtype, precision
         self._profile: HardwareProfile | None = None
         self._has_profile: bool | None = None  # None: not tried yet
         if os.environ.get(HARDWARE_VARIABLE, "measured") != "measured":
@@ -94,8 +86,8 @@ class AutoPlanner:
             precision=self._precision,
             rest_dtype=self._storage_dtype,
             limits=MemoryLimits(self._limits["gpu"], self._limits["cpu"], self._limits["disk"]),
-            overlap=self._overlap,
-            cpu_attention=self._cpu_attention,
+            overlap=self._options.overlap,
+            cpu_attention=self._options.cpu_attention,
             endless=endless,
         )
 
@@ -130,7 +122,7 @@ class AutoPlanner:
         else:
             profile = profile_named(name, logger.warning)
         if self._device == "sim":
-            profile = simulated_gpu(replace(profile, gpu=None, link=None), self._limits["gpu"], self._link)
+            profile = simulated_gpu(replace(profile, gpu=None, link=None), self._limits["gpu"], self._options.link_gb_s)
         elif self._device == "cpu":
             profile = replace(profile, gpu=None, link=None)
         # Limits follow from what is free now; a saved profile may have seen less.
@@ -156,10 +148,12 @@ class AutoPlanner:
         return self._has_profile
 
     def _search(self, problem: PlanningProblem, weights: Policy | None) -> Solution | None:
+        schedule, max_latency = self._options.fixed_schedule, self._options.max_latency
         try:
-            return search(problem, self._schedules, max_latency=self._max_latency, fixed=weights)
+            schedules = AUTOMATIC if schedule is None else (schedule,)
+            return search(problem, schedules, max_latency=max_latency, fixed=weights)
         except MemoryLimitError:
-            if self._max_latency is not None:
+            if max_latency is not None:
                 raise
             return None
 

@@ -32,18 +32,18 @@ from flexgen_helm.identity import text_of
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.offload.activations import ActivationStore
-from flexgen_helm.offload.copy_engine import CopyEngine, SimulatedCopyEngine
+from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.constants import UNLIMITED
 from flexgen_helm.planner.memory import RunSize, plan_memory
 from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_fractions
-from flexgen_helm.planner.policy import Policy, Schedule
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.run_plan import RunPlan, plan_run
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16, Precision, precision_named
-from flexgen_helm.request import GenerationRequest, GenerationResult, MemoryLimits, Progress
+from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from flexgen_helm.scheduling.prepare import PreparedRequests, planned_workload, prepare
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -70,50 +70,42 @@ class Engine:
         self,
         checkpoint: Checkpoint,
         tokenizer: Tokenizer | None,
+        options: EngineConfig,
         *,
         name: str,
+        precision: Precision,
         device: torch.device,
         link: CopyEngine | None,
-        limits: MemoryLimits,
-        policy: Policy | None,
-        schedule: Schedule | None,
-        folder: Path,
-        overlap: bool,
-        cpu_attention: bool,
-        max_latency: float | None = None,
-        precision: Precision = FP16,
     ) -> None:
         began = time.perf_counter()
         self.name, self.config, self.tokenizer, self.precision = name, checkpoint.config, tokenizer, precision.name
         self.last_run: dict[str, Any] = {}
-        self._policy, self._schedule, self._cpu_attention = policy, schedule, cpu_attention
+        self._options = options
         self._cache_format = precision.cache
         self._threads = ThreadGovernor() if device.type == "cpu" else None
         self._device, self._dtype = device, compute_dtype(device, checkpoint.storage_dtype)
         compute_tier: Tier = "cpu" if link is None else "gpu"
         simulated = link is not None and device.type == "cpu"
-        capacities = tier_capacities(limits, device, folder)
+        folder = Path(options.offload_dir) if options.offload_dir is not None else home_folder() / "offload"
+        capacities = tier_capacities(options.limits, device, folder)
         ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
-        self._tiers = Tiers(device, compute_tier, ledgers, link, folder, overlap)
+        self._tiers = Tiers(device, compute_tier, ledgers, link, folder, options.overlap)
         self.ledger = ledgers[compute_tier]
         storage = StorageSizes(self.config, precision)
         self._matrix_bytes = storage.matrices
+        policy = options.fixed_policy
         self._memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, policy)
         self._planner = AutoPlanner(
             self.config,
+            options,
             capacities,
             folder,
             device="cpu" if link is None else "sim" if simulated else "cuda",
             storage_dtype=str(checkpoint.storage_dtype).removeprefix("torch."),
-            link_gb_s=link.gb_s if isinstance(link, SimulatedCopyEngine) else None,
-            overlap=overlap,
-            cpu_attention=cpu_attention,
-            schedule=schedule,
-            max_latency=max_latency,
             precision=precision,
         )
         # Weights that do not all fit on the compute device are placed by the search, if it finds a way.
-        self._searches = policy is None and (self._memory.streams_weights or max_latency is not None)
+        self._searches = policy is None and (self._memory.streams_weights or options.max_latency is not None)
         if self._searches and (placement := self._planner.weights()) is not None:
             self._memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, placement)
         try:
@@ -178,17 +170,11 @@ class Engine:
         return cls(
             checkpoint,
             Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None,
+            config,
             name=resolved.name,
+            precision=precision,
             device=device,
             link=link,
-            limits=config.limits,
-            policy=config.fixed_policy,
-            schedule=config.fixed_schedule,
-            folder=Path(config.offload_dir) if config.offload_dir is not None else home_folder() / "offload",
-            overlap=config.overlap,
-            cpu_attention=config.cpu_attention,
-            max_latency=config.max_latency,
-            precision=precision,
         )
 
     def run(
@@ -214,7 +200,7 @@ class Engine:
                 raise FlexgenError("the engine is closed")
             began = time.perf_counter()
             self._tiers.reset()
-            prepared = prepare(requests, self.config, self.tokenizer, self._schedule or "zigzag")
+            prepared = prepare(requests, self.config, self.tokenizer, self._options.fixed_schedule or "zigzag")
             prefix_cost = self._prefix_cost()
             # Only a search must know beforehand what will be shared; the run plans that with its own room.
             workload = planned_workload(prepared.distinct, prefix_cost, self._searches, self._cache_format)
@@ -224,7 +210,7 @@ class Engine:
                 self._tiers,
                 self._dtype,
                 plan.cache,
-                cpu_attention=self._cpu_attention and self._tiers.compute_tier == "gpu",
+                cpu_attention=self._options.cpu_attention and self._tiers.compute_tier == "gpu",
                 cache_format=self._cache_format,
                 one_layer=plan.schedule == "prefill-only",
             )
@@ -290,14 +276,14 @@ class Engine:
             self._memory,
             size,
             {tier: ledger.free or 0 for tier, ledger in self._tiers.ledgers.items()},
-            policy=self._policy,
-            schedule=self._schedule,
+            policy=self._options.fixed_policy,
+            schedule=self._options.fixed_schedule,
             solution=solution,
             config=self.config,
             cache_format=self._cache_format,
             compute_tier=self._tiers.compute_tier,
             compute_bytes=self._dtype.itemsize,
-            cpu_attention=self._cpu_attention,
+            cpu_attention=self._options.cpu_attention,
         )
 
     def _compare(self, plan: RunPlan, workload: Workload) -> None:

@@ -58,7 +58,6 @@ class SimulatedCopyEngine(CopyEngine):
     def __init__(self, in_gb_s: float | None, out_gb_s: float | None) -> None:
         super().__init__()
         self.device = torch.device("cpu")
-        self.gb_s = None if in_gb_s is None or out_gb_s is None else (in_gb_s, out_gb_s)
         self._in, self._out = (threading.Lock(), in_gb_s), (threading.Lock(), out_gb_s)
 
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
