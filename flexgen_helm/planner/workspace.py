@@ -5,8 +5,8 @@ Counted as if nothing were freed before the operation that follows it.
 
 from __future__ import annotations
 
-from flexgen_helm.models.config import ModelConfig, tensor_shapes
-from flexgen_helm.planner.constants import KEPT_MASK_BYTES, QUERY_CHUNK_TOKENS, SCORE_TOKENS, UPCAST_ELEMENTS
+from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, ModelConfig, tensor_shapes
+from flexgen_helm.planner.constants import KEPT_MASK_BYTES, UPCAST_ELEMENTS
 from flexgen_helm.quant.precisions import CacheFormat
 
 
