@@ -8,20 +8,44 @@ changed value always does.
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 
-@runtime_checkable
-class Identified(Protocol):
-    """A record that writes its own text."""
+class Identified:
+    """Base of frozen dataclasses that are part of digests.
 
-    def identity_text(self) -> str: ...
+    Class arguments:
+    name: what digests call the class.
+    first_version: the first version's fields in order, separated by spaces: `field`, or `old_name=field` if the field
+        was renamed since.
+    """
+
+    _name_in_digests: ClassVar[str]
+    _first_version: ClassVar[dict[str, str]]  # name in digests -> attribute
+
+    def __init_subclass__(cls, name: str = "", first_version: str = "") -> None:
+        if name:  # else a subclass of a record, which keeps the record's
+            cls._name_in_digests = name
+            words = (word.partition("=") for word in first_version.split())
+            cls._first_version = {old_name: field or old_name for old_name, _, field in words}
+
+    def identity_text(self) -> str:
+        """Write the record as `Name(field=value, ...)`."""
+        names = dict(self._first_version)
+        record: Any = self
+        for field in fields(record):
+            if field.name not in self._first_version.values():
+                assert field.default is not MISSING, f"{field.name} was added without a default"
+                if getattr(self, field.name) != field.default:
+                    names[field.name] = field.name
+        inside = ", ".join(f"{name}={text_of(getattr(self, attribute))}" for name, attribute in names.items())
+        return f"{self._name_in_digests}({inside})"
 
 
 def text_of(value: object) -> str:
     """Write a value for a digest.
 
-    value: None, a boolean, a number, a string, a tuple of these, or a record with an `identity_text`.
+    value: None, a boolean, a number, a string, an `Identified` record, or a tuple of these.
     Raises `TypeError` for anything else, so that no text depends on how a class prints itself.
     """
     if isinstance(value, Identified):
@@ -31,22 +55,3 @@ def text_of(value: object) -> str:
     if value is None or type(value) in (bool, int, float, str):
         return repr(value)
     raise TypeError(f"{type(value).__name__} has no text for digests")
-
-
-def record_text(record: Any, name: str, first_version: str) -> str:
-    """Write a frozen dataclass as `Name(field=value, ...)`.
-
-    record: the dataclass instance.
-    name: the class's name in digests.
-    first_version: the first version's fields in order, separated by spaces: `field`, or `old_name=field` if the
-        field was renamed since.
-    """
-    names = {}  # in digests -> attribute
-    for word in first_version.split():
-        old_name, _, field_name = word.partition("=")
-        names[old_name] = field_name or old_name
-    added = [field for field in fields(record) if field.name not in names.values()]
-    for field in added:
-        assert field.default is not MISSING, f"{field.name} was added to {name} without a default"
-    names |= {field.name: field.name for field in added if getattr(record, field.name) != field.default}
-    return f"{name}({', '.join(f'{key}={text_of(getattr(record, attribute))}' for key, attribute in names.items())})"

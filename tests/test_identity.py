@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from flexgen_helm.checkpoint.catalog import CATALOG
-from flexgen_helm.identity import record_text, text_of
+from flexgen_helm.identity import Identified, text_of
 from flexgen_helm.models.config import RopeConfig
 from flexgen_helm.plugin.convert import _request_key
 from flexgen_helm.quant.formats import GroupFormat
@@ -107,7 +107,7 @@ def test_every_changed_value_changes_the_text(change: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Later:
+class Later(Identified, name="First", first_version="old_name=renamed"):
     """A record that had one field in its first version."""
 
     renamed: int
@@ -115,16 +115,13 @@ class Later:
 
 
 def test_new_fields_count_only_where_they_say_something() -> None:
-    def text(record: Later) -> str:
-        return record_text(record, "First", "old_name=renamed")
-
-    assert text(Later(1)) == "First(old_name=1)"
-    assert text(Later(1, 0.5)) == "First(old_name=1, added=0.5)"
+    assert Later(1).identity_text() == "First(old_name=1)"
+    assert Later(1, 0.5).identity_text() == "First(old_name=1, added=0.5)"
 
 
 def test_values_without_a_text_of_their_own_are_refused() -> None:
-    with pytest.raises(TypeError, match="Later has no text"):
-        text_of((1, Later(1)))
+    with pytest.raises(TypeError, match="Path has no text"):
+        text_of((1, Later(1), Path("a")))
     with pytest.raises(TypeError, match="dict has no text"):
         text_of({})
 

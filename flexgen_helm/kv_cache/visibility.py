@@ -21,7 +21,8 @@ from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import Codec
 from flexgen_helm.models.attention import QueryChunk
-from flexgen_helm.planner.constants import KEPT_MASK_BYTES, QUERY_CHUNK_TOKENS
+from flexgen_helm.models.config import QUERY_CHUNK_TOKENS
+from flexgen_helm.planner.constants import KEPT_MASK_BYTES
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
 

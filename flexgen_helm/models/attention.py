@@ -19,13 +19,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS
+
 PartialAttention = tuple[Tensor, Tensor]  # output, log-sum-exp
 KeysValues = tuple[Tensor, Tensor]
-
-# Query rows whose scores exist at once in the unfused formula: bounds the workspace of long prompts.
-_SCORE_ROWS = 1024
-# Query rows whose masks or biases exist at once: they take memory for every head.
-_MASK_ROWS = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,10 +165,10 @@ def attend_prefix(
     Returns output [T, Hq, D] and log-sum-exp [T, Hq]; 0 and minus infinity where the mask hides all keys.
     """
     tokens, heads, dim = q.shape
-    if tokens > _MASK_ROWS and (mask is not None or config.slopes is not None):
+    if tokens > QUERY_CHUNK_TOKENS and (mask is not None or config.slopes is not None):
         parts = [
             attend_prefix(q[rows], k, v, config, positions[rows], None if mask is None else mask[rows])
-            for rows in (slice(first, first + _MASK_ROWS) for first in range(0, tokens, _MASK_ROWS))
+            for rows in (slice(first, first + QUERY_CHUNK_TOKENS) for first in range(0, tokens, QUERY_CHUNK_TOKENS))
         ]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     key_heads = k.shape[0]
@@ -221,8 +218,8 @@ def _alibi_bias(slopes: Tensor, keys: int) -> Tensor:
 
 def _window_chunks(tokens: int, window: int, device: torch.device) -> Iterator[QueryChunk]:
     """A causal window in chunks of queries, without the keys that no query of a chunk sees."""
-    for first in range(0, tokens, _MASK_ROWS):
-        end, oldest = min(first + _MASK_ROWS, tokens), max(0, first - window + 1)
+    for first in range(0, tokens, QUERY_CHUNK_TOKENS):
+        end, oldest = min(first + QUERY_CHUNK_TOKENS, tokens), max(0, first - window + 1)
         mask = _window_chunk_mask(end - first, first - oldest, window, device)
         positions = torch.arange(oldest, end, device=device)
         yield QueryChunk(slice(first, end), slice(0, 0), slice(oldest, end), positions, mask)
@@ -251,8 +248,8 @@ def _attend_unfused(
 ) -> PartialAttention:
     """The formula itself for every device and dtype, with scores in float32, in slices of query rows."""
     outs, lses = [], []
-    for first in range(0, q.shape[2], _SCORE_ROWS):
-        rows = slice(first, min(first + _SCORE_ROWS, q.shape[2]))
+    for first in range(0, q.shape[2], SCORE_TOKENS):
+        rows = slice(first, min(first + SCORE_TOKENS, q.shape[2]))
         last = rows.stop if is_causal else k.shape[2]
         scores = torch.matmul(q[:, :, rows], k[:, :, :last].transpose(2, 3)).float() * config.scale
         if config.softcap is not None:

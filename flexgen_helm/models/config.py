@@ -10,14 +10,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from flexgen_helm.identity import record_text
+from flexgen_helm.identity import Identified
 
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
 ResidualKind = Literal["pre_norm", "post_norm", "sandwich", "parallel"]
 
 
 @dataclass(frozen=True)
-class RopeConfig:
+class RopeConfig(
+    Identified,
+    name="RopeSpec",
+    first_version="theta kind factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow "
+    "truncate factors magnitude dim",
+):
     """Rotary position embedding of the first `dim` elements of a head; their two halves rotate against each other.
 
     theta: base of the inverse frequencies.
@@ -47,17 +52,9 @@ class RopeConfig:
     magnitude: float = 1.0
     dim: int | None = None
 
-    def identity_text(self) -> str:
-        return record_text(
-            self,
-            "RopeSpec",
-            "theta kind factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow truncate "
-            "factors magnitude dim",
-        )
-
 
 @dataclass(frozen=True)
-class MoEConfig:
+class MoEConfig(Identified, name="ExpertSpec", first_version="count per_token ffn_size normalize dense_layers"):
     """Mixture of experts: a router selects some gated MLPs for every token (Mixtral, Qwen3-MoE).
 
     count: experts of a layer.
@@ -72,9 +69,6 @@ class MoEConfig:
     ffn_size: int
     normalize: bool = True
     dense_layers: tuple[int, ...] = ()
-
-    def identity_text(self) -> str:
-        return record_text(self, "ExpertSpec", "count per_token ffn_size normalize dense_layers")
 
 
 @dataclass(frozen=True)
@@ -104,82 +98,53 @@ RESIDUALS: Mapping[ResidualKind, Residual] = {
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """One decoder-only model. The module of its architecture (`models.architectures`) fills it.
+class ModelConfig(
+    Identified,
+    name="ModelSpec",
+    first_version="family=architecture num_layers hidden_size num_heads num_kv_heads head_dim ffn_size vocab_size "
+    "max_positions embed_size norm norm_eps activation gated_mlp rope residual norm_affine final_norm qkv_bias "
+    "out_bias mlp_bias tied_head position_offset qk_norm windows local_rope alibi embed_norm embed_scale norm_plus_one "
+    "attn_scale attn_softcap final_softcap experts",
+):
+    """One decoder-only model, filled by the module of its architecture (`models.architectures`).
 
-    Sizes are in elements.
-
-    architecture: name of the `Architecture` that filled the record.
-    num_heads, num_kv_heads: query heads; key and value heads, fewer with grouped-query attention.
-    ffn_size: inner size of the MLP.
-    max_positions: context length, in tokens.
-    embed_size: width of the embedding table; differs from `hidden_size` if the model projects (OPT-350M).
-    norm, norm_eps: kind of all norms on hidden states, and the epsilon of all norms.
-    gated_mlp: down(act(gate(x)) up(x)) instead of down(act(up(x))) (Llama and its relatives).
-    rope: rotary positions; None with ALiBi or a learned table.
-    residual: where norms are, a key of `RESIDUALS`.
-    norm_affine: norms have weights (false in some OPT fine-tunes).
-    final_norm: the head begins with a norm (false in OPT-350M).
-    qkv_bias, out_bias, mlp_bias: biases of q, k and v; of the attention's output; of the MLP.
-    tied_head: the embedding table is the head's matrix too.
-    position_offset: rows of the table of learned positions before position 0 (OPT: 2).
-    qk_norm: RMS norm of each head's query and key before the rotation (Qwen3, Gemma 3).
-    windows: per layer the positions that a token attends to, itself included, or None for all; empty if no layer has
-        a window (Mistral, Qwen2, Gemma, Phi-3).
-    local_rope: rotation of the layers with a window, where it differs (Gemma 3).
-    alibi: scores fall linearly with the distance (BLOOM).
-    embed_norm: embeddings are normed (BLOOM).
-    embed_scale: factor on embeddings (Gemma).
-    norm_plus_one: RMS norms multiply by 1 + weight (Gemma).
-    attn_scale: factor on scores; None for head_dim ** -0.5 (Gemma, GPT-2 without scaling).
-    attn_softcap, final_softcap: scores, logits become cap tanh(x / cap) (Gemma 2).
-    experts: mixture of experts instead of the MLP (Mixtral, Qwen3-MoE).
+    Sizes are in elements, positions in tokens. A new field comes last, with a default that leaves other models alone.
     """
 
-    architecture: str
+    architecture: str  # name of the `Architecture` that filled the record
     num_layers: int
     hidden_size: int
-    num_heads: int
-    num_kv_heads: int
+    num_heads: int  # query heads
+    num_kv_heads: int  # key and value heads; fewer with grouped-query attention
     head_dim: int
-    ffn_size: int
+    ffn_size: int  # inner size of the MLP
     vocab_size: int
-    max_positions: int
-    embed_size: int
-    norm: Literal["layernorm", "rmsnorm"]
+    max_positions: int  # context length
+    embed_size: int  # width of the embedding table; another than `hidden_size` where the model projects (OPT-350M)
+    norm: Literal["layernorm", "rmsnorm"]  # of hidden states
     norm_eps: float
     activation: Activation
-    gated_mlp: bool
-    rope: RopeConfig | None
-    residual: ResidualKind = "pre_norm"
-    norm_affine: bool = True
-    final_norm: bool = True
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    tied_head: bool = True
-    position_offset: int = 0
-    qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()
-    local_rope: RopeConfig | None = None
-    alibi: bool = False
-    embed_norm: bool = False
-    embed_scale: float = 1.0
-    norm_plus_one: bool = False
-    attn_scale: float | None = None
-    attn_softcap: float | None = None
-    final_softcap: float | None = None
-    experts: MoEConfig | None = None
-
-    def identity_text(self) -> str:
-        return record_text(
-            self,
-            "ModelSpec",
-            "family=architecture num_layers hidden_size num_heads num_kv_heads head_dim ffn_size vocab_size "
-            "max_positions embed_size norm norm_eps activation gated_mlp rope residual norm_affine final_norm qkv_bias "
-            "out_bias mlp_bias tied_head position_offset qk_norm windows local_rope alibi embed_norm embed_scale "
-            "norm_plus_one attn_scale attn_softcap final_softcap experts",
-        )
+    gated_mlp: bool  # down(act(gate(x)) up(x)), else down(act(up(x))) (OPT, GPT-2, GPT-NeoX, BLOOM)
+    rope: RopeConfig | None  # rotary positions; None with ALiBi or a learned table
+    residual: ResidualKind = "pre_norm"  # where norms are
+    norm_affine: bool = True  # norms have weights (not in some OPT fine-tunes)
+    final_norm: bool = True  # the head begins with a norm (not in OPT-350M)
+    qkv_bias: bool = False  # of q, k and v (OPT, GPT-2, GPT-NeoX, BLOOM, Qwen2)
+    out_bias: bool = False  # of the attention output (OPT, GPT-2, GPT-NeoX, BLOOM)
+    mlp_bias: bool = False  # (OPT, GPT-2, GPT-NeoX, BLOOM)
+    tied_head: bool = True  # the embedding table is the head's matrix too
+    position_offset: int = 0  # rows of the table of learned positions before position 0 (OPT: 2)
+    qk_norm: bool = False  # RMS norm of each head's query and key before the rotation (Qwen3, Gemma 3)
+    windows: tuple[int | None, ...] = ()  # by layer: positions that a token sees, itself included; None for all
+    local_rope: RopeConfig | None = None  # rotation of the layers with a window, where it differs (Gemma 3)
+    alibi: bool = False  # scores fall linearly with the distance (BLOOM)
+    embed_norm: bool = False  # embeddings are normed (BLOOM)
+    embed_scale: float = 1.0  # factor on embeddings (Gemma)
+    norm_plus_one: bool = False  # RMS norms multiply by 1 + weight (Gemma)
+    attn_scale: float | None = None  # factor on scores; None for head_dim ** -0.5 (Gemma, some GPT-2)
+    attn_softcap: float | None = None  # scores become cap tanh(score / cap) (Gemma 2)
+    final_softcap: float | None = None  # the same of logits (Gemma 2)
+    experts: MoEConfig | None = None  # instead of the MLP (Mixtral, Qwen3-MoE)
 
     def window(self, layer: int) -> int | None:
         """Positions that a token attends to in this layer, itself included; None for all."""
@@ -243,6 +208,9 @@ class ModelConfig:
 EMBED, HEAD = "embed", "head"
 # Embedding table, also the head's matrix if the two are tied.
 EMBED_TABLE = "embed.tokens.weight"
+
+# Queries of a prompt whose scores exist at once in unfused attention, and whose masks do: they bound the workspace.
+SCORE_TOKENS, QUERY_CHUNK_TOKENS = 1024, 256
 
 TensorShapes = Iterator[tuple[str, tuple[int, ...]]]  # canonical name, shape
 

@@ -32,10 +32,6 @@ MAX_BATCH_TOKENS = 4096
 PASS_TOKENS = 4 * BATCH_TOKENS
 # Tokens of a page of a growing cache: copying a cache once a page costs a sixteenth of reading it at every step.
 PAGE_TOKENS = 16
-# Queries of a prompt that attend to a quantized or sparse cache together (`engine.attention_metadata`).
-QUERY_CHUNK_TOKENS = 256
-# Queries of a prompt whose scores exist at once (`models.attention`).
-SCORE_TOKENS = 1024
 
 # --- Bytes ---
 # Direct I/O requires addresses, offsets and lengths that are multiples of this.

@@ -5,8 +5,8 @@ Temporaries are counted as if each were freed only after the operation that foll
 
 from __future__ import annotations
 
-from flexgen_helm.models.config import ModelConfig, tensor_shapes
-from flexgen_helm.planner.constants import KEPT_MASK_BYTES, QUERY_CHUNK_TOKENS, SCORE_TOKENS, UPCAST_ELEMENTS
+from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, ModelConfig, tensor_shapes
+from flexgen_helm.planner.constants import KEPT_MASK_BYTES, UPCAST_ELEMENTS
 from flexgen_helm.quant.precisions import CacheFormat
 
 

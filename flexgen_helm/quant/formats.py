@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.identity import record_text
+from flexgen_helm.identity import Identified
 
 Axis = Literal["in", "out"]
 Scales = Literal["pair", "word"]
@@ -25,7 +25,7 @@ Fit = Literal["range", "error"]
 
 
 @dataclass(frozen=True)
-class GroupFormat:
+class GroupFormat(Identified, name="GroupFormat", first_version="bits group=group_size axis scales fit"):
     """Group-wise quantization of a matrix (the paper, 'Group-wise Quantization').
 
     bits: of a code, 2 to 8.
@@ -51,9 +51,6 @@ class GroupFormat:
             raise UsageError(f"groups of {self.group_size}: a group has a multiple of 8 values")
         if self.fit == "error" and self.scales != "word":
             raise UsageError("the least squared error is searched on the grid of 16-bit scales: take scales='word'")
-
-    def identity_text(self) -> str:
-        return record_text(self, "GroupFormat", "bits group=group_size axis scales fit")
 
     @property
     def scale_bytes(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.identity import record_text, text_of
+from flexgen_helm.identity import Identified, text_of
 from flexgen_helm.quant.formats import GroupFormat
 
 # Group of tokens in a cache that is sparse but not quantized: the group size of `4bit-s`.
@@ -20,7 +20,7 @@ _PACKING_VERSION = 1
 
 
 @dataclass(frozen=True)
-class CacheFormat:
+class CacheFormat(Identified, name="CacheFormat", first_version="keys values residual=residual_window value_share"):
     """How keys and values are stored. It also says what every query sees, wherever the cache is and even without one.
 
     A query sees the newest tokens in full precision and the older ones quantized. Groups of tokens begin at absolute
@@ -43,9 +43,6 @@ class CacheFormat:
             raise UsageError(f"a share of {self.value_share:g} of the values is not in (0, 1]")
         if self.is_sparse and (self.group_tokens == 1 or (self.values is not None and self.values.axis == "out")):
             raise UsageError("sparse attention needs groups of tokens, whose values are packed one by one")
-
-    def identity_text(self) -> str:
-        return record_text(self, "CacheFormat", "keys values residual=residual_window value_share")
 
     @property
     def is_sparse(self) -> bool:
@@ -128,7 +125,7 @@ def _value_bytes(fmt: GroupFormat | None, plain: int) -> float:
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(Identified, name="Precision", first_version="name weights tables cache"):
     """What a precision of the product quantizes, and how.
 
     Embedding table and head keep 16 bits in all of ours: they are a small part of a large model, and a table's rows
@@ -143,9 +140,6 @@ class Precision:
     weights: GroupFormat | None = None
     cache: CacheFormat | None = None
     tables: ClassVar[None] = None  # a field of 0.1.0, which digests still name
-
-    def identity_text(self) -> str:
-        return record_text(self, "Precision", "name weights tables cache")
 
     @property
     def label(self) -> str:

@@ -52,7 +52,7 @@ def formula(q, k, v, scoring, allowed, at=None):
 def kernel(request, monkeypatch):
     if request.param == "direct":
         monkeypatch.setattr(attention, "_FUSED", None)
-        monkeypatch.setattr(attention, "_SCORE_ROWS", 7)
+        monkeypatch.setattr(attention, "SCORE_TOKENS", 7)
     return request.param
 
 
@@ -92,7 +92,7 @@ def test_causal_with_a_window(kernel, scoring, window):
 
 @pytest.mark.parametrize("window", [1, 7, 16, 25, 32, 47])
 def test_a_window_over_several_slices_of_queries(monkeypatch, scoring, window):
-    monkeypatch.setattr(attention, "_MASK_ROWS", 16)
+    monkeypatch.setattr(attention, "QUERY_CHUNK_TOKENS", 16)
     q, k, v = torch.randn(50, 6, 4), torch.randn(50, 2, 4), torch.randn(50, 2, 4)
     distance = torch.arange(50)[:, None] - torch.arange(50)
     seen, parts = attention.attend_two_versions, []
