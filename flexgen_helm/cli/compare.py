@@ -17,24 +17,29 @@ def compare(
     output_path: OutputPath = DEFAULT_OUTPUT,
     baseline: Annotated[str, typer.Option(help="The precision that the others are compared with.")] = "fp16",
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of markdown.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV instead of markdown.")] = False,
 ) -> None:
     """Compare FP16 with other precisions of a model over the runs of a suite: differences by instance, 95 % intervals,
-    tests. The same as a page with pictures is written into the suite's folder.
+    tests. The suite's folder also gets the comparison as a page with figures.
 
     Example: flexgen-helm run --precision fp16,4bit -c runs/quickstart.conf -m 50 --suite first, and then
     flexgen-helm compare --suite first
     """
     from flexgen_helm.files import replace_text
-    from flexgen_helm.report.comparison import compare_suite
-    from flexgen_helm.report.comparison_view import to_html, to_json, to_markdown
+    from flexgen_helm.report.comparison import compare_suite, comparison_to_json
+    from flexgen_helm.report.pages import comparison_page
+    from flexgen_helm.report.tables import comparisons_frame
 
     folder = output_path / "runs" / suite
-    found = compare_suite(folder, baseline)
+    models = compare_suite(folder, baseline)
+    page = comparison_page(models, suite, baseline)
     if as_json:
-        print_json(to_json(found, suite, baseline))
+        print_json(comparison_to_json(models, suite, baseline))
+    elif as_csv:
+        print(comparisons_frame(models).to_csv(index=False), end="", flush=True)
     else:
-        print(to_markdown(found, suite, baseline), end="", flush=True)
-    page = folder / HTML_FILE
-    with writing(page):
-        replace_text(page, to_html(found, suite, baseline))
-    say(f"The same with pictures: {page}")
+        print(page.to_markdown(), end="", flush=True)
+    html = folder / HTML_FILE
+    with writing(html):
+        replace_text(html, page.to_html())
+    say(f"The same with figures: {html}")

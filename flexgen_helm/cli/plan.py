@@ -274,7 +274,7 @@ def _print_table(found: dict[str, Any]) -> None:
 
 
 def _frontier(situation: PlanningProblem, precision: str, picture: Path | None, as_json: bool) -> None:
-    from flexgen_helm.planner.frontier import frontier_points, write_picture
+    from flexgen_helm.planner.frontier import frontier_points
 
     found = frontier_points(situation, _POINTS)
     if as_json:
@@ -282,8 +282,10 @@ def _frontier(situation: PlanningProblem, precision: str, picture: Path | None, 
     else:
         _print_points(found)
     if picture is not None:
+        from flexgen_helm.report.pages import frontier_page
+
         with writing(picture):
-            write_picture(found, situation, picture)
+            picture.write_text(frontier_page(found, situation).to_html(), encoding="utf-8")
         say(f"the picture is in {picture}")
 
 

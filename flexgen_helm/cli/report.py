@@ -1,4 +1,4 @@
-"""`flexgen-helm report`: what a suite took."""
+"""`flexgen-helm report`: throughput, time and bytes of a suite."""
 
 from __future__ import annotations
 
@@ -17,29 +17,33 @@ def report(
     suite: SuiteName,
     output_path: OutputPath = DEFAULT_OUTPUT,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of markdown.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="The runs as CSV instead of markdown.")] = False,
 ) -> None:
-    """Throughput, padding, time, bytes and predictions of a suite, and its precisions compared. Also written into the
-    suite's folder as a page with pictures, as JSON and as markdown.
+    """Report throughput, padding, time, bytes and predictions of a suite, and compare its precisions. The suite's
+    folder also gets the report as a page with figures, as JSON and as markdown.
 
     Example: flexgen-helm report --suite first
     """
     from flexgen_helm.files import replace_text
-    from flexgen_helm.report.suite import read_suite, to_json
-    from flexgen_helm.report.suite_view import to_html, to_markdown
+    from flexgen_helm.report.pages import suite_page
+    from flexgen_helm.report.suite import read_suite, suite_to_json
+    from flexgen_helm.report.tables import runs_frame
 
     folder = output_path / "runs" / suite
-    found = read_suite(folder)
-    content, text = to_json(found), to_markdown(found)
+    suite_report = read_suite(folder)
+    content, page = suite_to_json(suite_report), suite_page(suite_report)
     if as_json:
         print_json(content)
+    elif as_csv:
+        print(runs_frame(suite_report.runs).to_csv(index=False), end="", flush=True)
     else:
-        print(text, end="", flush=True)
-    page = folder / f"{FILE}.html"
-    for path, written in (
+        print(page.to_markdown(), end="", flush=True)
+    html = folder / f"{FILE}.html"
+    for path, text in (
         (folder / f"{FILE}.json", json.dumps(content, indent=2, allow_nan=False) + "\n"),
-        (folder / f"{FILE}.md", text),
-        (page, to_html(found)),
+        (folder / f"{FILE}.md", page.to_markdown()),
+        (html, page.to_html()),
     ):
         with writing(path):
-            replace_text(path, written)
-    say(f"The same with pictures: {page}")
+            replace_text(path, text)
+    say(f"The same with figures: {html}")

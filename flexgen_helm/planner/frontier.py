@@ -1,8 +1,7 @@
-"""Throughput under limits of latency: the paper's trade-off curve, as data and as a picture. No torch."""
+"""Throughput under limits of latency: the paper's trade-off curve. No torch."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from flexgen_helm.errors import MemoryLimitError
@@ -35,33 +34,6 @@ def frontier_points(situation: PlanningProblem, count: int) -> list[dict[str, An
         if not kept or each.prediction.tokens_per_s > kept[-1].prediction.tokens_per_s * (1 + 1e-6):
             kept.append(each)
     return [_point(each) for each in kept]
-
-
-def write_picture(found: list[dict[str, Any]], situation: PlanningProblem, path: Path) -> None:
-    """One self-contained HTML file."""
-    import plotly.graph_objects as go
-
-    blocks = [f"{p['policy']['gpu_batch_size']}x{p['policy']['num_gpu_batches']}" for p in found]
-    figure = go.Figure(
-        go.Scatter(
-            x=[point["latency_s"] for point in found],
-            y=[point["tokens_per_s"] for point in found],
-            mode="lines+markers+text",
-            text=blocks,
-            textposition="top left",
-            hovertemplate="%{x:.1f} s, %{y:.3g} token/s, block %{text}<extra></extra>",
-        )
-    )
-    workload = situation.workload
-    figure.update_layout(
-        title=f"{situation.hardware.name}: {workload.prompt:.0f} prompt + {workload.output:.0f} output tokens",
-        template="plotly_white",
-        width=860,
-        height=520,
-    )
-    figure.update_xaxes(title="latency of a block, seconds", type="log")
-    figure.update_yaxes(title="generated tokens a second", type="log")
-    figure.write_html(path, include_plotlyjs=True)
 
 
 def _block_seconds(found: Solution) -> float:

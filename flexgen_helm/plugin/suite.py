@@ -39,7 +39,7 @@ from flexgen_helm.plugin.run_record import RunRecord, observe_runs, write_json
 from flexgen_helm.plugin.service import SubmittedBlock, get_service
 from flexgen_helm.plugin.suite_usage import suite_usage
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.scores import read_scores, reused_note, table
+from flexgen_helm.report.scores import read_scores, reused_note
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import versions
 
@@ -285,6 +285,8 @@ class _Suite:
         from rich.console import Console
         from rich.table import Table
 
+        from flexgen_helm.report.tables import SUMMARY_COLUMNS, runs_table
+
         finished = []
         for folder in self._finished:
             try:
@@ -293,7 +295,7 @@ class _Suite:
                 continue  # a dry run, or nothing to score
         if not finished:
             return
-        titles, rows = table(finished)
+        table = runs_table(finished)[SUMMARY_COLUMNS]
         note = reused_note(finished)
         drawn = Table(
             title=f"{len(finished)} runs in {self.folders[0].parent}",
@@ -301,9 +303,9 @@ class _Suite:
             title_justify="left",
             caption_justify="left",
         )
-        for position, title in enumerate(titles):
+        for position, title in enumerate(table):
             drawn.add_column(title, justify="left" if position < 2 else "right", overflow="fold")
-        for row in rows:
+        for row in table.itertuples(index=False):
             drawn.add_row(*row)
         Console(width=None if sys.stdout.isatty() else 160).print(drawn)
 

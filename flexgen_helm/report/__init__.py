@@ -1,1 +1,1 @@
-"""What a run did: throughput, padding, time, and the manifest."""
+"""Reports on finished runs: scores, throughput, precisions compared, and the pages that show them."""

@@ -1,28 +1,34 @@
-"""What a suite took: throughput and padding of its runs, time and bytes of its models, from the files in its folder."""
+"""The report of a suite: scores and throughput of its runs, time and bytes of its models, precisions compared."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import ModelComparison, compare_suite
-from flexgen_helm.report.scores import RunScores, read_scores, reused_note
+from flexgen_helm.report.scores import RunScores, read_finished_runs, reused_note
 
 SUITE_FILE = "flexgen_suite.json"
 BASELINE = "fp16"
-# In the name of a run of ours, as HELM writes it.
-_OURS = "model=flexgen_"
+# HELM writes this into the folder names of our runs.
+_FLEXGEN_MODEL = "model=flexgen_"
+_RESUME = "the command that made the suite goes on with it"
 
 
 @dataclass(frozen=True)
 class SuiteReport:
-    """runs: finished ones of ours; models: name -> the engine's account of its block; compared: precisions of a model,
-    where it has several; notes: what is missing, a sentence each."""
+    """What is known of a suite.
+
+    runs: finished runs of flexgen models.
+    models: model -> the engine's usage record (time, bytes, peaks).
+    compared: models that have several precisions.
+    notes: sentences, without full stops, about what is missing.
+    """
 
     suite: str
     runs: Sequence[RunScores]
@@ -32,78 +38,60 @@ class SuiteReport:
 
 
 def read_suite(folder: Path) -> SuiteReport:
-    """The report of the suite in `folder`. Raises `UsageError` where it has no finished run of ours."""
-    if not folder.is_dir():
-        raise UsageError(f"there is no suite in {folder}; run one first, or name another folder with -o")
-    runs, unfinished = [], []
-    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
-        scores = _finished(path)
-        if scores is not None:
-            runs.append(scores)
-        elif _OURS in path.name:
-            unfinished.append(path.name)
+    """Read the suite in `folder`; raises `UsageError` if it has no finished run of a flexgen model."""
+    runs = read_finished_runs(folder)
     if not runs:
         raise UsageError(f"{folder} has no finished runs of flexgen models; run the suite to its end first")
-    last_call = _last_call(folder)
-    notes = _missing(folder, [run.name for run in runs], unfinished, last_call.get("failed", []))
+    last_call = _read_last_call(folder)
+    notes = _missing_notes(folder, {run.name for run in runs}, last_call.get("failed", []))
     if (reused := reused_note(runs)) is not None:
         notes.append(reused)
-    models = last_call.get("models", {})
-    models = {name: account for name, account in models.items() if "bytes" in account}
-    # A plain helm-run, or one that was resumed: the engine's account of a block stands in each of its runs.
+    models = {name: usage for name, usage in last_call.get("models", {}).items() if "bytes" in usage}
+    # After a plain or resumed helm-run, every run's own record holds the usage of its model's last batch of runs.
     others = {run.run["model"]: run.run for run in runs if "bytes" in run.run and run.run["model"] not in models}
     if others:
         notes.append(f"times and bytes of {', '.join(others)} are those of the last block alone")
-        models |= others
     try:
         compared: Sequence[ModelComparison] = compare_suite(folder, BASELINE)
     except UsageError:
         compared = ()
-    return SuiteReport(folder.name, runs, models, compared, notes)
+    return SuiteReport(folder.name, runs, models | others, compared, notes)
 
 
-def _finished(path: Path) -> RunScores | None:
-    """A finished run of ours, None for any other folder."""
-    try:
-        return read_scores(path) if (path / "flexgen_run.json").exists() else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _last_call(folder: Path) -> dict[str, Any]:
-    """What the last `flexgen-helm run` left of the suite as a whole; empty where there is nothing."""
-    try:
-        found = json.loads((folder / SUITE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _missing(folder: Path, finished: Sequence[str], unfinished: Sequence[str], failed: Sequence[str]) -> list[str]:
-    """A sentence for each run whose figures are not there, or are not those of the last call."""
-    goes_on = "the command that made the suite goes on with it"
-    notes = [f"run {name} failed: {goes_on}" for name in failed if name not in finished]
-    notes += [f"run {name} is unfinished: {goes_on}" for name in unfinished if name not in failed]
-    for name in failed:
-        # One that was finished since, by a plain helm-run, is newer than the account of the call in which it failed.
-        if name in finished and _written_ns(folder / name / "stats.json") < _written_ns(folder / SUITE_FILE):
-            notes.append(f"run {name} failed in the last call, and its figures are of one before: {goes_on}")
-    return notes
-
-
-def _written_ns(path: Path) -> int:
-    return path.stat().st_mtime_ns
-
-
-def _finite(scores: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON knows no other numbers."""
-    return {name: score if math.isfinite(score) else None for name, score in scores.items()}
-
-
-def to_json(report: SuiteReport) -> dict[str, Any]:
+def suite_to_json(report: SuiteReport) -> dict[str, Any]:
     return {
         "suite": report.suite,
         "runs": {run.name: {"scores": _finite(run.scores), **run.run} for run in report.runs},
         "models": dict(report.models),
         "notes": list(report.notes),
     }
+
+
+def _read_last_call(folder: Path) -> dict[str, Any]:
+    """Read what the last `flexgen-helm run` wrote about the whole suite; empty if there is nothing."""
+    try:
+        content = json.loads((folder / SUITE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _missing_notes(folder: Path, finished: Set[str], failed: Sequence[str]) -> list[str]:
+    """Return a note for each run that has no scores, or none of the last call."""
+    unfinished = sorted(path.name for path in folder.glob(f"*{_FLEXGEN_MODEL}*") if path.is_dir())
+    notes = [f"run {name} failed: {_RESUME}" for name in failed if name not in finished]
+    notes += [f"run {name} is unfinished: {_RESUME}" for name in unfinished if name not in {*finished, *failed}]
+    for name in failed:
+        # A plain helm-run may have finished it after the call in which it failed.
+        if name in finished and _modified_ns(folder / name / "stats.json") < _modified_ns(folder / SUITE_FILE):
+            notes.append(f"run {name} failed in the last call, and its scores are of an earlier one: {_RESUME}")
+    return notes
+
+
+def _modified_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def _finite(scores: Mapping[str, float]) -> dict[str, float | None]:
+    """Replace infinities and NaN, which JSON cannot hold, by None."""
+    return {name: score if math.isfinite(score) else None for name, score in scores.items()}

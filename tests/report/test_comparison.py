@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -9,13 +10,23 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
-from flexgen_helm.report.comparison import compare_suite
-from flexgen_helm.report.comparison_view import rows, speed_rows, to_html, to_json, to_markdown
+from flexgen_helm.report.comparison import compare_suite, comparison_to_json
+from flexgen_helm.report.pages import comparison_page
+from flexgen_helm.report.tables import comparisons_table, speeds_table
 from tests.helpers.suites import accuracies, write_run
+
+
+def rows(model, baseline):
+    return list(comparisons_table(model.comparisons, baseline).itertuples(index=False, name=None))
+
+
+def speed_rows(model):
+    return list(speeds_table(model.speeds).itertuples(index=False, name=None))
 
 
 def write_accuracies(suite, precision, right, **more):
@@ -41,7 +52,7 @@ def test_accuracies_are_compared_by_instance(tmp_path):
     # The percentile interval of a mean is the normal one when there are many instances.
     error = 1.96 * (other - base).std() / math.sqrt(800)
     assert each.interval == pytest.approx((each.change - error, each.change + error), abs=0.15 * error)
-    speeds = {speed.precision: speed.tokens_per_s for speed in found.speeds}
+    speeds = dict(zip(found.speeds["precision"], found.speeds["tokens_per_s"]))
     assert speeds == {"fp16": 500.0, "4bit": 1000.0}
 
 
@@ -125,7 +136,7 @@ def test_a_change_stands_below_the_baseline_that_it_is_against(tmp_path):
         ("mc:mode=a (8 instances)", "exact_match", "fp16", "0.3750"),
         ("", "", "paper-4bit", "0.6250"),
     ]
-    for text in (to_markdown([found], "s", "fp16"), to_html([found], "s", "fp16")):
+    for text in (comparison_page([found], "s", "fp16").to_markdown(), comparison_page([found], "s", "fp16").to_html()):
         assert "(8 instances)" in text and "0.3750" in text and "+0.2500" in text
 
 
@@ -157,7 +168,7 @@ def test_a_figure_that_is_no_mean_has_no_interval(tmp_path):
     (found,) = compare_suite(tmp_path)
     (each,) = found.comparisons
     assert each.change == pytest.approx(-0.1) and each.interval is None and each.test is None
-    assert "no interval" in to_markdown([found], "s", "fp16")
+    assert "no interval" in comparison_page([found], "s", "fp16").to_markdown()
 
 
 def test_one_instance_is_shown_without_an_interval(tmp_path):
@@ -169,15 +180,15 @@ def test_one_instance_is_shown_without_an_interval(tmp_path):
     (found,) = compare_suite(tmp_path)
     word = next(each for each in found.comparisons if each.metric == "word_perplexity")
     assert word.change == pytest.approx(math.exp(0.5)) and word.interval is None and word.test is None
-    assert "no interval: one instance" in to_markdown([found], "s", "fp16")
-    assert "one instance" in to_html([found], "s", "fp16")
+    assert "no interval: one instance" in comparison_page([found], "s", "fp16").to_markdown()
+    assert "one instance" in comparison_page([found], "s", "fp16").to_html()
 
 
 def test_speeds_that_are_not_of_the_same_work_are_told(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 0, 1])
     write_accuracies(tmp_path, "4bit", [1, 1, 0])
     (found,) = compare_suite(tmp_path)
-    assert not found.notes and "whatever instances" in to_markdown([found], "s", "fp16")
+    assert not found.notes and "whatever instances" in comparison_page([found], "s", "fp16").to_markdown()
     write_accuracies(tmp_path, "paper-4bit", [1, 1])
     (found,) = compare_suite(tmp_path)
     work = "fp16 has 3 instances of 1 run, 4bit has 3 instances of 1 run, paper-4bit has 2 instances of 1 run"
@@ -192,8 +203,11 @@ def test_seconds_of_an_earlier_run_are_told(tmp_path):
     (note,) = found.notes
     assert note.startswith("2 of 6 answers come from earlier runs") and "--disable-cache" in note
     assert [row[-1] for row in speed_rows(found)] == ["500", "500 *"]
-    assert to_json([found], "s", "fp16")["models"]["tiny"]["speed"][1]["num_reused"] == 2
-    assert note in to_markdown([found], "s", "fp16") and note in to_html([found], "s", "fp16")
+    assert comparison_to_json([found], "s", "fp16")["models"]["tiny"]["speed"][1]["num_reused"] == 2
+    assert (
+        note in comparison_page([found], "s", "fp16").to_markdown()
+        and note in comparison_page([found], "s", "fp16").to_html()
+    )
 
 
 def test_nothing_to_compare_is_one_sentence(tmp_path):
@@ -233,6 +247,30 @@ def test_a_page_that_cannot_be_written_takes_nothing_away(tmp_path, capsys, comm
     assert not [path for path in suite.iterdir() if path.suffix == ".tmp"]
 
 
+def test_csv_has_the_numbers_of_json(tmp_path, capsys):
+    suite = tmp_path / "runs" / "mine"
+    for precision, loss in (("fp16", 10.0), ("4bit", 12.0)):
+        instances = pages([-loss, -9.0], [4, 5], [5, 6])
+        write_run(suite, "wikitext", precision, perplexities(instances), instances)
+    write_accuracies(suite, "fp16", [1, 0, 1])
+    write_accuracies(suite, "4bit", [1, 1, 0])
+    (model,) = compare_suite(suite)
+    assert cli.main(["compare", "-o", str(tmp_path), "--suite", "mine", "--csv"]) == 0
+    frame = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    assert list(frame["change"]) == pytest.approx([each.change for each in model.comparisons])
+    assert frame["test.lost"].notna().sum() == 1 and list(frame["model"].unique()) == ["tiny"]
+    (accuracy,) = frame[frame["metric"] == "exact_match"].to_dict("records")
+    assert (accuracy["run"], accuracy["instances"], accuracy["test.name"]) == ("mc:mode=a", 3, "McNemar")
+    ratio = next(each for each in model.comparisons if each.metric == "word_perplexity")
+    row = frame[frame["metric"] == "word_perplexity"].iloc[0]
+    assert (row["interval.low"], row["interval.high"]) == pytest.approx(ratio.interval) and row["kind"] == "ratio"
+    assert cli.main(["report", "-o", str(tmp_path), "--suite", "mine", "--csv"]) == 0
+    frame = pd.read_csv(io.StringIO(capsys.readouterr().out)).set_index("run")
+    assert len(frame) == 4 and frame.loc["mc:mode=a,model=flexgen_tiny-4bit", "precision"] == "4bit"
+    assert frame.loc["mc:mode=a,model=flexgen_tiny", "scores.exact_match"] == pytest.approx(2 / 3)
+    assert frame.loc["mc:mode=a,model=flexgen_tiny", "workload.prompt_tokens"] == 1000
+
+
 def test_a_run_in_one_precision_only_is_named(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 0])
     write_accuracies(tmp_path, "4bit", [1, 1])
@@ -244,7 +282,7 @@ def test_a_run_in_one_precision_only_is_named(tmp_path):
 def test_the_page_needs_nothing_but_itself(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 0, 1])
     write_accuracies(tmp_path, "4bit", [1, 1, 0])
-    html = to_html(compare_suite(tmp_path), "<suite>", "fp16")
+    html = comparison_page(compare_suite(tmp_path), "<suite>", "fp16").to_html()
     outside = re.sub(r"<script[^>]*>.*?</script>", "", html, flags=re.DOTALL)
     assert "<h1>&lt;suite&gt;" in html and not re.search(r"<(script|link|img)\b", outside)
     assert not re.search(r"<script[^>]+src=", html)

@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 
+import pandas as pd
 import pytest
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.report.page import page
-from flexgen_helm.report.scores import read_scores, reused_note, table
-from flexgen_helm.report.suite import read_suite, to_json
-from flexgen_helm.report.suite_view import to_html, to_markdown
+from flexgen_helm.report.pages import Page, Section, suite_page
+from flexgen_helm.report.scores import read_scores, reused_note
+from flexgen_helm.report.suite import read_suite, suite_to_json
+from flexgen_helm.report.tables import SUMMARY_COLUMNS, runs_table
 from flexgen_helm.report.throughput import padding, throughput
 from flexgen_helm.request import Cost
 from tests.helpers.suites import accuracies, write_run
@@ -54,46 +55,46 @@ def suite(tmp_path):
 def test_figures_of_a_suite(suite):
     report = read_suite(suite)
     assert len(report.runs) == 4 and set(report.models) == {"tiny", "tiny-4bit"} and not report.notes
-    text = to_markdown(report)
+    text = suite_page(report).to_markdown()
     line = next(line for line in text.splitlines() if "mc:mode=a,model=flexgen_tiny " in line)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     # 4 requests of 500 + 2 tokens in 4 s, half of the prompts computed.
-    assert cells[3:] == ["2,008", "1,000", "502", "502", "100.0 %", "100.0 %", "100.0 %"]
+    assert cells[3:] == ["2,008", "1,000", "502", "502", "100.0%", "100.0%", "100.0%"]
     model = next(line for line in text.splitlines() if line.startswith("| tiny "))
     cells = [cell.strip() for cell in model.strip("|").split("|")]
-    assert cells[1:] == ["zigzag", "16.0", "14.0", "12.0", "4.0", "50.0 %", "3.00 GB", "0", "0", "2.00 GB", "5.00 GB"]
+    assert cells[1:] == ["zigzag", "16.0", "14.0", "12.0", "4.0", "50.0%", "3.00 GB", "0", "0", "2.00 GB", "5.00 GB"]
     assert "## Precisions of tiny" in text and "1 lost, 0 won" in text
-    json.dumps(to_json(report), allow_nan=False)
+    json.dumps(suite_to_json(report), allow_nan=False)
 
 
 def test_throughput_of_an_earlier_run_is_told(suite):
     """In the report and below the table of `run`; where all was computed nothing is said."""
     folders = sorted(path for path in suite.iterdir() if path.is_dir())
-    titles, rows = table(map(read_scores, folders))
-    assert len(rows) == 4 and not any("*" in cell for row in rows for cell in row)
+    table = runs_table([read_scores(folder) for folder in folders])
+    assert len(table) == 4 and not any("*" in cell for row in table.to_numpy() for cell in row)
     record = json.loads((folders[1] / "flexgen_run.json").read_text())
     record = {**record, "num_reused": 3, "workload": {**record["workload"], "num_unique": 3}}
     (folders[1] / "flexgen_run.json").write_text(json.dumps(record))
     runs = [read_scores(folder) for folder in folders]
-    titles, rows = table(runs)
-    assert len(rows) == 4 and {len(row) for row in rows} == {len(titles)}
-    assert [row[4].endswith(" *") for row in rows] == [False, True, False, False]
+    table = runs_table(runs)[SUMMARY_COLUMNS]
+    assert len(table) == 4
+    assert list(table["tokens/s"].str.endswith(" *")) == [False, True, False, False]
     told = f"{reused_note(runs)}."
-    assert told.startswith("3 of ") and "answers come from earlier runs; tokens a second" in told
-    assert told.endswith("(--disable-cache measures anew).")
+    assert told.startswith("3 of ") and "answers come from earlier runs; tokens/s" in told
+    assert told.endswith("(--disable-cache measures again).")
     report = read_suite(suite)
-    assert report.notes == [told[:-1]] == to_json(report)["notes"]
-    text = to_markdown(report)
+    assert report.notes == [told[:-1]] == suite_to_json(report)["notes"]
+    text = suite_page(report).to_markdown()
     assert text.count(" * |") == 2
     # Where the only model is compared too, its note is the suite's.
-    assert text.count(told) == to_html(report).count(told) == 1
+    assert text.count(told) == suite_page(report).to_html().count(told) == 1
 
 
 def test_without_the_suites_own_file_runs_still_count(suite):
     (suite / "flexgen_suite.json").unlink()
     report = read_suite(suite)
     assert len(report.runs) == 4 and not report.models and not report.notes
-    assert "## Models" not in to_markdown(report) and "boolq" in to_html(report)
+    assert "## Models" not in suite_page(report).to_markdown() and "boolq" in suite_page(report).to_html()
 
 
 def test_a_model_of_an_earlier_call_is_taken_from_its_runs(suite):
@@ -133,7 +134,10 @@ def test_runs_that_are_missing_are_named(suite):
         f"run {second} is unfinished: {GOES_ON}",
     ]
     assert not any("openai" in note or "eval_cache" in note for note in report.notes)
-    assert f"- run {first} is unfinished: {GOES_ON}." in to_markdown(report) and first in to_html(report)
+    assert (
+        f"- run {first} is unfinished: {GOES_ON}." in suite_page(report).to_markdown()
+        and first in suite_page(report).to_html()
+    )
 
 
 def test_a_run_that_failed_over_its_older_figures_is_named_and_one_that_was_mended_is_not(suite):
@@ -143,7 +147,7 @@ def test_a_run_that_failed_over_its_older_figures_is_named_and_one_that_was_mend
     os.utime(suite / old / "stats.json", (1e9, 1e9))
     os.utime(suite / "flexgen_suite.json", (1.5e9, 1.5e9))
     assert read_suite(suite).notes == [
-        f"run {old} failed in the last call, and its figures are of one before: {GOES_ON}"
+        f"run {old} failed in the last call, and its scores are of an earlier one: {GOES_ON}"
     ]
 
 
@@ -154,8 +158,9 @@ def failing(suite, *names):
 
 
 def test_names_of_runs_break_behind_commas_and_what_they_hold_is_text():
-    made = page("t", "s", [{"title": "x", "tables": [(("run", "tokens"), [("mmlu:a=<b>,model=m", "1,234")])]}])
-    assert "<td>mmlu:<wbr>a=&lt;b&gt;,<wbr>model=m</td><td>1,234</td>" in made
+    table = pd.DataFrame({"run": ["mmlu:a=<b>,model=m"], "tokens": ["1,234"]})
+    made = Page("t", "s", [Section("x", [table])]).to_html()
+    assert '<td>mmlu:<wbr>a=&lt;b&gt;,<wbr>model=m</td><td class="number">1,234</td>' in made
 
 
 def test_what_padding_would_have_left():
@@ -174,7 +179,7 @@ def test_what_padding_would_have_left():
 def test_a_browser_shows_the_page(suite, tmp_path):
     """Offline: every picture is drawn, the figures are in the page, and a screenshot is more than white."""
     page, shot = tmp_path / "page.html", tmp_path / "page.png"
-    page.write_text(to_html(read_suite(suite)), encoding="utf-8")
+    page.write_text(suite_page(read_suite(suite)).to_html(), encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000", "--window-size=1300,2400"]
     options += [f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
 
@@ -182,7 +187,7 @@ def test_a_browser_shows_the_page(suite, tmp_path):
         return subprocess.run([BROWSER, *options, *more, page.as_uri()], capture_output=True, text=True, timeout=120)
 
     dom = browser("--dump-dom").stdout
-    assert dom.count('class="main-svg"') >= 5 and "tokens a second" in dom
-    assert "50.0 %" in dom and "1 lost, 0 won" in dom
+    assert dom.count('class="main-svg"') >= 5 and "tokens/s" in dom
+    assert "50.0%" in dom and "1 lost, 0 won" in dom
     browser(f"--screenshot={shot}")
     assert shot.stat().st_size > 30_000

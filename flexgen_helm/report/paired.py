@@ -1,0 +1,125 @@
+"""Statistics of paired instances: a bootstrap interval, exact McNemar and a permutation test, all from scipy.
+
+A metric of a run is a function of sums over its instances. So the metric of two precisions, and its change between
+them, can be computed again for any sample of the instances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Change = Literal["difference", "ratio"]
+Vector = NDArray[np.float64]
+
+# Resampled values in memory at a time.
+_BATCH_ELEMENTS = 4_000_000
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How a metric follows from its instances: transform(sum of numerator / sum of denominator).
+
+    numerator: statistic of an instance.
+    denominator: statistic of an instance; None counts the instances.
+    change: how two values are compared.
+    """
+
+    numerator: str
+    denominator: str | None = None
+    transform: Callable[[Any], Any] = lambda mean: mean
+    change: Change = "difference"
+
+
+def _perplexity(denominator: str | None) -> Metric:
+    return Metric("logprob", denominator, lambda mean: np.exp(-mean), "ratio")
+
+
+# Metrics that are no plain mean over the instances.
+_METRICS = {
+    "target_perplexity": _perplexity(None),
+    "word_perplexity": _perplexity("num_words"),
+    "byte_perplexity": _perplexity("num_bytes"),
+    "token_perplexity": _perplexity("num_perplexity_tokens"),
+    "perplexity": _perplexity("num_perplexity_tokens"),
+    "bits_per_byte": Metric("logprob", "num_bytes", lambda mean: -mean / math.log(2)),
+    "logprob_per_byte": Metric("logprob", "num_bytes"),
+}
+
+
+def metric_named(name: str) -> Metric:
+    return _METRICS.get(name, Metric(name))
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """Whether a change may be chance.
+
+    name: 'McNemar' (exact) if every instance is right or wrong, else 'permutation' (signs of the differences).
+    lost: instances that only the baseline has right (McNemar).
+    won: instances that only the other precision has right (McNemar).
+    """
+
+    name: Literal["McNemar", "permutation"]
+    p_value: float
+    lost: int | None = None
+    won: int | None = None
+
+
+def change_between(kind: Change, value: Any, baseline: Any) -> Any:
+    return np.divide(value, baseline) if kind == "ratio" else np.subtract(value, baseline)
+
+
+def bootstrap_interval(metric: Metric, baseline: Vector, other: Vector, weights: Vector) -> tuple[float, float] | None:
+    """Return the 95 % percentile bootstrap interval of the change; None for a single instance.
+
+    baseline, other: [instances] numerators. weights: [instances] denominators.
+    """
+    from scipy.stats import bootstrap
+
+    if len(baseline) < 2:
+        return None
+
+    def change(a: Vector, b: Vector, w: Vector, axis: int = -1) -> Any:
+        total = w.sum(axis)
+        value, base = metric.transform(b.sum(axis) / total), metric.transform(a.sum(axis) / total)
+        return change_between(metric.change, value, base)
+
+    interval = bootstrap(
+        (baseline, other, weights),
+        change,
+        paired=True,
+        method="percentile",
+        **_resampling(len(baseline)),
+    ).confidence_interval
+    return float(interval.low), float(interval.high)
+
+
+def paired_test(baseline: Vector, other: Vector) -> PairedTest | None:
+    """Test whether the instances change as often one way as the other; None for one instance that is not 0 or 1."""
+    from scipy.stats import binomtest, permutation_test
+
+    if np.isin(baseline, (0, 1)).all() and np.isin(other, (0, 1)).all():
+        lost, won = int(((baseline == 1) & (other == 0)).sum()), int(((baseline == 0) & (other == 1)).sum())
+        p_value = float(binomtest(lost, lost + won).pvalue) if lost + won else 1.0
+        return PairedTest("McNemar", p_value, lost, won)
+    if len(baseline) < 2:
+        return None
+    result = permutation_test(
+        (baseline, other),
+        lambda a, b, axis: (b - a).mean(axis),
+        permutation_type="samples",
+        **_resampling(len(baseline)),
+    )
+    return PairedTest("permutation", float(result.pvalue))
+
+
+def _resampling(num_instances: int) -> dict[str, Any]:
+    batch = max(1, _BATCH_ELEMENTS // num_instances)
+    # One seed, so that a repeated comparison gives the same numbers.
+    return {"vectorized": True, "n_resamples": 9999, "batch": batch, "random_state": np.random.default_rng(0)}
