@@ -1,10 +1,10 @@
-"""`bench ablation`: what each technique brings, on a simulated gpu that is scaled like the paper's machine.
+"""`bench ablation`: what each technique contributes, on a simulated GPU scaled like the paper's machine.
 
-The paper's machine has a gpu of 16 GB behind a link of 12.89 GiB/s, and its OPT-30B takes 60 GB; that gpu's products
-run at 4.3 Tflop/s in decoding (its authors' fitted constants). Here the gpu is a part of host memory. Its size keeps
-the proportion to the model's bytes, its link the proportion to the rate of decoding's products, and the prompts are
-as long as makes the cache as large beside the weights: these three decide what overlap, attention on the host and
-the block bring. The disk stays the machine's own.
+The paper's machine has a GPU of 16 GB behind a link of 12.89 GiB/s. Its OPT-30B takes 60 GB, and the GPU's products run
+at 4.3 TFLOP/s in decoding (its authors' fitted constants). Here a part of host memory acts as the GPU. Three
+proportions decide what overlap, attention on the CPU and the block contribute, and all are kept: the GPU's memory to
+the model's bytes, the link to the rate of decoding's products, and the cache to the weights (by the prompts' length).
+The disk is the machine's own.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 from flexgen_helm.benchmarks import Options, summary
+from flexgen_helm.benchmarks.common import check_engine_flags, load_notes, tokens_per_s
 from flexgen_helm.benchmarks.engine_task import run_engine
-from flexgen_helm.benchmarks.offload import BUSY_LOAD, COMPUTE_BYTES, REST_BYTES, policy_text
+from flexgen_helm.benchmarks.memory_settings import COMPUTE_BYTES, STORAGE_BYTES, policy_text
 from flexgen_helm.benchmarks.process import in_own_process
 from flexgen_helm.benchmarks.roofline import layer_matrices, operation_seconds
-from flexgen_helm.errors import UsageError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.report.throughput import versions
@@ -33,7 +31,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Paper:
-    """The paper's machine and workload (OPT-30B on a T4); cache_bytes: of a cached value's element."""
+    """The paper's machine and workload: OPT-30B on a T4. cache_bytes: of one element of the KV cache."""
 
     gpu_bytes: float = 16e9
     model_bytes: float = 60e9
@@ -47,8 +45,11 @@ class Paper:
 
 @dataclass(frozen=True)
 class Workload:
-    """The paper's block, on a small model. prompt None: so long that cache and weights keep their proportion;
-    decode_flops None: measured."""
+    """The paper's block on a small model.
+
+    prompt: tokens; None keeps the proportion of cache to weights.
+    decode_flops: rate of decoding's products; None measures it.
+    """
 
     model: str = "opt-125m"
     batch_rows: int = 48
@@ -64,8 +65,12 @@ QUICK = Workload(batch_rows=2, batches=2, prompt=6, output=3, repeats=1, decode_
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the table. engine: arguments that differ; blocks: of `policy`'s size that are measured; paper: tokens
-    a second of the paper's row, None where it has none."""
+    """A row of the table.
+
+    engine: arguments that differ from the first row's.
+    paper: tokens/s of the paper's row; None if it has none.
+    blocks: number of measured blocks.
+    """
 
     label: str
     policy: Policy
@@ -75,19 +80,17 @@ class Variant:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Rows are seconds a generated token (`tokens_per_s` beside); `ratios` are the throughput without each technique
-    over the throughput with all, so below 1 is what it would cost to leave it out."""
-    refused = sorted(set(options.engine) - {"offload_dir"})
-    if refused:
-        raise UsageError(f"bench ablation has a fixed workload and takes --offload-dir alone: leave out {refused}")
+    """Run the benchmark; rows are in seconds per generated token, and have `tokens_per_s` too.
+
+    `ratios` are the throughput without each technique over the throughput with all of them.
+    """
+    check_engine_flags("ablation", options)
     workload = QUICK if options.quick else Workload()
     workload = replace(workload, repeats=options.repeats or workload.repeats)
-    busy = psutil.getloadavg()[0]
+    notes = load_notes()
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.", dir=options.engine.get("offload_dir")) as scratch:
         result = measure(workload, Path(scratch), options)
-    if busy > BUSY_LOAD:
-        result["notes"].append(f"other programs were computing when this began (load {busy:.1f}): figures are noise")
-    return result
+    return {**result, "notes": result["notes"] + notes}
 
 
 def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, Any]:
@@ -105,10 +108,9 @@ def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, An
         f"decoding's products {rate / 1e9:.0f} Gflop/s: a link of {link:.3f} GB/s, a gpu of {gpu / 1e6:.0f} MB, "
         f"{prompt} prompt tokens"
     )
-    found: dict[str, list[dict[str, Any]]] = {}
-    variants_ = variants(workload)
+    records: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(workload.repeats):
-        for variant in variants_:
+        for variant in variants(workload):
             engine = {
                 "device": "sim",
                 "link_gb_s": [link, link],
@@ -126,18 +128,18 @@ def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, An
                 "output": workload.output,
             }
             record = in_own_process(run_engine, arguments)
-            found.setdefault(variant.label, []).append(record)
-            options.tell(
-                f"{variant.label}: {record['output_tokens'] / record['latency_s']:.2f} token/s "
-                f"({repeat + 1} of {workload.repeats})"
-            )
+            records.setdefault(variant.label, []).append(record)
+            options.tell(f"{variant.label}: {tokens_per_s(record):.2f} token/s ({repeat + 1} of {workload.repeats})")
     scaled = {"link_gb_s": link, "gpu_bytes": gpu, "decode_flops": rate, "prompt": prompt}
-    return assemble(workload, variants_, found, scaled)
+    return assemble(workload, variants(workload), records, scaled)
 
 
 def variants(workload: Workload) -> list[Variant]:
-    """The paper's block with a tenth of the weights beside the computing (its fifth leaves our ring no room in 16 GB
-    of 60), cache and hidden states on the host; then each technique left out."""
+    """Return the paper's block with all techniques, then with each technique left out.
+
+    A tenth of the weights are on the GPU, cache and hidden states on the host. With the paper's fifth, our staging
+    ring has no room in 16 GB for a model of 60 GB.
+    """
     full = Policy(workload.batch_rows, workload.batches, wg=0.1, wc=0.9, cg=0.0, cc=1.0, hg=0.0, hc=1.0)
     small = Policy(max(1, workload.batch_rows // 6), 1, wg=0.0, wc=1.0, cg=1.0, cc=0.0, hg=1.0, hc=0.0)
     return [
@@ -152,10 +154,10 @@ def variants(workload: Workload) -> list[Variant]:
 
 
 def scaled_prompt(config: ModelConfig, workload: Workload, paper: Paper) -> int:
-    """Prompt tokens at which a layer's cache is to its weights what it is in the paper, halfway through the output.
+    """Return the prompt tokens at which cache to weights of a layer is as in the paper, halfway through the output.
 
     A layer's weights grow with the square of the hidden size and its cache with the hidden size, so a small model
-    needs short prompts; and our cache rests in 4 bytes an element here, the paper's in 2.
+    needs short prompts. Our cache has 4 bytes per element here, the paper's 2.
     """
     positions = paper.prompt + paper.output / 2
     length = positions * config.hidden_size / paper.hidden_size * paper.cache_bytes / COMPUTE_BYTES
@@ -163,47 +165,49 @@ def scaled_prompt(config: ModelConfig, workload: Workload, paper: Paper) -> int:
 
 
 def decode_flops(config: ModelConfig, batch_rows: int, operations: Mapping[str, float]) -> float:
-    """Operations a second of one batch's products in decoding."""
+    """Return the FLOP/s of one batch's products in decoding."""
     weights = sum(out_size * in_size for out_size, in_size in layer_matrices(config))
     return 2.0 * batch_rows * weights / operations["decode_products"]
 
 
 def scaled_machine(config: ModelConfig, paper: Paper, rate: float) -> tuple[float, int]:
-    """GB/s of the link in each direction, and bytes of the gpu."""
+    """Return GB/s of the link in each direction, and bytes of the GPU."""
     link = paper.link_bytes_s * rate / paper.decode_flops
-    return link / 1e9, int(paper.gpu_bytes / paper.model_bytes * REST_BYTES * config.num_parameters)
+    return link / 1e9, int(paper.gpu_bytes / paper.model_bytes * STORAGE_BYTES * config.num_parameters)
 
 
 def assemble(
     workload: Workload,
     variants_: Sequence[Variant],
-    found: Mapping[str, Sequence[Mapping[str, Any]]],
+    records: Mapping[str, Sequence[Mapping[str, Any]]],
     scaled: Mapping[str, float],
 ) -> dict[str, Any]:
-    rows, ratios, full = [], {}, variants_[0]
+    """Return the result in the format of benchmarks."""
+    full = variants_[0]
+    assert full.paper is not None
+    speeds = {label: median(map(tokens_per_s, own)) for label, own in records.items()}
+    rows, ratios = [], {}
     for variant in variants_:
-        records = found[variant.label]
-        speed = median(record["output_tokens"] / record["latency_s"] for record in records)
-        ratio = speed / median(record["output_tokens"] / record["latency_s"] for record in found[full.label])
-        assert full.paper is not None
+        own = records[variant.label]
+        ratio = speeds[variant.label] / speeds[full.label]
         ratios[variant.label.replace(",", "").replace(" ", "_")] = ratio
         row: dict[str, Any] = {
             "label": variant.label,
-            **summary([record["latency_s"] / record["output_tokens"] for record in records]),
-            "tokens_per_s": speed,
+            **summary([1 / tokens_per_s(record) for record in own]),
+            "tokens_per_s": speeds[variant.label],
             "ratio": ratio,
             **({} if variant.paper is None else {"paper": variant.paper / full.paper}),
-            "seconds": [record["latency_s"] for record in records],
+            "seconds": [record["latency_s"] for record in own],
             "policy": [policy_text(variant.policy)],
-            "bytes": records[-1]["bytes"],
-            "time_s": records[-1]["time_s"],
-            "placement": records[-1]["achieved_placement"],
+            "bytes": own[-1]["bytes"],
+            "time_s": own[-1]["time_s"],
+            "placement": own[-1]["achieved_placement"],
         }
         rows.append(row)
     return {
         "name": "ablation",
         "workload": {**asdict(workload), **scaled},
-        "hardware": found[full.label][-1]["hardware"],
+        "hardware": records[full.label][-1]["hardware"],
         "versions": versions(),
         "rows": rows,
         "ratios": ratios,

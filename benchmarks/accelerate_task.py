@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.benchmarks.engine_task import prompts
+from flexgen_helm.benchmarks.engine_task import prompts, run_sizes
 
-# Its best: freed weights go back to the system. By default glibc keeps more and more of them, and at 2 GiB the kernel
-# ends the process, at any batch size.
+# The best setting for Accelerate: freed weights go back to the system. With glibc's default, which keeps them, the
+# kernel ends the process at 2 GiB for any batch size.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
 
 
 def missing() -> str | None:
-    """Why this cannot run here; None where it can."""
+    """Return why Accelerate cannot run here; None if it can."""
     absent = [package for package in ("transformers", "accelerate") if find_spec(package) is None]
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
 def write_weights(*, model: str, folder: str) -> dict[str, Any]:
-    """Random float32 weights of the model's shapes in Accelerate's own format."""
+    """Write random float32 weights of the model's shapes in Accelerate's own format."""
     import torch
     from accelerate.utils import offload_state_dict
 
@@ -33,7 +32,7 @@ def write_weights(*, model: str, folder: str) -> dict[str, Any]:
 
 
 def generate(*, model: str, folder: str, rows: int, prompt: int, output: int) -> dict[str, Any]:
-    """Greedy generation with all weights on the disk, float32, the second time: the first pays for fresh memory."""
+    """Generate greedily in float32 with all weights on disk, twice; the first run pays for touching its memory."""
     import torch
     from accelerate import disk_offload
 
@@ -41,32 +40,27 @@ def generate(*, model: str, folder: str, rows: int, prompt: int, output: int) ->
     assert (Path(folder) / "index.json").is_file()
     disk_offload(built, folder, execution_device=torch.device("cpu"))
 
-    def run(count: int, length: int, tokens: int) -> float:
-        ids = torch.tensor(prompts(count, length, built.config.vocab_size))
+    ids = torch.tensor(prompts(rows, prompt, built.config.vocab_size))
+
+    def run() -> float:
         began = time.perf_counter()
         with torch.no_grad():
-            found = built.generate(
+            generated = built.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
+                max_new_tokens=output,
+                min_new_tokens=output,
                 do_sample=False,
             )
-        assert found.shape[1] == length + tokens
+        assert generated.shape[1] == prompt + output
         return time.perf_counter() - began
 
-    run(rows, prompt, output)
-    return {
-        "latency_s": run(rows, prompt, output),
-        "rows": rows,
-        "prompt_tokens": rows * prompt,
-        "output_tokens": rows * output,
-        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
+    run()
+    return {"latency_s": run(), **run_sizes(rows, prompt, output)}
 
 
 def _model(name: str, device: str) -> Any:
-    """Of an OPT in the catalogue, in float32; on 'meta' it has shapes and no weights."""
+    """Build a catalogue's OPT in float32; on 'meta' it has shapes and no weights."""
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 

@@ -1,15 +1,13 @@
-"""`bench accuracy`: LAMBADA and WikiText-2 by plain `helm-run` with us, beside lm-evaluation-harness.
+"""`bench accuracy`: LAMBADA and WikiText-2 by plain `helm-run` with our client, against lm-evaluation-harness.
 
-The harness is no dependency of ours: it runs in a Python of its own, on the very weights (dequantized, rounded to 16
-bits, computed in float32) and tokenizer that we use, with its own task definitions pointed at the same local data.
+The harness is no dependency of ours: it runs in a Python of its own. It has our weights (dequantized, rounded to 16
+bits, computed in float32), our tokenizer and the same local data, but its own task definitions.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import platform
 import subprocess
 import tempfile
 import time
@@ -18,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from flexgen_helm.benchmarks import Options
-from flexgen_helm.benchmarks.clients import _SAMPLE
+from flexgen_helm.benchmarks.common import machine, run_logged
 from flexgen_helm.benchmarks.helm_runs import HelmRun, helm_run
-from flexgen_helm.benchmarks.reference import export, same_tokens
+from flexgen_helm.benchmarks.reference import export_checked
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.errors import FlexgenError, UsageError
@@ -43,7 +40,7 @@ ENTRIES = {
 }
 # The harness's task -> its definition inside the package.
 TASKS = {"lambada_openai": "tasks/lambada/lambada_openai.yaml", "wikitext": "tasks/wikitext/wikitext.yaml"}
-# Label, our run and statistic, the harness's task and metric (it reports none by token).
+# Label, our run and statistic, the harness's task and metric (it reports no token perplexity).
 FIGURES: tuple[tuple[str, str, str, str, str | None], ...] = (
     ("LAMBADA accuracy", "accuracy", "exact_match", "lambada_openai", "acc"),
     ("LAMBADA target perplexity", "perplexity", "target_perplexity", "lambada_openai", "perplexity"),
@@ -52,11 +49,11 @@ FIGURES: tuple[tuple[str, str, str, str, str | None], ...] = (
     ("WikiText-2 bits per byte", "wikitext", "bits_per_byte", "wikitext", "bits_per_byte"),
     ("WikiText-2 token perplexity", "wikitext", "token_perplexity", "wikitext", None),
 )
-# Asked of the harness's Python: what it has, and where its task definitions lie.
+# Run by the harness's Python: prints its versions and the folder of its task definitions.
 _PROBE = """
 import importlib.metadata as m, importlib.util as u, json, os
-found = {name: m.version(name) for name in ('lm_eval', 'torch', 'transformers')}
-print(json.dumps({'versions': found, 'folder': os.path.dirname(u.find_spec('lm_eval').origin)}))
+versions = {name: m.version(name) for name in ('lm_eval', 'torch', 'transformers')}
+print(json.dumps({'versions': versions, 'folder': os.path.dirname(u.find_spec('lm_eval').origin)}))
 """
 
 
@@ -71,16 +68,20 @@ class Harness:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """metrics: over all documents. documents: log-likelihood and, where there is one, hit or miss, by document."""
+    """The harness's results of one task.
+
+    metrics: over all documents.
+    documents: log-likelihood of each document, and whether it is a hit (None for rolling log-likelihoods).
+    """
 
     metrics: Mapping[str, float]
     documents: Sequence[tuple[float, bool | None]]
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Both sides over the same data; see `flexgen_helm.benchmarks` for the format.
+    """Score the same data with both sides; see `flexgen_helm.benchmarks` for the format.
 
-    Its rows are figures, not seconds: {label, ours, lm_eval, relative_difference, n}. `equal` says whether all
+    Its rows are scores instead of seconds: {label, ours, lm_eval, relative_difference, n}. `equal` says whether all
     differences are within `TOLERANCE`; `agreement` compares document by document.
     """
     refused = [name for name in ("engine", "entry", "repeats") if getattr(options, name)]
@@ -88,57 +89,51 @@ def run(options: Options) -> dict[str, Any]:
         raise UsageError(f"bench accuracy runs fixed entries with plain helm-run once: leave out {', '.join(refused)}")
     harness = find_harness(options.python)
     passages, pages = _data(options)
-    kept = Path(options.reference) if options.reference else None
-    with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as scratch:
-        place = Path(scratch)
-        data = write_data(place / "data", passages, pages)
+    reference = Path(options.reference) if options.reference else None
+    with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as name:
+        scratch = Path(name)
+        data = write_data(scratch / "data", passages, pages)
         checkpoint = open_checkpoint(WHEEL_MODEL, progress=options.tell)
-        assert checkpoint.tokenizer_path is not None
-        tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path)
-        assert tokenizer is not None
-        prefix = _prefix_id(tokenizer)
         options.tell(f"writing the reference copy of {WHEEL_MODEL}")
-        export(checkpoint, place / "model")
-        if not same_tokens(place / "model", tokenizer, _SAMPLE):
-            raise FlexgenError("the reference copy's tokenizer differs from ours: the sides would score other tokens")
+        prefix = _prefix_id(export_checked(checkpoint, scratch / "model"))
         del checkpoint
         ours: dict[str, HelmRun] = {}
         documents: dict[str, list[dict[str, float]]] = {}
         for name, entry in ENTRIES.items():
             amount = len(pages) if name == "wikitext" else len(passages)
-            ours[name] = helm_run([entry], amount, place / name, variables={"FLEXGEN_HELM_DATA": str(data)})
-            documents[name] = by_document(place / name)
+            ours[name] = helm_run([entry], amount, scratch / name, variables={"FLEXGEN_HELM_DATA": str(data)})
+            documents[name] = by_document(scratch / name)
             options.tell(f"{entry}: {ours[name].seconds:.0f} s")
         theirs: dict[str, TaskResult] = {}
         for task, amount in (("lambada_openai", len(passages)), ("wikitext", len(pages))):
-            folder = (kept or place / "reference") / task
+            folder = (reference or scratch / "reference") / task
             settings = {"model": WHEEL_MODEL, "max_length": MAX_LENGTH, "prefix_token_id": prefix, "documents": amount}
-            keep(folder, settings)
+            claim_folder(folder, settings)
             began = time.monotonic()
-            _run_harness(harness_command(harness, task, data, place, folder, prefix), place, folder)
+            _run_harness(harness_command(harness, task, data, scratch, folder, prefix), scratch, folder)
             options.tell(f"lm_eval {task}: {time.monotonic() - began:.0f} s")
             theirs[task] = read_harness(folder, task, amount)
     return _result(ours, documents, theirs, harness)
 
 
 def find_harness(python: str | None) -> Harness:
-    """The harness behind `python` or `FLEXGEN_HELM_LM_EVAL_PYTHON`; raises `UsageError` that says how to get one."""
-    named = python or os.environ.get(PYTHON_VARIABLE)
+    """Find the harness of `python` or `FLEXGEN_HELM_LM_EVAL_PYTHON`; raises `UsageError` that says how to get one."""
+    python = python or os.environ.get(PYTHON_VARIABLE)
     how = (
         "make one with: python3 -m venv lmeval && lmeval/bin/pip install 'lm_eval[hf]==0.4.13', and name it: "
         f"--python lmeval/bin/python, or {PYTHON_VARIABLE}"
     )
-    if not named:
+    if not python:
         raise UsageError(f"bench accuracy needs a Python with lm-evaluation-harness; {how}")
     try:
-        done = subprocess.run([named, "-c", _PROBE], capture_output=True, text=True)
+        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True)
     except OSError as error:
-        raise UsageError(f"{named} cannot be run ({error.strerror}); {how}") from error
+        raise UsageError(f"{python} cannot be run ({error.strerror}); {how}") from error
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise UsageError(f"{named} has no lm-evaluation-harness ({reason}); {how}")
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return Harness(named, Path(found["folder"]), found["versions"])
+        raise UsageError(f"{python} has no lm-evaluation-harness ({reason}); {how}")
+    probed = json.loads(done.stdout.strip().splitlines()[-1])
+    return Harness(python, Path(probed["folder"]), probed["versions"])
 
 
 def _data(options: Options) -> tuple[list[str], list[str]]:
@@ -149,7 +144,7 @@ def _data(options: Options) -> tuple[list[str], list[str]]:
 
 
 def write_data(folder: Path, passages: Sequence[str], pages: Sequence[str]) -> Path:
-    """What both sides read: our files, and the pages one by one, because the harness's come ready split."""
+    """Write the data of both sides: our files, and the pages one by one, as the harness reads them."""
     from flexgen_helm.scenarios import lambada, wikitext
 
     folder.mkdir(parents=True)
@@ -164,15 +159,15 @@ def write_data(folder: Path, passages: Sequence[str], pages: Sequence[str]) -> P
 
 
 def _prefix_id(tokenizer: Tokenizer) -> int:
-    """The token that our deployments put before a document; the harness would take BOS, here a chat's turn mark."""
+    """Return the token that our deployments put before a document; the harness would take BOS, here a turn mark."""
     from flexgen_helm.plugin.registration import _prefix_token
 
-    (found,) = tokenizer.encode(_prefix_token(tokenizer) or "", add_special_tokens=False)
-    return found
+    (token_id,) = tokenizer.encode(_prefix_token(tokenizer) or "", add_special_tokens=False)
+    return token_id
 
 
 def harness_command(harness: Harness, task: str, data: Path, scratch: Path, out: Path, prefix: int) -> list[str]:
-    """`lm_eval run` of the harness's own task, of which only the data's place is changed."""
+    """Return the command `lm_eval run` for the harness's own task with nothing but the data's path changed."""
     from flexgen_helm.scenarios import lambada
 
     tasks = scratch / "tasks"
@@ -202,31 +197,26 @@ def harness_command(harness: Harness, task: str, data: Path, scratch: Path, out:
 
 
 def _run_harness(command: Sequence[str], scratch: Path, out: Path) -> None:
-    log = out / "log.txt"
     variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_CACHE": str(scratch / "cache")}
-    with log.open("wb") as sink:
-        done = subprocess.run(command, env={**os.environ, **variables}, stdout=sink, stderr=subprocess.STDOUT)
-    if done.returncode:
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:])
-        raise FlexgenError(f"lm_eval ended with {done.returncode}:\n{tail}")
+    run_logged(command, out / "log.txt", "lm_eval", env={**os.environ, **variables})
 
 
-def keep(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Make `folder` the place of this run's results; raises `UsageError` where it is that of another run.
+def claim_folder(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Use `folder` for the results of these settings; raises `UsageError` if it has results of others.
 
-    The harness keeps its answers there too, so that a run that was interrupted, or that is asked for again, goes on.
+    The harness caches its answers there too, so that an interrupted or repeated run continues.
     """
     file = folder / "settings.json"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(file, json.dumps(settings) + "\n")
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if found != settings:
-        raise UsageError(f"{folder} holds results of {found}, and {dict(settings)} is asked for: name another folder")
+    existing = json.loads(file.read_text(encoding="utf-8"))
+    if existing != settings:
+        raise UsageError(f"{folder} has results of {existing}, and this run is {dict(settings)}: name another folder")
 
 
 def read_harness(folder: Path, task: str, documents: int) -> TaskResult:
-    """The newest results below `folder`; raises `FlexgenError` where documents are missing."""
+    """Read the newest results below `folder`; raises `FlexgenError` if documents are missing."""
     result = json.loads(_newest(folder, "results_*.json").read_text(encoding="utf-8"))
     metrics = {name.removesuffix(",none"): value for name, value in result["results"][f"{task}_local"].items()}
     samples = _newest(folder, f"samples_{task}_local_*.jsonl").read_text(encoding="utf-8").splitlines()
@@ -237,30 +227,30 @@ def read_harness(folder: Path, task: str, documents: int) -> TaskResult:
 
 
 def _answer(row: Mapping[str, Any]) -> tuple[float, bool | None]:
-    """(log-likelihood, greedy); the harness writes both as text, and a rolling one as a number alone."""
-    found = row["filtered_resps"][0]
-    if isinstance(found, list):
-        return float(found[0]), str(found[1]) == "True"
-    return float(found), None
+    """Return the log-likelihood and whether greedy generation agrees; a rolling log-likelihood is a number alone."""
+    response = row["filtered_resps"][0]
+    if isinstance(response, list):
+        return float(response[0]), str(response[1]) == "True"
+    return float(response), None
 
 
 def _newest(folder: Path, pattern: str) -> Path:
-    found = sorted(folder.rglob(pattern), key=lambda path: path.name)  # names end in the time
-    if not found:
+    paths = sorted(folder.rglob(pattern), key=lambda path: path.name)  # names end in the time
+    if not paths:
         raise FlexgenError(f"lm_eval left no {pattern} in {folder}")
-    return found[-1]
+    return paths[-1]
 
 
 def by_document(folder: Path) -> list[dict[str, float]]:
-    """HELM's statistics of every instance below a run's `folder`, in the data's order."""
+    """Read HELM's statistics of every instance below a run's `folder`, in the data's order."""
     (file,) = folder.glob("output/runs/*/*/per_instance_stats.json")
     rows = json.loads(file.read_text(encoding="utf-8"))
-    found = {
+    stats = {
         int(row["instance_id"].removeprefix("id")): {stat["name"]["name"]: stat["sum"] for stat in row["stats"]}
         for row in rows
         if any(stat["name"]["name"] in ("exact_match", "logprob") for stat in row["stats"])
     }
-    return [found[index] for index in sorted(found)]
+    return [stats[index] for index in sorted(stats)]
 
 
 def _result(
@@ -273,12 +263,11 @@ def _result(
     agreement = agree(documents, theirs)
     largest = max(row["relative_difference"] for row in rows if "relative_difference" in row)
     (record,) = ours["wikitext"].records
-    hardware = {"machine": platform.machine(), "cores": psutil.cpu_count(logical=False), **record["hardware"]}
     return {
         "name": "accuracy",
         "model": WHEEL_MODEL,
         "max_length": MAX_LENGTH,
-        "hardware": hardware,
+        "hardware": {**machine(), **record["hardware"]},
         "versions": versions() | {f"reference {name}": version for name, version in harness.versions.items()},
         "rows": rows,
         "ratios": {},
@@ -314,12 +303,12 @@ def _row(
 def agree(
     documents: Mapping[str, Sequence[Mapping[str, float]]], theirs: Mapping[str, TaskResult]
 ) -> dict[str, float | int]:
-    """Document by document; raises `FlexgenError` where the sides have not the same number of them."""
+    """Compare document by document; raises `FlexgenError` if the sides differ in their number."""
     passages, pages = theirs["lambada_openai"].documents, theirs["wikitext"].documents
-    for name, found in documents.items():
-        wanted = len(pages) if name == "wikitext" else len(passages)
-        if len(found) != wanted:
-            raise FlexgenError(f"helm-run scored {len(found)} documents of {name}, lm_eval {wanted}")
+    for name, own in documents.items():
+        expected = len(pages) if name == "wikitext" else len(passages)
+        if len(own) != expected:
+            raise FlexgenError(f"helm-run scored {len(own)} documents of {name}, lm_eval {expected}")
     verdicts = zip(documents["accuracy"], passages)
     targets = zip(documents["perplexity"], passages)
     return {
@@ -328,6 +317,6 @@ def agree(
         "largest_difference_of_target_logprob": max(abs(own["logprob"] - score) for own, (score, _) in targets),
         "pages": len(pages),
         "largest_relative_difference_of_page_logprob": max(
-            math.fabs(own["logprob"] / score - 1) for own, (score, _) in zip(documents["wikitext"], pages)
+            abs(own["logprob"] / score - 1) for own, (score, _) in zip(documents["wikitext"], pages)
         ),
     }

@@ -10,7 +10,7 @@ _WARM_UP_PROMPT, _WARM_UP_OUTPUT = 8, 2
 
 
 def prompts(rows: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Random prompts without a common beginning (prefix sharing would shorten the work)."""
+    """Return random prompts without a shared prefix, which prefix sharing would compute once."""
     draw = random.Random(0)
     return [[row % vocab_size, *(draw.randrange(vocab_size) for _ in range(length - 1))] for row in range(rows)]
 
@@ -25,10 +25,11 @@ def run_engine(
     output: int,
     warm: bool = False,
 ) -> dict[str, Any]:
-    """The record of a run behind a short one; engine: arguments of `Engine.from_pretrained`.
+    """Run a block of `rows` sequences after a short warm-up, and return its run record.
 
-    warm: the short one is another run of the same block, so that its memory has been touched: on a virtual machine
-    that takes longer than computing with it, and only a process's first block pays for it.
+    engine: arguments of `Engine.from_pretrained`.
+    warm: warm up with the whole block, which touches its memory. On a virtual machine the first touch takes longer
+        than computing, and only the first block of a process pays for it.
     """
     from flexgen_helm import Engine, GenerationRequest
     from flexgen_helm.request import MemoryLimits
@@ -36,24 +37,29 @@ def run_engine(
     if engine.get("link_gb_s") is not None:
         engine = {**engine, "link_gb_s": tuple(engine["link_gb_s"])}
     with Engine.from_pretrained(model, limits=MemoryLimits(**limits), weights="dummy", **engine) as loaded:
-        vocabulary = loaded.config.vocab_size
 
         def requests(count: int, length: int, tokens: int) -> list[GenerationRequest]:
             return [
                 GenerationRequest(prompt_token_ids=ids, max_tokens=tokens, ignore_eos=True)
-                for ids in prompts(count, length, vocabulary)
+                for ids in prompts(count, length, loaded.config.vocab_size)
             ]
 
-        loaded.run(
-            requests(rows, prompt, output) if warm else requests(1, min(prompt, _WARM_UP_PROMPT), _WARM_UP_OUTPUT)
-        )
-        for result in loaded.run(requests(rows, prompt, output)):
+        block = requests(rows, prompt, output)
+        loaded.run(block if warm else requests(1, min(prompt, _WARM_UP_PROMPT), _WARM_UP_OUTPUT))
+        for result in loaded.run(block):
             if result.error is not None:
                 raise result.error
         record = loaded.last_run
     return {
         **{key: record[key] for key in ("latency_s", "prefill_s", "decode_s", "flops", "bytes", "time_s", "policy")},
         **{key: record[key] for key in ("peak_bytes", "achieved_placement", "schedule", "hardware")},
+        **run_sizes(rows, prompt, output),
+    }
+
+
+def run_sizes(rows: int, prompt: int, output: int) -> dict[str, int]:
+    """Return the part of a record that is counted instead of measured, and this process's peak resident memory."""
+    return {
         "rows": rows,
         "prompt_tokens": rows * prompt,
         "output_tokens": rows * output,

@@ -1,11 +1,10 @@
-"""One `helm-run` (or `flexgen-helm run`) in a process and folders of its own, and what it left behind."""
+"""Run `helm-run` or `flexgen-helm run` in a process and folders of its own, and read its results."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,19 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexgen_helm.benchmarks.common import log_tail, run_logged
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.report.suite import SUITE_FILE
 
-# Times, and what only we write: no scores.
+# Parts of the names of statistics that are no scores: times, and what only our plugin writes.
 _NO_SCORES = ("flexgen_", "runtime", "training_", "batch_size")
 HELM, SUITE = ("helm-run",), ("flexgen-helm", "run")
 
 
 @dataclass(frozen=True)
 class HelmRun:
-    """seconds: of the whole process, start-up included; ready_s: until the first request could be computed, so that
-    the model was there. request_s: HELM's request times, added up. records: of ours, one a run."""
+    """Measurements and results of one process.
+
+    seconds: of the whole process, start-up included.
+    request_s: sum of HELM's request times.
+    stats: scores by name.
+    texts: completions.
+    records: contents of `flexgen_run.json`, one per run; none from HELM's own client.
+    requests: HELM's requests as JSON.
+    ready_s: seconds until the model was loaded and the first request could be computed.
+    """
 
     seconds: float
     request_s: float
@@ -45,11 +53,13 @@ def helm_run(
     variables: Mapping[str, str] | None = None,
     program: Sequence[str] = HELM,
 ) -> HelmRun:
-    """Run `entries` with nothing to reuse: `folder` is new, and so are HELM's cache and our journal in it.
+    """Run `entries` with nothing to reuse: `folder`, HELM's cache and our response cache in it are new.
 
-    configs: a folder whose .yaml files HELM is to find in its `--local-path`. threads: `-n`, None = HELM's default.
-    variables: added to the environment. program: `HELM` or `SUITE`.
-    Raises `FlexgenError` with the end of HELM's log where the run fails.
+    configs: folder with .yaml files for HELM's `--local-path`.
+    threads: `-n`; None for HELM's default.
+    variables: added to the environment.
+    program: `HELM` or `SUITE`.
+    Raises `FlexgenError` with the end of HELM's log if the run fails.
     """
     local, output, own_home = (folder / name for name in ("prod_env", "output", "home"))
     for made in (local, output, own_home):
@@ -63,32 +73,24 @@ def helm_run(
     if threads is not None:
         command += ["-n", str(threads)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "FLEXGEN_HELM_HOME": str(own_home), **(variables or {})}
-    log = folder / "log.txt"
-    with log.open("wb") as sink:
-        started, began = time.time(), time.perf_counter()
-        done = subprocess.run(command, env=environment, cwd=folder, stdout=sink, stderr=subprocess.STDOUT)
-        seconds = time.perf_counter() - began
+    log, name, started = folder / "log.txt", f"{' '.join(program)} of {', '.join(entries)}", time.time()
+    seconds = run_logged(command, log, name, env=environment, cwd=folder)
     directories = [path.parent for path in (output / "runs" / "bench").glob("*/stats.json")]
-    if done.returncode or len(directories) != len(entries):
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:])
-        raise FlexgenError(
-            f"{' '.join(program)} of {', '.join(entries)} ended with {done.returncode} and {len(directories)} "
-            f"results:\n{tail}"
-        )
+    if len(directories) != len(entries):
+        raise FlexgenError(f"{name} ended with {len(directories)} results:\n{log_tail(log)}")
     return read_runs(directories, seconds, started)
 
 
 def read_runs(directories: Sequence[Path], seconds: float, started: float = 0.0) -> HelmRun:
-    """The results in HELM's run directories, in the order of their names. started: the process's, as `time.time()`."""
+    """Read HELM's run directories in the order of their names. started: `time.time()` at the process's start."""
     stats: dict[str, float] = {}
     states: list[Any] = []
     records, ready = [], []
     for directory in sorted(directories):
         prefix = f"{directory.name}: " if len(directories) > 1 else ""
-        found = scores(_read(directory / "stats.json"))
-        stats.update({prefix + name: value for name, value in found.items()})
-        mine = _read(directory / "scenario_state.json")["request_states"]
-        states += mine
+        stats.update({prefix + name: value for name, value in scores(_read(directory / "stats.json")).items()})
+        own_states = _read(directory / "scenario_state.json")["request_states"]
+        states += own_states
         file = directory / "flexgen_run.json"
         if file.is_file():
             record = _read(file)
@@ -97,14 +99,14 @@ def read_runs(directories: Sequence[Path], seconds: float, started: float = 0.0)
             ready.append(file.stat().st_mtime - wall.get("metrics", 0.0) - wall.get("generate", 0.0))
         else:
             ready += [
-                # HELM's client loads the model for its first request and notes when that began in whole seconds,
-                # rounded down: with one added, its computing is not made out longer than it was.
+                # HELM's client loads the model in its first request and records the start in whole seconds, rounded
+                # down. One second more never overstates the time that it computes.
                 state["result"]["request_datetime"] + 1.0 + (state["result"].get("request_time") or 0.0)
-                for state in mine
+                for state in own_states
                 if state["result"].get("request_datetime")
             ]
     suite = directories[0].parent / SUITE_FILE
-    if suite.is_file():  # its runs only fetch their answers, which are computed before the first of them
+    if suite.is_file():  # all answers are computed before the first run, and the runs only fetch them
         wall = _read(suite)["wall_s"]
         ready = [suite.stat().st_mtime - wall["finish"] - wall["generate"]]
     return HelmRun(
@@ -119,30 +121,30 @@ def read_runs(directories: Sequence[Path], seconds: float, started: float = 0.0)
 
 
 def scores(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Name (with split and perturbation) -> mean, of every statistic that is a score; empty ones are left out."""
-    found = {}
+    """Return the mean of every score, by its name with split and perturbation."""
+    means = {}
     for stat in stats:
         name = stat["name"]
         if stat.get("mean") is None or any(part in name["name"] for part in _NO_SCORES):
             continue
         perturbation = (name.get("perturbation") or {}).get("name", "")
         key = " ".join(part for part in (name["name"], name.get("split"), name.get("sub_split"), perturbation) if part)
-        found[key] = float(stat["mean"])
-    return found
+        means[key] = float(stat["mean"])
+    return means
 
 
 def _share_weights(own_home: Path) -> None:
-    """A home with the weights of the real one, what is known of the machine, and an empty journal."""
+    """Give a new home the real one's weights and machine profile, but no cached responses."""
     models = state_dir() / "models"
     if models.is_dir():
         (own_home / "models").symlink_to(models.resolve())
-    for name in ("hashes.json", "profile.json"):  # a profile is measured once a machine, not once a run
+    for name in ("hashes.json", "profile.json"):  # otherwise every run would measure a profile
         if (state_dir() / name).is_file():
             shutil.copy(state_dir() / name, own_home / name)
 
 
 def _share_data(scenarios: Path) -> None:
-    """HELM's MMLU looks for its data in the output folder; our own scenarios know the data folder."""
+    """Link MMLU's data into the output folder, where HELM looks for it; our own scenarios know the data folder."""
     folder = data_dir()
     if folder is not None and (folder / "mmlu").is_dir():
         (scenarios / "mmlu").mkdir(parents=True)
@@ -150,8 +152,8 @@ def _share_data(scenarios: Path) -> None:
 
 
 def _script(name: str) -> str:
-    beside = Path(sys.executable).with_name(name)
-    script = str(beside) if beside.is_file() else shutil.which(name)
+    installed = Path(sys.executable).with_name(name)
+    script = str(installed) if installed.is_file() else shutil.which(name)
     if script is None:
         raise FlexgenError(f"{name} is not on the path; run flexgen-helm doctor")
     return script

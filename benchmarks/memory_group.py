@@ -1,4 +1,4 @@
-"""A memory control group: a limit for a process that counts the page cache of the files it reads."""
+"""A memory control group (Linux cgroup): limits a process's memory, the page cache of its files included."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _serials = itertools.count()
 
 
 class GroupUnavailable(FlexgenError):
-    """This machine or this user cannot have one; the message says why."""
+    """This machine or user cannot create a memory control group; the message says why."""
 
 
 class MemoryGroup:
-    """At most `limit` bytes for what runs in it, page cache included; version 1 or 2, whichever is mounted.
+    """A control group of at most `limit` bytes, page cache included; version 1 or 2, whichever is mounted.
 
-    Made below the caller's own group (version 1) or beside it (version 2, which keeps processes out of inner groups),
-    so that a limit that holds for the caller holds here too.
+    It is a child of the caller's own group in version 1 and a sibling in version 2, which allows processes in leaf
+    groups only. So a limit on the caller's parent holds here too.
     """
 
     def __init__(self, limit: int, mounts: Path = Path("/proc/mounts"), own: Path = Path("/proc/self/cgroup")) -> None:
@@ -35,18 +35,18 @@ class MemoryGroup:
             with suppress(OSError):
                 self._folder.rmdir()
             raise GroupUnavailable(f"no memory control group below {parent}: {error.strerror}") from error
-        # Without swap accounting there is nothing to forbid.
+        # Fails without swap accounting, and then there is no swap to forbid.
         with suppress(OSError):
             swap = ("memory.memsw.limit_in_bytes", limit) if self._version == 1 else ("memory.swap.max", 0)
             (self._folder / swap[0]).write_text(str(swap[1]))
 
     def enter(self, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` inside."""
+        """Return the command that runs `command` in the group."""
         return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self._folder / "cgroup.procs"), *command]
 
     @property
     def peak(self) -> int | None:
-        """The most that was in use, page cache included; None where the kernel does not say."""
+        """Peak bytes, page cache included; None if the kernel does not report it."""
         name = "memory.max_usage_in_bytes" if self._version == 1 else "memory.peak"
         try:
             return int((self._folder / name).read_text())
@@ -65,7 +65,7 @@ class MemoryGroup:
 
 
 def forget_files(folder: Path) -> None:
-    """Drop the page cache of all files below `folder`, so that whoever reads them next pays for their pages."""
+    """Drop the page cache of all files below `folder`, so that the next reader reads from disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -77,19 +77,19 @@ def forget_files(folder: Path) -> None:
 
 
 def _parent(mounts: Path, own: Path) -> tuple[Path, int]:
-    """Where to make a group, and the version."""
-    lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.is_file() else []
-    groups = [line.split(":", 2) for line in own.read_text().splitlines()] if own.is_file() else []
-    first = next((line[1] for line in lines if line[2] == "cgroup" and "memory" in line[3].split(",")), None)
-    if first is not None:
-        mine = next((path for _, names, path in groups if "memory" in names.split(",")), "/")
-        folder = Path(first) / mine.lstrip("/")
-        return (folder if folder.is_dir() else Path(first)), 1
-    second = next((line[1] for line in lines if line[2] == "cgroup2"), None)
-    if second is not None:
-        mine = next((path for number, _, path in groups if number == "0"), "/")
-        folder = (Path(second) / mine.lstrip("/")).parent if mine != "/" else Path(second)
-        control = folder / "cgroup.subtree_control"
-        if control.is_file() and "memory" in control.read_text().split():
-            return folder, 2
+    """Return the folder in which to create a group, and the version of control groups."""
+    mounted = [line.split() for line in mounts.read_text().splitlines()] if mounts.is_file() else []
+    own_groups = [line.split(":", 2) for line in own.read_text().splitlines()] if own.is_file() else []
+    for _, mount, kind, options, *_ in mounted:
+        if kind == "cgroup" and "memory" in options.split(","):
+            path = next((path for _, names, path in own_groups if "memory" in names.split(",")), "/")
+            folder = Path(mount) / path.lstrip("/")
+            return (folder if folder.is_dir() else Path(mount)), 1
+    for _, mount, kind, *_ in mounted:
+        if kind == "cgroup2":
+            path = next((path for number, _, path in own_groups if number == "0"), "/")
+            folder = (Path(mount) / path.lstrip("/")).parent if path != "/" else Path(mount)
+            control = folder / "cgroup.subtree_control"
+            if control.is_file() and "memory" in control.read_text().split():
+                return folder, 2
     raise GroupUnavailable("no memory controller of control groups is mounted here (version 1, or delegated version 2)")

@@ -1,31 +1,38 @@
-"""`bench offload`: a block whose weights stream from the disk beside the same block in memory, and beside Accelerate.
+"""`bench offload`: a block whose weights stream from disk against the same block in memory, and against Accelerate.
 
-Fixed workload: the shapes of OPT-350M with random weights, 64 prompt and 32 output tokens, a block of at least twice
-B*, the rows at which computing with a weight takes as long as reading it from this disk. Offloaded, host memory is
-limited to a quarter of the weights' bytes plus the block's cache; staging and waiting hidden states are inside.
+Fixed workload: the shapes of OPT-350M with random weights, 64 prompt and 32 output tokens. The block has at least
+twice B* sequences, B* being the number at which computing with a weight takes as long as reading it from this disk.
+With offloading, host memory is limited to a quarter of the weights' bytes plus the block's cache; the staging ring and
+waiting hidden states are included.
 
-Accelerate's disk offload and ours then run in memory control groups of the same size, because only there the page
-cache counts as the memory that it is. Last, 4 bits beside FP16 (`benchmarks.packed`).
+Then follow Accelerate's disk offload (`benchmarks.peers`) and 4 bits against FP16 (`benchmarks.packed`).
 """
 
 from __future__ import annotations
 
 import math
-import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from math import prod
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 
-from flexgen_helm.benchmarks import Options, accelerate_task, packed, summary
+from flexgen_helm.benchmarks import Options, packed, peers, summary
+from flexgen_helm.benchmarks.common import check_engine_flags, load_notes, machine, run_row
 from flexgen_helm.benchmarks.engine_task import run_engine
-from flexgen_helm.benchmarks.memory_group import GroupUnavailable, MemoryGroup, forget_files
-from flexgen_helm.benchmarks.process import ProcessKilled, in_own_process
+from flexgen_helm.benchmarks.memory_settings import (
+    STORAGE_BYTES,
+    OffloadSetting,
+    in_memory_limit,
+    offload_setting,
+    policy_text,
+)
+from flexgen_helm.benchmarks.process import in_own_process
 from flexgen_helm.benchmarks.roofline import (
     Shapes,
     block_seconds,
@@ -34,29 +41,26 @@ from flexgen_helm.benchmarks.roofline import (
     measure_rates,
     operation_seconds,
 )
-from flexgen_helm.errors import UsageError
-from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.planner.constants import MAX_BATCH_TOKENS
-from flexgen_helm.planner.memory import plan_memory
-from flexgen_helm.planner.placement import StorageSizes
-from flexgen_helm.planner.policy import Policy
 from flexgen_helm.report.throughput import versions
 
-BUSY_LOAD = 0.5  # runnable processes before we begin
-REST_BYTES, COMPUTE_BYTES = 2, 4
-NO_LIMIT = 1 << 50
 IN_MEMORY, OFFLOADED, ROW_BY_ROW = "in memory", "offloaded", "row by row"
-OURS, THEIRS = "ours", "accelerate"
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """rows: of the block, None for twice B* and at least `least_rows`, because every pass converts each weight from 16
-    bits once, whatever the disk. batches: of the block; row_batches: of the same rows where they go row by row.
-    group_bytes: of the memory control group. peer_rows: block sizes that are tried there, the first of which is also
-    compared size by size. disk_file: bytes that the disk's rate is measured with. packed: comparisons with 4 bits."""
+    """What is measured. Its fields are written into the result.
+
+    rows: sequences of the block; None for twice B* and at least `least_rows`, because every pass upcasts each weight
+        once, however fast the disk.
+    batches: batches of the block.
+    row_batches: batches of the same block under the row-by-row schedule.
+    weights_share: share of the weights that host memory holds with offloading.
+    group_bytes: limit of the memory control groups.
+    peer_rows: block sizes that are tried in the groups; the first is also compared size by size.
+    disk_file: bytes that the disk's rate is measured with.
+    packed: comparisons with 4 bits.
+    """
 
     model: str = "opt-350m"
     prompt: int = 64
@@ -87,348 +91,175 @@ QUICK = Workload(
 
 
 @dataclass(frozen=True)
-class Setting:
-    """limit: bytes of host memory; policy: with the block's shape; streamed_bytes: read in each pass; weights: bytes
-    of all."""
+class Bound:
+    """The roofline. seconds: label of a run -> {prefill, decode, total}."""
 
-    limit: int
-    policy: Policy
-    streamed_bytes: int
-    weights: int
+    rates: Mapping[str, float]
+    break_even_rows: float
+    operations: Mapping[str, float]
+    seconds: Mapping[str, Mapping[str, float]]
 
 
 def run(options: Options) -> dict[str, Any]:
     """Measure all sides in alternation; see `flexgen_helm.benchmarks` for the format.
 
-    Rows are seconds: of the whole block, of its prompts' pass, of the passes behind it. `bound` is the roofline.
+    Rows are seconds of the whole block, of its prefill and of its decoding. `bound` is the roofline.
     """
-    refused = sorted(set(options.engine) - {"offload_dir"})
-    if refused:
-        raise UsageError(f"bench offload has a fixed workload and takes --offload-dir alone: leave out {refused}")
+    check_engine_flags("offload", options)
     workload = QUICK if options.quick else Workload()
     workload = replace(workload, rows=options.instances or workload.rows, repeats=options.repeats or workload.repeats)
-    busy = psutil.getloadavg()[0]
+    notes = load_notes()
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.", dir=options.engine.get("offload_dir")) as scratch:
         result = measure(workload, Path(scratch), options.tell)
-    if busy > BUSY_LOAD:
-        result["notes"].append(f"other programs were computing when this began (load {busy:.1f}): figures are noise")
-    return result
+    return {**result, "notes": result["notes"] + notes}
 
 
-def measure(workload: Workload, scratch: Path, tell: Tell) -> dict[str, Any]:
+def measure(workload: Workload, scratch: Path, tell: Callable[[str], None]) -> dict[str, Any]:
     from flexgen_helm.checkpoint.open import open_checkpoint
 
     config = open_checkpoint(workload.model, weights="dummy").config
+    sizes = {"prompt": workload.prompt, "output": workload.output}
     rates = in_own_process(
         measure_rates, {"model": workload.model, "folder": str(scratch), "file_bytes": workload.disk_file}
     )
-    least = break_even_rows(rates["product_flops"], REST_BYTES, rates["disk_bytes_s"])
-    rows = workload.rows or max(workload.least_rows, 2 * math.ceil(least))
+    break_even = break_even_rows(rates["product_flops"], STORAGE_BYTES, rates["disk_bytes_s"])
+    rows = workload.rows or max(workload.least_rows, 2 * math.ceil(break_even))
     batch_rows = math.ceil(rows / workload.batches)
     prefill_rows = min(batch_rows, max(1, MAX_BATCH_TOKENS // workload.prompt))
-    shapes = Shapes(batch_rows, workload.batches, prefill_rows, workload.prompt, workload.output)
-    setting = offloaded(config, shapes, workload.weights_share)
+    shapes = Shapes(batch_rows, workload.batches, prefill_rows, **sizes)
+    setting = offload_setting(config, shapes, workload.weights_share)
     tell(
-        f"products {rates['product_flops'] / 1e9:.0f} Gflop/s, disk {rates['disk_bytes_s'] / 1e9:.2f} GB/s: "
-        f"B* = {least:.0f} rows; a block of {shapes.batch_rows} x {shapes.batches}"
+        f"products and disk: {_rates_text(rates)}; B* = {break_even:.0f} rows; a block of {shapes.batch_rows} x "
+        f"{shapes.batches}"
     )
+    row_batch_rows = math.ceil(shapes.rows / workload.row_batches)
     policies = {
         IN_MEMORY: replace(setting.policy, wc=1.0, hc=1.0),
         OFFLOADED: setting.policy,
-        ROW_BY_ROW: replace(
-            setting.policy,
-            gpu_batch_size=math.ceil(shapes.rows / workload.row_batches),
-            num_gpu_batches=workload.row_batches,
-        ),
+        ROW_BY_ROW: replace(setting.policy, gpu_batch_size=row_batch_rows, num_gpu_batches=workload.row_batches),
     }
     needed, available = in_memory_limit(config, shapes), psutil.virtual_memory().available
-    found: dict[str, list[dict[str, Any]]] = {label: [] for label in (IN_MEMORY, OFFLOADED, ROW_BY_ROW)}
+    records: dict[str, list[dict[str, Any]]] = {label: [] for label in policies}
     operations: list[dict[str, float]] = []
-    sizes = {"prompt": workload.prompt, "output": workload.output}
     for repeat in range(workload.repeats):
         arguments = {"model": workload.model, "batch_rows": batch_rows, "prefill_rows": prefill_rows, **sizes}
         operations.append(in_own_process(operation_seconds, arguments))
-        for label in found:
-            near = label == IN_MEMORY
+        for label, policy in policies.items():
             engine = {
                 "device": "cpu",
-                "policy": policy_text(policies[label]),
+                "policy": policy_text(policy),
                 "schedule": "row" if label == ROW_BY_ROW else "zigzag",
                 "offload_dir": str(scratch / "ours"),
             }
-            limits = {"cpu": in_memory_limit(config, shapes) if near else setting.limit}
+            limits = {"cpu": needed if label == IN_MEMORY else setting.limit}
             arguments = {"model": workload.model, "engine": engine, "limits": limits, "rows": shapes.rows, **sizes}
-            arguments["warm"] = True
-            record = in_own_process(run_engine, arguments)
-            found[label].append(record)
+            record = in_own_process(run_engine, {**arguments, "warm": True})
+            records[label].append(record)
             tell(
                 f"{label}: {record['latency_s']:.1f} s, of which {record['time_s']['wait']:.1f} s waiting "
                 f"({repeat + 1} of {workload.repeats})"
             )
     best = {name: min(measured[name] for measured in operations) for name in operations[0]}
-    rates["disk_bytes_s"] = max(rates["disk_bytes_s"], *(read_speed(record) for record in found[OFFLOADED]))
-    computing = block_seconds(shapes, best, config.num_layers)
-    bounds = {
-        label: bound_seconds(
-            shapes, computing, 0 if label == IN_MEMORY else setting.streamed_bytes, rates["disk_bytes_s"]
-        )
-        for label in found
-    }
-    peers, notes = against_accelerate(workload, config, scratch, tell)
+    # A run that read faster than the measurement raises the disk's rate.
+    disk_rate = max(rates["disk_bytes_s"], *(read_bytes(each) / each["latency_s"] for each in records[OFFLOADED]))
+    compute = block_seconds(shapes, best, config.num_layers)
+    streamed = {label: 0 if label == IN_MEMORY else setting.streamed_bytes for label in records}
+    seconds = {label: bound_seconds(shapes, compute, count, disk_rate) for label, count in streamed.items()}
+    bound = Bound({**rates, "disk_bytes_s": disk_rate}, break_even, best, seconds)
+    peer_records, notes = peers.measure(workload, config, scratch, tell)
     if needed > available:
         notes.append(f"the block in memory may take {needed:,} bytes and the machine had {available:,} free")
-    result = assemble(workload, shapes, setting, rates, best, least, found, bounds, peers, notes)
-    rows_, ratios = packed.measure(workload.model, config, scratch, workload.repeats, workload.packed, tell)
-    result["rows"] += rows_
-    result["ratios"] |= ratios
+    result = assemble(workload, shapes, setting, bound, records, peer_records, notes)
+    packed_rows, packed_ratios = packed.measure(
+        workload.model, config, scratch, workload.repeats, workload.packed, tell
+    )
+    result["rows"] += packed_rows
+    result["ratios"] |= packed_ratios
     return result
 
 
-def offloaded(config: ModelConfig, shapes: Shapes, share: float) -> Setting:
-    """Memory for `share` of the weights and the block's cache; staging and hidden states take theirs from the first.
-
-    Hidden states that would leave no room for themselves wait on the disk.
-    """
-    weights = config.num_parameters * REST_BYTES
-    cache = shapes.rows * (shapes.prompt + shapes.output - 1) * config.kv_bytes_per_token(COMPUTE_BYTES)
-    limit = int(share * weights) + cache
-    policy = Policy(shapes.batch_rows, shapes.batches, wc=0.0, hc=0.0)
-    rest = StorageSizes(config)
-    sizes = rest.matrices
-    limits = {"gpu": 0, "cpu": limit, "disk": NO_LIMIT}
-    staging = plan_memory(rest, limits, "cpu", COMPUTE_BYTES, policy).staging_bytes  # type: ignore[arg-type]
-    vectors = COMPUTE_BYTES * sum(prod(shape) for shape in tensor_shapes(config).values() if len(shape) == 1)
-    room = limit - cache - staging - vectors
-    hidden = shapes.rows * shapes.prompt * config.hidden_size * COMPUTE_BYTES
-    reserve = cache
-    if room >= hidden:
-        policy, reserve = replace(policy, hc=1.0), cache + hidden
-    shares = [replace(policy, wc=percent / 100) for percent in range(50, -1, -1)]  # most of the weights stream
-    policy, plan = packed.first_that_fits(rest, limits, "cpu", reserve, shares)
-    streamed = {name for name, tier in plan.weights.items() if tier == "disk" and name != "embed.positions.weight"}
-    if not config.tied_head:
-        streamed.discard("embed.tokens.weight")  # rows are gathered; a tied one is the head too
-    return Setting(limit, policy, sum(sizes[name] for name in streamed), weights)
+def _rates_text(rates: Mapping[str, float]) -> str:
+    return f"{rates['product_flops'] / 1e9:.0f} Gflop/s, {rates['disk_bytes_s'] / 1e9:.2f} GB/s"
 
 
-def in_memory_limit(config: ModelConfig, shapes: Shapes) -> int:
-    """Room for the same block beside weights in the compute type (which may take half of a tier), whatever the
-    machine has: a block that comes in two halves would be no comparison."""
-    cache = shapes.rows * (shapes.prompt + shapes.output - 1) * config.kv_bytes_per_token(COMPUTE_BYTES)
-    hidden = shapes.rows * shapes.prompt * config.hidden_size * COMPUTE_BYTES
-    return 2 * COMPUTE_BYTES * config.num_parameters + cache + hidden
+def read_bytes(record: Mapping[str, Any]) -> int:
+    return sum(record["bytes"]["disk_to_cpu"].values())
 
 
-def policy_text(policy: Policy) -> str:
-    shares = (policy.wg, policy.wc, policy.cg, policy.cc, policy.hg, policy.hc)
-    return f"{policy.gpu_batch_size}x{policy.num_gpu_batches},{','.join(f'{100 * share:g}' for share in shares)}"
-
-
-def read_speed(record: Mapping[str, Any]) -> float:
-    """Bytes a second that the run itself read: a lower bound of what the disk can do."""
-    return float(sum(record["bytes"]["disk_to_cpu"].values())) / float(record["latency_s"])
-
-
-def against_accelerate(
-    workload: Workload, config: ModelConfig, scratch: Path, tell: Tell
-) -> tuple[dict[str, dict[int, list[dict[str, Any]]]], list[str]]:
-    """Side -> rows of the block -> measurements, and notes about what was left out.
-
-    Every size is tried once; the first one and each side's best are then repeated.
-    """
-    peers: dict[str, dict[int, list[dict[str, Any]]]] = {OURS: {}, THEIRS: {}}
-    why = accelerate_task.missing()
-    if why is None and config.architecture != "opt":
-        why = "only OPT's shapes are built for it"
-    try:
-        MemoryGroup(workload.group_bytes).close()
-    except GroupUnavailable as error:
-        why = str(error)
-    if why is not None:
-        tell(f"SKIPPED, Accelerate: {why}")
-        return peers, [f"SKIPPED, Accelerate: {why}"]
-    notes: list[str] = []
-    folder = scratch / "accelerate"
-    folder.mkdir()
-    in_own_process(accelerate_task.write_weights, {"model": workload.model, "folder": str(folder)})
-
-    def one(side: str, rows: int) -> bool:
-        sizes = {"model": workload.model, "rows": rows, "prompt": workload.prompt, "output": workload.output}
-        shapes = Shapes(rows, 1, rows, workload.prompt, workload.output)
-        with MemoryGroup(workload.group_bytes) as group:
-            forget_files(scratch)
-            try:
-                if side == THEIRS:
-                    arguments = {**sizes, "folder": str(folder)}
-                    record = in_own_process(accelerate_task.generate, arguments, group, accelerate_task.ENVIRONMENT)
-                else:
-                    setting = offloaded(config, shapes, workload.weights_share)
-                    engine = {"device": "cpu", "policy": policy_text(setting.policy), "schedule": "zigzag"}
-                    engine["offload_dir"] = str(scratch / "ours")
-                    arguments = {**sizes, "engine": engine, "limits": {"cpu": setting.limit}, "warm": True}
-                    record = in_own_process(run_engine, arguments, group)
-            except ProcessKilled:
-                notes.append(f"{side}, {rows} rows: more than {workload.group_bytes:,} bytes, ended by the kernel")
-                tell(notes[-1])
-                return False
-            record["group_peak_bytes"] = group.peak
-        peers[side].setdefault(rows, []).append(record)
-        tell(f"{side}, {rows} rows in {workload.group_bytes / 2**30:g} GiB: {speed(record):.2f} token/s")
-        return True
-
-    # A size that is too large for a side is not tried again, nor a larger one.
-    for side in (OURS, THEIRS):
-        for rows in workload.peer_rows:
-            if not one(side, rows):
-                break
-    again = {side: sorted({workload.peer_rows[0], best_rows(peers[side])} & set(peers[side])) for side in peers}
-    for _ in range(workload.repeats - 1):
-        for side in (OURS, THEIRS):
-            for rows in again[side]:
-                one(side, rows)
-    return peers, notes
-
-
-def speed(record: Mapping[str, Any]) -> float:
-    """Output tokens a second of the whole workload."""
-    return float(record["output_tokens"]) / float(record["latency_s"])
-
-
-def best_rows(measured: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
-    """The block size with the highest throughput, 0 where there is none."""
-    return max(measured, key=lambda rows: median(speed(record) for record in measured[rows]), default=0)
-
-
-def rows_of(label: str, records: Sequence[Mapping[str, Any]], bound: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Three lines of the table: seconds of the block, of its prompts' pass, and of the passes behind it."""
-    read = [sum(record["bytes"]["disk_to_cpu"].values()) / 1e9 for record in records]
-    computed = [record["prefill_s"] + record["decode_s"] for record in records]
-    phases: dict[str, tuple[list[float], list[float], float]] = {
-        "": ([r["latency_s"] for r in records], [speed(r) for r in records], bound["total"] / median(computed)),
-        ": prefill": _phase(records, "prefill_s", lambda r: r["prompt_tokens"], bound["prefill"]),
-        ": decode": _phase(records, "decode_s", decoded_tokens, bound["decode"]),
-    }
-    rows: list[dict[str, Any]] = [
-        {
-            "label": label + phase,
-            **summary(seconds),
-            "tokens_per_s": median(speeds),
-            "of_bound": fraction,
-            "seconds": seconds,
-        }
-        for phase, (seconds, speeds, fraction) in phases.items()
-    ]
-    rows[0] |= {
-        "read_gb": median(read),
+def phase_rows(label: str, records: Sequence[Mapping[str, Any]], bound: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return three rows of the result: of the whole block, of prefill and of decoding."""
+    busy_s = median(record["prefill_s"] + record["decode_s"] for record in records)
+    whole: dict[str, Any] = {
+        **run_row(label, records),
+        "of_bound": bound["total"] / busy_s,
+        "read_gb": median(map(read_bytes, records)) / 1e9,
         "wait_s": median(record["time_s"]["wait"] for record in records),
         "time_s": [record["time_s"] for record in records],
         "resident_bytes": max(record["resident_bytes"] for record in records),
         "bytes": records[-1]["bytes"],
         "placement": records[-1]["achieved_placement"],
     }
-    return rows
 
+    def phase(name: str, tokens: Callable[[Mapping[str, Any]], int]) -> dict[str, Any]:
+        seconds = [record[f"{name}_s"] for record in records]
+        return {
+            "label": f"{label}: {name}",
+            **summary(seconds),
+            "tokens_per_s": median(tokens(record) / record[f"{name}_s"] for record in records),
+            "of_bound": bound[name] / median(seconds),
+            "seconds": seconds,
+        }
 
-def _phase(
-    records: Sequence[Mapping[str, Any]], seconds: str, tokens: Callable[[Mapping[str, Any]], float], bound: float
-) -> tuple[list[float], list[float], float]:
-    spent = [record[seconds] for record in records]
-    return spent, [tokens(record) / record[seconds] for record in records], bound / median(spent)
-
-
-def decoded_tokens(record: Mapping[str, Any]) -> float:
-    """Tokens of the passes behind the first, which is the prompts' and yields one a row too."""
-    return float(record["output_tokens"] - record["rows"])
+    # The first output token of a sequence comes from prefill.
+    decode = phase("decode", lambda record: record["output_tokens"] - record["rows"])
+    return [whole, phase("prefill", lambda record: record["prompt_tokens"]), decode]
 
 
 def assemble(
     workload: Workload,
     shapes: Shapes,
-    setting: Setting,
-    rates: Mapping[str, float],
-    operations: Mapping[str, float],
-    break_even: float,
-    found: Mapping[str, Sequence[Mapping[str, Any]]],
-    bounds: Mapping[str, Mapping[str, float]],
-    peers: Mapping[str, Mapping[int, Sequence[Mapping[str, Any]]]],
+    setting: OffloadSetting,
+    bound: Bound,
+    records: Mapping[str, Sequence[Mapping[str, Any]]],
+    peer_records: peers.Records,
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """The result in the format of benchmarks."""
-    rows = {label: rows_of(label, records, bounds[label]) for label, records in found.items()}
-    near, zigzag, row = rows[IN_MEMORY], rows[OFFLOADED], rows[ROW_BY_ROW]
-    whole, prefill, decode = (there["median"] / here["median"] for there, here in zip(near, zigzag))
-    ratios = {
-        "offloaded_to_in_memory": whole,
-        "offloaded_to_in_memory_prefill": prefill,
-        "offloaded_to_in_memory_decode": decode,
-        "zigzag_to_row_by_row": row[0]["median"] / zigzag[0]["median"],
-        "roofline_fraction": zigzag[0]["of_bound"],
-        **peer_ratios(peers, workload.peer_rows[0]),
-    }
-    said = [
-        f"B* = {break_even:.0f} rows ({rates['product_flops'] / 1e9:.0f} Gflop/s, {rates['disk_bytes_s'] / 1e9:.2f} "
-        f"GB/s); the block has {shapes.rows} rows in {shapes.batches} batches",
-        f"host memory is limited to {setting.limit / 1e9:.2f} GB: {workload.weights_share:.0%} of {setting.weights:,} "
-        f"bytes of weights, and the block's cache; policy {policy_text(setting.policy)}",
-        f"roofline of the offloaded block: {bounds[OFFLOADED]['prefill']:.1f} s prefill + "
-        f"{bounds[OFFLOADED]['decode']:.1f} s decode; reached {zigzag[0]['of_bound']:.0%}",
-        *notes,
-    ]
-    hardware = {"machine": platform.machine(), "cores": psutil.cpu_count(logical=False)}
+    """Return the result in the format of benchmarks."""
+    rows = {label: phase_rows(label, own, bound.seconds[label]) for label, own in records.items()}
+    in_memory, zigzag, row_by_row = rows[IN_MEMORY], rows[OFFLOADED], rows[ROW_BY_ROW]
+    whole, prefill, decode = (resident["median"] / own["median"] for resident, own in zip(in_memory, zigzag))
+    packages = versions()
+    with suppress(metadata.PackageNotFoundError):
+        packages["accelerate"] = metadata.version("accelerate")
+    roofline, reached = bound.seconds[OFFLOADED], zigzag[0]["of_bound"]
     return {
         "name": "offload",
         "workload": asdict(workload),
-        "block": {**asdict(shapes), "break_even_rows": break_even, "limit_cpu_bytes": setting.limit},
-        "hardware": {**hardware, **found[IN_MEMORY][-1]["hardware"]},
-        "versions": {**versions(), **_version("accelerate")},
-        "rows": [*(row for some in rows.values() for row in some), *peer_rows(peers)],
-        "ratios": ratios,
+        "block": {**asdict(shapes), "break_even_rows": bound.break_even_rows, "limit_cpu_bytes": setting.limit},
+        "hardware": {**machine(), **records[IN_MEMORY][-1]["hardware"]},
+        "versions": packages,
+        "rows": [*(row for phases in rows.values() for row in phases), *peers.rows(peer_records)],
+        "ratios": {
+            "offloaded_to_in_memory": whole,
+            "offloaded_to_in_memory_prefill": prefill,
+            "offloaded_to_in_memory_decode": decode,
+            "zigzag_to_row_by_row": row_by_row[0]["median"] / zigzag[0]["median"],
+            "roofline_fraction": reached,
+            **peers.ratios(peer_records, workload.peer_rows[0]),
+        },
         "bound": {
             "streamed_bytes_per_pass": setting.streamed_bytes,
-            "rates": dict(rates),
-            "operation_seconds": dict(operations),
-            "seconds": {label: dict(bound) for label, bound in bounds.items()},
+            "rates": dict(bound.rates),
+            "operation_seconds": dict(bound.operations),
+            "seconds": {label: dict(seconds) for label, seconds in bound.seconds.items()},
         },
-        "notes": said,
+        "notes": [
+            f"B* = {bound.break_even_rows:.0f} rows ({_rates_text(bound.rates)}); the block has {shapes.rows} rows in "
+            f"{shapes.batches} batches",
+            f"host memory is limited to {setting.limit / 1e9:.2f} GB: {workload.weights_share:.0%} of "
+            f"{setting.weights:,} bytes of weights, and the block's cache; policy {policy_text(setting.policy)}",
+            f"roofline of the offloaded block: {roofline['prefill']:.1f} s prefill + {roofline['decode']:.1f} s "
+            f"decode; reached {reached:.0%}",
+            *notes,
+        ],
     }
-
-
-def peer_rows(peers: Mapping[str, Mapping[int, Sequence[Mapping[str, Any]]]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "label": f"{side} x {rows} in a group",
-            **summary([record["latency_s"] for record in records]),
-            "tokens_per_s": median(speed(record) for record in records),
-            "resident_bytes": max(record["resident_bytes"] for record in records),
-            "group_peak_bytes": [record["group_peak_bytes"] for record in records],
-            "seconds": [record["latency_s"] for record in records],
-        }
-        for side, sizes in peers.items()
-        for rows, records in sizes.items()
-    ]
-
-
-def peer_ratios(peers: Mapping[str, Mapping[int, Sequence[Mapping[str, Any]]]], small: int) -> dict[str, float]:
-    """Our throughput over Accelerate's at the small size, and each at its best; only where both were measured."""
-
-    def typical(side: str, rows: int) -> float | None:
-        records = peers[side].get(rows)
-        return median(speed(record) for record in records) if records else None
-
-    found = {}
-    pairs = {f"accelerate_at_batch_{small}": (small, small)}
-    pairs["accelerate_at_best_batch"] = (best_rows(peers[OURS]), best_rows(peers[THEIRS]))
-    for name, (ours, theirs) in pairs.items():
-        mine, other = typical(OURS, ours), typical(THEIRS, theirs)
-        if mine is not None and other is not None:
-            found[name] = mine / other
-    return found
-
-
-def _version(package: str) -> dict[str, str]:
-    from importlib import metadata
-
-    try:
-        return {package: metadata.version(package)}
-    except metadata.PackageNotFoundError:
-        return {}

@@ -1,39 +1,44 @@
-"""The part of `bench offload` that compares 4 bits with FP16 under the same limits of memory, three times:
+"""The part of `bench offload` that compares 4 bits with FP16 under the same memory limits:
 
-- behind a link of 0.25 GB/s (a simulated gpu) and from the real disk, with few sequences, so that bytes decide;
-- one pass over 1,024 tokens from the disk, where computing decides and unpacking can only cost.
+- behind a link of 0.25 GB/s (a simulated GPU) and from the real disk, with few sequences, so that bytes decide;
+- one pass over 1,024 tokens from the disk, where compute decides and dequantization can only cost.
 
-Each precision keeps as many weights beside the computing as the limit holds of them.
+Each precision keeps as many of its weights on the compute device as the limit holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flexgen_helm.benchmarks import summary
+from flexgen_helm.benchmarks.common import run_row
 from flexgen_helm.benchmarks.engine_task import run_engine
+from flexgen_helm.benchmarks.memory_settings import (
+    block_cache_bytes,
+    first_that_fits,
+    hidden_bytes,
+    policy_text,
+)
 from flexgen_helm.benchmarks.process import in_own_process
-from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.models.config import ModelConfig, tensor_shapes
-from flexgen_helm.planner.memory import MemoryPlan, plan_memory
+from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision
 
-COMPUTE_BYTES = 4
 SIDES = (FP16, PRECISIONS["4bit"])
-# Of the model's FP16 weights: room for them beside the computing.
+# Of the model's FP16 weights: the compute device's room for weights.
 WEIGHTS_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class Case:
-    """ratio: what is reported, FP16's seconds over those in 4 bits, or the other way round for an overhead."""
+    """One comparison.
+
+    ratio: name of the reported ratio, FP16's seconds over those in 4 bits; an overhead is the inverse.
+    """
 
     label: str
     ratio: str
@@ -55,80 +60,52 @@ CASES = (
 def measure(
     model: str, config: ModelConfig, scratch: Path, repeats: int, cases: Sequence[Case], tell: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Rows in seconds, and ratios."""
+    """Return the result's rows, in seconds, and its ratios."""
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for case in cases:
         settings = {side.name: setting(config, side, case) for side in SIDES}
-        found: dict[str, list[dict[str, Any]]] = {side.name: [] for side in SIDES}
+        records: dict[str, list[dict[str, Any]]] = {side.name: [] for side in SIDES}
         for repeat in range(repeats):
             for name, (policy, limits) in settings.items():
                 engine: dict[str, Any] = {"policy": policy, "schedule": "zigzag", "precision": name, "device": "cpu"}
                 engine["offload_dir"] = str(scratch / "packed")
                 if case.link_gb_s is not None:
                     engine |= {"device": "sim", "link_gb_s": case.link_gb_s}
-                sizes = {"rows": case.rows, "prompt": case.prompt, "output": case.output}
-                arguments = {"model": model, "engine": engine, "limits": limits, **sizes}
-                record = in_own_process(run_engine, {**arguments, "warm": True})
-                found[name].append(record)
+                sizes = {"rows": case.rows, "prompt": case.prompt, "output": case.output, "warm": True}
+                record = in_own_process(run_engine, {"model": model, "engine": engine, "limits": limits, **sizes})
+                records[name].append(record)
                 tell(f"{case.label}, {name}: {record['latency_s']:.2f} s ({repeat + 1} of {repeats})")
-        for name, records in found.items():
-            seconds = [record["latency_s"] for record in records]
-            row = {"label": f"{name}, {case.label}", **summary(seconds), "seconds": seconds}
-            row["tokens_per_s"] = median(r["output_tokens"] / r["latency_s"] for r in records)
-            row["wait_s"] = median(record["time_s"]["wait"] for record in records)
-            rows.append(row | {"bytes": records[-1]["bytes"], "policy": settings[name][0]})
-        plain, packed = (median(record["latency_s"] for record in found[side.name]) for side in SIDES)
-        ratios[case.ratio] = packed / plain if case.overhead else plain / packed
+        for name, own in records.items():
+            row = run_row(f"{name}, {case.label}", own)
+            row["wait_s"] = median(record["time_s"]["wait"] for record in own)
+            rows.append(row | {"bytes": own[-1]["bytes"], "policy": settings[name][0]})
+        fp16, packed = (row["median"] for row in rows[-2:])
+        ratios[case.ratio] = packed / fp16 if case.overhead else fp16 / packed
     return rows, ratios
 
 
 def setting(config: ModelConfig, precision: Precision, case: Case) -> tuple[str, dict[str, int]]:
-    """The policy as text, and the limits, which are the same for both precisions."""
-    home: Tier = "cpu" if case.link_gb_s is None else "gpu"
-    room = max(cache_bytes(config, side, case) for side in SIDES)
-    hidden = case.rows * case.prompt * config.hidden_size * COMPUTE_BYTES
-    beside = int(WEIGHTS_SHARE * 2 * config.num_parameters) + room + hidden
-    plain = 4 * config.num_parameters
-    limits: dict[Tier, int] = {"gpu": 0, "cpu": beside, "disk": plain}
-    if home == "gpu":
-        limits |= {"gpu": beside, "cpu": plain}
+    """Return the precision's policy as text, and the limits, which are the same for both precisions."""
+    reserve = max(cache_bytes(config, side, case) for side in SIDES) + hidden_bytes(config, case.rows, case.prompt)
+    limit = int(WEIGHTS_SHARE * 2 * config.num_parameters) + reserve
+    all_weights = 4 * config.num_parameters
+    device: Tier = "cpu" if case.link_gb_s is None else "gpu"
+    limits: dict[Tier, int] = {"gpu": limit, "cpu": all_weights, "disk": all_weights}
+    if device == "cpu":
+        limits |= {"gpu": 0, "cpu": limit}
 
-    def policy(percent: int) -> str:
-        if home == "gpu":
-            return f"{case.rows}x1,{percent},{100 - percent},100,0,100,0"
-        return f"{case.rows}x1,0,{percent},0,100,0,100"
+    def policy(share: float) -> Policy:
+        if device == "gpu":
+            return Policy(case.rows, 1, wg=share, wc=1 - share, cg=1.0, cc=0.0, hg=1.0, hc=0.0)
+        return Policy(case.rows, 1, wc=share)
 
-    texts = [policy(percent) for percent in range(100, -1, -1)]
-    policies = [Policy.parse(text) for text in texts]
-    found, _ = first_that_fits(StorageSizes(config, precision), limits, home, room + hidden, policies)
-    return texts[policies.index(found)], {tier: size for tier, size in limits.items() if size}
-
-
-def first_that_fits(
-    rest: StorageSizes, limits: Mapping[Tier, int], home: Tier, reserve: int, policies: Sequence[Policy]
-) -> tuple[Policy, MemoryPlan]:
-    """Of policies that keep fewer and fewer weights beside the computing, the first that leaves `reserve` bytes there.
-
-    Raises `MemoryLimitError` where none does.
-    """
-    vectors = COMPUTE_BYTES * sum(shape[0] for shape in tensor_shapes(rest.config).values() if len(shape) == 1)
-    for policy in policies:
-        with suppress(MemoryLimitError):
-            plan = plan_memory(rest, limits, home, COMPUTE_BYTES, policy)
-            near = sum(rest.matrices[name] for name, tier in plan.weights.items() if tier == home)
-            if near + vectors + plan.staging_bytes + reserve <= limits[home]:
-                return policy, plan
-    raise MemoryLimitError(f"{limits[home]:,} bytes hold no ring for the weights beside {reserve:,} of cache")
+    policies = [policy(percent / 100) for percent in range(100, -1, -1)]
+    chosen, _ = first_that_fits(StorageSizes(config, precision), limits, device, reserve, policies)
+    return policy_text(chosen), {tier: size for tier, size in limits.items() if size}
 
 
 def cache_bytes(config: ModelConfig, precision: Precision, case: Case) -> int:
-    """Upper bound of the block's cache, its newest tokens included."""
-    token = config.kv_bytes_per_token(COMPUTE_BYTES)
-    plain = case.rows * (case.prompt + case.output) * token
-    tail = (
-        0
-        if precision.cache is None
-        else case.rows * precision.cache.window_copies * precision.cache.window_tokens * token
-    )
-    return plain + tail
+    """Return an upper bound of the block's KV cache, its residual window included."""
+    window = 0 if precision.cache is None else precision.cache.window_copies * precision.cache.window_tokens
+    return block_cache_bytes(config, case.rows, case.prompt + case.output + window)

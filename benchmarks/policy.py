@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 
 from flexgen_helm.benchmarks import Options, summary
+from flexgen_helm.benchmarks.common import check_engine_flags, load_notes
 from flexgen_helm.benchmarks.engine_task import prompts
-from flexgen_helm.benchmarks.offload import BUSY_LOAD, policy_text
+from flexgen_helm.benchmarks.memory_settings import policy_text
 from flexgen_helm.checkpoint.model_config import read_model_config
-from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
 from flexgen_helm.planner.policy import Policy, Schedule
@@ -63,20 +63,16 @@ def run(options: Options) -> dict[str, Any]:
     """Rows are seconds; `of_prediction` is measured over predicted, `ratios` what the project promises."""
     from flexgen_helm.engine.machine_profile import measured_profile
 
-    refused = sorted(set(options.engine) - {"offload_dir"})
-    if refused:
-        raise UsageError(f"bench policy has a fixed workload and takes --offload-dir alone: leave out {refused}")
+    check_engine_flags("policy", options)
     workload = QUICK if options.quick else Workload()
     workload = replace(workload, repeats=options.repeats or workload.repeats)
-    busy = psutil.getloadavg()[0]
+    notes = load_notes()
     folder = options.engine.get("offload_dir")
     profile = measured_profile(
         folder=None if folder is None else Path(folder), fresh=not options.quick, tell=options.tell
     )
     result = measure(workload, profile, options)
-    if busy > BUSY_LOAD:
-        result["notes"].append(f"other programs were computing when this began (load {busy:.1f}): figures are noise")
-    return result
+    return {**result, "notes": result["notes"] + notes}
 
 
 def measure(workload: Workload, profile: HardwareProfile, options: Options) -> dict[str, Any]:

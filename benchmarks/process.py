@@ -1,10 +1,9 @@
-"""One measurement in a process of its own: fresh memory, and a memory control group where one is asked for."""
+"""One measurement in a process of its own: with fresh memory, and in a memory control group if one is given."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -13,12 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from flexgen_helm.benchmarks.common import run_logged
 from flexgen_helm.benchmarks.memory_group import MemoryGroup
-from flexgen_helm.errors import FlexgenError
-
-
-class ProcessKilled(FlexgenError):
-    """The process ended by a signal: in a memory control group, by the lack of memory."""
 
 
 def in_own_process(
@@ -27,35 +22,29 @@ def in_own_process(
     group: MemoryGroup | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """`function(**arguments)`, a function of a module, arguments and result in JSON's types.
+    """Call `function(**arguments)`, a module's function, in a new process; arguments and result are JSON types.
 
-    Raises `ProcessKilled`, or `FlexgenError` with the end of what the process wrote where it fails.
+    Raises `ProcessKilled`, or `FlexgenError` with the end of the process's output if it fails.
     """
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as scratch:
-        answer, log = Path(scratch) / "answer.json", Path(scratch) / "log.txt"
+        answer = Path(scratch) / "answer.json"
         task = json.dumps([function.__module__, function.__qualname__, dict(arguments)])
         command = [sys.executable, "-m", __name__, str(answer)]
-        with log.open("wb") as sink:
-            done = subprocess.run(
-                command if group is None else group.enter(command),
-                input=task.encode(),
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
-            )
-        if done.returncode < 0:
-            raise ProcessKilled(f"{function.__qualname__} was ended by signal {-done.returncode}")
-        if done.returncode or not answer.is_file():
-            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
-            raise FlexgenError(f"{function.__qualname__} ended with {done.returncode}:\n{tail}")
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return found
+        run_logged(
+            command if group is None else group.enter(command),
+            Path(scratch) / "log.txt",
+            function.__qualname__,
+            input=task.encode(),
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+        )
+        result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return result
 
 
 def _main() -> None:
     module, name, arguments = json.load(sys.stdin)
-    answer = getattr(import_module(module), name)(**arguments)
-    Path(sys.argv[1]).write_text(json.dumps(answer), encoding="utf-8")
+    result = getattr(import_module(module), name)(**arguments)
+    Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
-"""What a block costs at the best measured rates: products and attention by shape, and the disk.
+"""The roofline of a block: its least time at the best measured rates of products, attention and disk.
 
     pass of the block = max(compute, streamed bytes / disk rate)      bound = prefill pass + decode passes
 
-Compute is summed over the batches of the pass, each operation at the best time measured for just its shape; so a
-bound of 1 s that is met in 1 s means that nothing between the operations, and no reading, was noticed at all.
+Compute is summed over the batches of a pass, each operation at the best time measured for its very shape. A block
+that reaches the bound spends no time between operations and hides all reads.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from flexgen_helm.benchmarks.common import time_calls
 from flexgen_helm.models.config import HEAD, ModelConfig, layer_stage, stage_tensor_shapes
 
-# Rows of one attention call in decoding, as the engine groups them.
+# Sequences of one attention call in decoding, as in the engine's cache blocks.
 GROUP_ROWS = 32
 _DISK_CHUNK = 16 << 20
 _DISK_THREADS = 2
@@ -27,7 +27,7 @@ _DISK_THREADS = 2
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of a block: `batches` batches of `batch_rows` sequences; prefill_rows: sequences of a batch of prompts."""
+    """A block: `batches` batches of `batch_rows` sequences; prompts are computed in batches of `prefill_rows`."""
 
     batch_rows: int
     batches: int
@@ -41,12 +41,12 @@ class Shapes:
 
 
 def break_even_rows(product_flops: float, bytes_per_parameter: int, disk_bytes_s: float) -> float:
-    """B*: rows at which computing with a weight (2 operations a row) takes as long as reading it."""
+    """Return B*, the number of sequences at which computing with a weight (2 FLOP each) takes as long as reading it."""
     return product_flops * bytes_per_parameter / (2 * disk_bytes_s)
 
 
 def block_seconds(shapes: Shapes, operations: Mapping[str, float], layers: int) -> dict[str, float]:
-    """Least computing seconds {prefill, decode} of a block; operations: as `operation_seconds`."""
+    """Return the least compute seconds {prefill, decode} of a block; operations: from `operation_seconds`."""
     prefill_batches = shapes.rows / shapes.prefill_rows
     heads = operations["head"] * shapes.batches
     prefill = prefill_batches * layers * operations["prefill_products"]
@@ -57,17 +57,16 @@ def block_seconds(shapes: Shapes, operations: Mapping[str, float], layers: int) 
 
 
 def bound_seconds(
-    shapes: Shapes, computing: Mapping[str, float], streamed_bytes: int, disk_bytes_s: float
+    shapes: Shapes, compute: Mapping[str, float], streamed_bytes: int, disk_bytes_s: float
 ) -> dict[str, float]:
-    """{prefill, decode, total} of a block whose weights are read once a pass."""
+    """Return the bound {prefill, decode, total} in seconds of a block whose weights are read once a pass."""
     read = streamed_bytes / disk_bytes_s
-    passes = shapes.output - 1
-    found = {"prefill": max(computing["prefill"], read), "decode": max(computing["decode"], passes * read)}
-    return {**found, "total": sum(found.values())}
+    prefill, decode = max(compute["prefill"], read), max(compute["decode"], (shapes.output - 1) * read)
+    return {"prefill": prefill, "decode": decode, "total": prefill + decode}
 
 
 def measure_rates(*, model: str, folder: str, file_bytes: int) -> dict[str, float]:
-    """The rates that B* follows from: {product_flops, disk_bytes_s}."""
+    """Measure the rates that determine B*: {product_flops, disk_bytes_s}."""
     import torch
 
     from flexgen_helm.hardware.rates import matmul_flops
@@ -79,10 +78,10 @@ def measure_rates(*, model: str, folder: str, file_bytes: int) -> dict[str, floa
 def operation_seconds(
     *, model: str, batch_rows: int, prefill_rows: int, prompt: int, output: int, repeats: int = 4
 ) -> dict[str, float]:
-    """Best seconds of what one batch does in one layer, and of its pass through the head.
+    """Measure the best seconds of one batch's operations in one layer and in the head.
 
-    Prefill attention is of one sequence, decode attention of one group of rows at its average length. Several copies
-    of each operand take turns, so that none is found in a cache where a real pass would not find it.
+    prefill_attention is of one sequence, decode_attention of one cache block at its average length. Several copies of
+    each operand take turns, so that none is found in a processor's cache, as in a real pass.
     """
     import torch
 
@@ -91,48 +90,49 @@ def operation_seconds(
     from flexgen_helm.models.attention import AttentionConfig, attend_cached, attend_causal
 
     config = open_checkpoint(model, weights="dummy").config
-    scoring = AttentionConfig(scale=config.head_dim**-0.5)
+    attention = AttentionConfig(scale=config.head_dim**-0.5)
 
     def products(matrices: Sequence[tuple[int, int]], tokens: int) -> float:
         seconds = 0.0
         for out_size, in_size in matrices:
             x = torch.randn(tokens, in_size)
             weights = [torch.randn(out_size, in_size) for _ in range(_copies(4 * out_size * in_size))]
-            calls = [_bind(linear, x, weight, None) for weight in weights]
-            seconds += _best(calls, repeats)
+            seconds += min(time_calls([partial(linear, x, weight, None) for weight in weights], repeats))
         return seconds
 
     group = min(GROUP_ROWS, batch_rows)
     length = prompt + output // 2
-    heads = (config.num_heads, config.head_dim)
-    own = (config.num_kv_heads, config.head_dim)
-    past = (group, config.num_kv_heads, length, config.head_dim)
-    q = torch.randn(group, *heads)
-    last = torch.full((group,), length - 1)
-    caches = [(torch.randn(past), torch.randn(past)) for _ in range(_copies(8 * group * length * config.kv_size))]
-    sequence = torch.randn(prompt, *heads), torch.randn(prompt, *own), torch.randn(prompt, *own)
+    q_shape, kv_shape = (config.num_heads, config.head_dim), (config.num_kv_heads, config.head_dim)
+    cache_shape = (group, config.num_kv_heads, length, config.head_dim)
+    q, last = torch.randn(group, *q_shape), torch.full((group,), length - 1)
+    num_caches = _copies(8 * group * length * config.kv_size)
+    caches = [(torch.randn(cache_shape), torch.randn(cache_shape)) for _ in range(num_caches)]
+    sequence = torch.randn(prompt, *q_shape), torch.randn(prompt, *kv_shape), torch.randn(prompt, *kv_shape)
+    prefill_attention = [partial(attend_causal, *sequence, attention)]
+    decode_attention = [partial(attend_cached, q, k, v, attention, last, None) for k, v in caches]
     with torch.no_grad():
         return {
             "prefill_products": products(layer_matrices(config), prefill_rows * prompt),
             "decode_products": products(layer_matrices(config), batch_rows),
             "head": products(head_matrices(config), batch_rows),
-            "prefill_attention": _best([_bind(attend_causal, *sequence, scoring)], 4 * repeats),
-            "decode_attention": _best([_bind(attend_cached, q, k, v, scoring, last, None) for k, v in caches], repeats),
+            "prefill_attention": min(time_calls(prefill_attention, 4 * repeats)),
+            "decode_attention": min(time_calls(decode_attention, repeats)),
         }
 
 
 def layer_matrices(config: ModelConfig) -> list[tuple[int, int]]:
-    """[out, in] of every product of one layer."""
+    """Return (out, in) of every matrix of one layer."""
     return [(s[0], s[1]) for s in stage_tensor_shapes(config, layer_stage(0)).values() if len(s) == 2]
 
 
 def head_matrices(config: ModelConfig) -> list[tuple[int, int]]:
-    found = [(s[0], s[1]) for s in stage_tensor_shapes(config, HEAD).values() if len(s) == 2]
-    return [*found, (config.vocab_size, config.embed_size)] if config.tied_head else found
+    """Return (out, in) of every matrix of the head, a tied embedding included."""
+    own = [(s[0], s[1]) for s in stage_tensor_shapes(config, HEAD).values() if len(s) == 2]
+    return [*own, (config.vocab_size, config.embed_size)] if config.tied_head else own
 
 
 def read_rate(folder: Path, num_bytes: int) -> float:
-    """Bytes a second of long reads past the page cache, from a file that is written for it and deleted (best of 2)."""
+    """Measure bytes/s of long direct reads (best of 2) from a file in `folder` that is written and deleted here."""
     from flexgen_helm.offload.disk import DirectFile
     from flexgen_helm.offload.staging import pages
 
@@ -151,30 +151,13 @@ def read_rate(folder: Path, num_bytes: int) -> float:
             for offset in offsets[number::_DISK_THREADS]:
                 file.read(offset, buffers[number])
 
-        def everything() -> None:
-            list(threads.map(read, range(_DISK_THREADS)))
-
         with ThreadPoolExecutor(_DISK_THREADS) as threads:
-            return len(offsets) * chunk / _best([everything], 2)
+            seconds = time_calls([lambda: list(threads.map(read, range(_DISK_THREADS)))], 2)
+        return len(offsets) * chunk / min(seconds)
     finally:
         file.close(delete=True)
 
 
 def _copies(num_bytes: int) -> int:
-    """As many as exceed a processor's caches together."""
+    """Return how many operands of `num_bytes` exceed a processor's caches together."""
     return max(1, min(64, (96 << 20) // num_bytes))
-
-
-def _bind(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    return lambda: function(*arguments)
-
-
-def _best(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
-    """Seconds of one call, the mean over `calls` in the best of the repeats."""
-    best = float("inf")
-    for _ in range(repeats):
-        began = time.perf_counter()
-        for call in calls:
-            call()
-        best = min(best, (time.perf_counter() - began) / len(calls))
-    return best

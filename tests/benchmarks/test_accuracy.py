@@ -94,10 +94,10 @@ def test_a_harness_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
 
 
 def test_kept_results_of_another_run_are_refused(tmp_path: Path) -> None:
-    accuracy.keep(tmp_path / "kept", SETTINGS)
-    accuracy.keep(tmp_path / "kept", dict(SETTINGS))
+    accuracy.claim_folder(tmp_path / "kept", SETTINGS)
+    accuracy.claim_folder(tmp_path / "kept", dict(SETTINGS))
     with pytest.raises(UsageError, match="1024.*name another folder"):
-        accuracy.keep(tmp_path / "kept", {**SETTINGS, "max_length": 1024})
+        accuracy.claim_folder(tmp_path / "kept", {**SETTINGS, "max_length": 1024})
 
 
 @pytest.mark.parametrize("flags", [{"engine": {"device": "cpu"}}, {"entry": "x"}, {"repeats": 2}])

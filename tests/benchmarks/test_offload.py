@@ -17,10 +17,13 @@ from flexgen_helm.benchmarks import (
     memory_group,
     offload,
     packed,
+    peers,
     process,
     roofline,
 )
+from flexgen_helm.benchmarks.common import ProcessKilled
 from flexgen_helm.benchmarks.engine_task import prompts, run_engine
+from flexgen_helm.benchmarks.memory_settings import offload_setting, policy_text
 from flexgen_helm.benchmarks.roofline import Shapes
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
@@ -90,7 +93,7 @@ def test_a_layers_products_are_all_its_matrices():
 def test_the_offloaded_setting_keeps_its_limit(rows):
     config = opt_350m()
     shapes = Shapes(rows // 2, 2, 1, 64, 32)
-    setting = offload.offloaded(config, shapes, 0.25)
+    setting = offload_setting(config, shapes, 0.25)
     weights = 2 * sum(prod(shape) for shape in tensor_shapes(config).values())
     cache = rows * 95 * config.num_layers * 2 * config.hidden_size * 4
     assert setting.limit == int(0.25 * weights) + cache and setting.weights == weights
@@ -102,10 +105,10 @@ def test_the_whole_block_is_under_way_at_once(tiny, tmp_path, small_ring):
     """The limit leaves room for every row's cache: one pass of prompts, and one for each further token."""
     model = tiny("opt")
     config = open_checkpoint(model.path, weights="dummy").config
-    setting = offload.offloaded(config, Shapes(20, 2, 20, 4, 12), 2.4)  # a ring of whole pages for tiny matrices
+    setting = offload_setting(config, Shapes(20, 2, 20, 4, 12), 2.4)  # a ring of whole pages for tiny matrices
     found = run_engine(
         model=str(model.path),
-        engine={"policy": offload.policy_text(setting.policy), "schedule": "zigzag", "offload_dir": str(tmp_path)},
+        engine={"policy": policy_text(setting.policy), "schedule": "zigzag", "offload_dir": str(tmp_path)},
         limits={"cpu": setting.limit},
         rows=40,
         prompt=4,
@@ -122,17 +125,18 @@ def test_prompts_share_no_beginning():
     assert found == prompts(50, 4, 1000)
 
 
-def assemble(peers, notes=()):
+def assemble(peer_records, notes=()):
     found = {
         offload.IN_MEMORY: [record(10.0, 4.0, 5.0), record(12.0, 4.0, 5.0), record(11.0, 6.0, 5.0)],
         offload.OFFLOADED: [record(20.0, 8.0, 10.0, read=3 * 10**9, wait=2.0)],
         offload.ROW_BY_ROW: [record(44.0, 8.0, 30.0)],
     }
     bounds = {label: {"prefill": 4.0, "decode": 5.0, "total": 9.0} for label in found}
-    setting = offload.offloaded(opt_350m(), Shapes(3, 2, 2, 64, 32), 0.25)
+    setting = offload_setting(opt_350m(), Shapes(3, 2, 2, 64, 32), 0.25)
     rates = {"product_flops": 1e11, "disk_bytes_s": 1e9}
     workload = offload.Workload(peer_rows=(4, 16))
-    return offload.assemble(workload, SHAPES, setting, rates, {}, 100.0, found, bounds, peers, notes)
+    bound = offload.Bound(rates, 100.0, {}, bounds)
+    return offload.assemble(workload, SHAPES, setting, bound, found, peer_records, notes)
 
 
 def test_the_result_has_the_format_of_benchmarks():
@@ -159,24 +163,24 @@ def test_each_side_is_taken_at_its_best():
     assert found["accelerate_at_batch_4"] == (16 / 2) / (16 / 8)
     assert found["accelerate_at_best_batch"] == (64 / 4) / (16 / 8)
     # a size at which one side ran out of memory has no ratio
-    assert "accelerate_at_batch_4" not in offload.peer_ratios({"ours": {}, "accelerate": theirs}, 4)
+    assert "accelerate_at_batch_4" not in peers.ratios({"ours": {}, "accelerate": theirs}, 4)
 
 
 def test_without_a_memory_group_the_comparison_is_skipped_visibly(monkeypatch, tmp_path):
     def refuse(limit):
         raise memory_group.GroupUnavailable("no memory controller here")
 
-    monkeypatch.setattr(offload, "MemoryGroup", refuse)
+    monkeypatch.setattr(peers, "MemoryGroup", refuse)
     monkeypatch.setattr(accelerate_task, "missing", lambda: None)
     told = []
-    peers, notes = offload.against_accelerate(offload.Workload(), opt_350m(), tmp_path, told.append)
-    assert peers == {"ours": {}, "accelerate": {}}
+    records, notes = peers.measure(offload.Workload(), opt_350m(), tmp_path, told.append)
+    assert records == {"ours": {}, "accelerate": {}}
     assert notes == told == ["SKIPPED, Accelerate: no memory controller here"]
 
 
 def test_without_accelerate_the_comparison_is_skipped_visibly(monkeypatch, tmp_path):
     monkeypatch.setattr(accelerate_task, "find_spec", lambda package: None)
-    notes = offload.against_accelerate(offload.Workload(), opt_350m(), tmp_path, lambda line: None)[1]
+    notes = peers.measure(offload.Workload(), opt_350m(), tmp_path, lambda line: None)[1]
     assert len(notes) == 1 and "not installed: transformers, accelerate" in notes[0]
 
 
@@ -226,7 +230,7 @@ def test_a_measurement_runs_in_its_own_process(monkeypatch):
     assert process.in_own_process(add, {"a": 2, "b": 3}) == {"sum": 5}
     with pytest.raises(FlexgenError, match="the reason"):
         process.in_own_process(crash, {})
-    with pytest.raises(process.ProcessKilled):
+    with pytest.raises(ProcessKilled):
         process.in_own_process(disappear, {})
 
 

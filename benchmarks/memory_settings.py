@@ -1,0 +1,105 @@
+"""Memory limits, and the policies that fill them, of benchmarks that compare runs under the same limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
+
+from flexgen_helm.benchmarks.roofline import Shapes
+from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.models.config import ModelConfig, tensor_shapes
+from flexgen_helm.planner.memory import MemoryPlan, plan_memory
+from flexgen_helm.planner.placement import StorageSizes, Tier
+from flexgen_helm.planner.policy import Policy
+
+STORAGE_BYTES, COMPUTE_BYTES = 2, 4  # of a weight's and an activation's element
+_NO_LIMIT = 1 << 50
+
+
+@dataclass(frozen=True)
+class OffloadSetting:
+    """A block that streams weights from disk.
+
+    limit: bytes of host memory.
+    streamed_bytes: weights that each pass reads.
+    weights: bytes of all weights.
+    """
+
+    limit: int
+    policy: Policy
+    streamed_bytes: int
+    weights: int
+
+
+def policy_text(policy: Policy) -> str:
+    """Return the policy as the flag `--policy` takes it."""
+    shares = (policy.wg, policy.wc, policy.cg, policy.cc, policy.hg, policy.hc)
+    return f"{policy.gpu_batch_size}x{policy.num_gpu_batches},{','.join(f'{100 * share:g}' for share in shares)}"
+
+
+def offload_setting(config: ModelConfig, shapes: Shapes, share: float) -> OffloadSetting:
+    """Limit host memory to `share` of the weights plus the block's cache.
+
+    The staging ring and hidden states take their memory from the weights' part; hidden states that do not fit wait on
+    disk.
+    """
+    cache = block_cache_bytes(config, shapes.rows, shapes.prompt + shapes.output - 1)
+    hidden = hidden_bytes(config, shapes.rows, shapes.prompt)
+    weights = config.num_parameters * STORAGE_BYTES
+    limit = int(share * weights) + cache
+    policy = Policy(shapes.batch_rows, shapes.batches, wc=0.0, hc=0.0)
+    storage = StorageSizes(config)
+    limits: dict[Tier, int] = {"gpu": 0, "cpu": limit, "disk": _NO_LIMIT}
+    staging = plan_memory(storage, limits, "cpu", COMPUTE_BYTES, policy).staging_bytes
+    reserve = cache
+    if limit - cache - staging - _vector_bytes(config) >= hidden:
+        policy, reserve = replace(policy, hc=1.0), cache + hidden
+    policies = [replace(policy, wc=percent / 100) for percent in range(50, -1, -1)]  # at least half is streamed
+    policy, plan = first_that_fits(storage, limits, "cpu", reserve, policies)
+    streamed = {name for name, tier in plan.weights.items() if tier == "disk" and name != "embed.positions.weight"}
+    if not config.tied_head:
+        streamed.discard("embed.tokens.weight")  # only rows of it are read; a tied one is the head too
+    return OffloadSetting(limit, policy, sum(storage.matrices[name] for name in streamed), weights)
+
+
+def in_memory_limit(config: ModelConfig, shapes: Shapes) -> int:
+    """Return a host memory limit for the same block with all weights in memory.
+
+    It leaves room for weights in the compute dtype, which may take half of a tier. It may exceed the machine's memory:
+    two half blocks would be no comparison.
+    """
+    cache = block_cache_bytes(config, shapes.rows, shapes.prompt + shapes.output - 1)
+    return 2 * COMPUTE_BYTES * config.num_parameters + cache + hidden_bytes(config, shapes.rows, shapes.prompt)
+
+
+def first_that_fits(
+    storage: StorageSizes, limits: Mapping[Tier, int], device: Tier, reserve: int, policies: Sequence[Policy]
+) -> tuple[Policy, MemoryPlan]:
+    """Return the first policy that leaves `reserve` bytes of the compute device's tier free, and its plan.
+
+    policies: with fewer and fewer resident weights. Raises `MemoryLimitError` if none fits.
+    """
+    for policy in policies:
+        with suppress(MemoryLimitError):
+            plan = plan_memory(storage, limits, device, COMPUTE_BYTES, policy)
+            resident = sum(storage.matrices[name] for name, tier in plan.weights.items() if tier == device)
+            if resident + _vector_bytes(storage.config) + plan.staging_bytes + reserve <= limits[device]:
+                return policy, plan
+    raise MemoryLimitError(
+        f"{limits[device]:,} bytes have no room for a staging ring of the weights and {reserve:,} bytes of cache"
+    )
+
+
+def block_cache_bytes(config: ModelConfig, rows: int, tokens: int) -> int:
+    return rows * tokens * config.kv_bytes_per_token(COMPUTE_BYTES)
+
+
+def hidden_bytes(config: ModelConfig, rows: int, prompt: int) -> int:
+    return rows * prompt * config.hidden_size * COMPUTE_BYTES
+
+
+def _vector_bytes(config: ModelConfig) -> int:
+    """Return the bytes of norms and biases, which always stay on the compute device."""
+    return COMPUTE_BYTES * sum(prod(shape) for shape in tensor_shapes(config).values() if len(shape) == 1)
