@@ -18,9 +18,8 @@ from pathlib import Path
 
 from flexgen_helm.benchmarks.common import time_calls
 from flexgen_helm.models.config import HEAD, ModelConfig, layer_stage, stage_tensor_shapes
+from flexgen_helm.planner.constants import BLOCK_SEQUENCES
 
-# Sequences of one attention call in decoding, as in the engine's cache blocks.
-GROUP_ROWS = 32
 _DISK_CHUNK = 16 << 20
 _DISK_THREADS = 2
 
@@ -52,7 +51,7 @@ def block_seconds(shapes: Shapes, operations: Mapping[str, float], layers: int) 
     prefill = prefill_batches * layers * operations["prefill_products"]
     prefill += shapes.rows * layers * operations["prefill_attention"]
     decode = shapes.batches * layers * operations["decode_products"]
-    decode += math.ceil(shapes.rows / GROUP_ROWS) * layers * operations["decode_attention"]
+    decode += math.ceil(shapes.rows / BLOCK_SEQUENCES) * layers * operations["decode_attention"]
     return {"prefill": prefill + heads, "decode": (decode + heads) * (shapes.output - 1)}
 
 
@@ -100,7 +99,7 @@ def operation_seconds(
             seconds += min(time_calls([partial(linear, x, weight, None) for weight in weights], repeats))
         return seconds
 
-    group = min(GROUP_ROWS, batch_rows)
+    group = min(BLOCK_SEQUENCES, batch_rows)
     length = prompt + output // 2
     q_shape, kv_shape = (config.num_heads, config.head_dim), (config.num_kv_heads, config.head_dim)
     cache_shape = (group, config.num_kv_heads, length, config.head_dim)

@@ -1,4 +1,4 @@
-"""`bench accuracy` without its measurements: how the harness is found, asked and read, and what is compared."""
+"""`bench accuracy` without its measurements: how the harness is found, called and read, and what is compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS = {"model": "m", "max_length": 2048, "prefix_token_id": 0, "documents":
 
 
 def leave(folder: Path, task: str, rows: list[dict[str, Any]], **metrics: float) -> None:
-    """What lm_eval writes, as far as it is read."""
+    """Write results as lm_eval does, as far as they are read."""
     below = folder / "some__model"
     below.mkdir(parents=True)
     results = {f"{task}_local": {f"{name},none": value for name, value in metrics.items()}}
@@ -29,7 +29,7 @@ def leave(folder: Path, task: str, rows: list[dict[str, Any]], **metrics: float)
     (below / f"samples_{task}_local_2026.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_what_lm_eval_writes_is_read_in_the_datas_order(tmp_path: Path) -> None:
+def test_lm_evals_results_are_read_in_the_datas_order(tmp_path: Path) -> None:
     rows = [{"doc_id": 1, "filtered_resps": [["-2.5", "True"]]}, {"doc_id": 0, "filtered_resps": [["-5.0", "False"]]}]
     leave(tmp_path / "a", "lambada_openai", rows, acc=0.5, perplexity=42.5)
     found = accuracy.read_harness(tmp_path / "a", "lambada_openai", 2)
@@ -65,7 +65,7 @@ def test_both_sides_read_the_same_texts(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("python, words", [(None, "needs a Python"), ("/no/such/python", "cannot be run")])
-def test_a_missing_harness_is_refused_with_what_to_do(
+def test_a_missing_harness_is_refused_with_a_remedy(
     python: str | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(accuracy.PYTHON_VARIABLE, raising=False)
@@ -74,9 +74,7 @@ def test_a_missing_harness_is_refused_with_what_to_do(
     assert accuracy.PYTHON_VARIABLE in str(refused.value)
 
 
-def test_a_python_without_lm_eval_is_refused_and_one_with_it_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_needs_lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
@@ -93,7 +91,7 @@ def test_a_harness_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
         accuracy._run_harness(["sh", "-c", "echo no memory; exit 3"], tmp_path, tmp_path)
 
 
-def test_kept_results_of_another_run_are_refused(tmp_path: Path) -> None:
+def test_a_folder_with_results_of_another_run_is_refused(tmp_path: Path) -> None:
     accuracy.claim_folder(tmp_path / "kept", SETTINGS)
     accuracy.claim_folder(tmp_path / "kept", dict(SETTINGS))
     with pytest.raises(UsageError, match="1024.*name another folder"):
@@ -107,7 +105,7 @@ def test_flags_that_would_be_ignored_are_refused(flags: dict[str, Any]) -> None:
 
 
 def sides(word_perplexity: float = 30.0) -> tuple[Any, Any, Any]:
-    """Our runs, their documents, and the harness's results; equal unless told otherwise."""
+    """Return our runs, their documents, and the harness's results; equal by default."""
     stats = {
         "exact_match": 0.5, "target_perplexity": 20.0, "word_perplexity": word_perplexity, "byte_perplexity": 1.9,
         "bits_per_byte": 0.93, "token_perplexity": 17.0,

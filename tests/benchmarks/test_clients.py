@@ -47,7 +47,7 @@ def test_the_wheel_models_copy_has_our_tokenizer(wheel_model, tmp_path):
     assert same_tokens(tmp_path, tokenizer, SAMPLE_TEXTS)
 
 
-def test_another_family_is_refused(tiny, tmp_path):
+def test_another_architecture_is_refused(tiny, tmp_path):
     with pytest.raises(UsageError, match="Llama"):
         export(open_checkpoint(tiny("opt").path), tmp_path)
 
@@ -68,7 +68,7 @@ def test_helm_reads_the_entries(tmp_path):
     assert deployment.client_spec.args["apply_chat_template"] is False
 
 
-def test_entries_get_their_model():
+def test_entries_get_a_model():
     assert clients.with_model("a:b=c", "x/y") == "a:b=c,model=x/y"
     assert clients.with_model("a", "x/y") == "a:model=x/y"
 
@@ -143,8 +143,8 @@ RECORD = {
 }
 
 
-def test_a_suite_is_ready_when_it_begins_to_generate(tmp_path):
-    """Its runs come after, and fetch their answers in no time."""
+def test_a_suite_is_ready_when_generation_starts(tmp_path):
+    """Its runs come later, and only fetch their answers."""
     write_run(tmp_path / "a", ["a"], {**RECORD, "wall_s": {"generate": 0.0, "metrics": 0.5}})
     assert helm_runs.read_runs([tmp_path / "a"], 10.0, 1000.0).ready_s == pytest.approx(8.5)
     (tmp_path / "flexgen_suite.json").write_text(json.dumps({"wall_s": {"finish": 1.5, "generate": 5.0}}))
@@ -158,7 +158,7 @@ def tiny_checkpoint(tiny):
 
 
 def test_a_tasks_result(tmp_path, tiny_checkpoint):
-    """Two runs in one command on our side: their parts add up, and the first that was ready counts."""
+    """One command has two runs: their records add up, and the first that was ready counts."""
     write_run(tmp_path / "ours1", ["a", "b"], RECORD)
     write_run(tmp_path / "ours2", ["a"], {**RECORD, "wall_s": {"generate": 1.0, "metrics": 1.0}})
     write_run(tmp_path / "theirs1", ["a", "c"], began=1010)
@@ -191,12 +191,12 @@ def test_a_tasks_result(tmp_path, tiny_checkpoint):
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=8), min_size=1, max_size=12))
-def test_nodes_of_the_trie(fed):
-    nodes = {tuple(ids[:end]) for ids in fed for end in range(1, len(ids) + 1)}
-    assert clients.prompt_tokens([RECORD], fed)["nodes"] == len(nodes)
+def test_nodes_of_the_trie(prompts):
+    nodes = {tuple(ids[:end]) for ids in prompts for end in range(1, len(ids) + 1)}
+    assert clients.prompt_tokens([RECORD], prompts)["nodes"] == len(nodes)
 
 
-def test_a_task_without_its_data_is_left_out_and_said(monkeypatch, tmp_path):
+def test_a_task_without_its_data_is_left_out_with_a_note(monkeypatch, tmp_path):
     monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
     tasks, notes = clients._tasks(Options(quick=True))
     assert [task.name for task in tasks] == ["natural", "pattern_match"] and tasks[0].instances == 5
@@ -207,7 +207,7 @@ def test_a_task_without_its_data_is_left_out_and_said(monkeypatch, tmp_path):
     assert (task.name, task.entries, task.instances) == ("a", ("a:b=c",), 50)
 
 
-def test_padded_batches_run_by_themselves(tiny_checkpoint, tmp_path):
+def test_padded_batches_run_alone(tiny_checkpoint, tmp_path):
     from flexgen_helm.benchmarks.padded_task import padded
 
     export(tiny_checkpoint, tmp_path / "model")

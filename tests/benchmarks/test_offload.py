@@ -61,14 +61,14 @@ def test_break_even():
     assert roofline.break_even_rows(160e9, 2, 0.8e9) == pytest.approx(200)
 
 
-def test_the_bound_of_a_pass_is_its_slower_half():
-    computing = {"prefill": 10.0, "decode": 6.0}
+def test_the_bound_of_a_pass_is_the_larger_of_compute_and_reading():
+    compute = {"prefill": 10.0, "decode": 6.0}
     # 3 decode passes (the first of 4 tokens comes with the prompts), each reading 4 GB at 1 GB/s
-    assert roofline.bound_seconds(SHAPES, computing, 4 * 10**9, 1e9) == {"prefill": 10.0, "decode": 12.0, "total": 22.0}
-    assert roofline.bound_seconds(SHAPES, computing, 0, 1e9) == {"prefill": 10.0, "decode": 6.0, "total": 16.0}
+    assert roofline.bound_seconds(SHAPES, compute, 4 * 10**9, 1e9) == {"prefill": 10.0, "decode": 12.0, "total": 22.0}
+    assert roofline.bound_seconds(SHAPES, compute, 0, 1e9) == {"prefill": 10.0, "decode": 6.0, "total": 16.0}
 
 
-def test_a_blocks_operations_are_added_up():
+def test_compute_seconds_of_a_block():
     operations = {
         "prefill_products": 1.0,
         "prefill_attention": 0.1,
@@ -76,10 +76,10 @@ def test_a_blocks_operations_are_added_up():
         "decode_attention": 0.01,
         "head": 2.0,
     }
-    found = roofline.block_seconds(SHAPES, operations, layers=7)
-    # 6 rows: 3 batches of prompts, 2 of decoding, 1 group of rows; the head once a batch of rows and pass
-    assert found["prefill"] == pytest.approx(3 * 7 * 1.0 + 6 * 7 * 0.1 + 2 * 2.0)
-    assert found["decode"] == pytest.approx(3 * (2 * 7 * 0.5 + 1 * 7 * 0.01 + 2 * 2.0))
+    compute = roofline.block_seconds(SHAPES, operations, layers=7)
+    # 6 sequences: 3 batches of prompts, 2 of decoding, 1 cache block; the head once per batch and pass
+    assert compute["prefill"] == pytest.approx(3 * 7 * 1.0 + 6 * 7 * 0.1 + 2 * 2.0)
+    assert compute["decode"] == pytest.approx(3 * (2 * 7 * 0.5 + 1 * 7 * 0.01 + 2 * 2.0))
 
 
 def test_a_layers_products_are_all_its_matrices():
@@ -101,8 +101,8 @@ def test_the_offloaded_setting_keeps_its_limit(rows):
     assert 0.75 * weights < setting.streamed_bytes <= weights
 
 
-def test_the_whole_block_is_under_way_at_once(tiny, tmp_path, small_ring):
-    """The limit leaves room for every row's cache: one pass of prompts, and one for each further token."""
+def test_the_whole_block_runs_at_once(tiny, tmp_path, small_ring):
+    """The limit has room for every sequence's cache: one pass of prompts, and one for each further token."""
     model = tiny("opt")
     config = open_checkpoint(model.path, weights="dummy").config
     setting = offload_setting(config, Shapes(20, 2, 20, 4, 12), 2.4)  # a ring of whole pages for tiny matrices
@@ -119,7 +119,7 @@ def test_the_whole_block_is_under_way_at_once(tiny, tmp_path, small_ring):
     assert 12 <= found["bytes"]["disk_to_cpu"]["weights"] / setting.streamed_bytes < 18
 
 
-def test_prompts_share_no_beginning():
+def test_prompts_share_no_prefix():
     found = prompts(50, 4, 1000)
     assert len({ids[0] for ids in found}) == 50 and all(len(ids) == 4 for ids in found)
     assert found == prompts(50, 4, 1000)
@@ -156,7 +156,7 @@ def test_the_result_has_the_format_of_benchmarks():
     json.dumps(found, allow_nan=False)
 
 
-def test_each_side_is_taken_at_its_best():
+def test_each_side_is_compared_at_its_best():
     ours = {4: [record(2.0, 1.0, 1.0, rows=4)], 16: [record(4.0, 1.0, 1.0, rows=16)]}
     theirs = {4: [record(8.0, 1.0, 1.0, rows=4)], 16: [record(40.0, 1.0, 1.0, rows=16)]}
     found = assemble({"ours": ours, "accelerate": theirs})["ratios"]
@@ -166,19 +166,19 @@ def test_each_side_is_taken_at_its_best():
     assert "accelerate_at_batch_4" not in peers.ratios({"ours": {}, "accelerate": theirs}, 4)
 
 
-def test_without_a_memory_group_the_comparison_is_skipped_visibly(monkeypatch, tmp_path):
+def test_without_a_memory_group_the_comparison_is_skipped_with_a_note(monkeypatch, tmp_path):
     def refuse(limit):
         raise memory_group.GroupUnavailable("no memory controller here")
 
     monkeypatch.setattr(peers, "MemoryGroup", refuse)
     monkeypatch.setattr(accelerate_task, "missing", lambda: None)
-    told = []
-    records, notes = peers.measure(offload.Workload(), opt_350m(), tmp_path, told.append)
+    messages = []
+    records, notes = peers.measure(offload.Workload(), opt_350m(), tmp_path, messages.append)
     assert records == {"ours": {}, "accelerate": {}}
-    assert notes == told == ["SKIPPED, Accelerate: no memory controller here"]
+    assert notes == messages == ["SKIPPED, Accelerate: no memory controller here"]
 
 
-def test_without_accelerate_the_comparison_is_skipped_visibly(monkeypatch, tmp_path):
+def test_without_accelerate_the_comparison_is_skipped_with_a_note(monkeypatch, tmp_path):
     monkeypatch.setattr(accelerate_task, "find_spec", lambda package: None)
     notes = peers.measure(offload.Workload(), opt_350m(), tmp_path, lambda line: None)[1]
     assert len(notes) == 1 and "not installed: transformers, accelerate" in notes[0]
@@ -190,7 +190,7 @@ def files(tmp_path, mounts, own):
     return tmp_path / "mounts", tmp_path / "own"
 
 
-def test_a_group_lies_below_ours_in_version_1_and_beside_it_in_version_2(tmp_path):
+def test_a_group_is_a_child_of_ours_in_version_1_and_a_sibling_in_version_2(tmp_path):
     first, second = tmp_path / "memory", tmp_path / "unified"
     (first / "mine").mkdir(parents=True)
     (second / "slice" / "mine").mkdir(parents=True)
@@ -234,7 +234,7 @@ def test_a_measurement_runs_in_its_own_process(monkeypatch):
         process.in_own_process(disappear, {})
 
 
-def test_both_benchmarks_take_no_engine_flags_that_would_change_the_workload():
+def test_engine_flags_that_would_change_the_workload_are_refused():
     for module in (offload, ablation):
         with pytest.raises(UsageError, match="device"):
             module.run(Options(engine={"device": "cpu"}))
@@ -269,8 +269,8 @@ def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
         weights_share=1.6,
         packed=(),
     )
-    told = []
-    found = offload.measure(workload, tmp_path, told.append)
+    messages = []
+    found = offload.measure(workload, tmp_path, messages.append)
     rows = {row["label"]: row for row in found["rows"]}
     assert set(rows) == {
         f"{label}{phase}"
@@ -281,7 +281,7 @@ def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
     assert rows["in memory"]["n"] == 2 and rows["in memory"]["read_gb"] == 0
     assert rows["offloaded"]["read_gb"] > 0 and rows["row by row"]["read_gb"] > rows["offloaded"]["read_gb"]
     assert any(line.startswith("SKIPPED, Accelerate: left out") for line in found["notes"])
-    assert any(line.startswith("offloaded: ") for line in told)
+    assert any(line.startswith("offloaded: ") for line in messages)
     json.dumps(found, allow_nan=False)
 
 
@@ -295,7 +295,7 @@ def test_both_precisions_get_the_same_limits_and_fill_them():
         assert 0 <= near[0] < 0.25 and near[1] > 2 * near[0]
 
 
-def test_four_bits_are_measured_beside_fp16(tmp_path, monkeypatch):
+def test_four_bits_are_measured_against_fp16(tmp_path, monkeypatch):
     seconds = {"fp16": iter((6.0, 9.0, 3.0)), "4bit": iter((2.0, 3.0, 4.0))}
 
     def answer(function, arguments):
@@ -327,7 +327,7 @@ def test_the_scaled_machine_keeps_the_papers_proportions():
     assert flops == pytest.approx(48 * config.linear_flops_per_token / config.num_layers / 0.5)
 
 
-def test_ablation_sets_each_ratio_beside_the_papers():
+def test_ablation_has_each_ratio_with_the_papers():
     variants = ablation.variants(ablation.Workload())
     found = {variant.label: [record(10.0, 1, 1)] for variant in variants}
     found["no overlap"] = [record(20.0, 1, 1), record(16.0, 1, 1), record(40.0, 1, 1)]

@@ -1,4 +1,4 @@
-"""`compare`: paired figures against direct formulas, on folders as HELM writes them, and the command on them."""
+"""`compare`: paired statistics against direct formulas, on folders as HELM writes them, and the command on them."""
 
 from __future__ import annotations
 
@@ -41,18 +41,25 @@ def test_accuracies_are_compared_by_instance(tmp_path):
     other[:60] = 0.0
     write_accuracies(tmp_path, "fp16", base)
     write_accuracies(tmp_path, "4bit", other, tokens=500, latency=0.5)
-    (found,) = compare_suite(tmp_path)
-    (each,) = found.comparisons
+    (model,) = compare_suite(tmp_path)
+    (comparison,) = model.comparisons
     lost, won = int(((base == 1) & (other == 0)).sum()), int(((base == 0) & (other == 1)).sum())
-    assert (each.run, each.metric, each.precision, each.instances) == ("mc:mode=a", "exact_match", "4bit", 800)
-    assert each.change == pytest.approx(other.mean() - base.mean()) and each.kind == "difference"
-    assert (each.test.name, each.test.lost, each.test.won) == ("McNemar", lost, won)
+    assert (comparison.run, comparison.metric, comparison.precision, comparison.instances) == (
+        "mc:mode=a",
+        "exact_match",
+        "4bit",
+        800,
+    )
+    assert comparison.change == pytest.approx(other.mean() - base.mean()) and comparison.kind == "difference"
+    assert (comparison.test.name, comparison.test.lost, comparison.test.won) == ("McNemar", lost, won)
     smaller = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
-    assert each.test.p_value == pytest.approx(min(1.0, 2 * smaller))
+    assert comparison.test.p_value == pytest.approx(min(1.0, 2 * smaller))
     # The percentile interval of a mean is the normal one when there are many instances.
     error = 1.96 * (other - base).std() / math.sqrt(800)
-    assert each.interval == pytest.approx((each.change - error, each.change + error), abs=0.15 * error)
-    speeds = dict(zip(found.speeds["precision"], found.speeds["tokens_per_s"]))
+    assert comparison.interval == pytest.approx(
+        (comparison.change - error, comparison.change + error), abs=0.15 * error
+    )
+    speeds = dict(zip(model.speeds["precision"], model.speeds["tokens_per_s"]))
     assert speeds == {"fp16": 500.0, "4bit": 1000.0}
 
 
@@ -84,21 +91,21 @@ def test_perplexities_are_compared_as_ratios_of_the_whole(tmp_path):
     }
     for precision, instances in sides.items():
         write_run(tmp_path, "wikitext:", precision, perplexities(instances), instances)
-    (found,) = compare_suite(tmp_path)
-    changes = {each.metric: each for each in found.comparisons}
-    told = {precision: perplexities(instances) for precision, instances in sides.items()}
+    (model,) = compare_suite(tmp_path)
+    changes = {comparison.metric: comparison for comparison in model.comparisons}
+    expected = {precision: perplexities(instances) for precision, instances in sides.items()}
     word = changes["word_perplexity"]
     assert word.kind == "ratio" and word.run == "wikitext"
-    assert word.change == pytest.approx(told["4bit"]["word_perplexity"] / told["fp16"]["word_perplexity"])
+    assert word.change == pytest.approx(expected["4bit"]["word_perplexity"] / expected["fp16"]["word_perplexity"])
     assert word.interval[0] < word.change < word.interval[1] and word.interval[1] - word.interval[0] < 0.02
     assert word.test.name == "permutation" and word.test.p_value < 0.001
     assert changes["bits_per_byte"].change == pytest.approx(
-        told["4bit"]["bits_per_byte"] - told["fp16"]["bits_per_byte"]
+        expected["4bit"]["bits_per_byte"] - expected["fp16"]["bits_per_byte"]
     )
 
 
 def test_noise_is_not_called_a_difference(tmp_path):
-    """The inverse: equal on average, both intervals and tests say so; and equal throughout."""
+    """The inverse: equal on average, or for every instance; interval and test agree."""
     draw = np.random.default_rng(2)
     losses = draw.normal(5, 1, 400)
     for precision, shift in (("fp16", 0.0), ("4bit", draw.normal(0, 0.3, 400)), ("4bit-s", 0.0)):
@@ -106,69 +113,69 @@ def test_noise_is_not_called_a_difference(tmp_path):
         instances = {f"id{i}": {"logprob": float(-x)} for i, x in enumerate(losses + shift)}
         mean = np.mean([own["logprob"] for own in instances.values()])
         write_run(tmp_path, "lambada", precision, {"target_perplexity": math.exp(-mean)}, instances)
-    (found,) = compare_suite(tmp_path)
-    noisy, same = found.comparisons
+    (model,) = compare_suite(tmp_path)
+    noisy, same = model.comparisons
     assert noisy.interval[0] < 1 < noisy.interval[1] and noisy.test.p_value > 0.5
     assert same.interval == (1.0, 1.0) and same.test.p_value == 1.0
 
 
-def test_only_shared_instances_count_and_the_rest_is_told(tmp_path):
+def test_only_shared_instances_are_compared_and_the_others_noted(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 1, 0, 0])
     write_accuracies(tmp_path, "4bit", [1, 0])
-    (found,) = compare_suite(tmp_path)
-    (each,) = found.comparisons
-    assert (each.instances, each.baseline, each.value) == (2, 1.0, 0.5)
-    assert any("2 instances" in note and "fp16" in note for note in found.notes)
+    (model,) = compare_suite(tmp_path)
+    (comparison,) = model.comparisons
+    assert (comparison.instances, comparison.baseline, comparison.value) == (2, 1.0, 0.5)
+    assert any("2 instances" in note and "fp16" in note for note in model.notes)
 
 
-def test_a_change_stands_below_the_baseline_that_it_is_against(tmp_path):
+def test_a_change_is_below_the_baseline_that_it_is_against(tmp_path):
     """fp16 and 4bit share 12 instances, paper-4bit has 8 of them: fp16 is 0.5 over the first and 0.375 over these."""
     base = [1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0]
     write_accuracies(tmp_path, "fp16", base)
     write_accuracies(tmp_path, "4bit", base)
     write_accuracies(tmp_path, "4bit-s", base)
     write_accuracies(tmp_path, "paper-4bit", [1, 1, 1, 1, 1, 0, 0, 0])
-    (found,) = compare_suite(tmp_path)
-    assert [row[:4] for row in rows(found, "fp16")] == [
+    (model,) = compare_suite(tmp_path)
+    assert [row[:4] for row in rows(model, "fp16")] == [
         ("mc:mode=a (12 instances)", "exact_match", "fp16", "0.5000"),
         ("", "", "4bit", "0.5000"),
         ("", "", "4bit-s", "0.5000"),
         ("mc:mode=a (8 instances)", "exact_match", "fp16", "0.3750"),
         ("", "", "paper-4bit", "0.6250"),
     ]
-    for text in (comparison_page([found], "s", "fp16").to_markdown(), comparison_page([found], "s", "fp16").to_html()):
+    for text in (comparison_page([model], "s", "fp16").to_markdown(), comparison_page([model], "s", "fp16").to_html()):
         assert "(8 instances)" in text and "0.3750" in text and "+0.2500" in text
 
 
-def test_every_figure_says_its_instances_again_where_they_change(tmp_path):
+def test_a_metric_repeats_its_instances_if_they_change(tmp_path):
     for precision, count in (("fp16", 6), ("4bit", 6), ("paper-4bit", 4)):
         instances = pages([-10.0 - i for i in range(count)], [4] * count, [5] * count)
         write_run(tmp_path, "wikitext", precision, perplexities(instances), instances)
-    (found,) = compare_suite(tmp_path)
-    told = [row[0] for row in rows(found, "fp16") if row[2] == "fp16"]
-    assert told == ["wikitext (6 instances)", "wikitext (4 instances)"] * 3
+    (model,) = compare_suite(tmp_path)
+    labels = [row[0] for row in rows(model, "fp16") if row[2] == "fp16"]
+    assert labels == ["wikitext (6 instances)", "wikitext (4 instances)"] * 3
     (tmp_path / "wikitext,model=flexgen_tiny-paper-4bit" / "stats.json").unlink()
-    (found,) = compare_suite(tmp_path)
-    assert [row[0] for row in rows(found, "fp16") if row[2] == "fp16"] == ["wikitext (6 instances)", "", ""]
+    (model,) = compare_suite(tmp_path)
+    assert [row[0] for row in rows(model, "fp16") if row[2] == "fp16"] == ["wikitext (6 instances)", "", ""]
 
 
-def test_a_figure_that_is_no_mean_is_not_compared_over_other_instances(tmp_path):
+def test_a_metric_that_is_not_a_mean_is_not_compared_over_other_instances(tmp_path):
     for precision, count in (("fp16", 5), ("4bit", 3)):
         scores = {"exact_match": 1.0, "classification_macro_f1": 0.1 * count}
         write_run(tmp_path, "boolq", precision, scores, accuracies([1] * count))
-    (found,) = compare_suite(tmp_path)
-    assert [each.metric for each in found.comparisons] == ["exact_match"]
-    assert any("classification_macro_f1" in note and "4bit" in note for note in found.notes)
+    (model,) = compare_suite(tmp_path)
+    assert [comparison.metric for comparison in model.comparisons] == ["exact_match"]
+    assert any("classification_macro_f1" in note and "4bit" in note for note in model.notes)
 
 
-def test_a_figure_that_is_no_mean_has_no_interval(tmp_path):
+def test_a_metric_that_is_not_a_mean_has_no_interval(tmp_path):
     for precision, f1 in (("fp16", 0.7), ("4bit", 0.6)):
         instances = {f"id{i}": {"classification_macro_f1": 0.1 * i} for i in range(5)}
         write_run(tmp_path, "boolq", precision, {"classification_macro_f1": f1}, instances)
-    (found,) = compare_suite(tmp_path)
-    (each,) = found.comparisons
-    assert each.change == pytest.approx(-0.1) and each.interval is None and each.test is None
-    assert "no interval" in comparison_page([found], "s", "fp16").to_markdown()
+    (model,) = compare_suite(tmp_path)
+    (comparison,) = model.comparisons
+    assert comparison.change == pytest.approx(-0.1) and comparison.interval is None and comparison.test is None
+    assert "no interval" in comparison_page([model], "s", "fp16").to_markdown()
 
 
 def test_one_instance_is_shown_without_an_interval(tmp_path):
@@ -177,40 +184,40 @@ def test_one_instance_is_shown_without_an_interval(tmp_path):
         write_run(tmp_path, "wikitext", precision, perplexities(instances), instances)
     write_accuracies(tmp_path, "fp16", [1])
     write_accuracies(tmp_path, "4bit", [0])
-    (found,) = compare_suite(tmp_path)
-    word = next(each for each in found.comparisons if each.metric == "word_perplexity")
+    (model,) = compare_suite(tmp_path)
+    word = next(comparison for comparison in model.comparisons if comparison.metric == "word_perplexity")
     assert word.change == pytest.approx(math.exp(0.5)) and word.interval is None and word.test is None
-    assert "no interval: one instance" in comparison_page([found], "s", "fp16").to_markdown()
-    assert "one instance" in comparison_page([found], "s", "fp16").to_html()
+    assert "no interval: one instance" in comparison_page([model], "s", "fp16").to_markdown()
+    assert "one instance" in comparison_page([model], "s", "fp16").to_html()
 
 
-def test_speeds_that_are_not_of_the_same_work_are_told(tmp_path):
+def test_speeds_of_different_work_are_noted(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 0, 1])
     write_accuracies(tmp_path, "4bit", [1, 1, 0])
-    (found,) = compare_suite(tmp_path)
-    assert not found.notes and "whatever instances" in comparison_page([found], "s", "fp16").to_markdown()
+    (model,) = compare_suite(tmp_path)
+    assert not model.notes and "whatever instances" in comparison_page([model], "s", "fp16").to_markdown()
     write_accuracies(tmp_path, "paper-4bit", [1, 1])
-    (found,) = compare_suite(tmp_path)
+    (model,) = compare_suite(tmp_path)
     work = "fp16 has 3 instances of 1 run, 4bit has 3 instances of 1 run, paper-4bit has 2 instances of 1 run"
-    assert any("not of the same work" in note and work in note for note in found.notes)
-    assert [row[:2] for row in speed_rows(found)] == [("fp16", "3"), ("4bit", "3"), ("paper-4bit", "2")]
+    assert any("not of the same work" in note and work in note for note in model.notes)
+    assert [row[:2] for row in speed_rows(model)] == [("fp16", "3"), ("4bit", "3"), ("paper-4bit", "2")]
 
 
-def test_seconds_of_an_earlier_run_are_told(tmp_path):
+def test_seconds_of_an_earlier_run_are_noted(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 0, 1])
     write_accuracies(tmp_path, "4bit", [1, 1, 0], reused=2)
-    (found,) = compare_suite(tmp_path)
-    (note,) = found.notes
+    (model,) = compare_suite(tmp_path)
+    (note,) = model.notes
     assert note.startswith("2 of 6 answers come from earlier runs") and "--disable-cache" in note
-    assert [row[-1] for row in speed_rows(found)] == ["500", "500 *"]
-    assert comparison_to_json([found], "s", "fp16")["models"]["tiny"]["speed"][1]["num_reused"] == 2
+    assert [row[-1] for row in speed_rows(model)] == ["500", "500 *"]
+    assert comparison_to_json([model], "s", "fp16")["models"]["tiny"]["speed"][1]["num_reused"] == 2
     assert (
-        note in comparison_page([found], "s", "fp16").to_markdown()
-        and note in comparison_page([found], "s", "fp16").to_html()
+        note in comparison_page([model], "s", "fp16").to_markdown()
+        and note in comparison_page([model], "s", "fp16").to_html()
     )
 
 
-def test_nothing_to_compare_is_one_sentence(tmp_path):
+def test_nothing_to_compare_is_one_message(tmp_path):
     with pytest.raises(UsageError, match="no suite"):
         compare_suite(tmp_path / "absent")
     with pytest.raises(UsageError, match="no finished runs"):
@@ -223,7 +230,7 @@ def test_nothing_to_compare_is_one_sentence(tmp_path):
         compare_suite(tmp_path)
 
 
-def test_the_command_that_is_suggested_is_not_refused(tmp_path):
+def test_the_suggested_command_is_not_refused(tmp_path):
     with pytest.raises(UsageError, match="'foo' is no precision; take one of fp16, fp16-s, 4bit") as refused:
         compare_suite(tmp_path, "foo")
     assert "--precision foo" not in str(refused.value)
@@ -234,8 +241,8 @@ def test_the_command_that_is_suggested_is_not_refused(tmp_path):
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
 @pytest.mark.parametrize("command, file", [("compare", "flexgen_compare.html"), ("report", "flexgen_report.json")])
-def test_a_page_that_cannot_be_written_takes_nothing_away(tmp_path, capsys, command, file, arguments):
-    """A folder where the file should be is refused to root too."""
+def test_a_page_that_cannot_be_written_does_not_hide_the_results(tmp_path, capsys, command, file, arguments):
+    """Even root cannot write a file over a folder."""
     suite = tmp_path / "runs" / "mine"
     write_accuracies(suite, "fp16", [1, 0, 1])
     write_accuracies(suite, "4bit", [1, 1, 0])
@@ -257,11 +264,11 @@ def test_csv_has_the_numbers_of_json(tmp_path, capsys):
     (model,) = compare_suite(suite)
     assert cli.main(["compare", "-o", str(tmp_path), "--suite", "mine", "--csv"]) == 0
     frame = pd.read_csv(io.StringIO(capsys.readouterr().out))
-    assert list(frame["change"]) == pytest.approx([each.change for each in model.comparisons])
+    assert list(frame["change"]) == pytest.approx([comparison.change for comparison in model.comparisons])
     assert frame["test.lost"].notna().sum() == 1 and list(frame["model"].unique()) == ["tiny"]
     (accuracy,) = frame[frame["metric"] == "exact_match"].to_dict("records")
     assert (accuracy["run"], accuracy["instances"], accuracy["test.name"]) == ("mc:mode=a", 3, "McNemar")
-    ratio = next(each for each in model.comparisons if each.metric == "word_perplexity")
+    ratio = next(comparison for comparison in model.comparisons if comparison.metric == "word_perplexity")
     row = frame[frame["metric"] == "word_perplexity"].iloc[0]
     assert (row["interval.low"], row["interval.high"]) == pytest.approx(ratio.interval) and row["kind"] == "ratio"
     assert cli.main(["report", "-o", str(tmp_path), "--suite", "mine", "--csv"]) == 0
@@ -275,11 +282,11 @@ def test_a_run_in_one_precision_only_is_named(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 0])
     write_accuracies(tmp_path, "4bit", [1, 1])
     write_run(tmp_path, "boolq", "4bit", {"exact_match": 1.0}, accuracies([1]))
-    (found,) = compare_suite(tmp_path)
-    assert len(found.comparisons) == 1 and any("boolq" in note for note in found.notes)
+    (model,) = compare_suite(tmp_path)
+    assert len(model.comparisons) == 1 and any("boolq" in note for note in model.notes)
 
 
-def test_the_page_needs_nothing_but_itself(tmp_path):
+def test_the_page_is_self_contained(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 0, 1])
     write_accuracies(tmp_path, "4bit", [1, 1, 0])
     html = comparison_page(compare_suite(tmp_path), "<suite>", "fp16").to_html()
@@ -308,9 +315,9 @@ def test_the_command(tmp_path):
     lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len({len(line) for line in lines[:4]}) == 1 and "exact_match" in done.stdout
     assert (suite / "flexgen_compare.html").exists() and "flexgen_compare.html" in done.stderr
-    told = json.loads(compare("--suite", "mine", "--json").stdout)
-    (each,) = told["models"]["tiny"]["comparisons"]
-    assert each["test"] == {"name": "McNemar", "p_value": 1.0, "lost": 1, "won": 1}
+    content = json.loads(compare("--suite", "mine", "--json").stdout)
+    (comparison,) = content["models"]["tiny"]["comparisons"]
+    assert comparison["test"] == {"name": "McNemar", "p_value": 1.0, "lost": 1, "won": 1}
     for arguments in (("--suite", "none"), ("--suite", "mine", "--baseline", "3bit")):
         refused = compare(*arguments)
         assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""`report`: figures of a suite's folder as markdown, JSON and a page, which a real browser opens."""
+"""`report`: a suite's folder as markdown, JSON and a page, which a real browser opens."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_figures_of_a_suite(suite):
     json.dumps(suite_to_json(report), allow_nan=False)
 
 
-def test_throughput_of_an_earlier_run_is_told(suite):
-    """In the report and below the table of `run`; where all was computed nothing is said."""
+def test_throughput_of_an_earlier_run_is_noted(suite):
+    """In the report and below the table of `run`; not if everything was computed."""
     folders = sorted(path for path in suite.iterdir() if path.is_dir())
     table = runs_table([read_scores(folder) for folder in folders])
     assert len(table) == 4 and not any("*" in cell for row in table.to_numpy() for cell in row)
@@ -79,15 +79,15 @@ def test_throughput_of_an_earlier_run_is_told(suite):
     table = runs_table(runs)[SUMMARY_COLUMNS]
     assert len(table) == 4
     assert list(table["tokens/s"].str.endswith(" *")) == [False, True, False, False]
-    told = f"{reused_note(runs)}."
-    assert told.startswith("3 of ") and "answers come from earlier runs; tokens/s" in told
-    assert told.endswith("(--disable-cache measures again).")
+    note = f"{reused_note(runs)}."
+    assert note.startswith("3 of ") and "answers come from earlier runs; tokens/s" in note
+    assert note.endswith("(--disable-cache measures again).")
     report = read_suite(suite)
-    assert report.notes == [told[:-1]] == suite_to_json(report)["notes"]
+    assert report.notes == [note[:-1]] == suite_to_json(report)["notes"]
     text = suite_page(report).to_markdown()
     assert text.count(" * |") == 2
-    # Where the only model is compared too, its note is the suite's.
-    assert text.count(told) == suite_page(report).to_html().count(told) == 1
+    # The compared model's note is the suite's, and appears once.
+    assert text.count(note) == suite_page(report).to_html().count(note) == 1
 
 
 def test_without_the_suites_own_file_runs_still_count(suite):
@@ -107,7 +107,7 @@ def test_a_model_of_an_earlier_call_is_taken_from_its_runs(suite):
     assert set(report.models) == {"tiny", "tiny-4bit"} and "tiny are those of the last block" in report.notes[0]
 
 
-def test_nothing_to_report_is_one_sentence(tmp_path):
+def test_nothing_to_report_is_one_message(tmp_path):
     with pytest.raises(UsageError, match="no suite"):
         read_suite(tmp_path / "absent")
     with pytest.raises(UsageError, match="no finished runs"):
@@ -118,7 +118,7 @@ GOES_ON = "the command that made the suite goes on with it"
 
 
 def test_runs_that_are_missing_are_named(suite):
-    """Failed ones, those without all files, and those that were never begun; other models' runs are no business."""
+    """Failed runs, those without all files, and those that were never begun; not the runs of other models."""
     first, second, third, _ = sorted(path.name for path in suite.iterdir() if path.is_dir())
     (suite / first / "stats.json").unlink()
     (suite / second / "flexgen_run.json").unlink()
@@ -140,7 +140,7 @@ def test_runs_that_are_missing_are_named(suite):
     )
 
 
-def test_a_run_that_failed_over_its_older_figures_is_named_and_one_that_was_mended_is_not(suite):
+def test_a_run_that_failed_over_its_older_scores_is_named_unless_it_was_repeated(suite):
     old, new = sorted(path.name for path in suite.iterdir() if path.is_dir())[:2]
     failing(suite, old, new)
     (suite / new / "stats.json").write_text((suite / new / "stats.json").read_text())
@@ -152,32 +152,31 @@ def test_a_run_that_failed_over_its_older_figures_is_named_and_one_that_was_mend
 
 
 def failing(suite, *names):
-    """The account of a call in which these runs failed."""
+    """Write the suite's file of a call in which these runs failed."""
     content = json.loads((suite / "flexgen_suite.json").read_text())
     (suite / "flexgen_suite.json").write_text(json.dumps({**content, "failed": list(names)}))
 
 
-def test_names_of_runs_break_behind_commas_and_what_they_hold_is_text():
+def test_names_of_runs_break_after_commas_and_are_escaped():
     table = pd.DataFrame({"run": ["mmlu:a=<b>,model=m"], "tokens": ["1,234"]})
     made = Page("t", "s", [Section("x", [table])]).to_html()
     assert '<td>mmlu:<wbr>a=&lt;b&gt;,<wbr>model=m</td><td class="number">1,234</td>' in made
 
 
-def test_what_padding_would_have_left():
+def test_efficiency_of_padding():
     def cost(prompt, output):
         return Cost(prompt_tokens=prompt, output_tokens=output)
 
     assert padding([]) == {"to_longest": 1.0, "in_buckets": 1.0}
-    found = padding([cost(10, 2), cost(30, 2), cost(20, 6)])
-    assert found["to_longest"] == pytest.approx(70 / (3 * 36)) == found["in_buckets"]
-    many = [cost(10, 1) for _ in range(32)] + [cost(40, 1) for _ in range(32)]
-    found = padding(many)
-    assert found["in_buckets"] == 1.0 and found["to_longest"] == pytest.approx((11 + 41) / 82)
+    efficiency = padding([cost(10, 2), cost(30, 2), cost(20, 6)])
+    assert efficiency["to_longest"] == pytest.approx(70 / (3 * 36)) == efficiency["in_buckets"]
+    efficiency = padding([cost(10, 1) for _ in range(32)] + [cost(40, 1) for _ in range(32)])
+    assert efficiency["in_buckets"] == 1.0 and efficiency["to_longest"] == pytest.approx((11 + 41) / 82)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here to open the page with")
 def test_a_browser_shows_the_page(suite, tmp_path):
-    """Offline: every picture is drawn, the figures are in the page, and a screenshot is more than white."""
+    """Offline: every figure is drawn, the numbers are in the page, and a screenshot is not blank."""
     page, shot = tmp_path / "page.html", tmp_path / "page.png"
     page.write_text(suite_page(read_suite(suite)).to_html(), encoding="utf-8")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000", "--window-size=1300,2400"]
