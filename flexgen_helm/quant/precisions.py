@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.identity import record_text, text_of
@@ -135,14 +136,13 @@ class Precision:
 
     name: what users call it.
     weights: format of the layers' matrices; None for the checkpoint's 16 bits.
-    tables: format of embedding table and head, for the cost model alone (the paper's figures have it).
     cache: None for the compute type.
     """
 
     name: str
     weights: GroupFormat | None = None
-    tables: GroupFormat | None = None
     cache: CacheFormat | None = None
+    tables: ClassVar[None] = None  # a field of 0.1.0, which digests still name
 
     def identity_text(self) -> str:
         return record_text(self, "Precision", "name weights tables cache")
@@ -155,13 +155,12 @@ class Precision:
     @property
     def weights_label(self) -> str:
         """Name of the packed weights' files, which changes with the weights' format alone."""
-        return f"packed-{_digest((self.weights, self.tables))}"
+        return f"packed-{_digest((self.weights, None))}"
 
     def format_of(self, tensor: str) -> GroupFormat | None:
         """Format of the matrix `tensor` (its canonical name); None if it is not quantized."""
-        if tensor.startswith("layers."):
-            return None if tensor.endswith(".router.weight") else self.weights
-        return self.tables
+        in_layer, is_router = tensor.startswith("layers."), tensor.endswith(".router.weight")
+        return self.weights if in_layer and not is_router else None
 
 
 def _digest(formats: object) -> str:

@@ -19,7 +19,6 @@ from flexgen_helm.errors import (
     UsageError,
 )
 from flexgen_helm.models.decoder import Decoder
-from flexgen_helm.quant.precisions import PAPER_GROUPS, Precision
 from flexgen_helm.scheduling.scheduler import Scheduler
 from tests.helpers.tiny_models import build_tiny
 
@@ -250,7 +249,6 @@ def test_what_this_version_cannot_do_is_refused(tiny):
     path = tiny("llama").path
     for arguments in (
         {"precision": "3bit"},
-        {"precision": Precision("packed tables", tables=PAPER_GROUPS)},
         {"schedule": "spiral"},
         {"device": "tpu"},
         {"device": "sim"},
