@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from flexgen_helm.planner import constants
 from flexgen_helm.planner.cache_sizes import CacheSizes
 from flexgen_helm.planner.constants import ACTIVATIONS_SHARE
 from flexgen_helm.planner.memory import MemoryPlan, RunMemory, RunSize
@@ -85,3 +86,12 @@ def test_a_plan_stages_what_the_host_does_not_attend_to(precision, fetched):
         for attends in (True, False)
     ]
     assert (peaks[0] == peaks[1]) == fetched
+
+
+def test_the_workspace_counts_with_the_sizes_that_the_kernels_use():
+    """`models` and `offload.linear` have constants of their own, which the planner must not import with torch."""
+    from flexgen_helm.models import attention
+    from flexgen_helm.offload import linear
+
+    assert constants.SCORE_TOKENS == attention._SCORE_ROWS
+    assert constants.UPCAST_ELEMENTS == 2 * linear.TILE_ELEMENTS
