@@ -119,7 +119,9 @@ class Scheduler:
         sequence.block, sequence.slot = None, -1
         move = SlotMove(block)
         if last is not sequence:
-            move = SlotMove(block, last.slot, slot, last.num_computed, sequence.num_computed)
+            # The last one's prompt may be written already although its batch has not passed the head yet.
+            tokens = max(last.num_computed, last.prompt_len)
+            move = SlotMove(block, last.slot, slot, tokens, max(sequence.num_computed, sequence.prompt_len))
             block.sequences[slot] = last
             last.slot = slot
         if not block.sequences:

@@ -107,6 +107,21 @@ def test_any_placement_with_shared_prefixes(
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("schedule", ["row", "zigzag", "diagonal"])
+@pytest.mark.parametrize("gpu_batch_size", [2, 3, 4, 5])
+def test_a_slot_is_moved_with_a_prompt_whose_batch_has_not_passed_the_head(
+    tiny, tmp_path, monkeypatch, schedule, gpu_batch_size
+):
+    """Prefixes between the sequences of a cache block make it straddle batches; one that ends frees a slot early."""
+    requests = requests_of(tree(3), 3)
+    policy = Policy(gpu_batch_size, 3, wg=0, wc=1, cg=0, cc=1, hg=0, hc=1)
+    with offloaded(tiny, "opt", tmp_path, policy, schedule=schedule, device="cpu") as engine:
+        found = engine.run(requests)
+    alone(monkeypatch)
+    with Engine.from_pretrained(tiny("opt").path) as engine:
+        assert_same(found, engine.run(requests))
+
+
 @pytest.mark.parametrize("schedule", ["row", "zigzag"])
 def test_a_prefix_without_a_head_is_followed_by_batches_with_one(tiny, tmp_path, monkeypatch, schedule):
     """What is brought ahead for the next pass holds whether its batches need the head or not."""
