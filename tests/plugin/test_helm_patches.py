@@ -34,7 +34,7 @@ import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.plugin import helm_patches, suite
 from flexgen_helm.plugin.client import FlexgenClient
-from flexgen_helm.plugin.context import PluginContext, get_context, set_context
+from flexgen_helm.plugin.context import PluginContext, get_context
 from tests.helpers.fake_engine import POISON, FakeEngine, FakeLoader, fake_context
 from tests.helpers.paths import ROOT
 
@@ -43,14 +43,12 @@ FILES = ["run_spec.json", "scenario.json", "scenario_state.json", "stats.json", 
 
 
 @pytest.fixture
-def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeEngine]]:
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_context: Any) -> Iterator[list[FakeEngine]]:
     """A context of its own on fakes; the engines that it loaded."""
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
     loader = FakeLoader()
-    context = fake_context(loader)
-    previous = set_context(context)
+    context = use_context(fake_context(loader))
     yield loader.engines
-    set_context(previous)
     context.service.close()
 
 
@@ -109,11 +107,11 @@ def test_a_bad_request_ends_its_run_at_once_and_its_mates_are_kept(
     assert executor.execute(state(request("good"))).request_states[0].result.cached  # type: ignore[union-attr]
 
 
-def test_a_client_whose_model_cannot_be_read_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_whose_model_cannot_be_read_fails_at_once(use_context: Any) -> None:
     def broken(model: Any) -> Any:
         raise CheckpointError("the tokenizer is damaged")
 
-    monkeypatch.setattr("flexgen_helm.plugin.context._context", PluginContext(load_tokenizer=broken))
+    use_context(PluginContext(load_tokenizer=broken))
     got = FlexgenClient(MODEL).make_request(request("a"))
     assert got.error == "the tokenizer is damaged" and got.error_flags == ErrorFlags(False, True)
 
@@ -188,7 +186,7 @@ def test_runs_of_other_clients_are_left_alone(
 
 
 @pytest.fixture
-def unpatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def unpatched(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> list[str]:
     """HELM as it comes, and the warnings that installing the patches gives."""
     warnings: list[str] = []
     for patch in helm_patches.PATCHES:
@@ -198,7 +196,7 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
             monkeypatch.setattr(owner, name, staticmethod(plain) if is_static else plain)
     monkeypatch.setattr("flexgen_helm.plugin.context.hwarn", warnings.append)
-    monkeypatch.setattr(get_context(), "_warnings", set())
+    use_context(PluginContext())
     return warnings
 
 
@@ -289,10 +287,10 @@ def test_without_patches_the_idle_flush_still_makes_batches(
     assert sum(blocks) == 16 and len(blocks) <= 8
 
 
-def test_an_unknown_call_is_passed_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_call_is_passed_through(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> None:
     warnings: list[str] = []
     monkeypatch.setattr("flexgen_helm.plugin.context.hwarn", warnings.append)
-    monkeypatch.setattr(get_context(), "_warnings", set())
+    use_context(PluginContext())
 
     def execute(*args: Any, **kwargs: Any) -> Any:
         return helm_patches._execute(lambda self, *args, **kwargs: (args, kwargs), *args, **kwargs)  # type: ignore

@@ -219,9 +219,8 @@ def test_a_block_with_a_user_left_goes_on(bench: Bench) -> None:
     other.close()
 
 
-def test_sigint_stops_the_service_and_does_what_it_did_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    context, seen = fake_context(), []
-    monkeypatch.setattr("flexgen_helm.plugin.context._context", context)
+def test_sigint_stops_the_service_and_does_what_it_did_before(use_context: Any) -> None:
+    context, seen = use_context(fake_context()), []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:
         interrupt.install()

@@ -153,10 +153,11 @@ class Service:
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_the_window_reserves_the_place_of_bos(adds_bos: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = fake_context(adds_bos=adds_bos)
+def test_the_window_reserves_the_place_of_bos(
+    adds_bos: bool, monkeypatch: pytest.MonkeyPatch, use_context: Any
+) -> None:
+    context = use_context(fake_context(adds_bos=adds_bos))
     monkeypatch.setattr(context, "find_model", lambda name, arguments=None: ModelArguments(name, name))
-    monkeypatch.setattr("flexgen_helm.plugin.context._context", context)
     service: Any = Service(FlexgenTokenizer("flexgen/x"))
     window = FlexgenWindowService(service, "flexgen/x", max_sequence_length=10, max_request_length=11)
     plain = DefaultWindowService(service, "flexgen/x", max_sequence_length=10, max_request_length=11)
