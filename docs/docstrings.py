@@ -12,6 +12,8 @@ from typing import Any
 
 import griffe
 
+from flexgen_helm.config import OPTIONS, document_options
+
 _FIELD = re.compile(r"(\w+(?:, \w+)*): +(\S.*)")
 
 
@@ -44,7 +46,23 @@ class FieldLines(griffe.Extension):
         _rewrite(cls, [name for name, member in cls.members.items() if member.is_attribute], "Attributes")
 
     def on_function_instance(self, *, func: griffe.Function, **kwargs: Any) -> None:
+        if any(str(decorator.value).startswith("with_options_of(") for decorator in func.decorators):
+            _show_options(func)
         _rewrite(func, [parameter.name for parameter in func.parameters], "Args")
+
+
+def _show_options(func: griffe.Function) -> None:
+    """Replace `**options` by the options of `EngineConfig`, as `config.with_options_of` does for `help()`."""
+    own = [parameter for parameter in func.parameters if parameter.name != "options"]
+    options = [
+        griffe.Parameter(
+            name, annotation=str(spec.type), kind=griffe.ParameterKind.keyword_only, default=repr(spec.default)
+        )
+        for name, spec in OPTIONS.items()
+    ]
+    func.parameters = griffe.Parameters(*own, *options)
+    if func.docstring is not None:
+        func.docstring.value = document_options(func.docstring.value)
 
 
 def _rewrite(owner: griffe.Object, names: Collection[str], section: str) -> None:

@@ -177,7 +177,9 @@ class EngineConfig:
         Flag("--disk", "SIZE", "Limit of the disk tier.", key="disk"),
         parse=_parse_limits,
     )
-    offload_dir: str | os.PathLike[str] | None = option(None, "Folder of the disk tier.", Flag("--offload-dir", "DIR"))
+    offload_dir: str | os.PathLike[str] | None = option(
+        None, "Folder of the disk tier; default: offload in FLEXGEN_HELM_HOME.", Flag("--offload-dir", "DIR")
+    )
     device: str = option(
         "auto",
         "Device that computes; sim is a GPU simulated in host memory.",
@@ -195,7 +197,7 @@ class EngineConfig:
     )
     cpu_attention: bool = option(
         True,
-        "Attend on the CPU to a KV cache in host memory.",
+        "Attend on the CPU to a KV cache in host memory, so it need not be copied to the GPU.",
         Flag("--no-cpu-attention", help="Never attend on the CPU."),
         parse=_parse_bool,
     )
@@ -250,6 +252,12 @@ def parse_option(name: str, value: object) -> Any:
         raise UsageError(f"{name} {value!r} {error}") from error
 
 
+def document_options(docstring: str) -> str:
+    """Add a line for each option to a docstring that ends with lines of arguments."""
+    lines = [f"{name}: {spec.metadata['help']}" for name, spec in OPTIONS.items()]
+    return "\n".join([inspect.cleandoc(docstring), *lines])
+
+
 def with_options_of(
     config: Callable[P, EngineConfig],
 ) -> Callable[[Callable[..., R]], Callable[Concatenate[type[T], str | os.PathLike[str], P], R]]:
@@ -263,8 +271,7 @@ def with_options_of(
         signature = inspect.signature(method)
         own = [known for known in signature.parameters.values() if known.kind is not inspect.Parameter.VAR_KEYWORD]
         method.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
-        lines = [f"    {name}: {spec.metadata['help']}" for name, spec in OPTIONS.items()]
-        method.__doc__ = "\n".join([inspect.cleandoc(method.__doc__ or ""), "", "Options:", *lines])
+        method.__doc__ = document_options(method.__doc__ or "")
         return cast(Callable[Concatenate[type[T], str | os.PathLike[str], P], R], method)
 
     return decorate

@@ -31,7 +31,7 @@ def test_all_surfaces_have_the_options_of_the_record():
     for name, spec in OPTIONS.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert (parameters[name].default, parameters[name].annotation) == (spec.default, spec.type)
-        assert f"    {name}: {spec.metadata['help']}" in Engine.from_pretrained.__doc__
+        assert f"\n{name}: {spec.metadata['help']}" in Engine.from_pretrained.__doc__
     assert ("path", *OPTIONS) == ARGUMENTS
     assert {flag.name for spec in OPTIONS.values() for flag in spec.metadata["flags"]} == FLAGS
 

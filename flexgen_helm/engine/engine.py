@@ -24,7 +24,7 @@ from flexgen_helm.engine.device import open_device, tier_capacities
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.run import OnResult, Run
 from flexgen_helm.engine.run_record import EngineIdentity, predicted, run_record
-from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.errors import FlexgenError
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.rates import compute_dtype
 from flexgen_helm.hardware.threads import ThreadGovernor
@@ -144,10 +144,12 @@ class Engine:
     @classmethod
     @with_options_of(EngineConfig)
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **options: Any) -> "Engine":
-        """Load a model by catalog name, hub name, folder or .gguf file.
+        """Load a model.
 
-        Options that are left out are those of the name: its precision suffix, and the file that
+        Options that are left out are those of the name: its precision suffix, and its entry in the file that
         FLEXGEN_HELM_MODELS names. Raises what `from_config` raises, before anything long has begun.
+
+        name_or_path: Catalog name, repository of the hub, folder, or .gguf file.
         """
         given = {name: value for name, value in options.items() if value is not None}
         resolved = resolve(name_or_path, given.get("revision"))
@@ -162,8 +164,6 @@ class Engine:
         """
         wanted = config.precision or FP16
         precision = precision_named(wanted) if isinstance(wanted, str) else wanted
-        if precision.tables is not None:
-            raise UsageError("tables and head are not computed packed; take a precision whose tables is None")
         resolved = resolve(name_or_path, config.revision)
         device, link = open_device(config.device, config.link_gb_s)
         checkpoint = open_checkpoint(resolved, weights=config.weights, seed=config.seed)
