@@ -141,10 +141,10 @@ def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch:
         path = response_cache_path(tmp_path / "written/home", engine.fingerprint)
     assert path.is_file(), "the engine has another fingerprint"
     with ResponseCache(path) as journal:
-        kept = journal.get_many(map(_request_key, REQUESTS))
+        cached = journal.get_many(map(_request_key, REQUESTS))
         assert not journal.ignored_rows
     for request, result in zip(REQUESTS, computed):
-        was = kept[_request_key(request)]
+        was = cached[_request_key(request)]
         assert [c.token_ids for c in was.completions] == [c.token_ids for c in result.completions]
         for before, now in zip(was.completions, result.completions):
             assert now.logprobs == pytest.approx(before.logprobs, abs=1e-5)

@@ -1,6 +1,6 @@
 """HardwareProfile: the capacities and rates of one machine, in bytes, bytes/s, FLOP/s and seconds. No torch.
 
-A profile is measured (`engine.profiler`) or shipped for a known machine (`specs/*.json`, with the source of each
+A profile is measured (`engine.machine_profile`) or shipped for a known machine (`specs/*.json`, with the source of each
 figure). Planning for a machine that is not at hand needs nothing else.
 """
 

@@ -1,1 +1,1 @@
-"""The mathematics of decoders, driven by one declarative record per family; no I/O, no placement."""
+"""The mathematics of decoders, driven by one record per model; no I/O, no placement."""

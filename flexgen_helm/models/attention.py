@@ -39,6 +39,11 @@ class AttentionConfig:
     def to_device(self, device: torch.device) -> AttentionConfig:
         return self if self.slopes is None else replace(self, slopes=self.slopes.to(device))
 
+    def scores(self, products: Tensor) -> Tensor:
+        """Products q·k -> scores in float32, without ALiBi."""
+        scores = products.float() * self.scale
+        return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
+
     def head_slopes(self, key_heads: int) -> Tensor | None:
         """Slopes [Hk, G]."""
         return None if self.slopes is None else self.slopes.view(key_heads, -1)
@@ -251,9 +256,7 @@ def _attend_unfused(
     for first in range(0, q.shape[2], SCORE_TOKENS):
         rows = slice(first, min(first + SCORE_TOKENS, q.shape[2]))
         last = rows.stop if is_causal else k.shape[2]
-        scores = torch.matmul(q[:, :, rows], k[:, :, :last].transpose(2, 3)).float() * config.scale
-        if config.softcap is not None:
-            scores = torch.tanh(scores / config.softcap) * config.softcap
+        scores = config.scores(torch.matmul(q[:, :, rows], k[:, :, :last].transpose(2, 3)))
         if is_causal:
             query, key = torch.arange(rows.start, rows.stop), torch.arange(last)
             scores.masked_fill_((key[None, :] > query[:, None]).to(q.device), -math.inf)

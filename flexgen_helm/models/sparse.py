@@ -104,10 +104,7 @@ def _attend_share(
 
 def _scores(products: Tensor, config: AttentionConfig, positions: Tensor) -> Tensor:
     """Products [B, Hk, G, S] of queries at `positions` [B, 1] with keys 0 … S - 1 -> scores in float32."""
-    scores = products.float() * config.scale
-    if config.softcap is not None:
-        scores = torch.tanh(scores / config.softcap) * config.softcap
-    slopes = config.head_slopes(scores.shape[1])
+    scores, slopes = config.scores(products), config.head_slopes(products.shape[1])
     if slopes is not None:
         distance = torch.arange(scores.shape[-1], device=scores.device) - positions
         scores = scores + slopes[..., None] * distance[:, None, None]

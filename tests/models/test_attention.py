@@ -13,7 +13,7 @@ from flexgen_helm.models import attention
 from flexgen_helm.models.attention import AttentionConfig
 
 PLAIN = AttentionConfig(0.4)
-SCORINGS = {
+CONFIGS = {
     "plain": PLAIN,
     "capped": AttentionConfig(0.4, softcap=1.5),
     "alibi": AttentionConfig(0.4, slopes=torch.tensor([0.5, 0.25, 0.06, 0.9, 0.3, 0.01])),
@@ -21,12 +21,12 @@ SCORINGS = {
 }
 
 
-@pytest.fixture(params=SCORINGS)
-def scoring(request):
-    return SCORINGS[request.param]
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return CONFIGS[request.param]
 
 
-def formula(q, k, v, scoring, allowed, at=None):
+def formula(q, k, v, config, allowed, at=None):
     """q [T, Hq, D], k and v [S, Hk, D], allowed [T, S] -> output and log-sum-exp in float64, one query at a time.
 
     at [T]: the queries' positions among the keys, by default their number.
@@ -37,11 +37,11 @@ def formula(q, k, v, scoring, allowed, at=None):
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], dtype=torch.float64)
     for t in range(q.shape[0]):
         for h in range(q.shape[1]):
-            scores = (k[:, h // group] @ q[t, h]) * scoring.scale
-            if scoring.softcap is not None:
-                scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-            if scoring.slopes is not None:
-                scores = scores - scoring.slopes[h].double() * (int(at[t]) - torch.arange(len(k)))
+            scores = (k[:, h // group] @ q[t, h]) * config.scale
+            if config.softcap is not None:
+                scores = config.softcap * torch.tanh(scores / config.softcap)
+            if config.slopes is not None:
+                scores = scores - config.slopes[h].double() * (int(at[t]) - torch.arange(len(k)))
             scores[~allowed[t]] = -math.inf
             lse[t, h] = torch.logsumexp(scores, 0)
             out[t, h] = torch.softmax(scores, 0) @ v[:, h // group]
@@ -62,67 +62,67 @@ def close(part, expected):
 
 @pytest.mark.parametrize("tokens", [1, 2, 19, 70])
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
-def test_causal(kernel, scoring, tokens, key_heads):
+def test_causal(kernel, config, tokens, key_heads):
     q, k, v = torch.randn(tokens, 6, 8), torch.randn(tokens, key_heads, 8), torch.randn(tokens, key_heads, 8)
     allowed = torch.ones(tokens, tokens).tril().bool()
-    assert close(attention.attend_causal(q, k, v, scoring), formula(q, k, v, scoring, allowed))
+    assert close(attention.attend_causal(q, k, v, config), formula(q, k, v, config, allowed))
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
-def test_cached_rows_see_their_own_length(kernel, scoring, key_heads):
+def test_cached_rows_see_their_own_length(kernel, config, key_heads):
     lengths = torch.tensor([1, 9, 4, 13])
     q = torch.randn(4, 6, 8)
     k, v = torch.randn(4, key_heads, 20, 8)[:, :, :13], torch.randn(4, key_heads, 20, 8)[:, :, :13]
     mask = torch.zeros(4, 13).masked_fill_(torch.arange(13)[None] >= lengths[:, None], -math.inf)[:, None, None]
-    out, lse = attention.attend_cached(q, k, v, scoring, lengths - 1, mask)
+    out, lse = attention.attend_cached(q, k, v, config, lengths - 1, mask)
     for row in range(4):
         allowed = torch.arange(13)[None] < lengths[row]
         own = k[row].transpose(0, 1), v[row].transpose(0, 1)
-        expected = formula(q[row : row + 1], *own, scoring, allowed, at=lengths[row : row + 1] - 1)
+        expected = formula(q[row : row + 1], *own, config, allowed, at=lengths[row : row + 1] - 1)
         assert close((out[row : row + 1], lse[row : row + 1]), expected)
 
 
 @pytest.mark.parametrize("window", [1, 5, 18, 19, 40])
-def test_causal_with_a_window(kernel, scoring, window):
+def test_causal_with_a_window(kernel, config, window):
     q, k, v = torch.randn(19, 6, 8), torch.randn(19, 2, 8), torch.randn(19, 2, 8)
     distance = torch.arange(19)[:, None] - torch.arange(19)[None, :]
     allowed = (distance >= 0) & (distance < window)
-    assert close(attention.attend_causal(q, k, v, scoring, window), formula(q, k, v, scoring, allowed))
+    assert close(attention.attend_causal(q, k, v, config, window), formula(q, k, v, config, allowed))
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 25, 32, 47])
-def test_a_window_over_several_slices_of_queries(monkeypatch, scoring, window):
+def test_a_window_over_several_slices_of_queries(monkeypatch, config, window):
     monkeypatch.setattr(attention, "QUERY_CHUNK_TOKENS", 16)
     q, k, v = torch.randn(50, 6, 4), torch.randn(50, 2, 4), torch.randn(50, 2, 4)
     distance = torch.arange(50)[:, None] - torch.arange(50)
-    seen, parts = attention.attend_two_versions, []
+    attend_two_versions, parts = attention.attend_two_versions, []
 
-    def counted(q, first, second, scoring, sights):
-        parts.extend(sights := list(sights))
-        return seen(q, first, second, scoring, sights)
+    def counted(q, quantized, plain, config, chunks):
+        parts.extend(chunks := list(chunks))
+        return attend_two_versions(q, quantized, plain, config, chunks)
 
     monkeypatch.setattr(attention, "attend_two_versions", counted)
-    found = attention.attend_causal(q, k, v, scoring, window)
-    assert close(found, formula(q, k, v, scoring, (distance >= 0) & (distance < window)))
+    part = attention.attend_causal(q, k, v, config, window)
+    assert close(part, formula(q, k, v, config, (distance >= 0) & (distance < window)))
     assert [part.mask.numel() <= 16 * (16 + window) for part in parts] == [True] * 4
 
 
 @pytest.mark.parametrize("window", [2, 6, 9, 30])
-def test_a_window_over_a_shared_segment_merges_with_the_own_one(kernel, scoring, window):
-    """Eight shared keys, then five tokens of one sequence; far tokens see none of the shared keys."""
+def test_a_window_over_a_shared_segment_merges_with_the_own_segment(kernel, config, window):
+    """Eight shared keys, then five tokens of one sequence; later tokens see none of the shared keys."""
     q, k, v = torch.randn(5, 6, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
     at, device = torch.arange(8, 13), torch.device("cpu")
     mask = attention.window_mask(at, torch.arange(8), window, device)
-    common = attention.attend_prefix(q, k[:8].transpose(0, 1), v[:8].transpose(0, 1), scoring, at, mask)
-    own = attention.attend_causal(q, k[8:], v[8:], scoring, window)
+    common = attention.attend_prefix(q, k[:8].transpose(0, 1), v[:8].transpose(0, 1), config, at, mask)
+    own = attention.attend_causal(q, k[8:], v[8:], config, window)
     distance = at[:, None] - torch.arange(13)[None, :]
-    expected = formula(q, k, v, scoring, (distance >= 0) & (distance < window), at)
+    expected = formula(q, k, v, config, (distance >= 0) & (distance < window), at)
     assert close(attention.merge_partial(own, common), expected)
 
 
 @settings(max_examples=50, deadline=None)
 @given(
-    name=st.sampled_from(list(SCORINGS)),
+    name=st.sampled_from(list(CONFIGS)),
     tokens=st.integers(1, 12),
     border=st.integers(1, 15),
     keys=st.integers(2, 16),
@@ -130,14 +130,14 @@ def test_a_window_over_a_shared_segment_merges_with_the_own_one(kernel, scoring,
 )
 def test_merged_segments_equal_the_concatenation(name, tokens, border, keys, seed):
     torch.manual_seed(seed)
-    border, scoring, at = min(border, keys - 1), SCORINGS[name], torch.arange(tokens) + 3
+    border, config, at = min(border, keys - 1), CONFIGS[name], torch.arange(tokens) + 3
     q, k, v = torch.randn(tokens, 6, 8) * 4, torch.randn(keys, 2, 8), torch.randn(keys, 2, 8)
     parts = [
-        attention.attend_prefix(q, k[part].transpose(0, 1), v[part].transpose(0, 1), scoring, at - part.start)
+        attention.attend_prefix(q, k[part].transpose(0, 1), v[part].transpose(0, 1), config, at - part.start)
         for part in (slice(0, border), slice(border, keys))
     ]
     everything = torch.ones(tokens, keys).bool()
-    assert close(attention.merge_partial(*parts), formula(q, k, v, scoring, everything, at))
+    assert close(attention.merge_partial(*parts), formula(q, k, v, config, everything, at))
 
 
 def test_merge_survives_scores_of_any_size():
