@@ -56,7 +56,7 @@ def _show_options(func: griffe.Function) -> None:
     own = [parameter for parameter in func.parameters if parameter.name != "options"]
     options = [
         griffe.Parameter(
-            name, annotation=str(spec.type), kind=griffe.ParameterKind.keyword_only, default=repr(spec.default)
+            name, annotation=str(spec.type), kind=griffe.ParameterKind("keyword-only"), default=repr(spec.default)
         )
         for name, spec in OPTIONS.items()
     ]
