@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
-import typer
-
-from flexgen_helm.cli.console import print_json, say, writing
-from flexgen_helm.cli.flags import DEFAULT_OUTPUT, OutputPath, SuiteName
+from flexgen_helm.cli.console import print_csv, print_json, say, write_file
+from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath, SuiteName
 
 FILE = "flexgen_report"
 
@@ -16,15 +13,14 @@ FILE = "flexgen_report"
 def report(
     suite: SuiteName,
     output_path: OutputPath = DEFAULT_OUTPUT,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of markdown.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="The runs as CSV instead of markdown.")] = False,
+    as_json: JsonFlag = False,
+    as_csv: CsvFlag = False,
 ) -> None:
     """Report throughput, padding, time, bytes and predictions of a suite, and compare its precisions. The suite's
     folder also gets the report as a page with figures, as JSON and as markdown.
 
     Example: flexgen-helm report --suite first
     """
-    from flexgen_helm.files import replace_text
     from flexgen_helm.report.pages import suite_page
     from flexgen_helm.report.suite import read_suite, suite_to_json
     from flexgen_helm.report.tables import runs_frame
@@ -35,7 +31,7 @@ def report(
     if as_json:
         print_json(content)
     elif as_csv:
-        print(runs_frame(suite_report.runs).to_csv(index=False), end="", flush=True)
+        print_csv(runs_frame(suite_report.runs))
     else:
         print(page.to_markdown(), end="", flush=True)
     html = folder / f"{FILE}.html"
@@ -44,6 +40,5 @@ def report(
         (folder / f"{FILE}.md", page.to_markdown()),
         (html, page.to_html()),
     ):
-        with writing(path):
-            replace_text(path, text)
+        write_file(path, text)
     say(f"The same with figures: {html}")
