@@ -212,7 +212,7 @@ def assemble(
         "rows": rows,
         "ratios": ratios,
         "notes": [
-            "paper: OPT-30B on a T4, 512 + 32 tokens (its row 'DeepSpeed policy' beside the small batch); it has no "
+            "paper: OPT-30B on a T4, 512 + 32 tokens (the small batch is its row 'DeepSpeed policy'); it has no "
             "row for the same block row by row, and none of OPT-30B with the disk",
             f"simulated gpu of {scaled['gpu_bytes'] / 1e6:.0f} MB behind {scaled['link_gb_s']:.3f} GB/s each way; "
             f"decoding's products {scaled['decode_flops'] / 1e9:.0f} Gflop/s; {scaled['prompt']} + "
