@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.cli.console import print_json, say, writing
+from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, writing
+from flexgen_helm.cli.flags import CsvFlag, JsonFlag
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 
 if TYPE_CHECKING:
+    import pandas
+
     from flexgen_helm.hardware.profile import HardwareProfile
     from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
 
-# Points of a frontier, between the quickest block and the best one.
+# Points of a frontier, from the quickest block to the best one.
 _POINTS = 12
+_COST_LABELS = {
+    "products": "products",
+    "convert": "converting weights",
+    "attention": "attention",
+    "host_attention": "attention on the host",
+    "to_gpu": "link in",
+    "to_cpu": "link out",
+    "disk_read": "disk read",
+    "disk_write": "disk write",
+}
 
 
 def plan(
@@ -43,261 +57,235 @@ def plan(
     from_csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Evaluate each row of a table of throughputs instead.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonFlag = False,
+    as_csv: CsvFlag = False,
 ) -> None:
     """Search the best policy, or evaluate the one given with --policy."""
     config = EngineConfig(**engine)
     if from_csv is not None:
-        from flexgen_helm.benchmarks.paper.tables import evaluate_csv
-
-        _check_alone(engine, model, prompt_len, gen_len, num_seqs, compress, stages > 1, frontier, picture)
-        found = evaluate_csv(from_csv, _profile(config, hardware))
-        print_json(found) if as_json else _print_table(found)
+        if not set(engine) <= {"offload_dir"} or any(
+            (model, prompt_len, gen_len, num_seqs, compress, stages > 1, frontier, picture)
+        ):
+            raise UsageError(
+                "--from-csv says for each row what to evaluate; leave everything out but --hardware, --json and --csv"
+            )
+        _evaluate_table(from_csv, _profile(config, hardware), as_json, as_csv)
         return
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model, --prompt-len and --gen-len, or --from-csv FILE")
+    if as_csv and not frontier:
+        raise UsageError("--csv is for tables; add --frontier or --from-csv, or take --json")
     _check_search(config, gen_len, frontier, picture)
-    situation, precision = _situation(config, model, prompt_len, gen_len, num_seqs, hardware, compress, stages)
+    precision = _precision_name(config, model, compress)
+    problem = _problem(config, model, prompt_len, gen_len, num_seqs, hardware, precision, stages)
     if frontier:
-        _frontier(situation, precision, picture, as_json)
+        _search_frontier(problem, precision, picture, as_json, as_csv)
         return
-    made = _make(config, situation, precision)
+    from flexgen_helm.planner.plan import make_plan
+
+    made = make_plan(
+        problem, precision, policy=config.fixed_policy, schedule=config.schedule, max_latency=config.max_latency
+    )
     if as_json:
-        print_json({"model": model, "hardware": situation.hardware.name, **made.to_json()})
+        print_json({"model": model, "hardware": problem.hardware.name, **made.to_json()})
     else:
         _print_plan(made, model)
 
 
-def _check_alone(engine: EngineOptions, *others: Any) -> None:
-    """Refuse what the rows of a table say themselves."""
-    if not set(engine) <= {"offload_dir"} or any(others):
-        raise UsageError(
-            "--from-csv says for each row what to evaluate; leave everything out but --hardware and --json"
-        )
-
-
-def _check_search(engine: EngineConfig, gen_len: int, frontier: bool, picture: Path | None) -> None:
-    """Refuse what would have no effect, before anything is measured."""
-    schedule, latency = engine.schedule, engine.max_latency
-    given = engine.fixed_policy is not None
+def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: Path | None) -> None:
+    """Refuse options without effect before anything is measured."""
+    schedule, has_policy = config.schedule, config.fixed_policy is not None
     if schedule == "prefill-only" and gen_len > 1:
         raise UsageError(
             f"--gen-len is {gen_len} and the schedule prefill-only draws one token; take --schedule zigzag"
         )
-    if schedule not in ("auto", "prefill-only") and gen_len == 1 and not given:
+    if schedule not in ("auto", "prefill-only") and gen_len == 1 and not has_policy:
         raise UsageError("a single token is searched for with prefill-only; leave --schedule out")
     if picture is not None and not frontier:
         raise UsageError(f"--picture {picture} is for a frontier; add --frontier")
-    if not frontier:
-        return
-    for flag, value in (
-        ("--policy", given),
-        ("--max-latency", latency is not None),
-        ("--schedule", schedule != "auto"),
-    ):
-        if value:
-            raise UsageError(f"--frontier searches under limits of its own; leave {flag} out")
     if picture is not None and not picture.parent.is_dir():
         raise UsageError(f"--picture {picture}: there is no folder {picture.parent}")
+    useless = {
+        "--policy": has_policy,
+        "--max-latency": config.max_latency is not None,
+        "--schedule": schedule != "auto",
+    }
+    for flag, is_given in useless.items():
+        if frontier and is_given:
+            raise UsageError(f"--frontier searches under limits of its own; leave {flag} out")
 
 
-def _precision(asked: str | None, suffix: str, compress: bool) -> str:
-    """The precision of the flags, or of the model's name; --compress packs what is not packed yet."""
-    from flexgen_helm.quant.precisions import precision_named
+def _precision_name(config: EngineConfig, model: str, compress: bool) -> str:
+    """Return the precision of the flags or of the model's name; --compress quantizes one that is not quantized."""
+    from flexgen_helm.checkpoint.names import resolve
+    from flexgen_helm.quant.precisions import Precision, precision_named
 
-    name = asked or suffix
+    assert not isinstance(config.precision, Precision)  # flags are text
+    name = config.precision or resolve(model).precision
     if not compress or precision_named(name).weights is not None:
         return precision_named(name).name
-    if asked is not None:
-        raise UsageError(f"--compress is 4 bits and --precision {asked} is not; leave one of them out")
+    if config.precision is not None:
+        raise UsageError(f"--compress is 4 bits and --precision {name} is not; leave one of them out")
     return name.replace("fp16", "4bit")
 
 
-def _situation(
-    engine: EngineConfig,
+def _problem(
+    config: EngineConfig,
     model: str,
     prompt_len: int,
     gen_len: int,
     num_seqs: int | None,
     hardware: str,
-    compress: bool,
+    precision: str,
     stages: int,
-) -> tuple[PlanningProblem, str]:
-    from dataclasses import replace
-
+) -> PlanningProblem:
     from flexgen_helm.checkpoint.model_config import read_model_config
-    from flexgen_helm.checkpoint.names import resolve
     from flexgen_helm.planner.plan import planning_problem, simulated_gpu
     from flexgen_helm.planner.problem import MEASURED
     from flexgen_helm.planner.workload import Workload
-    from flexgen_helm.quant.precisions import Precision
 
-    for name, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):
+    for flag, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):
         if value is not None and value < 1:
-            raise UsageError(f"{name} {value} is no length; it must be 1 or more")
-    resolved = resolve(model)
-    assert not isinstance(engine.precision, Precision)  # a flag is text
-    precision = _precision(engine.precision, resolved.precision, compress)
-    limits, device, link = engine.limits, engine.device, engine.link_gb_s
-    config, rest_dtype = read_model_config(model)
-    if prompt_len + gen_len > config.max_positions:
-        raise UsageError(f"{prompt_len} + {gen_len} tokens are beyond the {config.max_positions} positions of {model}")
-    profile = _profile(engine, hardware)
-    if device == "sim":
-        assert limits.gpu is not None
-        profile = simulated_gpu(profile, limits.gpu, link)
-    elif device.startswith("cpu"):
+            raise UsageError(f"{flag} {value} is no length; it must be 1 or more")
+    model_config, dtype = read_model_config(model)
+    if prompt_len + gen_len > model_config.max_positions:
+        raise UsageError(
+            f"{prompt_len} + {gen_len} tokens are beyond the {model_config.max_positions} positions of {model}"
+        )
+    profile = _profile(config, hardware)
+    if config.device == "sim":
+        assert config.limits.gpu is not None  # checked by EngineConfig
+        profile = simulated_gpu(profile, config.limits.gpu, config.link_gb_s)
+    elif config.device.startswith("cpu"):
         profile = replace(profile, gpu=None, link=None)
-    elif device.startswith("cuda") and profile.gpu is None:
-        where = "this machine" if profile.name == MEASURED else profile.name
-        raise UsageError(f"device {device!r} was asked for and {where} has no usable GPU; take --device cpu")
-    situation = planning_problem(
-        config,
+    elif config.device.startswith("cuda") and profile.gpu is None:
+        machine = "this machine" if profile.name == MEASURED else profile.name
+        raise UsageError(f"device {config.device!r} was asked for and {machine} has no usable GPU; take --device cpu")
+    problem = planning_problem(
+        model_config,
         profile,
         Workload.uniform(prompt_len, gen_len, num_seqs or 1),
         precision=precision,
-        rest_dtype=rest_dtype,
-        limits=limits,
-        overlap=engine.overlap,
-        cpu_attention=engine.cpu_attention,
+        rest_dtype=dtype,
+        limits=config.limits,
+        overlap=config.overlap,
+        cpu_attention=config.cpu_attention,
         endless=num_seqs is None,
     )
-    return replace(situation, stages=stages), precision
+    return replace(problem, stages=stages)
 
 
-def _profile(engine: EngineConfig, hardware: str) -> HardwareProfile:
-    """The machine to plan for. Of this one, the disk is that of --offload-dir, with what is free there now."""
-    from dataclasses import replace
-
+def _profile(config: EngineConfig, hardware: str) -> HardwareProfile:
+    """Return the machine to plan for; this machine's disk is that of --offload-dir, with what is free there now."""
     from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.machine_profile import measured_profile, profile_named
 
     if hardware != "measured":
-        if engine.offload_dir is not None:
+        if config.offload_dir is not None:
             raise UsageError(f"--offload-dir is a folder of this machine, not of {hardware}; leave one of them out")
         return profile_named(hardware, say)
-    folder = state_dir() / "offload" if engine.offload_dir is None else Path(engine.offload_dir)
-    found = measured_profile(folder=folder, tell=say)
+    folder = state_dir() / "offload" if config.offload_dir is None else Path(config.offload_dir)
+    profile = measured_profile(folder=folder, tell=say)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return replace(found, disk=replace(found.disk, bytes=shutil.disk_usage(existing).free))
-
-
-def _make(engine: EngineConfig, situation: PlanningProblem, precision: str) -> Plan:
-    from flexgen_helm.planner.plan import make_plan
-
-    return make_plan(
-        situation, precision, policy=engine.fixed_policy, schedule=engine.schedule, max_latency=engine.max_latency
-    )
+    return replace(profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing).free))
 
 
 def _print_plan(made: Plan, model: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    import pandas
 
-    from flexgen_helm.planner.affine import CACHE, HIDDEN, WEIGHTS
+    from flexgen_helm.planner.affine import fractions_by_kind
     from flexgen_helm.planner.placement import TIERS
     from flexgen_helm.planner.predict import placed_fractions
 
-    console = Console(highlight=False)
-    found, situation, policy = made.solution.prediction, made.problem, made.solution.policy
-    batches = f"{policy.gpu_batch_size} x {policy.num_gpu_batches}"
-    workload = situation.workload
-    many = "" if situation.endless else f"{workload.num_sequences:,} x "
+    problem, policy, prediction = made.problem, made.solution.policy, made.solution.prediction
+    workload, console = problem.workload, output()
+    count = "" if problem.endless else f"{workload.num_sequences:,} x "
     console.print(
-        f"{model} ({made.precision}) on {situation.hardware.name}: {many}{workload.prompt:,.0f} prompt + "
+        f"{model} ({made.precision}) on {problem.hardware.name}: {count}{workload.prompt:,.0f} prompt + "
         f"{workload.output:,.0f} output tokens"
     )
-    console.print(f"block {batches} sequences, schedule {made.solution.schedule}")
-    fractions = placed_fractions(situation, policy)
-    table = Table("", *TIERS)
-    for name, columns in (("weights", WEIGHTS), ("KV cache", CACHE), ("hidden states", HIDDEN)):
-        table.add_row(name, *(f"{100 * fractions[columns[tier]]:.0f} %" for tier in TIERS))
-    peaks = [found.memory[tier] for tier in TIERS]
-    table.add_row("at most", *(_bytes(peak.peak) for peak in peaks))
-    table.add_row("allowed", *(_bytes(peak.limit) for peak in peaks))
-    table.add_row("working memory", *(_bytes(peak.workspace) if peak.workspace else "" for peak in peaks))
-    console.print(table)
-    if not found.feasible:
-        console.print(made.why)
-        return
-    times = Table("seconds of a block", "prefill", "decode")
-    labels = {
-        "products": "products",
-        "convert": "converting weights",
-        "attention": "attention",
-        "host_attention": "attention on the host",
-        "to_gpu": "link in",
-        "to_cpu": "link out",
-        "disk_read": "disk read",
-        "disk_write": "disk write",
-    }
-    for name, label in labels.items():
-        spent = [found.seconds[phase].get(name, 0.0) for phase in ("prefill", "decode")]
-        if max(spent) > 0:
-            times.add_row(label, *(f"{seconds:,.1f}" for seconds in spent))
-    times.add_row("together", f"{found.prefill_s:,.1f}", f"{found.decode_s:,.1f}")
-    console.print(times)
-    all_of_it = "a block" if situation.endless else "all sequences"
-    console.print(f"{found.tokens_per_s:,.3g} token/s; {all_of_it} in {found.latency_s:,.1f} s")
+    block = f"{policy.gpu_batch_size} x {policy.num_gpu_batches}"
+    console.print(f"block {block} sequences, schedule {made.solution.schedule}")
+    fractions, memory = fractions_by_kind(placed_fractions(problem, policy)), prediction.memory
+    kinds = {"weights": "weights", "cache": "KV cache", "activations": "hidden states"}
+    tiers = {tier: [f"{100 * shares[tier]:.0f} %" for shares in fractions.values()] for tier in TIERS}
+    for tier, cells in tiers.items():
+        workspace = memory[tier].workspace
+        cells += [_bytes(memory[tier].peak), _bytes(memory[tier].limit), _bytes(workspace) if workspace else ""]
+    print_table(pandas.DataFrame({"": [*kinds.values(), "at most", "allowed", "working memory"], **tiers}))
+    if prediction.feasible:
+        seconds = pandas.DataFrame(prediction.seconds).reindex(list(_COST_LABELS)).fillna(0.0)
+        seconds = seconds[seconds.max(axis=1) > 0].rename(_COST_LABELS)
+        seconds.loc["together"] = [prediction.prefill_s, prediction.decode_s]
+        formats = dict.fromkeys(prediction.seconds, "{:,.1f}".format)
+        print_table(seconds.rename_axis("seconds of a block").reset_index(), formats=formats)
+        scope = "a block" if problem.endless else "all sequences"
+        console.print(f"{prediction.tokens_per_s:,.3g} token/s; {scope} in {prediction.latency_s:,.1f} s")
     console.print(made.why, soft_wrap=True)
 
 
-def _print_table(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _evaluate_table(path: Path, hardware: HardwareProfile, as_json: bool, as_csv: bool) -> None:
+    """Print the prediction for every row of a table, and the errors."""
+    import pandas
 
-    console = Console(highlight=False)
-    table = Table("system", "model", "block", "wg/wc cg/cc hg/hc", "token/s", "predicted", "error", "")
-    for row in found["rows"]:
-        table.add_row(
-            row.get("system", ""),
-            row["model"],
-            f"{row['gpu_batch_size']}x{row['num_gpu_batches']}",
-            f"{row['wg']}/{row['wc']} {row['cg']}/{row['cc']} {row['hg']}/{row['hc']}",
-            row.get("tokens_per_s", ""),
-            f"{row['predicted_tokens_per_s']:.3g}" if row["feasible"] else "OOM",
-            "" if row["error"] is None else f"{row['error']:+.0%}",
-            row["bottleneck"],
-        )
-    console.print(table)
-    summary = found["summary"]
-    for name, part in (("all", summary), *summary["by_system"].items()):
-        if part["n"]:
-            console.print(
-                f"{name}: median error {part['median_error']:.1%}, largest {part['max_error']:.0%}, {part['n']} rows"
-            )
+    from flexgen_helm.benchmarks.paper.tables import evaluate_csv
+
+    result = evaluate_csv(path, hardware)
+    if as_json:
+        print_json(result)
+        return
+    rows = pandas.DataFrame(result["rows"])
+    if as_csv:
+        print_csv(rows.drop(columns="missing_bytes"))
+        return
+    shares = [rows[[f"{kind}g", f"{kind}c"]].agg("/".join, axis=1) for kind in "wch"]
+    table = rows.reindex(columns=["system", "model"]).fillna("")
+    table["block"] = rows["gpu_batch_size"] + "x" + rows["num_gpu_batches"]
+    table["wg/wc cg/cc hg/hc"] = pandas.concat(shares, axis=1).agg(" ".join, axis=1)
+    table["token/s"] = rows.get("tokens_per_s", "")
+    table["predicted"] = rows["predicted_tokens_per_s"].map("{:.3g}".format).where(rows["feasible"], "OOM")
+    table["error"] = rows["error"]
+    table["bottleneck"] = rows["bottleneck"]
+    print_table(table, formats={"error": "{:+.0%}".format})
+    for name, errors in {"all": result["summary"], **result["summary"]["by_system"]}.items():
+        if errors["n"]:
+            median, largest = errors["median_error"], errors["max_error"]
+            output().print(f"{name}: median error {median:.1%}, largest {largest:.0%}, {errors['n']} rows")
 
 
-def _frontier(situation: PlanningProblem, precision: str, picture: Path | None, as_json: bool) -> None:
+def _search_frontier(
+    problem: PlanningProblem, precision: str, picture: Path | None, as_json: bool, as_csv: bool
+) -> None:
+    """Print the points of the frontier, and draw them."""
+    import pandas
+
     from flexgen_helm.planner.frontier import frontier_points
 
-    found = frontier_points(situation, _POINTS)
+    points = frontier_points(problem, _POINTS)
+    rows = pandas.DataFrame([{**point, **point["policy"]} for point in points]).drop(columns="policy")
     if as_json:
-        print_json({"hardware": situation.hardware.name, "precision": precision, "points": found})
+        print_json({"hardware": problem.hardware.name, "precision": precision, "points": points})
+    elif as_csv:
+        print_csv(rows)
     else:
-        _print_points(found)
+        print_table(_frontier_table(rows), formats={"latency of a block": "{:,.1f} s".format})
     if picture is not None:
         from flexgen_helm.report.pages import frontier_page
 
         with writing(picture):
-            picture.write_text(frontier_page(found, situation).to_html(), encoding="utf-8")
+            picture.write_text(frontier_page(points, problem).to_html(), encoding="utf-8")
         say(f"the picture is in {picture}")
 
 
-def _print_points(found: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    table = Table("latency of a block", "token/s", "block", "schedule", "wg/wc", "cg/cc", "hg/hc")
-    for point in found:
-        policy = point["policy"]
-        shares = [f"{100 * policy[a]:.0f}/{100 * policy[b]:.0f}" for a, b in (("wg", "wc"), ("cg", "cc"), ("hg", "hc"))]
-        block = f"{policy['gpu_batch_size']}x{policy['num_gpu_batches']}"
-        table.add_row(
-            f"{point['latency_s']:,.1f} s", f"{point['tokens_per_s']:.3g}", block, policy["schedule"], *shares
-        )
-    console.print(table)
+def _frontier_table(rows: pandas.DataFrame) -> pandas.DataFrame:
+    table = rows[["latency_s", "tokens_per_s"]].copy()
+    table.columns = ["latency of a block", "token/s"]
+    table["token/s"] = table["token/s"].map("{:.3g}".format)
+    table["block"] = rows["gpu_batch_size"].astype(str) + "x" + rows["num_gpu_batches"].astype(str)
+    table["schedule"] = rows["schedule"]
+    for gpu, cpu in (("wg", "wc"), ("cg", "cc"), ("hg", "hc")):
+        table[f"{gpu}/{cpu}"] = rows[[gpu, cpu]].mul(100).map("{:.0f}".format).agg("/".join, axis=1)
+    return table
 
 
 def _bytes(count: float) -> str:

@@ -1,5 +1,7 @@
 """`flexgen-helm plan` as a process: JSON, tables, refusals, and no torch."""
 
+import csv
+import io
 import json
 import os
 import shutil
@@ -64,6 +66,24 @@ def test_the_table_says_what_lives_where_and_why():
     assert "latency of a block" in done.stdout and len(done.stdout.splitlines()) > 6
 
 
+def test_tables_are_printed_as_csv_too(tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text(
+        "system,model,prompt_len,gen_len,gpu_batch_size,num_gpu_batches,wg,wc,cg,cc,hg,hc,tokens_per_s\n"
+        "FlexGen,opt-30b,512,32,48,3,20,80,0,100,0,100,7.32\n"
+        "FlexGen,opt-175b,512,32,48,3,20,80,0,100,0,100,OOM\n"
+    )
+    arguments = ("--from-csv", str(table), "--hardware", "t4")
+    shown, as_json, as_csv = (plan(*arguments, *flags).stdout for flags in ((), ("--json",), ("--csv",)))
+    assert "20/80 0/100 0/100" in shown and "OOM" in shown and "1 rows" in shown
+    rows = list(csv.DictReader(io.StringIO(as_csv)))
+    for row, expected in zip(rows, json.loads(as_json)["rows"], strict=True):
+        assert float(row["predicted_tokens_per_s"]) == expected["predicted_tokens_per_s"]
+        assert row["feasible"] == str(expected["feasible"]) and row["model"] == expected["model"]
+    points = plan("--model", "opt-30b", *LENGTHS, "--hardware", "t4", "--frontier", "--csv").stdout
+    assert points.startswith("latency_s,tokens_per_s,gpu_batch_size") and len(points.splitlines()) > 4
+
+
 def test_more_memory_and_compression_help():
     def rate(*more):
         done = plan("--model", "opt-30b", *LENGTHS, "--hardware", "t4", "--json", *more)
@@ -124,6 +144,7 @@ def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
         (("--model", "opt-30b", *LENGTHS, "--frontier", "--max-latency", "20"), "leave --max-latency out"),
         (("--model", "opt-30b", *LENGTHS, "--frontier", "--policy", POLICY), "leave --policy out"),
         (("--model", "opt-30b", *LENGTHS, "--frontier", "--schedule", "row"), "leave --schedule out"),
+        (("--model", "opt-30b", *LENGTHS, "--csv"), "add --frontier or --from-csv"),
         (("--from-csv", "absent.csv"), "cannot be read"),
         (("--from-csv", "absent.csv", "--model", "opt-30b"), "leave everything out"),
         (("--from-csv", "absent.csv", "--precision", "4bit"), "leave everything out"),
