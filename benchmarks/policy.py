@@ -193,7 +193,7 @@ def problem_of(workload: Workload, profile: HardwareProfile, device: str) -> Pla
             # Its memory is the host's, and so is the workspace of computing.
             machine = simulated_gpu(machine, machine.cpu.memory_bytes, workload.link_gb_s)
     lengths = planner_workload.Workload.uniform(workload.prompt, workload.output, workload.sequences)
-    return planning_problem(config, machine, lengths, rest_dtype=dtype, limits=limits)
+    return planning_problem(config, machine, lengths, storage_dtype=dtype, limits=limits)
 
 
 def run_case(

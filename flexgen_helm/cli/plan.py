@@ -166,7 +166,7 @@ def _problem(
         profile,
         Workload.uniform(prompt_len, gen_len, num_seqs or 1),
         precision=precision,
-        rest_dtype=dtype,
+        storage_dtype=dtype,
         limits=config.limits,
         overlap=config.overlap,
         cpu_attention=config.cpu_attention,

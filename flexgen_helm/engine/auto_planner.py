@@ -84,7 +84,7 @@ class AutoPlanner:
             self.profile,
             workload,
             precision=self._precision,
-            rest_dtype=self._storage_dtype,
+            storage_dtype=self._storage_dtype,
             limits=MemoryLimits(self._limits["gpu"], self._limits["cpu"], self._limits["disk"]),
             overlap=self._options.overlap,
             cpu_attention=self._options.cpu_attention,

@@ -41,7 +41,7 @@ MIN_STAGING_BYTES = 3 << 20
 # Bytes that may wait in memory to be stored: the disk stays busy while the next batch computes, and a slow disk holds
 # computing up before it fills the memory.
 MAX_PENDING_STORE_BYTES = 64 << 20
-# Attention masks that are kept between layers (`engine.attention_metadata`).
+# Attention masks that are kept between layers (`kv_cache.visibility`).
 KEPT_MASK_BYTES = 32 << 20
 # Elements of weights in the compute dtype: the tile that was upcast, and the copy that a product may pack.
 UPCAST_ELEMENTS = 2 << 20

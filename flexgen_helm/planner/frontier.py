@@ -30,11 +30,11 @@ def frontier_points(problem: PlanningProblem, count: int) -> list[dict[str, Any]
             solutions.append(search(problem, max_latency=limit * (1 + _SLACK)))
         except MemoryLimitError:
             continue
-    kept: list[Solution] = []
-    for one in sorted(solutions, key=lambda one: (one.prediction.block_s, -one.prediction.tokens_per_s)):
-        if not kept or one.prediction.tokens_per_s > kept[-1].prediction.tokens_per_s * (1 + 1e-6):
-            kept.append(one)
-    return [_point(solution) for solution in kept]
+    points: list[dict[str, Any]] = []
+    for solution in sorted(solutions, key=lambda one: (one.prediction.block_s, -one.prediction.tokens_per_s)):
+        if not points or solution.prediction.tokens_per_s > points[-1]["tokens_per_s"] * (1 + 1e-6):
+            points.append(_point(solution))
+    return points
 
 
 def _point(solution: Solution) -> dict[str, Any]:

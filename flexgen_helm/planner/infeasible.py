@@ -38,7 +38,7 @@ def explain_infeasible(problem: PlanningProblem, schedules: Sequence[Schedule], 
     if _exceeds_noise(problem, missing[tier]):
         short = f"{missing[tier]:,} bytes more on the {tier} tier ({available})"
     else:
-        short = f"up to {max(problem.storage.matrices.values()):,} bytes more, because every matrix rests whole"
+        short = f"up to {max(problem.storage.matrices.values()):,} bytes more, because a matrix is never split"
     *others, last = *_suggestions(problem, shape, tier, missing), "take a smaller model"
     advice = f"{', '.join(others)}{', or ' if others else ''}{last}"
     return f"even a block of one sequence needs {short}: {advice}"
@@ -46,16 +46,16 @@ def explain_infeasible(problem: PlanningProblem, schedules: Sequence[Schedule], 
 
 def _suggestions(problem: PlanningProblem, shape: BlockShape, tier: Tier, missing: Mapping[Tier, int]) -> list[str]:
     """List what makes a block of one sequence fit, the most obvious first."""
-    found = []
+    suggestions = []
     # The tier that misses the most bytes first; they may fit another tier too.
     tiers = sorted(TIERS, key=lambda other: other != tier)
     single = [limit_flag(other) for other in tiers if _fits(_with_raised_limits(problem, [other]), shape)]
     raisable = [other for other in TIERS if problem.limits[other] < _highest_limit(problem, other)]
     raised = _with_raised_limits(problem, raisable)
     if single:
-        found.append(f"raise {' or '.join(single)}")
+        suggestions.append(f"raise {' or '.join(single)}")
     elif _fits(raised, shape):
-        found.append(f"raise {' and '.join(map(limit_flag, raisable))}")
+        suggestions.append(f"raise {' and '.join(map(limit_flag, raisable))}")
     else:
         still_missing = least_missing(raised, block_costs(raised, shape))[1]
         if not any(_exceeds_noise(problem, still_missing[memory]) for memory in ("gpu", "cpu")):
@@ -63,11 +63,11 @@ def _suggestions(problem: PlanningProblem, shape: BlockShape, tier: Tier, missin
             disk = "name a machine with a larger disk"
             if problem.hardware.name == MEASURED:
                 disk = "make room on the disk or name another folder with --offload-dir"
-            found.append(f"raise {' and '.join(needed)} and {disk}" if needed else disk)
+            suggestions.append(f"raise {' and '.join(needed)} and {disk}" if needed else disk)
     precision = PRECISIONS["4bit"]
     if problem.precision.weights is None and _fits(replace(problem, precision=precision), shape):
-        found.append(f"take --precision {precision.name}")
-    return found
+        suggestions.append(f"take --precision {precision.name}")
+    return suggestions
 
 
 def _fits(problem: PlanningProblem, shape: BlockShape) -> bool:

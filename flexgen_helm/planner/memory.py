@@ -142,11 +142,12 @@ def plan_memory(
     elif total + vector_bytes <= limits[compute_tier]:
         return MemoryPlan(place(sizes, on_compute_tier), on_compute_tier, on_compute_tier, 0, copies_fit)
     else:
-        resident = max(0.0, _WEIGHTS_SHARE[compute_tier] * (limits[compute_tier] - staging) - vector_bytes)
-        near = min(1.0, resident / total)
-        host = min(1.0 - near, _HOST_WEIGHTS_SHARE * limits["cpu"] / total) if has_gpu else 0.0
-        fractions = {"gpu": near, "cpu": host} if has_gpu else {"gpu": 0.0, "cpu": near}
-        placed = place(sizes, {**fractions, "disk": 1.0 - near - host})  # type: ignore[dict-item]
+        resident_bytes = max(0.0, _WEIGHTS_SHARE[compute_tier] * (limits[compute_tier] - staging) - vector_bytes)
+        resident = min(1.0, resident_bytes / total)
+        host = min(1.0 - resident, _HOST_WEIGHTS_SHARE * limits["cpu"] / total) if has_gpu else 0.0
+        disk = 1.0 - resident - host
+        gpu, cpu = (resident, host) if has_gpu else (0.0, resident)
+        placed = place(sizes, {"gpu": gpu, "cpu": cpu, "disk": disk})
         in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
         plan = MemoryPlan(placed, in_host_memory, on_compute_tier, staging, False)
     needed = {tier: sum(sizes[name] for name, at in plan.weights.items() if at == tier) for tier in TIERS}

@@ -50,7 +50,7 @@ def planning_problem(
     workload: Workload,
     *,
     precision: str | Precision = "fp16",
-    rest_dtype: str = "float16",
+    storage_dtype: str = "float16",
     limits: MemoryLimits = MemoryLimits(),
     overlap: bool = True,
     cpu_attention: bool = True,
@@ -58,12 +58,12 @@ def planning_problem(
 ) -> PlanningProblem:
     """Collect what the cost model needs.
 
-    rest_dtype: of the checkpoint.
+    storage_dtype: of the checkpoint.
     limits: None for what the machine has, less a margin; of the disk all that is free.
 
     Raises `UsageError` for a negative limit and for an unknown precision.
     """
-    half = hardware.gpu is not None and hardware.gpu.compute_dtype(rest_dtype) != "float32"
+    half = hardware.gpu is not None and hardware.gpu.compute_dtype(storage_dtype) != "float32"
     problem = PlanningProblem(
         config,
         hardware,

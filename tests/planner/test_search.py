@@ -181,7 +181,7 @@ def test_only_what_would_help_is_advised(machine, more, told, remedies):
 def test_matrices_that_cannot_be_cut_are_no_missing_zero_bytes():
     """All bytes fit three full tiers, but no tier holds a part of a matrix."""
     words = (
-        r"up to 77,217,792 bytes more, because every matrix rests whole: raise --gpu-memory or --cpu-memory or --disk"
+        r"up to 77,217,792 bytes more, because a matrix is never split: raise --gpu-memory or --cpu-memory or --disk"
     )
     with pytest.raises(MemoryLimitError, match=words):
         search(small(30, 100, 120))
