@@ -275,7 +275,7 @@ class Engine:
         return plan_run(
             self._memory,
             size,
-            {tier: ledger.free or 0 for tier, ledger in self._tiers.ledgers.items()},
+            {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()},
             policy=self._options.fixed_policy,
             schedule=self._options.fixed_schedule,
             solution=solution,

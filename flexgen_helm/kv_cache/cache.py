@@ -306,5 +306,5 @@ class KVCache:
         """Return where most is missing, of those tiers that have room: the blocks of a run rarely divide exactly."""
         total = sum(self._held.values()) + num_bytes
         allowed = [tier for tier in TIERS if self._fractions[tier] > 0]
-        roomy = [tier for tier in allowed if (free := self._tiers.ledgers[tier].free) is None or free >= num_bytes]
+        roomy = [tier for tier in allowed if self._tiers.ledgers[tier].free >= num_bytes]
         return most_underfilled(roomy or allowed, self._fractions, self._held, total)

@@ -414,18 +414,13 @@ def file_layout(block: CacheBlock, codec: Codec, num_layers: int) -> FileLayout:
 
 def copied_to_device(tiers: Tiers, planes: Planes) -> Planes:
     """Copy tensors of the host to the compute device; the same tensors where the host computes."""
-    if tiers.copy_engine is None:
-        return planes
-    tiers.stats.count_bytes("cpu_to_gpu", "cache", total_bytes(planes))
-    return tuple(tiers.copy_engine.to_device(plane.contiguous()) for plane in planes)
+    # Without a copy the planes need not be contiguous either.
+    return planes if tiers.copy_engine is None else tuple(tiers.to_device(p.contiguous(), "cache") for p in planes)
 
 
 def copied_to_host(tiers: Tiers, planes: Planes) -> Planes:
     """Copy tensors of the compute device to the host; the same tensors where the host computes."""
-    if tiers.copy_engine is None:
-        return planes
-    tiers.stats.count_bytes("gpu_to_cpu", "cache", total_bytes(planes))
-    return tuple(tiers.copy_engine.to_host(plane) for plane in planes)
+    return tuple(tiers.to_host(plane, "cache") for plane in planes)
 
 
 def empty_planes(specs: SequenceOf[Plane], slots: int, units: int, device: torch.device) -> Planes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from math import prod
 
 import torch
@@ -122,8 +123,8 @@ class DiskMatrix(OffloadedMatrix):
     def _read(self, first: int, count: int, staging: Tensor) -> Tensor:
         """Read rows into staging memory; return their bytes.
 
-        file     page |    page    | page        reads are whole pages
-        rows       |first … first + count|
+        file   | page | page | page |        whole pages are read
+        rows       | first … |
         """
         offset, size = first * self.row_bytes, count * self.row_bytes
         skipped = offset % ALIGNMENT
@@ -149,7 +150,7 @@ class MatrixLoader:
         return prod(shape) * dtype.itemsize
 
     def to_device(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Load a tensor to the compute device; dtype: None for the storage format, else 16 bits are converted."""
+        """Load a tensor to the compute device; dtype: of one that is not packed, None for the checkpoint's."""
         if self.format_of(name) is None:
             return self._checkpoint.tensor(name).to(device=self._tiers.device, dtype=dtype)
         return self._read_packed(name).to(self._tiers.device)
@@ -188,11 +189,8 @@ class MatrixLoader:
 
     def _read_packed(self, name: str) -> Tensor:
         """Read a packed matrix [stripes, bytes] from its weight file into new host memory."""
-        file = self._file(name)
-        try:
+        with closing(self._file(name)) as file:
             return file.read_tensor(0, *self._storage(name))
-        finally:
-            file.close()
 
 
 def _packed_tiles(tiles: Iterable[Tensor], fmt: GroupFormat, width: int) -> Iterator[Tensor]:

@@ -59,7 +59,9 @@ class Weight:
 class TieredWeights:
     """The weights of a model, each matrix on the tier that `placement` names (default: the compute device's).
 
-    Loading takes the memory of one tensor more than stays; a weight file is written in tiles.
+    tensors: by canonical name.
+
+    While loading, one more tensor is in memory; weight files are written in tiles.
     """
 
     def __init__(
