@@ -85,8 +85,8 @@ class DecodeAttention:
         out, lse = self._attend(first, layer, window, config, cache, q, positions)
         for part in others:
             own = part.sequences
-            found = self._attend(part, layer, window, config, cache, q, positions)
-            out[own], lse[own] = merge_partial((out[own], lse[own]), found)
+            partial = self._attend(part, layer, window, config, cache, q, positions)
+            out[own], lse[own] = merge_partial((out[own], lse[own]), partial)
         cache.done(self.block, layer)
         return _to_device(cache, (out, lse)) if on_host else (out, lse)
 
@@ -142,8 +142,10 @@ class PrefixAttention:
             if keys.device != q.device or (cache.attends_on_host(self.prefix.block) and not on_host):
                 keys, values = cache.copy_to_device("cache", keys, values)
             mask = part.mask(self.positions, self.latest, window, q.device)
-            found = attention.attend_prefix(q, keys, values, config, positions - part.first, mask)
-            yield _to_device(cache, found) if on_host else found
+            partial = attention.attend_prefix(
+                q, keys, values, config, positions - part.first if part.first else positions, mask
+            )
+            yield _to_device(cache, partial) if on_host else partial
         cache.done(self.prefix.block, layer)
 
 

@@ -17,7 +17,7 @@ import torch
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.paths import state_dir as home_folder
+from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.auto_planner import AutoPlanner
 from flexgen_helm.engine.device import open_device, tier_capacities
@@ -86,7 +86,7 @@ class Engine:
         self._device, self._dtype = device, compute_dtype(device, checkpoint.storage_dtype)
         compute_tier: Tier = "cpu" if link is None else "gpu"
         simulated = link is not None and device.type == "cpu"
-        folder = Path(options.offload_dir) if options.offload_dir is not None else home_folder() / "offload"
+        folder = Path(options.offload_dir) if options.offload_dir is not None else state_dir() / "offload"
         capacities = tier_capacities(options.limits, device, folder)
         ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
         self._tiers = Tiers(device, compute_tier, ledgers, link, folder, options.overlap)
@@ -162,8 +162,9 @@ class Engine:
         Raises `UnknownModelError`, `UnsupportedArchitectureError`, `CheckpointError`, `MemoryLimitError` and
         `UsageError`.
         """
-        wanted = config.precision or FP16
-        precision = precision_named(wanted) if isinstance(wanted, str) else wanted
+        precision = config.precision or FP16
+        if isinstance(precision, str):
+            precision = precision_named(precision)
         resolved = resolve(name_or_path, config.revision)
         device, link = open_device(config.device, config.link_gb_s)
         checkpoint = open_checkpoint(resolved, weights=config.weights, seed=config.seed)
@@ -287,7 +288,7 @@ class Engine:
         )
 
     def _compare(self, plan: RunPlan, workload: Workload) -> None:
-        """Put what was predicted beside what was measured, and correct the rates by the difference."""
+        """Record the prediction with the measurement, and correct the rates by the difference."""
         policy = plan.comparable_policy(self._weight_fractions(), workload.num_sequences, self._tiers.compute_tier)
         measure = self._searches or self.last_run["latency_s"] > _MEASURE_FROM_S
         prediction = self._planner.predict(workload, policy, plan.schedule, measure=measure)

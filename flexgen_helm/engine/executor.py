@@ -72,7 +72,7 @@ class _BatchState:
 
 @dataclass(frozen=True, eq=False)
 class _Prediction:
-    """One wanted prediction: the log-probability of `target` at a position of the batch, or a token drawn there."""
+    """One prediction to make: the log-probability of `target` at a position of the batch, or a token drawn there."""
 
     output: SequenceOutput
     position: int
@@ -228,24 +228,26 @@ class Executor:
     ) -> list[SequenceOutput]:
         #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn from
         #  predict           b c ?
-        wanted: list[_Prediction] = []
+        predictions: list[_Prediction] = []
         outputs: list[SequenceOutput] = []
         first = 0
         for item, nonfinite in zip(batch.scheduled, self._nonfinite_stages(batch, state)):
             sequence, output = item.sequence, SequenceOutput(nonfinite_stage=nonfinite)
             outputs.append(output)
             if nonfinite is None:
-                wanted += [_Prediction(output, first + i, t, None) for i, t in enumerate(_scored_targets(sequence))]
+                predictions += [
+                    _Prediction(output, first + i, t, None) for i, t in enumerate(_scored_targets(sequence))
+                ]
                 if sequence.num_draws:
                     last = first + item.count - 1
-                    wanted += [_Prediction(output, last, None, params) for params in sampling(sequence)]
+                    predictions += [_Prediction(output, last, None, params) for params in sampling(sequence)]
             first += item.count
 
         assert state.hidden is not None
         # As many uses of the head as were announced, though a failed sequence may have left the last ones empty.
         for number in range(self._num_head_uses(batch)):
             with self._weights.stage(self._stages[-1]) as weights:
-                part = wanted[number * self._head_positions : (number + 1) * self._head_positions]
+                part = predictions[number * self._head_positions : (number + 1) * self._head_positions]
                 if part:
                     self._predict(weights, state.hidden, part)
         return outputs
@@ -260,18 +262,18 @@ class Executor:
         positions = sum(sequence.num_draws + len(_scored_targets(sequence)) for sequence in sequences)
         return -(-positions // self._head_positions)
 
-    def _predict(self, weights: StageWeights, hidden: Tensor, wanted: list[_Prediction]) -> None:
-        """Fill in some predictions; log-probabilities are those of the raw logits."""
-        positions = torch.tensor([w.position for w in wanted], device=self._device)
+    def _predict(self, weights: StageWeights, hidden: Tensor, predictions: list[_Prediction]) -> None:
+        """Compute predictions and fill them into the outputs; log-probabilities are those of the raw logits."""
+        positions = torch.tensor([prediction.position for prediction in predictions], device=self._device)
         logits = self._decoder.head(weights, hidden.index_select(0, positions))
-        self._note_workspace(self._workspace.head(len(hidden), len(wanted)))
-        tokens = torch.tensor([w.target or 0 for w in wanted], device=self._device)
-        drawn = {i: w.sampling for i, w in enumerate(wanted) if w.sampling is not None}
+        self._note_workspace(self._workspace.head(len(hidden), len(predictions)))
+        tokens = torch.tensor([prediction.target or 0 for prediction in predictions], device=self._device)
+        drawn = {i: p.sampling for i, p in enumerate(predictions) if p.sampling is not None}
         if drawn:
             rows = torch.tensor(list(drawn), device=self._device)
             tokens[rows] = sample_tokens(logits.index_select(0, rows), list(drawn.values()))
         logprobs = logits.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
-        for prediction, token, logprob in zip(wanted, tokens.tolist(), logprobs.tolist()):
+        for prediction, token, logprob in zip(predictions, tokens.tolist(), logprobs.tolist()):
             output = prediction.output
             if not math.isfinite(logprob):
                 output.nonfinite_stage = output.nonfinite_stage or self._stages[-1]

@@ -1,7 +1,7 @@
 """The profile of this machine: measured once, saved below `FLEXGEN_HELM_HOME`, measured again if the machine changes.
 
-A profile that was measured beside other programs is saved with a mark. It is used until the machine is quiet, and
-then replaced: so a busy machine is not measured again by every process, and no plan believes its rates for ever.
+A profile that was measured while other programs computed is saved with a mark. It is used until the machine is quiet,
+and then replaced: so a busy machine is not measured again by every process, and no plan believes its rates for ever.
 """
 
 from __future__ import annotations

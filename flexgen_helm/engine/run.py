@@ -58,7 +58,7 @@ class Run:
         should_stop: Callable[[], bool],
         progress: Callable[[Progress], None] | None,
     ) -> list[GenerationResult]:
-        """Return results in the order asked; raise `Interrupted` with every finished result already reported."""
+        """Return results in the order of the requests; when `Interrupted` is raised, finished ones were reported."""
         self._results: list[GenerationResult | None] = [None] * len(requests)
         self._on_result, self._progress = on_result, progress
         self._began = time.perf_counter()
@@ -323,7 +323,7 @@ class Run:
             self._on_result(place, result)
 
     def _flops(self, item: ScheduledTokens, is_prefill: bool) -> float:
-        """Return the operations of some tokens: linear layers, attention over what each sees, the head where used."""
+        """Return the operations of scheduled tokens: linear layers, attention to what each sees, the head if used."""
         config, sequence, count = self._config, item.sequence, item.count
         visible = sequence.start + sequence.num_computed - count + (count + 1) / 2  # num_computed counts them already
         scored = 0
@@ -341,9 +341,9 @@ def _sampling(sequence: Sequence) -> list[SamplingParams]:
 
 
 def _shared_prefixes_again(done: Iterable[Batch]) -> list[Batch]:
-    """Return batches that compute the shared prefixes of finished batches anew, those that still have readers.
+    """Return batches that compute the shared prefixes of finished batches again, those that still have readers.
 
-    After an out-of-memory in prefill-only what is left passes all layers anew, and the cache keeps one layer only.
+    After an out-of-memory in prefill-only what is left passes all layers again, and the cache keeps one layer only.
     """
     prefixes = [item.sequence for batch in done for item in batch.scheduled if item.sequence.num_readers]
     for prefix in prefixes:

@@ -100,7 +100,7 @@ def run_record(
 
 
 def predicted(prediction: Prediction) -> dict[str, Any]:
-    """Return the entries of a record that put a prediction beside the measurement."""
+    """Return the entries of a record for a prediction."""
     return {
         "predicted_latency_s": prediction.latency_s,
         "predicted": {

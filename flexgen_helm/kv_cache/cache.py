@@ -116,28 +116,28 @@ class KVCache:
         layer, cache = self._stored_layer(layer), self._open(block)
         self._grow(block, cache, layer)
         if cache.window is None:
-            slots = range(len(block.sequences))
-            cache.storage.prefetch(layer, *self._extent(block, cache))
-            cache.storage.append(layer, slots, positions, self.codec.encode(k, v))
+            cache.storage.prefetch(layer)
+            cache.storage.append(layer, torch.arange(len(positions)), positions, self.codec.encode(k, v))
             return
         for group in cache.window.append(layer, k, v):
             units = torch.full((len(group.slots),), group.unit)
-            cache.storage.append(layer, group.slots, units, self.codec.encode(group.keys, group.values))
+            cache.storage.append(layer, torch.tensor(group.slots), units, self.codec.encode(group.keys, group.values))
 
     # Reading
 
     def read(self, block: CacheBlock, layer: int, part: DecodePart) -> KeysValues:
         """Return keys and values [B, Hk, S, D] of a part of what the block's queries see."""
         layer, cache = self._stored_layer(layer), self._blocks[block]
-        if not part.stored:
+        if not part.num_units:
             assert cache.window is not None
             return cache.window.read(layer, part.seen_quantized)
-        planes = self._read(block, cache, layer, part.sequences)
+        planes = self._read(cache, layer, part.sequences, slice(0, part.num_units))
         return self.codec.decode_keys(planes), self.codec.decode_values(planes)
 
     def read_keys(self, block: CacheBlock, layer: int, part: DecodePart) -> Tensor:
         """Return the keys [B, Hk, S, D] of a stored part, by which values are selected."""
-        planes = self._read(block, self._blocks[block], self._stored_layer(layer), part.sequences)
+        units = slice(0, part.num_units)
+        planes = self._read(self._blocks[block], self._stored_layer(layer), part.sequences, units)
         return self.codec.decode_keys(planes)
 
     def read_selected(self, block: CacheBlock, layer: int, part: DecodePart, selected: TopK) -> Tensor:
@@ -154,8 +154,7 @@ class KVCache:
             keys, values = cache.window.read_tokens(prefix.slot, layer, part.first, part.last)
             return keys[0], values[0]
         first, last = part.first // size, -(-part.last // size)
-        slot = slice(prefix.slot, prefix.slot + 1)
-        planes = self._read(prefix.block, cache, layer, slot, slice(first, last))
+        planes = self._read(cache, layer, slice(prefix.slot, prefix.slot + 1), slice(first, last))
         tokens = slice(part.first - first * size, part.last - first * size)
         return self.codec.decode_keys(planes)[0, :, tokens], self.codec.decode_values(planes)[0, :, tokens]
 
@@ -163,9 +162,7 @@ class KVCache:
         """Begin to bring one layer of a block to where attention is computed; harmless where it is there."""
         cache = self._blocks.get(block)
         if cache is not None:
-            counts, room = self._extent(block, cache)
-            if max(counts) + room:
-                cache.storage.prefetch(self._stored_layer(layer), counts, room)
+            cache.storage.prefetch(self._stored_layer(layer))
 
     def done(self, block: CacheBlock, layer: int) -> None:
         """Give back what was brought of a layer: a batch has attended to it."""
@@ -195,7 +192,7 @@ class KVCache:
     # Blocks
 
     def move(self, block: CacheBlock, source: int, target: int, tokens: int, stale_tokens: int) -> None:
-        """Make slot `target`, which held `stale_tokens`, a copy of slot `source` with its `tokens`."""
+        """Make slot `target`, which has `stale_tokens`, a copy of slot `source` with its `tokens`."""
         cache, size = self._blocks[block], self.codec.group_tokens
         if cache.window is not None:
             cache.window.move(source, target)
@@ -267,7 +264,7 @@ class KVCache:
         planes = MemoryPlanes(codec, block.num_slots, layers, units, device)
         if tier == tiers.compute_tier or self._cpu_attention:
             return DeviceStorage(tier, codec, planes)
-        return HostStorage(tiers, codec, planes)
+        return HostStorage(tiers, codec, block, planes)
 
     def _grow(self, block: CacheBlock, cache: _BlockCache, layer: int) -> None:
         """Make room for the token that is about to be appended, a page at a time; a file has all of it already."""
@@ -286,17 +283,9 @@ class KVCache:
         """Units of room that a slot has while its next token is the one behind `tokens`."""
         return block.allocated_tokens(tokens + 1) // self.codec.group_tokens
 
-    def _extent(self, block: CacheBlock, cache: _BlockCache) -> tuple[list[int], int]:
-        """Stored units of each slot that queries read, and room for the token that they append before they do."""
-        room = 0 if cache.window is not None or block.sequences[0].is_shared else 1
-        return [self.codec.num_visible_units(sequence) - room for sequence in block.sequences], room
-
-    def _read(
-        self, block: CacheBlock, cache: _BlockCache, layer: int, slots: slice, units: slice = slice(None)
-    ) -> Planes:
-        planes = cache.storage.read(layer, *self._extent(block, cache))
-        axes = [(slots, *[slice(None)] * (plane.unit_axis - 1), units) for plane in self.codec.planes]
-        return tuple(data[index] for index, data in zip(axes, planes))
+    def _read(self, cache: _BlockCache, layer: int, slots: slice, units: slice) -> Planes:
+        indices = [(slots, *[slice(None)] * (plane.unit_axis - 1), units) for plane in self.codec.planes]
+        return tuple(data[index] for data, index in zip(cache.storage.read(layer), indices))
 
     def _count(self, tier: Tier, num_bytes: int) -> None:
         self._held[tier] += num_bytes

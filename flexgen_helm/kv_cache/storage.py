@@ -21,6 +21,7 @@ from torch import Tensor
 from flexgen_helm.kv_cache.codec import Codec, Plane, Planes, total_bytes
 from flexgen_helm.kv_cache.tensors import zeros
 from flexgen_helm.kv_cache.transfers import BlockTransfers
+from flexgen_helm.kv_cache.visibility import stored_extent
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import aligned
 from flexgen_helm.offload.tiers import Tiers
@@ -28,6 +29,8 @@ from flexgen_helm.planner.placement import Tier
 from flexgen_helm.scheduling.sequence import CacheBlock
 
 _HOST = torch.device("cpu")
+# A slot of a file, and how many of its first units are read.
+SlotCount = tuple[int, int]
 
 
 class Storage(ABC):
@@ -40,17 +43,12 @@ class Storage(ABC):
         """Store the first units [n, *shape] of a slot: those of its prompt."""
 
     @abstractmethod
-    def append(self, layer: int, slots: SequenceOf[int], units: Tensor, planes: Planes) -> None:
-        """Store one unit [len(slots), *shape] in each of some slots, at `units` [len(slots)]."""
+    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
+        """Store one unit for each of `slots`, planes [len(slots), *shape], at `units` [len(slots)]."""
 
     @abstractmethod
-    def read(self, layer: int, counts: SequenceOf[int], room: int = 0) -> Planes:
-        """Return the first units of the first B slots, where attention is computed, as planes lie in memory.
-
-        counts: stored units to read of each slot; the planes have max(counts) + room units.
-        room: units that are appended between `prefetch` and the read's use.
-        The planes are those that every query reads.
-        """
+    def read(self, layer: int) -> Planes:
+        """Return the planes that every query reads, where attention is computed, with at least the visible units."""
 
     @abstractmethod
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
@@ -62,14 +60,14 @@ class Storage(ABC):
 
     @abstractmethod
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
-        """Make slot `target`, which held `stale_units`, a copy of the first `units` of slot `source`."""
+        """Make slot `target`, which has `stale_units`, a copy of the first `units` of slot `source`."""
 
     def grow(self, layer: int, units: int) -> None:
         """Make room for so many units a slot."""
         return None
 
-    def prefetch(self, layer: int, counts: SequenceOf[int], room: int = 0) -> None:
-        """Begin to bring what `read` with the same arguments returns."""
+    def prefetch(self, layer: int) -> None:
+        """Begin to bring what `read` returns."""
         return None
 
     def drop(self, layer: int) -> None:
@@ -103,7 +101,7 @@ class MemoryPlanes:
         for plane, stored, new in zip(self._planes, self._layers[layer], planes):
             plane.by_unit(stored)[slot, : new.shape[0]] = new
 
-    def append(self, layer: int, slots: SequenceOf[int], units: Tensor, planes: Planes) -> None:
+    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
         put_units(self._planes, self._layers[layer], slots, units, planes)
 
     def read(self, layer: int, num_slots: int, units: int) -> Planes:
@@ -111,8 +109,8 @@ class MemoryPlanes:
         stored = zip(self._planes, self._layers[layer])
         return tuple(data[:num_slots].narrow(plane.unit_axis, 0, units) for plane, data in stored)
 
-    def plane(self, layer: int, index: int) -> Tensor:
-        return self._layers[layer][index]
+    def planes(self, layer: int) -> Planes:
+        return self._layers[layer]
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
         # What remains of the old sequence is cleared: a masked position still takes part in the product with weight
@@ -128,11 +126,13 @@ class MemoryPlanes:
 
 
 def put_units(
-    specs: SequenceOf[Plane], stored: SequenceOf[Tensor], slots: SequenceOf[int], units: Tensor, planes: Planes
+    specs: SequenceOf[Plane], stored: SequenceOf[Tensor], slots: Tensor, units: Tensor, planes: Planes
 ) -> None:
-    """Put one unit [len(slots), *shape] of each plane into each of some slots."""
+    """Put one unit for each of `slots` into planes; planes: the new units [len(slots), *shape]."""
+    device = stored[0].device
+    slots, units = slots.to(device), units.to(device)
     for plane, data, new in zip(specs, stored, planes):
-        plane.by_unit(data)[torch.as_tensor(slots, device=data.device), units.to(data.device)] = new
+        plane.by_unit(data)[slots, units] = new
 
 
 class DeviceStorage(Storage):
@@ -144,14 +144,14 @@ class DeviceStorage(Storage):
     def write(self, layer: int, slot: int, planes: Planes) -> None:
         self._planes.write(layer, slot, planes)
 
-    def append(self, layer: int, slots: SequenceOf[int], units: Tensor, planes: Planes) -> None:
+    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
         self._planes.append(layer, slots, units, planes)
 
-    def read(self, layer: int, counts: SequenceOf[int], room: int = 0) -> Planes:
-        return self._planes.read(layer, len(counts), max(counts) + room)
+    def read(self, layer: int) -> Planes:
+        return self._planes.planes(layer)
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
-        return self._codec.select_values(self._planes.plane(layer, 1)[slots], tokens)
+        return self._codec.select_values(self._planes.planes(layer)[1][slots], tokens)
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
         self._planes.move(source, target, units, stale_units)
@@ -165,24 +165,24 @@ class HostStorage(Storage):
 
     tier: Tier = "cpu"
 
-    def __init__(self, tiers: Tiers, codec: Codec, planes: MemoryPlanes) -> None:
-        self._tiers, self._codec, self._planes = tiers, codec, planes
+    def __init__(self, tiers: Tiers, codec: Codec, block: CacheBlock, planes: MemoryPlanes) -> None:
+        self._tiers, self._codec, self._block, self._planes = tiers, codec, block, planes
         self._transfers: BlockTransfers[Planes] = BlockTransfers(tiers)
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
-        self._store(layer, planes, lambda near: self._planes.write(layer, slot, near))
+        self._store(layer, planes, lambda on_host: self._planes.write(layer, slot, on_host))
 
-    def append(self, layer: int, slots: SequenceOf[int], units: Tensor, planes: Planes) -> None:
+    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
         if self._transfers.is_fetching(layer) and not self._codec.window_tokens:  # what is read next needs them too
             put_units(self._codec.planes, self._transfers.fetched(layer), slots, units, planes)
-        self._store(layer, planes, lambda near: self._planes.append(layer, slots, units.cpu(), near))
+        self._store(layer, planes, lambda on_host: self._planes.append(layer, slots, units.cpu(), on_host))
 
-    def read(self, layer: int, counts: SequenceOf[int], room: int = 0) -> Planes:
-        self.prefetch(layer, counts, room)
+    def read(self, layer: int) -> Planes:
+        self.prefetch(layer)
         return self._transfers.fetched(layer)
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
-        selected = self._codec.select_values(self._planes.plane(layer, 1)[slots], tokens.cpu())
+        selected = self._codec.select_values(self._planes.planes(layer)[1][slots], tokens.cpu())
         return copied_to_device(self._tiers, (selected,))[0]
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
@@ -196,21 +196,24 @@ class HostStorage(Storage):
                 self._transfers.fetched(layer)  # the copy is made before the tensors change
             self._planes.grow(layer, units)
 
-    def prefetch(self, layer: int, counts: SequenceOf[int], room: int = 0) -> None:
-        codec, units = self._codec, max(counts)
+    def prefetch(self, layer: int) -> None:
+        codec, extent = self._codec, stored_extent(self._block, self._codec)
+        if self._transfers.is_fetching(layer) or not extent.num_units:
+            return
 
         def fetch() -> Planes:
-            stored = self._planes.read(layer, len(counts), units)[: codec.num_fetched_planes]
+            units = max(extent.counts)
+            stored = self._planes.read(layer, extent.num_slots, units)[: codec.num_fetched_planes]
             # One long copy over the link, spread out behind it.
             arrived = copied_to_device(self._tiers, tuple(plane.contiguous() for plane in stored))
-            if not room:
+            if not extent.room:
                 return arrived
-            wider = empty_planes(codec.planes, len(counts), units + room, self._tiers.device)
+            wider = empty_planes(codec.planes, extent.num_slots, extent.num_units, self._tiers.device)
             for plane, new, old in zip(codec.planes, wider, arrived):
                 plane.by_unit(new)[:, :units] = plane.by_unit(old)
             return wider
 
-        self._transfers.prefetch(layer, len(counts) * (units + room) * codec.fetched_bytes, fetch)
+        self._transfers.prefetch(layer, extent.num_slots * extent.num_units * codec.fetched_bytes, fetch)
 
     def drop(self, layer: int) -> None:
         self._transfers.drop(layer)
@@ -231,42 +234,44 @@ class DiskStorage(Storage):
     tier: Tier = "disk"
 
     def __init__(self, tiers: Tiers, codec: Codec, block: CacheBlock, layout: FileLayout, file: DirectFile) -> None:
-        self._tiers, self._codec, self._layout, self._file = tiers, codec, layout, file
+        self._tiers, self._codec, self._block, self._layout, self._file = tiers, codec, block, layout, file
         self._transfers: BlockTransfers[tuple[Planes, Planes]] = BlockTransfers(tiers)  # on the device, on the host
         self._slots = list(range(block.num_slots))  # slot of the block -> slot of the file
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
         place = self._slots[slot]
-        self._store(layer, planes, lambda near: self._layout.write(self._file, layer, place, near))
+        self._store(layer, planes, lambda on_host: self._layout.write(self._file, layer, place, on_host))
 
-    def append(self, layer: int, slots: SequenceOf[int], units: Tensor, planes: Planes) -> None:
+    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
         if self._transfers.is_fetching(layer) and not self._codec.window_tokens:
             put_units(self._codec.planes, self._transfers.fetched(layer)[0], slots, units, planes)
-        places, numbers = [self._slots[slot] for slot in slots], units.tolist()
-        self._store(layer, planes, lambda near: self._layout.append(self._file, layer, places, numbers, near))
+        places, numbers = [self._slots[slot] for slot in slots.tolist()], units.tolist()
+        self._store(layer, planes, lambda on_host: self._layout.append(self._file, layer, places, numbers, on_host))
 
-    def read(self, layer: int, counts: SequenceOf[int], room: int = 0) -> Planes:
-        self.prefetch(layer, counts, room)
+    def read(self, layer: int) -> Planes:
+        self.prefetch(layer)
         return self._transfers.fetched(layer)[0]
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
-        near = self._transfers.fetched(layer)[1]
-        selected = self._codec.select_values(near[1][slots], tokens.cpu())
+        on_host = self._transfers.fetched(layer)[1]
+        selected = self._codec.select_values(on_host[1][slots], tokens.cpu())
         return copied_to_device(self._tiers, (selected,))[0]
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
         self._slots[target], self._slots[source] = self._slots[source], self._slots[target]
 
-    def prefetch(self, layer: int, counts: SequenceOf[int], room: int = 0) -> None:
-        codec, wanted = self._codec, list(zip(self._slots, counts))
-        units = max(counts) + room
+    def prefetch(self, layer: int) -> None:
+        codec, extent = self._codec, stored_extent(self._block, self._codec)
+        if self._transfers.is_fetching(layer) or not extent.num_units:
+            return
+        file_counts = list(zip(self._slots, extent.counts))
 
         def fetch() -> tuple[Planes, Planes]:
-            near = empty_planes(codec.planes, len(counts), units, _HOST)
-            self._transfers.count("disk_to_cpu", self._layout.read(self._file, layer, wanted, near))
-            return copied_to_device(self._tiers, near[: codec.num_fetched_planes]), near
+            on_host = empty_planes(codec.planes, extent.num_slots, extent.num_units, _HOST)
+            self._transfers.count("disk_to_cpu", self._layout.read(self._file, layer, file_counts, on_host))
+            return copied_to_device(self._tiers, on_host[: codec.num_fetched_planes]), on_host
 
-        self._transfers.prefetch(layer, len(counts) * units * codec.unit_bytes, fetch)
+        self._transfers.prefetch(layer, extent.num_slots * extent.num_units * codec.unit_bytes, fetch)
 
     def drop(self, layer: int) -> None:
         self._transfers.drop(layer)
@@ -298,11 +303,11 @@ class FileLayout(ABC):
     def append(
         self, file: DirectFile, layer: int, slots: SequenceOf[int], units: SequenceOf[int], planes: Planes
     ) -> int:
-        """Write one unit [len(slots), *shape] in each of some slots; return the bytes written."""
+        """Write one unit for each of `slots`, planes [len(slots), *shape]; return the bytes written."""
 
     @abstractmethod
-    def read(self, file: DirectFile, layer: int, wanted: SequenceOf[tuple[int, int]], planes: Planes) -> int:
-        """Fill planes with the first units of some slots, (slot, units) each; return the bytes read."""
+    def read(self, file: DirectFile, layer: int, counts: SequenceOf[SlotCount], planes: Planes) -> int:
+        """Fill planes with the first units of slots; return the bytes read."""
 
 
 class StepLayout(FileLayout):
@@ -342,28 +347,28 @@ class StepLayout(FileLayout):
         file.write_tensor(layer * self._layer_bytes + offset, piece)
         return total_bytes((piece,))
 
-    def read(self, file: DirectFile, layer: int, wanted: SequenceOf[tuple[int, int]], planes: Planes) -> int:
-        base, done, specs = layer * self._layer_bytes, 0, self._planes
-        for row, (slot, count) in enumerate(wanted):
+    def read(self, file: DirectFile, layer: int, counts: SequenceOf[SlotCount], planes: Planes) -> int:
+        base, num_bytes, specs = layer * self._layer_bytes, 0, self._planes
+        for row, (slot, count) in enumerate(counts):
             if prompt := min(count, self._prompts[slot]):
                 shape = specs[0].memory_shape(len(specs), self._prompts[slot])
-                found = file.read_tensor(base + self._offsets[slot], shape, specs[0].dtype)
-                done += total_bytes((found,))
-                for plane, target, data in zip(specs, planes, found):
+                stored = file.read_tensor(base + self._offsets[slot], shape, specs[0].dtype)
+                num_bytes += total_bytes((stored,))
+                for plane, target, data in zip(specs, planes, stored):
                     plane.by_unit(target)[row, :prompt] = plane.by_unit(data[None])[0, :prompt]
-        steps = max(0, max(count - self._prompts[slot] for slot, count in wanted))
+        steps = max(0, max(count - self._prompts[slot] for slot, count in counts))
         if steps:
             # Each step fills whole pages; what is behind its tokens is read and left out.
             dtype = specs[0].dtype
             width, used = self._step_bytes // dtype.itemsize, sum(prod(plane.shape) for plane in specs)
-            found = file.read_tensor(base + self._steps_offset, (steps, width), dtype)
-            done += total_bytes((found,))
-            tokens = found[:, : used * self._num_slots].reshape(steps, len(specs), self._num_slots, *specs[0].shape)
-            for row, (slot, _) in enumerate(wanted):
+            data = file.read_tensor(base + self._steps_offset, (steps, width), dtype)
+            num_bytes += total_bytes((data,))
+            tokens = data[:, : used * self._num_slots].reshape(steps, len(specs), self._num_slots, *specs[0].shape)
+            for row, (slot, _) in enumerate(counts):
                 first = self._prompts[slot]
                 for index, (plane, target) in enumerate(zip(specs, planes)):
                     plane.by_unit(target)[row, first : first + steps] = tokens[:, index, slot]
-        return done
+        return num_bytes
 
 
 class PagedLayout(FileLayout):
@@ -387,14 +392,14 @@ class PagedLayout(FileLayout):
             for i, (slot, unit) in enumerate(zip(slots, units))
         )
 
-    def read(self, file: DirectFile, layer: int, wanted: SequenceOf[tuple[int, int]], planes: Planes) -> int:
+    def read(self, file: DirectFile, layer: int, counts: SequenceOf[SlotCount], planes: Planes) -> int:
         sizes = [plane.unit_bytes for plane in self._planes]
-        for row, (slot, count) in enumerate(wanted):
+        for row, (slot, count) in enumerate(counts):
             if count:
-                found = file.read_tensor(self._offset(layer, slot, 0), (count, self._page_bytes), torch.uint8)
-                for target, part in zip(planes, found[:, : self._unit_bytes].split(sizes, 1)):
+                data = file.read_tensor(self._offset(layer, slot, 0), (count, self._page_bytes), torch.uint8)
+                for target, part in zip(planes, data[:, : self._unit_bytes].split(sizes, 1)):
                     target[row, :count] = part
-        return sum(count for _, count in wanted) * self._unit_bytes
+        return sum(count for _, count in counts) * self._unit_bytes
 
     def _write(self, file: DirectFile, offset: int, planes: Planes) -> int:
         joined = torch.cat(planes, 1)

@@ -33,12 +33,38 @@ _DEQUANTIZED_ELEMENTS = 4 << 20
 _KEPT_LENGTHS = 32
 
 
+@dataclass(frozen=True)
+class Extent:
+    """The stored units of a block that its next queries read.
+
+    counts: of each slot, from its first unit on.
+    room: units of a slot that are appended before they are read: 1, or 0 where nothing is.
+    """
+
+    counts: SequenceOf[int]
+    room: int
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.counts)
+
+    @property
+    def num_units(self) -> int:
+        return max(self.counts) + self.room
+
+
+def stored_extent(block: CacheBlock, codec: Codec) -> Extent:
+    """Return what the next queries of a block's sequences read, or, of shared sequences, their readers do."""
+    room = 0 if codec.window_tokens or block.sequences[0].is_shared else 1
+    return Extent([codec.num_visible_units(sequence) - room for sequence in block.sequences], room)
+
+
 @dataclass(frozen=True, eq=False)
 class DecodePart:
     """Keys that the decoding sequences of a block read and attend to together.
 
     sequences: of the block, as a slice.
-    stored: the keys come from the storage, else from the residual window.
+    num_units: of each slot, that are read from the storage; 0: the keys come from the residual window.
     masks: by sliding window (None: without one): additive [B, 1, 1, S]; None where every sequence sees all keys.
     key_positions: [B, S] where the keys are not in order.
     seen_quantized: places [B, W] of the residual window that are seen quantized; None where none can be.
@@ -46,7 +72,7 @@ class DecodePart:
     """
 
     sequences: slice
-    stored: bool
+    num_units: int
     masks: Mapping[int | None, Tensor | None]
     key_positions: Tensor | None = None
     seen_quantized: Tensor | None = None
@@ -66,7 +92,7 @@ def decode_parts(
         #  key 0 1 2 3     a sequence with 2 cached tokens + itself sees keys 0 … 2
         keys = torch.arange(int(positions.max()) + 1)
         masks = {w: _mask(_hidden(positions, keys, keys[None, :] > positions[:, None], w), device) for w in windows}
-        return (DecodePart(everyone, True, masks),)
+        return (DecodePart(everyone, len(keys), masks),)
 
     stored = torch.tensor([codec.num_stored(sequence.num_computed) for sequence in block.sequences])
     quantized = torch.tensor([fmt.num_quantized(sequence.num_computed) for sequence in block.sequences])
@@ -76,7 +102,7 @@ def decode_parts(
     outside = (ring < stored[:, None]) | (ring < 0)
     newest = DecodePart(
         everyone,
-        False,
+        0,
         {w: _additive(_hidden(positions, ring, outside, w), device) for w in windows},
         ring.to(device),
         (ring < quantized[:, None]).to(device) if codec.window_copies > 1 else None,
@@ -86,12 +112,13 @@ def decode_parts(
         return (newest,)
     beyond = older >= stored[:, None]
     older_masks = {w: _additive(_hidden(positions, older, beyond, w), device) for w in windows}
+    num_units = len(older) // codec.group_tokens
     step = max(1, _DEQUANTIZED_ELEMENTS // (2 * len(older) * codec.token_elements))
     slices = [slice(first, min(first + step, everyone.stop)) for first in range(0, everyone.stop, step)]
     return (
         newest,
         *(
-            DecodePart(part, True, {w: mask[part] for w, mask in older_masks.items()}, value_share=fmt.value_share)
+            DecodePart(part, num_units, {w: mask[part] for w, mask in older_masks.items()}, value_share=fmt.value_share)
             for part in slices
         ),
     )
@@ -118,19 +145,21 @@ class PrefixPart:
         positions: [t] of the queries from the prefix's first token on; latest: the largest of them.
         window: the layer's sliding window.
         """
-        keys, hidden = torch.arange(self.first, self.last), None
-        if self.borders is not None:
-            hidden = keys >= self.borders[:, None] if self.stored else keys < self.borders[:, None]
-        if window is not None and latest - self.first >= window:  # else it reaches back to the first key
-            beyond = positions.cpu()[:, None] - keys >= window
-            hidden = beyond if hidden is None else hidden | beyond
-        if hidden is None:
+        if window is not None and latest - self.first < window:  # it reaches back to the first key
+            window = None
+        if self.borders is None and window is None:
             return None
+        keys = torch.arange(self.first, self.last)
+        hidden = torch.zeros(len(positions), len(keys), dtype=torch.bool)
+        if self.borders is not None:
+            hidden |= keys >= self.borders[:, None] if self.stored else keys < self.borders[:, None]
+        if window is not None:
+            hidden |= positions.cpu()[:, None] - keys >= window
         return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf).to(device)
 
 
 def prefix_parts(prefix: Sequence, positions: SequenceOf[int], codec: Codec) -> tuple[PrefixPart, ...]:
-    """Divide what some queries see of a prefix.
+    """Divide what queries see of a prefix.
 
         tokens    0 … low | low … high | low … end      low, high: the first and the last border of the queries
                   stored    stored       newest
@@ -153,9 +182,9 @@ def prefix_parts(prefix: Sequence, positions: SequenceOf[int], codec: Codec) -> 
 
 def query_chunks(tokens: int, window: int | None, fmt: CacheFormat, device: torch.device) -> Iterable[QueryChunk]:
     """Divide a prompt that no cache is needed for: what its tokens see quantized and as it was computed."""
-    wanted = tokens, window, fmt, device
+    arguments = tokens, window, fmt, device
     mask_bytes = 2 * tokens * tokens  # in float32, of which half is never seen
-    return _make_chunks(*wanted) if mask_bytes > KEPT_MASK_BYTES // _KEPT_LENGTHS else _kept_chunks(*wanted)
+    return _make_chunks(*arguments) if mask_bytes > KEPT_MASK_BYTES // _KEPT_LENGTHS else _kept_chunks(*arguments)
 
 
 @lru_cache(maxsize=_KEPT_LENGTHS)

@@ -72,7 +72,7 @@ def visible(cache: KVCache, block: CacheBlock, layer: int) -> list[dict[int, tup
     """For every sequence of a block, position -> (key, value) of all that its query reads, from all parts."""
     found: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in block.sequences]
     for part in decode_parts(block, {None}, cache.codec, torch.device("cpu")):
-        if part.stored and part.value_share < 1:
+        if part.value_share < 1:
             keys = cache.read_keys(block, layer, part)
             values = torch.full_like(keys, float("nan"))  # of sparse formats values are selected: tested elsewhere
         else:
