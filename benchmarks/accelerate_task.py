@@ -60,7 +60,7 @@ def generate(*, model: str, folder: str, rows: int, prompt: int, output: int) ->
 
 
 def _model(name: str, device: str) -> Any:
-    """Build a catalogue's OPT in float32; on 'meta' it has shapes and no weights."""
+    """Build a catalog's OPT in float32; on 'meta' it has shapes and no weights."""
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 

@@ -19,7 +19,7 @@ class UsageError(FlexgenError):
 
 
 class UnknownModelError(UsageError):
-    """The model name is neither in the catalogue, nor a folder, nor a hub name."""
+    """The model name is neither in the catalog, nor a folder, nor a hub name."""
 
 
 class UnsupportedArchitectureError(UsageError):

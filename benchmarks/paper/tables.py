@@ -97,7 +97,7 @@ def read_row(line: Mapping[str, str], hardware: HardwareProfile) -> TableRow:
     """Read one row. Raises `ValueError`, `KeyError` or `UsageError` if a column cannot be read."""
     entry = resolve(line["model"]).entry
     if entry is None:
-        raise UsageError(f"model {line['model']!r} is not in the catalogue")
+        raise UsageError(f"model {line['model']!r} is not in the catalog")
     shares = (_number(line, name) / 100 for name in _SHARES)
     policy = Policy(int(line["gpu_batch_size"]), int(line["num_gpu_batches"]), *shares)
     system = (line.get("system") or "flexgen").split()[0].lower()

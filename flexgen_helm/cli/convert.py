@@ -12,7 +12,7 @@ from flexgen_helm.cli.flags import JsonFlag, Revision
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="Catalogue name, org--repo of the hub, or folder with .bin weights.")],
+    model: Annotated[str, typer.Argument(help="Catalog name, org--repo of the hub, or folder with .bin weights.")],
     out: Annotated[
         Path | None,
         typer.Option(help="Folder to write; by default one that the model's name finds from then on."),

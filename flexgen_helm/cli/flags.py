@@ -24,7 +24,7 @@ def _require_folder(parameter: typer.CallbackParam, value: Path | None) -> Path 
     return value
 
 
-ModelName = Annotated[str, typer.Argument(help="Catalogue name, org--repo of the hub, folder or .gguf file.")]
+ModelName = Annotated[str, typer.Argument(help="Catalog name, org--repo of the hub, folder or .gguf file.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub's repository.")]
 # The parameters of a command must be named `as_json` and `as_csv`.
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=_refuse_both)]

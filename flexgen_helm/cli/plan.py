@@ -38,7 +38,7 @@ _COST_LABELS = {
 def plan(
     engine: EngineOptions,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="M", help="Catalogue name, org--repo of the hub or a folder.")
+        str | None, typer.Option("--model", metavar="M", help="Catalog name, org--repo of the hub or a folder.")
     ] = None,
     prompt_len: Annotated[int | None, typer.Option(metavar="S", help="Tokens of a prompt.")] = None,
     gen_len: Annotated[int | None, typer.Option(metavar="N", help="Tokens to generate for each.")] = None,

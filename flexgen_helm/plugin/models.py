@@ -1,6 +1,6 @@
 """Model names of HELM deployments and the models behind them. Imports neither HELM nor torch.
 
-A name is `flexgen/` and then a catalogue name, `<org>--<repo>` of the hub, or a name of the user's own file
+A name is `flexgen/` and then a catalog name, `<org>--<repo>` of the hub, or a name of the user's own file
 (`FLEXGEN_HELM_MODELS`). A precision suffix such as `-4bit` may follow.
 """
 
@@ -96,7 +96,7 @@ def _target(resolved: ResolvedModel) -> str:
 
 
 def read_facts(model: ModelArguments) -> ModelFacts:
-    """Read facts from the catalogue if it has the model, else from the checkpoint's configuration; never weights."""
+    """Read facts from the catalog if it has the model, else from the checkpoint's configuration; never weights."""
     from flexgen_helm.checkpoint import names
 
     entry = names.resolve(model.path, model.revision).entry

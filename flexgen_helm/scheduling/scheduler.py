@@ -42,8 +42,8 @@ class Scheduler:
 
     A pass takes every running sequence one token further and admits waiting ones as long as their cache fits. A
     shared prefix precedes its users in the queue. A prompt with continuations reserves their cache when it is
-    admitted. Sequences that end give their slots back at once. `schedule` decides in which order the batches of a
-    pass meet the layers.
+    admitted. Sequences that end give their slots back at once. In which order the batches of a pass meet the layers
+    is the schedule's choice (`scheduling.schedule`).
     """
 
     def __init__(self, waiting: Iterable[Sequence], limits: SchedulerLimits) -> None:

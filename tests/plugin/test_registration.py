@@ -32,7 +32,7 @@ from tests.helpers.tiny_models import TinyModel
 CLIENT = "flexgen_helm.plugin.client.FlexgenClient"
 
 
-def test_a_catalogue_name() -> None:
+def test_a_catalog_name() -> None:
     found = get_model_deployment("flexgen/opt-125m")
     assert (found.max_sequence_length, found.max_request_length) == (2048, 2049)
     assert found.model_name == found.tokenizer_name == "flexgen/opt-125m"
