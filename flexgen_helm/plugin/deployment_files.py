@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import cattrs
-import dacite
 import yaml
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark.model_deployment_registry import ModelDeployment
@@ -54,7 +54,9 @@ def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
     for name, entry in new.items():
         if name in present and present[name] != entry and _is_ours(key, present[name]):
             hwarn(f"{path}: the entry of {name} is replaced, because the name means another model than before")
-            text = _without_entry(text, present.pop(name))
+            # One that does not stand in the file as we dump it is still there, so the file is written anew below.
+            for dump in _dumps([present.pop(name)]):
+                text = text.replace(dump, "", 1)
     missing = [entry for name, entry in new.items() if name not in present]
     if not missing:
         return
@@ -63,8 +65,9 @@ def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
     start = text if text.endswith("\n") or not text else text + "\n"
     for appended in _dumps(missing):
         candidate = (start or f"{key}:\n") + appended
-        if _reads_as(candidate, merged):
-            break
+        with suppress(yaml.YAMLError):
+            if yaml.safe_load(candidate) == merged:
+                break
     else:
         candidate = yaml.safe_dump(merged, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,19 +80,10 @@ def _dumps(entries: list[Entry]) -> tuple[str, str]:
     return "".join(f"  {line}" for line in plain.splitlines(keepends=True)), plain
 
 
-def _without_entry(text: str, entry: Entry) -> str:
-    """Remove an entry that stands in the file as we dump it; of another one the caller sees that it is still there."""
-    for dump in _dumps([entry]):
-        text = text.replace(dump, "", 1)
-    return text
-
-
 def _is_ours(key: str, entry: Entry) -> bool:
-    try:
-        if key == "models":
-            parsed: Any = dacite.from_dict(ModelMetadata, entry)
-        else:
-            parsed = cattrs.structure(entry, ModelDeployment if key == "model_deployments" else TokenizerConfig)
+    kinds = {"model_deployments": ModelDeployment, "models": ModelMetadata, "tokenizer_configs": TokenizerConfig}
+    try:  # HELM's metadata has no default for the release date
+        parsed: Any = cattrs.structure({"release_date": None, **entry}, kinds[key])
     except Exception:  # HELM says what is wrong with it, where it reads the file
         return False
     return _without_empty(asdict(parsed)) == entry and registration.is_ours(parsed)
@@ -98,10 +92,3 @@ def _is_ours(key: str, entry: Entry) -> bool:
 def _without_empty(entry: Entry) -> Entry:
     """Drop empty values, which HELM's readers fill in, and `deployment_names`, which HELM itself adds."""
     return {name: value for name, value in entry.items() if value not in (None, False) and name != "deployment_names"}
-
-
-def _reads_as(text: str, wanted: Entry) -> bool:
-    try:
-        return bool(yaml.safe_load(text) == wanted)
-    except yaml.YAMLError:
-        return False
