@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = "1"
 BUSY_TIMEOUT_S = 60.0
 MAX_PENDING_RESULTS, MAX_PENDING_S = 64, 2.0  # a transaction is written after so many results or seconds
+_BEGIN = "BEGIN IMMEDIATE"  # takes the write lock at once: a reader that upgrades later could fail without waiting
 _KEYS_PER_QUERY = 500  # below the 999 parameters of a statement that old SQLite versions allow
 
 
@@ -80,7 +81,6 @@ class ResponseCache:
     def __init__(self, path: Path) -> None:
         """Open or create. Raises `ResponseCacheError` where the file is foreign, damaged or of another version."""
         self.path = path
-        self.ignored_rows = 0  # rows read that were no results
         with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
@@ -92,7 +92,8 @@ class ResponseCache:
 
     def _prepare(self) -> None:
         self._connection.execute("PRAGMA synchronous=FULL")
-        with self._transaction():
+        with self._connection:
+            self._connection.execute(_BEGIN)
             self._connection.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
             self._connection.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
             self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,))
@@ -102,17 +103,6 @@ class ResponseCache:
                 f"the response cache {self.path} has format {version!r}, this version reads {SCHEMA_VERSION!r}; "
                 "move the file away, its results will be computed again"
             )
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Hold the write lock from the start: a reader that upgrades later could fail without waiting."""
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._connection.execute("ROLLBACK")
-            raise
-        self._connection.execute("COMMIT")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -139,24 +129,19 @@ class ResponseCache:
                     try:
                         results[key] = decode_result(value)
                     except ValueError:
-                        self.ignored_rows += 1
+                        continue  # not ours
         return results
 
     def put_many(self, results: Mapping[str, GenerationResult]) -> None:
         """Store `results`, all or none; they are on the disk when this returns."""
         rows = [(key, encode_result(result)) for key, result in results.items()]
         if rows:
-            with self._explained(), self._transaction():
+            with self._explained(), self._connection:
+                self._connection.execute(_BEGIN)
                 self._connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", rows)
 
     def close(self) -> None:
         self._connection.close()
-
-    def __enter__(self) -> ResponseCache:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class ResponseWriter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,9 +141,8 @@ def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch:
         computed = engine.run(REQUESTS)
         path = response_cache_path(tmp_path / "written/home", engine.fingerprint)
     assert path.is_file(), "the engine has another fingerprint"
-    with ResponseCache(path) as journal:
+    with closing(ResponseCache(path)) as journal:
         cached = journal.get_many(map(_request_key, REQUESTS))
-        assert not journal.ignored_rows
     for request, result in zip(REQUESTS, computed):
         was = cached[_request_key(request)]
         assert [c.token_ids for c in was.completions] == [c.token_ids for c in result.completions]
