@@ -9,23 +9,8 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType
-from typing import Any
 
 from flexgen_helm.plugin.context import get_context
-
-
-class _Handler:
-    """Interrupts the service, then does what the previous handler did."""
-
-    def __init__(self, previous: Any) -> None:
-        self.previous = previous
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        get_context().service.interrupt()
-        if callable(self.previous):
-            self.previous(number, frame)
-        else:  # SIG_DFL would end the process without its last words
-            raise KeyboardInterrupt
 
 
 def install() -> None:
@@ -35,6 +20,16 @@ def install() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    current = signal.getsignal(signal.SIGINT)
-    if current not in (signal.SIG_IGN, None) and not isinstance(current, _Handler):
-        signal.signal(signal.SIGINT, _Handler(current))
+    previous = signal.getsignal(signal.SIGINT)
+    if previous in (signal.SIG_IGN, None) or hasattr(previous, "flexgen_helm"):
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        get_context().service.interrupt()
+        if callable(previous):
+            previous(number, frame)
+        else:  # SIG_DFL would end the process without its last words
+            raise KeyboardInterrupt
+
+    handler.flexgen_helm = True  # type: ignore[attr-defined]
+    signal.signal(signal.SIGINT, handler)
