@@ -6,9 +6,10 @@ from typing import Any
 
 from helm.clients.client import Client
 from helm.common.cache import BlackHoleCacheConfig, CacheConfig
-from helm.common.request import Request, RequestResult
+from helm.common.request import EMBEDDING_UNAVAILABLE_REQUEST_RESULT, Request, RequestResult
 from helm.proxy.retry import NonRetriableException
 
+from flexgen_helm.errors import FlexgenError
 from flexgen_helm.plugin import convert
 from flexgen_helm.plugin.context import get_context
 
@@ -30,7 +31,7 @@ class FlexgenClient(Client):
         Raises `NonRetriableException` for a field that is not supported.
         """
         if request.embedding:
-            return convert.no_embedding()
+            return convert.failed_result(EMBEDDING_UNAVAILABLE_REQUEST_RESULT.error or "no embeddings")
         context = get_context()
         try:
             prepared = context.prepare(self.model, request)
@@ -39,5 +40,7 @@ class FlexgenClient(Client):
             return convert.to_request_result(request, prepared, response.result, response.is_cached, encoder)
         except NonRetriableException:
             raise
+        except FlexgenError as error:
+            return convert.failed_result(str(error))
         except Exception as error:  # HELM would retry it for 150 seconds
-            return convert.failed_result(convert.describe_error(error))
+            return convert.failed_result(f"{type(error).__name__}: {error}")

@@ -18,7 +18,6 @@ import time
 from dataclasses import dataclass, field
 
 from helm.common.request import (
-    EMBEDDING_UNAVAILABLE_REQUEST_RESULT,
     ErrorFlags,
     GeneratedOutput,
     Request,
@@ -27,7 +26,7 @@ from helm.common.request import (
 )
 from helm.proxy.retry import NonRetriableException
 
-from flexgen_helm.errors import FlexgenError, NumericalError, RequestError
+from flexgen_helm.errors import NumericalError, RequestError
 from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
 
@@ -198,12 +197,3 @@ def failed_result(message: str, is_fatal: bool = True) -> RequestResult:
         embedding=[],
         error_flags=ErrorFlags(is_retriable=False, is_fatal=is_fatal),
     )
-
-
-def no_embedding() -> RequestResult:
-    return failed_result(EMBEDDING_UNAVAILABLE_REQUEST_RESULT.error or "embeddings are not available")
-
-
-def describe_error(error: BaseException) -> str:
-    """Return one sentence for the user: our own errors are sentences, others get the name of their type."""
-    return str(error) if isinstance(error, FlexgenError) else f"{type(error).__name__}: {error}"

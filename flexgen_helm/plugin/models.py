@@ -17,7 +17,6 @@ from flexgen_helm.config import OPTIONS, EngineConfig, EngineOptions
 from flexgen_helm.errors import UnknownModelError, UsageError
 
 if TYPE_CHECKING:
-    from flexgen_helm.checkpoint.names import ResolvedModel
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 PREFIX = "flexgen/"
@@ -85,14 +84,9 @@ def find_model(
     if unknown:
         raise UsageError(f"the model {name} has the unknown argument {unknown[0]!r}; known are {', '.join(ARGUMENTS)}")
     options = {option: value for option, value in options.items() if value is not None}
-    return ModelArguments(short, _target(resolved), resolved.revision, options)
-
-
-def _target(resolved: ResolvedModel) -> str:
-    """Return the shortest name or path by which the engine finds the same weights, without suffix or arguments."""
-    if resolved.path is not None:
-        return str(resolved.path)
-    return resolved.entry.name if resolved.entry is not None else str(resolved.hub_repo)
+    # The shortest name or path by which the engine finds the same weights, without suffix or arguments.
+    target = resolved.path or (resolved.entry.name if resolved.entry is not None else resolved.hub_repo)
+    return ModelArguments(short, str(target), resolved.revision, options)
 
 
 def read_facts(model: ModelArguments) -> ModelFacts:

@@ -14,10 +14,10 @@ from helm.common.response_format import ResponseFormat
 from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.errors import MemoryLimitError, RequestError
+from flexgen_helm.plugin.client import FlexgenClient
 from flexgen_helm.plugin.convert import (
     PreparedRequest,
     failed_result,
-    no_embedding,
     to_generation_request,
     to_request_result,
 )
@@ -181,7 +181,8 @@ def test_errors_always_say_whether_they_are_fatal_and_are_never_retried(request_
 def test_other_failures_are_flagged_too() -> None:
     failed = GenerationResult(error=MemoryLimitError())
     answered = to_request_result(PLAIN, prepared(PLAIN), failed, False, encoder())
-    for got in (no_embedding(), failed_result("x"), answered):
+    embedded = FlexgenClient("flexgen/opt-125m").make_request(replace(PLAIN, embedding=True))
+    for got in (embedded, failed_result("x"), answered):
         assert not got.success
         assert got.error_flags is not None
         assert (got.error_flags.is_retriable, got.error_flags.is_fatal) == (False, True)
