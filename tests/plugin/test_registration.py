@@ -23,8 +23,8 @@ from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.plugin import deployment_files, models, registration
 from flexgen_helm.plugin.context import PluginContext
-from flexgen_helm.plugin.engine_loader import EngineLoader
 from flexgen_helm.plugin.models import find_model
+from flexgen_helm.plugin.service import EngineLoader
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel

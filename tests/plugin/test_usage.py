@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from flexgen_helm.plugin.helm_run import HelmRun
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.service import Response
-from flexgen_helm.plugin.usage import requests_usage, suite_usage
+from flexgen_helm.plugin.usage import HelmRun, requests_usage, suite_usage
 from flexgen_helm.request import Cost, GenerationResult
 
 
