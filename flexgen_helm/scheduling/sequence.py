@@ -63,7 +63,7 @@ class CompletionState:
         if self._matcher is None:
             return Completion("", ("",) * len(self._ids), tuple(self._ids), tuple(self._logprobs), reason)
         kept = self._matcher.result()
-        return Completion(kept.text, kept.tokens, kept.token_ids, tuple(self._logprobs[: kept.n_kept]), reason)
+        return Completion(kept.text, kept.tokens, kept.token_ids, tuple(self._logprobs[: len(kept.tokens)]), reason)
 
 
 class Request:

@@ -8,7 +8,6 @@ come out in other pieces, often with the same number of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,23 +19,13 @@ from tokenizers.models import BPE
 from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.tokenizer.token_bytes import SPACE_MARK
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # Ends the text of a base-style prompt even if the metadata's EOS ends a chat turn (SmolLM2-Instruct).
 _END_OF_TEXT = "<|endoftext|>"
 
 
-@dataclass(frozen=True)
-class GGUFTokenizer:
-    """What a GGUF file says about its tokenizer. Filled by `load_gguf_tokenizer`; see `Tokenizer` for the fields."""
-
-    backend: Backend
-    bos_id: int | None
-    eos_id: int | None
-    eos_ids: frozenset[int]
-    chat_template: str | None
-
-
-def load_gguf_tokenizer(path: str | Path) -> GGUFTokenizer | None:
+def load_gguf_tokenizer(path: Path) -> Tokenizer | None:
     """Build the tokenizer of a GGUF file; None if the file has no vocabulary.
 
     Raises `CheckpointError` for a damaged file, `UnsupportedArchitectureError` for a vocabulary type or a
@@ -70,14 +59,13 @@ def load_gguf_tokenizer(path: str | Path) -> GGUFTokenizer | None:
         backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
 
     _add_bos_and_eos(backend, metadata, model, tokens)
-    eos_id = metadata.get(Keys.Tokenizer.EOS_ID)
     control = {token: i for i, token in enumerate(tokens) if types[i] == TokenType.CONTROL}
-    ends = {eos_id, metadata.get(Keys.Tokenizer.EOT_ID), control.get(_END_OF_TEXT)}
-    return GGUFTokenizer(
-        backend=backend,
+    ends = metadata.get(Keys.Tokenizer.EOT_ID), control.get(_END_OF_TEXT)
+    return Tokenizer(
+        backend,
         bos_id=metadata.get(Keys.Tokenizer.BOS_ID),
-        eos_id=eos_id,
-        eos_ids=frozenset(end for end in ends if end is not None),
+        eos_id=metadata.get(Keys.Tokenizer.EOS_ID),
+        eos_ids=[end for end in ends if end is not None],
         chat_template=metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
     )
 
@@ -134,7 +122,8 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
         )
     merges = _split_merges(metadata.get(Keys.Tokenizer.MERGES, ()))
     # A whole word in Llama 3's vocabulary is one token, whether or not merges lead to it.
-    backend = Backend(BPE(vocab=_token_ids(tokens), merges=merges, ignore_merges=pre in _LLAMA3))
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = Backend(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3))
     if pre in _QWEN2:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = cast(Any, _PRE_TOKENIZERS[pre])
@@ -146,7 +135,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
-    vocab = _token_ids(tokens)
+    vocab = {token: i for i, token in enumerate(tokens)}
     merges = metadata.get(Keys.Tokenizer.MERGES)
     pairs = _split_merges(merges) if merges else _merges_from_scores(vocab, metadata[Keys.Tokenizer.SCORES])
     unknown = tokens[metadata.get(Keys.Tokenizer.UNK_ID, 0)]
@@ -178,10 +167,6 @@ _MODELS: dict[str, Callable[[Mapping[str, Any], list[str]], Backend]] = {
 
 
 # ---- both ----
-
-
-def _token_ids(tokens: list[str]) -> dict[str, int]:
-    return {token: i for i, token in enumerate(tokens)}
 
 
 def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:

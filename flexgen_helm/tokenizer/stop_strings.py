@@ -34,11 +34,6 @@ class CompletionText:
     tokens: tuple[str, ...]
     token_ids: tuple[int, ...]
 
-    @property
-    def n_kept(self) -> int:
-        """Number of tokens, counted from the first pushed; trims a parallel list of log-probabilities."""
-        return len(self.token_ids)
-
 
 class StopMatcher:
     """Collects one completion token by token and says when a stop string has appeared in its text.

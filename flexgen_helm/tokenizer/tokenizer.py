@@ -74,8 +74,7 @@ class Tokenizer:
             # Imported late: the gguf package is needed for these files only.
             from flexgen_helm.tokenizer.gguf_tokenizer import load_gguf_tokenizer
 
-            loaded = load_gguf_tokenizer(path)
-            return None if loaded is None else cls(**vars(loaded))
+            return load_gguf_tokenizer(path)
         if not path.is_dir():
             raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
         return None if tokenizer_folder(path) is None else cls._from_folder(path)
@@ -177,6 +176,10 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the joined bytes, with U+FFFD where they are not UTF-8; nothing is cleaned up."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def save(self, path: Path) -> None:
+        """Write the backend as a `tokenizer.json`."""
+        self._backend.save(str(path))
 
     # ---- identity ----
 

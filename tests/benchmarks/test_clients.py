@@ -42,8 +42,8 @@ def test_the_reference_copy_is_our_model(tiny, tmp_path, variant):
 def test_the_wheel_models_copy_has_our_tokenizer(wheel_model, tmp_path):
     from flexgen_helm.benchmarks.reference import _export_tokenizer
 
-    _export_tokenizer(wheel_model, tmp_path)
     tokenizer = Tokenizer.from_path(wheel_model)
+    _export_tokenizer(tokenizer, wheel_model, tmp_path)
     assert same_tokens(tmp_path, tokenizer, SAMPLE_TEXTS)
 
 

@@ -286,7 +286,7 @@ def test_characters_are_cut_and_stop_strings_found_all_the_same(folders: dict[st
         assert stop in tokenizer.decode(ids[:pushed])
         assert stop not in tokenizer.decode(ids[: pushed - 1])
         assert matcher.result().text == shown[: shown.index(stop)]
-        assert list(matcher.result().token_ids) == ids[: matcher.result().n_kept]
+        assert list(matcher.result().token_ids) == ids[: len(matcher.result().tokens)]
     unstopped = StopMatcher(tokenizer.token_bytes, ["👎"])
     assert not any(unstopped.push(token_id) for token_id in ids)
     assert unstopped.result().text == shown
