@@ -14,9 +14,13 @@ from importlib import import_module
 from statistics import median
 from typing import Any
 
+import psutil
+
 from flexgen_helm.errors import UsageError
 
 KNOWN = ("clients", "accuracy", "offload", "ablation", "policy", "kernels", "formats")
+UNTIMED = ("accuracy", "formats")
+BUSY_LOAD = 0.5  # runnable processes
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,22 @@ class Options:
 
 
 def load(name: str) -> Callable[[Options], dict[str, Any]]:
-    """Return the benchmark's `run`. Raises `UsageError`, with the names of all, for another name."""
+    """Return the benchmark's `run`, which also notes whether other programs computed when a timed one began.
+
+    Raises `UsageError`, with the names of all, for another name.
+    """
     if name not in KNOWN:
         raise UsageError(f"there is no benchmark {name!r}; known are {', '.join(KNOWN)}")
-    run: Callable[[Options], dict[str, Any]] = import_module(f"{__name__}.{name}").run
+    module = import_module(f"{__name__}.{name}")
+
+    def run(options: Options) -> dict[str, Any]:
+        load = psutil.getloadavg()[0]
+        result = module.run(options)
+        if load > BUSY_LOAD and name not in UNTIMED:
+            busy = f"other programs were computing when this began (load {load:.1f}): figures are noise"
+            result["notes"] = [*result["notes"], busy]
+        return result
+
     return run
 
 

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from flexgen_helm.benchmarks import Options, summary
-from flexgen_helm.benchmarks.common import check_engine_flags, load_notes, tokens_per_s
+from flexgen_helm.benchmarks.common import refuse_engine_flags, tokens_per_s
 from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.memory_settings import COMPUTE_BYTES, STORAGE_BYTES, policy_text
 from flexgen_helm.benchmarks.process import in_own_process
@@ -84,13 +84,11 @@ def run(options: Options) -> dict[str, Any]:
 
     `ratios` are the throughput without each technique over the throughput with all of them.
     """
-    check_engine_flags("ablation", options)
+    refuse_engine_flags("ablation", options, "offload_dir")
     workload = QUICK if options.quick else Workload()
     workload = replace(workload, repeats=options.repeats or workload.repeats)
-    notes = load_notes()
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.", dir=options.engine.get("offload_dir")) as scratch:
-        result = measure(workload, Path(scratch), options)
-    return {**result, "notes": result["notes"] + notes}
+        return measure(workload, Path(scratch), options)
 
 
 def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, Any]:

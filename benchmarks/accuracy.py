@@ -26,8 +26,9 @@ from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import replace_text
+from flexgen_helm.plugin.registration import prefix_token
 from flexgen_helm.report.throughput import versions
-from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from flexgen_helm.scenarios import lambada, wikitext
 
 MAX_LENGTH = 2048
 TOLERANCE = 1e-3  # relative; what 'equal' means for these figures
@@ -88,14 +89,17 @@ def run(options: Options) -> dict[str, Any]:
     if refused:
         raise UsageError(f"bench accuracy runs fixed entries with plain helm-run once: leave out {', '.join(refused)}")
     harness = find_harness(options.python)
-    passages, pages = _data(options)
+    limits = (QUICK_PASSAGES, QUICK_PAGES) if options.quick else (options.instances, options.instances)
+    passages, pages = lambada.read_passages()[: limits[0]], wikitext.read_pages()[: limits[1]]
     reference = Path(options.reference) if options.reference else None
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as name:
         scratch = Path(name)
         data = write_data(scratch / "data", passages, pages)
         checkpoint = open_checkpoint(WHEEL_MODEL, progress=options.tell)
         options.tell(f"writing the reference copy of {WHEEL_MODEL}")
-        prefix = _prefix_id(export_checked(checkpoint, scratch / "model"))
+        tokenizer = export_checked(checkpoint, scratch / "model")
+        # What our deployments put before a document; the harness would take BOS, here a turn mark.
+        (prefix,) = tokenizer.encode(prefix_token(tokenizer) or "", add_special_tokens=False)
         del checkpoint
         ours: dict[str, HelmRun] = {}
         documents: dict[str, list[dict[str, float]]] = {}
@@ -136,17 +140,8 @@ def find_harness(python: str | None) -> Harness:
     return Harness(python, Path(probed["folder"]), probed["versions"])
 
 
-def _data(options: Options) -> tuple[list[str], list[str]]:
-    from flexgen_helm.scenarios import lambada, wikitext
-
-    limits = (QUICK_PASSAGES, QUICK_PAGES) if options.quick else (options.instances, options.instances)
-    return lambada.read_passages()[: limits[0]], wikitext.read_pages()[: limits[1]]
-
-
 def write_data(folder: Path, passages: Sequence[str], pages: Sequence[str]) -> Path:
     """Write the data of both sides: our files, and the pages one by one, as the harness reads them."""
-    from flexgen_helm.scenarios import lambada, wikitext
-
     folder.mkdir(parents=True)
 
     def lines(column: str, texts: Sequence[str]) -> str:
@@ -158,18 +153,8 @@ def write_data(folder: Path, passages: Sequence[str], pages: Sequence[str]) -> P
     return folder
 
 
-def _prefix_id(tokenizer: Tokenizer) -> int:
-    """Return the token that our deployments put before a document; the harness would take BOS, here a turn mark."""
-    from flexgen_helm.plugin.registration import prefix_token
-
-    (token_id,) = tokenizer.encode(prefix_token(tokenizer) or "", add_special_tokens=False)
-    return token_id
-
-
 def harness_command(harness: Harness, task: str, data: Path, scratch: Path, out: Path, prefix: int) -> list[str]:
     """Return the command `lm_eval run` for the harness's own task with nothing but the data's path changed."""
-    from flexgen_helm.scenarios import lambada
-
     tasks = scratch / "tasks"
     tasks.mkdir(exist_ok=True)
     file = data / (lambada.FILE if task == "lambada_openai" else "pages.jsonl")
@@ -259,7 +244,14 @@ def _result(
     theirs: Mapping[str, TaskResult],
     harness: Harness,
 ) -> dict[str, Any]:
-    rows = [_row(*figure, ours, theirs) for figure in FIGURES]
+    rows: list[dict[str, Any]] = []
+    for label, run_name, statistic, task, metric in FIGURES:
+        value = ours[run_name].stats[f"{statistic} test"]
+        row: dict[str, Any] = {"label": label, "ours": value}
+        if metric is not None:
+            reference = theirs[task].metrics[metric]
+            row |= {"lm_eval": reference, "relative_difference": abs(value - reference) / max(abs(reference), 1e-300)}
+        rows.append(row | {"n": len(theirs[task].documents)})
     agreement = agree(documents, theirs)
     largest = max(row["relative_difference"] for row in rows if "relative_difference" in row)
     (record,) = ours["wikitext"].records
@@ -281,23 +273,6 @@ def _result(
             f"{agreement['largest_relative_difference_of_page_logprob']:.1e} of itself",
         ],
     }
-
-
-def _row(
-    label: str,
-    run_name: str,
-    statistic: str,
-    task: str,
-    metric: str | None,
-    ours: Mapping[str, HelmRun],
-    theirs: Mapping[str, TaskResult],
-) -> dict[str, Any]:
-    value = ours[run_name].stats[f"{statistic} test"]
-    row: dict[str, Any] = {"label": label, "ours": value}
-    if metric is not None:
-        reference = theirs[task].metrics[metric]
-        row |= {"lm_eval": reference, "relative_difference": abs(value - reference) / max(abs(reference), 1e-300)}
-    return row | {"n": len(theirs[task].documents)}
 
 
 def agree(

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from flexgen_helm.benchmarks import Options, summary
-from flexgen_helm.benchmarks.common import load_notes, machine
+from flexgen_helm.benchmarks.common import machine
 from flexgen_helm.benchmarks.helm_runs import HELM, SUITE, HelmRun, helm_run
 from flexgen_helm.benchmarks.padded_task import padded
 from flexgen_helm.benchmarks.reference import export_checked, tokenizer_of
@@ -85,7 +85,6 @@ def run(options: Options) -> dict[str, Any]:
         )
     repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
     tasks, notes = _tasks(options)
-    notes += load_notes()
     results = []
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as name:
         scratch = Path(name)
@@ -103,7 +102,7 @@ def run(options: Options) -> dict[str, Any]:
                     runs[label].append(helm)
                     options.tell(f"{task.name}, {label}: {helm.seconds:.1f} s ({repeat + 1} of {repeats})")
                 if task.padded:
-                    batches.append(padded(scratch / "reference", runs[FLEXGEN[0]][-1].requests, PADDED_BATCH, scratch))
+                    batches.append(padded(scratch / "reference", runs[FLEXGEN[0]][-1].requests, PADDED_BATCH))
                     options.tell(f"{task.name}, transformers in batches of {PADDED_BATCH}: {batches[-1]:.1f} s")
             results.append(_result(task, runs, checkpoint, batches))
     return _joined(results, notes)
@@ -125,7 +124,6 @@ def _tasks(options: Options) -> tuple[list[Task], list[str]]:
 
 
 def with_model(entry: str, model: str) -> str:
-    """Add a model to a run entry."""
     return f"{entry}{',' if ':' in entry else ':'}model={model}"
 
 
@@ -184,7 +182,8 @@ def _result(
     by_side = dict(zip(runs, rows))
     ours = min(FLEXGEN, key=lambda side: float(by_side[side]["median"]))
     theirs = min(runs.keys() - set(FLEXGEN), key=lambda side: float(by_side[side]["median"]))
-    typical, reference = _median_run(runs[ours]), runs[theirs][-1]
+    by_duration = sorted(runs[ours], key=lambda run: run.seconds)
+    typical, reference = by_duration[(len(by_duration) - 1) // 2], runs[theirs][-1]  # of an even number, the faster one
     assert typical.records, "our runs write flexgen_run.json"
     tokenizer = tokenizer_of(checkpoint)
     prompts = prompt_tokens(typical.records, [_computed_ids(request, tokenizer) for request in typical.requests])
@@ -237,11 +236,6 @@ def _joined(results: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> dict[
         ],
         "notes": [*(line for result in results for line in result["notes"]), *notes],
     }
-
-
-def _median_run(runs: Sequence[HelmRun]) -> HelmRun:
-    """Return the run of median duration (of an even number, the faster of the two)."""
-    return sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
 
 
 def _seconds_after_ready(runs: Sequence[HelmRun]) -> float:

@@ -1,4 +1,4 @@
-"""Parts of several benchmarks: checks of flags and load, the machine, repeated timing, logged commands."""
+"""Parts of several benchmarks: the check of flags, the machine, repeated timing, logged commands."""
 
 from __future__ import annotations
 
@@ -15,25 +15,16 @@ import psutil
 from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.errors import FlexgenError, UsageError
 
-_BUSY_LOAD = 0.5  # runnable processes
-
 
 class ProcessKilled(FlexgenError):
     """A signal ended the process; in a memory control group, for lack of memory."""
 
 
-def check_engine_flags(name: str, options: Options) -> None:
-    """Raise `UsageError` for an engine flag that would change the fixed workload of benchmark `name`."""
-    refused = sorted(set(options.engine) - {"offload_dir"})
-    if refused:
-        raise UsageError(f"bench {name} has a fixed workload and takes --offload-dir alone: leave out {refused}")
-
-
-def load_notes() -> list[str]:
-    """Return a note if other programs are computing; call it before the measurements."""
-    load = psutil.getloadavg()[0]
-    busy = f"other programs were computing when this began (load {load:.1f}): figures are noise"
-    return [busy] if load > _BUSY_LOAD else []
+def refuse_engine_flags(name: str, options: Options, *allowed: str) -> None:
+    """Raise `UsageError` for an engine flag that benchmark `name`, whose workload is fixed, does not take."""
+    if refused := sorted(set(options.engine) - set(allowed)):
+        flags = "--offload-dir alone" if allowed else "no engine flags"
+        raise UsageError(f"bench {name} has a fixed workload and takes {flags}: leave out {refused}")
 
 
 def machine() -> dict[str, Any]:

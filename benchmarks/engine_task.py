@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+from collections.abc import Mapping
 from typing import Any
 
 _WARM_UP_PROMPT, _WARM_UP_OUTPUT = 8, 2
@@ -25,17 +26,36 @@ def run_engine(
     output: int,
     warm: bool = False,
 ) -> dict[str, Any]:
-    """Run a block of `rows` sequences after a short warm-up, and return its run record.
+    """Run a block of `rows` sequences after a warm-up, and return its run record as JSON; see `run_blocks`."""
+    (record,) = run_blocks(model, engine, limits, rows, prompt, output, warm=warm)
+    return {
+        **{key: record[key] for key in ("latency_s", "prefill_s", "decode_s", "flops", "bytes", "time_s", "policy")},
+        **{key: record[key] for key in ("peak_bytes", "achieved_placement", "schedule", "hardware")},
+        **run_sizes(rows, prompt, output),
+    }
+
+
+def run_blocks(
+    model: str,
+    engine: Mapping[str, Any],
+    limits: Mapping[str, int],
+    rows: int,
+    prompt: int,
+    output: int,
+    *,
+    warm: bool = True,
+    repeats: int = 1,
+) -> list[dict[str, Any]]:
+    """Run the same block `repeats` times after a warm-up, and return the run records.
 
     engine: arguments of `Engine.from_pretrained`.
-    warm: warm up with the whole block, which touches its memory. On a virtual machine the first touch takes longer
-        than computing, and only the first block of a process pays for it.
+    warm: warm up with the whole block, which touches its memory; else with a few tokens. On a virtual machine the
+        first touch takes longer than computing, and only the first block of a process pays for it.
     """
     from flexgen_helm import Engine, GenerationRequest
     from flexgen_helm.request import MemoryLimits
 
-    if engine.get("link_gb_s") is not None:
-        engine = {**engine, "link_gb_s": tuple(engine["link_gb_s"])}
+    records = []
     with Engine.from_pretrained(model, limits=MemoryLimits(**limits), weights="dummy", **engine) as loaded:
 
         def requests(count: int, length: int, tokens: int) -> list[GenerationRequest]:
@@ -46,15 +66,12 @@ def run_engine(
 
         block = requests(rows, prompt, output)
         loaded.run(block if warm else requests(1, min(prompt, _WARM_UP_PROMPT), _WARM_UP_OUTPUT))
-        for result in loaded.run(block):
-            if result.error is not None:
-                raise result.error
-        record = loaded.last_run
-    return {
-        **{key: record[key] for key in ("latency_s", "prefill_s", "decode_s", "flops", "bytes", "time_s", "policy")},
-        **{key: record[key] for key in ("peak_bytes", "achieved_placement", "schedule", "hardware")},
-        **run_sizes(rows, prompt, output),
-    }
+        for _ in range(repeats):
+            for result in loaded.run(block):
+                if result.error is not None:
+                    raise result.error
+            records.append(loaded.last_run)
+    return records
 
 
 def run_sizes(rows: int, prompt: int, output: int) -> dict[str, int]:

@@ -8,15 +8,15 @@ that grid are left out: they would cost next to nothing and say nothing about an
 from __future__ import annotations
 
 import math
-import platform
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import psutil
-
 from flexgen_helm.benchmarks import Options
+from flexgen_helm.benchmarks.common import machine, refuse_engine_flags
+from flexgen_helm.checkpoint.model_config import read_model_config
 from flexgen_helm.checkpoint.paths import data_dir
 from flexgen_helm.errors import UsageError
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
@@ -26,6 +26,7 @@ from flexgen_helm.report.throughput import versions
 
 MODEL = "smollm2-135m-instruct-q4_1"
 WINDOWS, WINDOW, PASSAGES = 12, 1024, 400
+_WIKITEXT, _LAMBADA = "wikitext-2-raw-test.txt", "lambada_openai_test.jsonl"
 _COMPUTE_BYTES = 4
 
 
@@ -80,18 +81,16 @@ def cache_formats() -> Iterator[tuple[str, Precision]]:
 
 def run(options: Options) -> dict[str, Any]:
     """Rows have `bits` a value, `perplexity` and `accuracy`; `lost` is the share of the paper's loss of perplexity."""
-    if options.engine:
-        raise UsageError(f"bench formats takes no engine flags: leave out {sorted(options.engine)}")
+    refuse_engine_flags("formats", options)
     folder = data_dir()
-    files = [folder / name for name in (_WIKITEXT, _LAMBADA)] if folder is not None else []
-    if not files or not all(file.is_file() for file in files):
+    if folder is None or not all((folder / name).is_file() for name in (_WIKITEXT, _LAMBADA)):
         raise UsageError(f"bench formats needs FLEXGEN_HELM_DATA to name a folder with {_WIKITEXT} and {_LAMBADA}")
     windows, passages = (1, 4) if options.quick else (WINDOWS, options.instances or PASSAGES)
     rows: list[dict[str, Any]] = []
 
     def add(part: str, label: str, precision: Precision, paper: float | None) -> float:
-        row = {"label": f"{part}: {label}", **evaluate(precision, windows, passages)}
-        row["bits"] = bits(precision, row.pop("spec"))
+        row = {"label": f"{part}: {label}", **evaluate(precision, folder, windows, passages)}
+        row["bits"] = bits(precision, read_model_config(MODEL)[0])
         if paper is not None and rows:
             row["lost"] = (row["perplexity"] - rows[0]["perplexity"]) / (paper - rows[0]["perplexity"])
         rows.append(row)
@@ -111,7 +110,7 @@ def run(options: Options) -> dict[str, Any]:
     return {
         "name": "formats",
         "workload": {"model": MODEL, "windows": windows, "window": WINDOW, "passages": passages},
-        "hardware": {"machine": platform.machine(), "cores": psutil.cpu_count(logical=False), "device": "cpu"},
+        "hardware": {**machine(), "device": "cpu"},
         "versions": versions(),
         "rows": rows,
         "ratios": {},
@@ -119,28 +118,19 @@ def run(options: Options) -> dict[str, Any]:
     }
 
 
-_WIKITEXT, _LAMBADA = "wikitext-2-raw-test.txt", "lambada_openai_test.jsonl"
-
-
-def evaluate(precision: Precision, windows: int, passages: int) -> dict[str, Any]:
-    """{perplexity, accuracy, spec} of the model in a precision."""
+def evaluate(precision: Precision, folder: Path, windows: int, passages: int) -> dict[str, Any]:
+    """{perplexity, accuracy} of the model in a precision, on the texts in `folder`."""
     from flexgen_helm import Engine, GenerationRequest
+    from flexgen_helm.cli.perplexity import measure
     from flexgen_helm.scenarios.data import json_lines
     from flexgen_helm.scenarios.lambada import split_passage
 
-    folder = data_dir()
-    assert folder is not None
     text = (folder / _WIKITEXT).read_bytes().decode("utf-8")
     lines = json_lines("text")((folder / _LAMBADA).read_text(encoding="utf-8"))[:passages]
     with tempfile.TemporaryDirectory() as scratch:  # noqa: SIM117
         with Engine.from_pretrained(MODEL, precision=precision, device="cpu", offload_dir=scratch) as engine:
             assert engine.tokenizer is not None
-            ids = engine.tokenizer.encode(text, add_special_tokens=False)
-            pages = [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(windows)]
-            scored = engine.run(
-                [GenerationRequest(prompt_token_ids=page, max_tokens=0, echo_logprobs=True) for page in pages]
-            )
-            losses = [-x for result in scored for x in (result.prompt_logprobs or ())[1:] if x is not None]
+            perplexity = measure(engine, text, WINDOW, windows)["perplexity"]
             wanted, asked = [], []
             for context, target in map(split_passage, lines):
                 before = engine.tokenizer.encode(context)
@@ -148,9 +138,8 @@ def evaluate(precision: Precision, windows: int, passages: int) -> dict[str, Any
                 wanted.append(tuple(last))
                 asked.append(GenerationRequest(prompt_token_ids=before, max_tokens=len(last), ignore_eos=True))
             drawn = [result.completions[0].token_ids for result in engine.run(asked)]
-            config = engine.config
     right = sum(found == target for found, target in zip(drawn, wanted))
-    return {"perplexity": math.exp(sum(losses) / len(losses)), "accuracy": right / len(wanted), "spec": config}
+    return {"perplexity": perplexity, "accuracy": right / len(wanted)}
 
 
 def bits(precision: Precision, config: ModelConfig) -> float:

@@ -13,9 +13,8 @@ from statistics import median
 from typing import Any
 
 from flexgen_helm.benchmarks import Options, summary
-from flexgen_helm.benchmarks.common import load_notes, machine, time_calls
+from flexgen_helm.benchmarks.common import machine, refuse_engine_flags, time_calls
 from flexgen_helm.benchmarks.process import in_own_process
-from flexgen_helm.errors import UsageError
 from flexgen_helm.report.throughput import versions
 
 WIDTH = 4096
@@ -26,13 +25,10 @@ _COLD_BYTES = 64 << 20
 
 def run(options: Options) -> dict[str, Any]:
     """Run the benchmark; rows of `unpack …` are in G values/s, rows of `product …` in seconds."""
-    if options.engine:
-        raise UsageError(f"bench kernels takes no engine flags: leave out {sorted(options.engine)}")
-    notes = load_notes()
+    refuse_engine_flags("kernels", options)
     repeats = options.repeats or (1 if options.quick else 5)
     width, tokens = (QUICK_WIDTH, QUICK_TOKENS) if options.quick else (WIDTH, TOKENS)
-    result = in_own_process(measure, {"width": width, "tokens": list(tokens), "repeats": repeats})
-    return {**result, "notes": result["notes"] + notes}
+    return in_own_process(measure, {"width": width, "tokens": list(tokens), "repeats": repeats})
 
 
 def measure(*, width: int, tokens: Sequence[int], repeats: int) -> dict[str, Any]:

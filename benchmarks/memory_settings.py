@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 
 from flexgen_helm.benchmarks.roofline import Shapes
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.models.config import ModelConfig, tensor_shapes
+from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.memory import MemoryPlan, plan_memory
 from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.planner.policy import Policy
@@ -54,7 +53,7 @@ def offload_setting(config: ModelConfig, shapes: Shapes, share: float) -> Offloa
     limits: dict[Tier, int] = {"gpu": 0, "cpu": limit, "disk": _NO_LIMIT}
     staging = plan_memory(storage, limits, "cpu", COMPUTE_BYTES, policy).staging_bytes
     reserve = cache
-    if limit - cache - staging - _vector_bytes(config) >= hidden:
+    if limit - cache - staging - storage.vector_bytes(COMPUTE_BYTES) >= hidden:
         policy, reserve = replace(policy, hc=1.0), cache + hidden
     policies = [replace(policy, wc=percent / 100) for percent in range(50, -1, -1)]  # at least half is streamed
     policy, plan = first_that_fits(storage, limits, "cpu", reserve, policies)
@@ -85,7 +84,7 @@ def first_that_fits(
         with suppress(MemoryLimitError):
             plan = plan_memory(storage, limits, device, COMPUTE_BYTES, policy)
             resident = sum(storage.matrices[name] for name, tier in plan.weights.items() if tier == device)
-            if resident + _vector_bytes(storage.config) + plan.staging_bytes + reserve <= limits[device]:
+            if resident + storage.vector_bytes(COMPUTE_BYTES) + plan.staging_bytes + reserve <= limits[device]:
                 return policy, plan
     raise MemoryLimitError(
         f"{limits[device]:,} bytes have no room for a staging ring of the weights and {reserve:,} bytes of cache"
@@ -98,8 +97,3 @@ def block_cache_bytes(config: ModelConfig, rows: int, tokens: int) -> int:
 
 def hidden_bytes(config: ModelConfig, rows: int, prompt: int) -> int:
     return rows * prompt * config.hidden_size * COMPUTE_BYTES
-
-
-def _vector_bytes(config: ModelConfig) -> int:
-    """Return the bytes of norms and biases, which always stay on the compute device."""
-    return COMPUTE_BYTES * sum(prod(shape) for shape in tensor_shapes(config).values() if len(shape) == 1)

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from flexgen_helm.benchmarks import Options, packed, peers, summary
-from flexgen_helm.benchmarks.common import check_engine_flags, load_notes, machine, run_row
+from flexgen_helm.benchmarks.common import machine, refuse_engine_flags, run_row
 from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.memory_settings import (
     STORAGE_BYTES,
@@ -105,13 +105,11 @@ def run(options: Options) -> dict[str, Any]:
 
     Rows are seconds of the whole block, of its prefill and of its decoding. `bound` is the roofline.
     """
-    check_engine_flags("offload", options)
+    refuse_engine_flags("offload", options, "offload_dir")
     workload = QUICK if options.quick else Workload()
     workload = replace(workload, rows=options.instances or workload.rows, repeats=options.repeats or workload.repeats)
-    notes = load_notes()
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.", dir=options.engine.get("offload_dir")) as scratch:
-        result = measure(workload, Path(scratch), options.tell)
-    return {**result, "notes": result["notes"] + notes}
+        return measure(workload, Path(scratch), options.tell)
 
 
 def measure(workload: Workload, scratch: Path, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -119,9 +117,7 @@ def measure(workload: Workload, scratch: Path, tell: Callable[[str], None]) -> d
 
     config = open_checkpoint(workload.model, weights="dummy").config
     sizes = {"prompt": workload.prompt, "output": workload.output}
-    rates = in_own_process(
-        measure_rates, {"model": workload.model, "folder": str(scratch), "file_bytes": workload.disk_file}
-    )
+    rates = in_own_process(measure_rates, {"folder": str(scratch), "file_bytes": workload.disk_file})
     break_even = break_even_rows(rates["product_flops"], STORAGE_BYTES, rates["disk_bytes_s"])
     rows = workload.rows or max(workload.least_rows, 2 * math.ceil(break_even))
     batch_rows = math.ceil(rows / workload.batches)

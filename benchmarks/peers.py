@@ -35,12 +35,18 @@ def measure(
     Every block size is tried once; the first one and each side's best are then repeated.
     """
     records: dict[str, dict[int, list[dict[str, Any]]]] = {OURS: {}, THEIRS: {}}
-    reason = _unavailable(config, workload.group_bytes)
+    notes: list[str] = []
+    group_bytes = workload.group_bytes
+    try:
+        MemoryGroup(group_bytes).close()
+        reason = accelerate_task.missing()
+    except GroupUnavailable as error:
+        reason = str(error)
+    if reason is None and config.architecture != "opt":
+        reason = "only OPT's shapes are built for it"
     if reason is not None:
         tell(f"SKIPPED, Accelerate: {reason}")
         return records, [f"SKIPPED, Accelerate: {reason}"]
-    notes: list[str] = []
-    group_bytes = workload.group_bytes
     sizes = {"prompt": workload.prompt, "output": workload.output}
     folder = scratch / "accelerate"
     folder.mkdir()
@@ -90,7 +96,6 @@ def best_size(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
 
 
 def rows(records: Records) -> list[dict[str, Any]]:
-    """Return the result's rows."""
     return [
         {
             **run_row(f"{side} x {size} in a group", own),
@@ -113,12 +118,3 @@ def ratios(records: Records, small: int) -> dict[str, float]:
         for name, (ours, theirs) in pairs.items()
         if ours in records[OURS] and theirs in records[THEIRS]
     }
-
-
-def _unavailable(config: ModelConfig, group_bytes: int) -> str | None:
-    """Return why the comparison cannot run here; None if it can."""
-    try:
-        MemoryGroup(group_bytes).close()
-    except GroupUnavailable as error:
-        return str(error)
-    return accelerate_task.missing() or (None if config.architecture == "opt" else "only OPT's shapes are built for it")

@@ -9,7 +9,7 @@ it also allocates memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from flexgen_helm.benchmarks import Options, summary
-from flexgen_helm.benchmarks.common import check_engine_flags, load_notes
-from flexgen_helm.benchmarks.engine_task import prompts
+from flexgen_helm.benchmarks.common import refuse_engine_flags
+from flexgen_helm.benchmarks.engine_task import run_blocks
 from flexgen_helm.benchmarks.memory_settings import policy_text
 from flexgen_helm.checkpoint.model_config import read_model_config
 from flexgen_helm.hardware.profile import HardwareProfile
@@ -53,6 +53,11 @@ class Workload:
     link_gb_s: tuple[float, float] = (2.0, 2.0)
     repeats: int = 5
 
+    def limits(self, device: str) -> dict[str, int]:
+        """Return the bytes of each limited tier."""
+        limits = {"cpu": self.cpu_mib * MIB}
+        return limits | {"gpu": self.gpu_mib * MIB} if device == "sim" else limits
+
 
 QUICK = Workload(prompt=6, output=3, sequences=4, repeats=1)
 
@@ -65,21 +70,22 @@ class Case:
     policy: Policy
     schedule: Schedule
 
+    def __str__(self) -> str:
+        return f"{self.device} {self.schedule} {policy_text(self.policy)}"
+
 
 def run(options: Options) -> dict[str, Any]:
     """Return rows in seconds; `of_prediction` is measured over predicted, `ratios` are what the project promises."""
     from flexgen_helm.engine.machine_profile import measured_profile
 
-    check_engine_flags("policy", options)
+    refuse_engine_flags("policy", options, "offload_dir")
     workload = QUICK if options.quick else Workload()
     workload = replace(workload, repeats=options.repeats or workload.repeats)
-    notes = load_notes()
     folder = options.engine.get("offload_dir")
     profile = measured_profile(
         folder=None if folder is None else Path(folder), fresh=not options.quick, tell=options.tell
     )
-    result = measure(workload, profile, options)
-    return {**result, "notes": result["notes"] + notes}
+    return measure(workload, profile, options)
 
 
 def measure(workload: Workload, profile: HardwareProfile, options: Options) -> dict[str, Any]:
@@ -90,12 +96,12 @@ def measure(workload: Workload, profile: HardwareProfile, options: Options) -> d
         problem = problem_of(workload, profiles[case.device], case.device)
         predicted = predict(problem, case.policy, case.schedule)
         if not predicted.feasible:
-            options.tell(f"left out, does not fit: {label(case)}")
+            options.tell(f"left out, does not fit: {case}")
             continue
-        seconds = run_case(workload, case, workload.repeats, options)
+        seconds = seconds_of(run_case(workload, case, workload.repeats, options))
         rows.append(
             {
-                "label": label(case),
+                "label": str(case),
                 **summary(seconds),
                 "predicted_s": predicted.latency_s,
                 "of_prediction": median(seconds) / predicted.latency_s,
@@ -104,7 +110,7 @@ def measure(workload: Workload, profile: HardwareProfile, options: Options) -> d
             }
         )
         errors.append(abs(predicted.latency_s / median(seconds) - 1))
-        options.tell(f"{label(case)}: {median(seconds):.2f} s, predicted {predicted.latency_s:.2f} s")
+        options.tell(f"{case}: {median(seconds):.2f} s, predicted {predicted.latency_s:.2f} s")
     problem = problem_of(workload, profiles["sim"], "sim")
     solution = search(problem)
     chosen = Case("sim", solution.policy, solution.schedule)
@@ -112,13 +118,12 @@ def measure(workload: Workload, profile: HardwareProfile, options: Options) -> d
     measured: dict[str, list[float]] = {}
     for repeat in range(workload.repeats):
         for case in (chosen, *grid):
-            seconds = run_case(workload, case, 1, options)
-            measured.setdefault(label(case), []).extend(seconds)
+            measured.setdefault(str(case), []).extend(seconds_of(run_case(workload, case, 1, options)))
         options.tell(f"the grid: {repeat + 1} of {workload.repeats}")
     for name, seconds in measured.items():
-        mark = "chosen: " if name == label(chosen) else "grid: "
+        mark = "chosen: " if name == str(chosen) else "grid: "
         rows.append({"label": mark + name, **summary(seconds), "seconds": seconds})
-    best = min(median(seconds) for name, seconds in measured.items() if name != label(chosen))
+    best = min(median(seconds) for name, seconds in measured.items() if name != str(chosen))
     noise = [max(seconds) / min(seconds) - 1 for seconds in measured.values()]
     hardware = {"cores": psutil.cpu_count(logical=False), "memory_bytes": psutil.virtual_memory().total}
     return {
@@ -128,7 +133,7 @@ def measure(workload: Workload, profile: HardwareProfile, options: Options) -> d
         "versions": versions(),
         "rows": rows,
         "ratios": {
-            "chosen_to_best_of_grid": median(measured[label(chosen)]) / best,
+            "chosen_to_best_of_grid": median(measured[str(chosen)]) / best,
             "largest_error": 1 + max(errors),
             "median_error": 1 + median(errors),
         },
@@ -150,12 +155,11 @@ def corrected_profile(workload: Workload, profile: HardwareProfile, case: Case, 
     """Correct the profile five times by the same run; each correction closes half of the difference."""
     from flexgen_helm.engine.auto_planner import corrected, corrections
 
-    records: list[dict[str, Any]] = []
-    run_case(workload, case, 1, options, records)
+    (record,) = run_case(workload, case, 1, options)
     machine = problem_of(workload, replace(profile, gpu=None, link=None), case.device).hardware
     for _ in range(5):
         prediction = predict(problem_of(workload, machine, case.device), case.policy, case.schedule)
-        machine = corrected(machine, corrections(prediction, records[-1]))
+        machine = corrected(machine, corrections(prediction, record))
     return machine
 
 
@@ -185,51 +189,26 @@ def grid_cases() -> list[Case]:
 
 def problem_of(workload: Workload, profile: HardwareProfile, device: str) -> PlanningProblem:
     config, dtype = read_model_config(workload.model)
-    machine = profile
-    limits = MemoryLimits(cpu=workload.cpu_mib * MIB)
-    if device == "sim":
-        limits = replace(limits, gpu=workload.gpu_mib * MIB)
-        if machine.gpu is None:
-            # Its memory is the host's, and so is the workspace of computing.
-            machine = simulated_gpu(machine, machine.cpu.memory_bytes, workload.link_gb_s)
+    if device == "sim" and profile.gpu is None:
+        # Its memory is the host's, and so is the workspace of computing.
+        profile = simulated_gpu(profile, profile.cpu.memory_bytes, workload.link_gb_s)
     lengths = planner_workload.Workload.uniform(workload.prompt, workload.output, workload.sequences)
-    return planning_problem(config, machine, lengths, storage_dtype=dtype, limits=limits)
+    limits = MemoryLimits(**workload.limits(device))
+    return planning_problem(config, profile, lengths, storage_dtype=dtype, limits=limits)
 
 
-def run_case(
-    workload: Workload, case: Case, repeats: int, options: Options, records: list[dict[str, Any]] | None = None
-) -> list[float]:
-    """Return the seconds of `repeats` runs after a warm-up; the records of all runs are appended to `records`."""
-    from flexgen_helm import Engine, GenerationRequest
-
-    extra: dict[str, Any] = {}
-    limits = MemoryLimits(cpu=workload.cpu_mib * MIB)
-    if case.device == "sim":
-        limits, extra = replace(limits, gpu=workload.gpu_mib * MIB), {"link_gb_s": workload.link_gb_s}
-    with Engine.from_pretrained(
-        workload.model,
-        weights="dummy",
-        device=case.device,
-        limits=limits,
-        policy=case.policy,
-        schedule=case.schedule,
-        offload_dir=options.engine.get("offload_dir"),
-        **extra,
-    ) as engine:
-        requests = [
-            GenerationRequest(prompt_token_ids=ids, max_tokens=workload.output, ignore_eos=True)
-            for ids in prompts(workload.sequences, workload.prompt, engine.config.vocab_size)
-        ]
-        seconds = []
-        for _ in range(repeats + 1):
-            for result in engine.run(requests):
-                if result.error is not None:
-                    raise result.error
-            seconds.append(float(engine.last_run["latency_s"]))
-            if records is not None:
-                records.append(engine.last_run)
-    return seconds[1:]
+def run_case(workload: Workload, case: Case, repeats: int, options: Options) -> list[dict[str, Any]]:
+    """Return the records of `repeats` runs after a warm-up."""
+    engine = {
+        "device": case.device,
+        "policy": case.policy,
+        "schedule": case.schedule,
+        "link_gb_s": workload.link_gb_s if case.device == "sim" else None,
+        "offload_dir": options.engine.get("offload_dir"),
+    }
+    sizes = workload.sequences, workload.prompt, workload.output
+    return run_blocks(workload.model, engine, workload.limits(case.device), *sizes, repeats=repeats)
 
 
-def label(case: Case) -> str:
-    return f"{case.device} {case.schedule} {policy_text(case.policy)}"
+def seconds_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [float(record["latency_s"]) for record in records]

@@ -64,14 +64,37 @@ def bound_seconds(
     return {"prefill": prefill, "decode": decode, "total": prefill + decode}
 
 
-def measure_rates(*, model: str, folder: str, file_bytes: int) -> dict[str, float]:
-    """Measure the rates that determine B*: {product_flops, disk_bytes_s}."""
+def measure_rates(*, folder: str, file_bytes: int) -> dict[str, float]:
+    """Measure the rates that determine B*: {product_flops, disk_bytes_s}.
+
+    The disk's is of long direct reads (best of 2) from a file in `folder` that is written and deleted here.
+    """
     import torch
 
     from flexgen_helm.hardware.rates import matmul_flops
+    from flexgen_helm.offload.disk import DirectFile
+    from flexgen_helm.offload.staging import pages
 
-    disk = read_rate(Path(folder), file_bytes)
-    return {"product_flops": matmul_flops(torch.device("cpu"), torch.float32), "disk_bytes_s": disk}
+    chunk = min(_DISK_CHUNK, file_bytes)
+    buffers = [pages(chunk) for _ in range(_DISK_THREADS)]
+    for buffer in buffers:
+        buffer.random_()
+    offsets = range(0, file_bytes - chunk + 1, chunk)
+    file = DirectFile(Path(folder) / f"rate-{os.getpid()}", len(offsets) * chunk, create=True)
+    try:
+        for offset in offsets:
+            file.write(offset, buffers[0])
+
+        def read(number: int) -> None:
+            for offset in offsets[number::_DISK_THREADS]:
+                file.read(offset, buffers[number])
+
+        with ThreadPoolExecutor(_DISK_THREADS) as threads:
+            seconds = time_calls([lambda: list(threads.map(read, range(_DISK_THREADS)))], 2)
+    finally:
+        file.close(delete=True)
+    disk_bytes_s = len(offsets) * chunk / min(seconds)
+    return {"product_flops": matmul_flops(torch.device("cpu"), torch.float32), "disk_bytes_s": disk_bytes_s}
 
 
 def operation_seconds(
@@ -128,33 +151,6 @@ def head_matrices(config: ModelConfig) -> list[tuple[int, int]]:
     """Return (out, in) of every matrix of the head, a tied embedding included."""
     own = [(s[0], s[1]) for s in stage_tensor_shapes(config, HEAD).values() if len(s) == 2]
     return [*own, (config.vocab_size, config.embed_size)] if config.tied_head else own
-
-
-def read_rate(folder: Path, num_bytes: int) -> float:
-    """Measure bytes/s of long direct reads (best of 2) from a file in `folder` that is written and deleted here."""
-    from flexgen_helm.offload.disk import DirectFile
-    from flexgen_helm.offload.staging import pages
-
-    chunk = min(_DISK_CHUNK, num_bytes)
-    buffers = [pages(chunk) for _ in range(_DISK_THREADS)]
-    for buffer in buffers:
-        buffer.random_()
-    path = folder / f"rate-{os.getpid()}"
-    offsets = range(0, num_bytes - chunk + 1, chunk)
-    file = DirectFile(path, len(offsets) * chunk, create=True)
-    try:
-        for offset in offsets:
-            file.write(offset, buffers[0])
-
-        def read(number: int) -> None:
-            for offset in offsets[number::_DISK_THREADS]:
-                file.read(offset, buffers[number])
-
-        with ThreadPoolExecutor(_DISK_THREADS) as threads:
-            seconds = time_calls([lambda: list(threads.map(read, range(_DISK_THREADS)))], 2)
-        return len(offsets) * chunk / min(seconds)
-    finally:
-        file.close(delete=True)
 
 
 def _copies(num_bytes: int) -> int:

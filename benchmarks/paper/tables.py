@@ -7,7 +7,7 @@ switches, and what the disk of that measurement did.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,8 +19,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.planner.policy import Policy, Schedule
-from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.problem import PlanningProblem
+from flexgen_helm.planner.predict import Prediction, predict
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
 
@@ -28,19 +27,6 @@ from flexgen_helm.quant.precisions import FP16
 MIN_TOKENS_PER_S = 0.05
 _SHARES = ("wg", "wc", "cg", "cc", "hg", "hc")
 _REQUIRED = ("model", "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", *_SHARES)
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """One row.
-
-    measured: token/s; None if the table says that memory ran out, or nothing.
-    """
-
-    problem: PlanningProblem
-    policy: Policy
-    schedule: Schedule
-    measured: float | None
 
 
 def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
@@ -59,10 +45,13 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=2):
         try:
-            row = read_row({str(name): str(text) for name, text in line.items()}, hardware)
-            prediction = predict(row.problem, row.policy, row.schedule, rounded=False)
+            prediction = predict_row({str(name): str(text) for name, text in line.items()}, hardware)
         except (ValueError, KeyError, UsageError) as error:
             raise UsageError(f"{path}, line {number}: {error}") from error
+        try:
+            deviation = prediction.tokens_per_s / float(line.get("tokens_per_s") or "") - 1
+        except ValueError:
+            deviation = None  # the table says that memory ran out, or nothing
         rows.append(
             {
                 **line,
@@ -72,7 +61,7 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
                 "feasible": prediction.feasible,
                 "missing_bytes": dict(prediction.missing),
                 "bottleneck": prediction.bottleneck,
-                "error": None if row.measured is None else prediction.tokens_per_s / row.measured - 1,
+                "error": deviation,
             }
         )
     return {"rows": rows, "summary": summarize(rows)}
@@ -93,8 +82,8 @@ def _errors(errors: pd.Series) -> dict[str, Any]:
     return {"median_error": float(errors.median()), "max_error": float(errors.max()), "n": len(errors)}
 
 
-def read_row(line: Mapping[str, str], hardware: HardwareProfile) -> TableRow:
-    """Read one row. Raises `ValueError`, `KeyError` or `UsageError` if a column cannot be read."""
+def predict_row(line: Mapping[str, str], hardware: HardwareProfile) -> Prediction:
+    """Predict one row. Raises `ValueError`, `KeyError` or `UsageError` if a column cannot be read."""
     entry = resolve(line["model"]).entry
     if entry is None:
         raise UsageError(f"model {line['model']!r} is not in the catalog")
@@ -115,11 +104,7 @@ def read_row(line: Mapping[str, str], hardware: HardwareProfile) -> TableRow:
         endless=True,
     )
     problem = replace(problem, limits={tier: problem.capacity(tier) for tier in TIERS})
-    try:
-        measured = float(line.get("tokens_per_s") or "")
-    except ValueError:
-        measured = None
-    return TableRow(problem, policy, cast(Schedule, line.get("schedule") or "zigzag"), measured)
+    return predict(problem, policy, cast(Schedule, line.get("schedule") or "zigzag"), rounded=False)
 
 
 def _hardware_of(line: Mapping[str, str], hardware: HardwareProfile) -> HardwareProfile:

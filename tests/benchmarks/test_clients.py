@@ -212,9 +212,9 @@ def test_padded_batches_run_alone(tiny_checkpoint, tmp_path):
 
     export(tiny_checkpoint, tmp_path / "model")
     requests = [{"prompt": "the quick brown fox " * (1 + i % 3), "max_tokens": 1} for i in range(5)]
-    assert padded(tmp_path / "model", requests, 2, tmp_path) > 0
-    with pytest.raises(FlexgenError, match="padded batches ended with 1"):
-        padded(tmp_path / "nothing", requests, 2, tmp_path)
+    assert padded(tmp_path / "model", requests, 2) > 0
+    with pytest.raises(FlexgenError, match="padded_batches ended with 1"):
+        padded(tmp_path / "nothing", requests, 2)
 
 
 def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path, monkeypatch):
