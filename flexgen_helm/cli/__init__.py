@@ -23,29 +23,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flexgen_helm.cli.engine_flags import complete_dummy_weights
 
     arguments = complete_dummy_weights(sys.argv[1:] if argv is None else list(argv))
+    is_debugging = bool(os.environ.get("FLEXGEN_HELM_DEBUG"))
     try:
         typer.main.get_command(app).main(args=arguments, prog_name="flexgen-helm", standalone_mode=True)
         return 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except FlexgenError as error:
-        _show_traceback()
+        if is_debugging:
+            traceback.print_exc()
         say(f"flexgen-helm: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         say("flexgen-helm: interrupted")
         return 130
     except Exception as error:  # the last resort
-        _show_traceback()
-        hint = "" if _debugging() else " (set FLEXGEN_HELM_DEBUG=1 to see where)"
+        if is_debugging:
+            traceback.print_exc()
+        hint = "" if is_debugging else " (set FLEXGEN_HELM_DEBUG=1 to see where)"
         say(f"flexgen-helm: unexpected {type(error).__name__}: {error}{hint}")
         return 1
-
-
-def _debugging() -> bool:
-    return bool(os.environ.get("FLEXGEN_HELM_DEBUG"))
-
-
-def _show_traceback() -> None:
-    if _debugging():
-        traceback.print_exc()

@@ -10,7 +10,6 @@ import typer
 
 from flexgen_helm import __version__
 from flexgen_helm.cli.bench import bench
-from flexgen_helm.cli.compare import compare
 from flexgen_helm.cli.convert import convert
 from flexgen_helm.cli.doctor import doctor
 from flexgen_helm.cli.engine_flags import with_engine_flags
@@ -19,7 +18,7 @@ from flexgen_helm.cli.generate import generate
 from flexgen_helm.cli.perplexity import perplexity
 from flexgen_helm.cli.plan import plan
 from flexgen_helm.cli.profile import profile
-from flexgen_helm.cli.report import report
+from flexgen_helm.cli.report import compare, report
 from flexgen_helm.cli.run import run
 from flexgen_helm.errors import Interrupted
 

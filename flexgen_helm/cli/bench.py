@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file
+from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_json
 from flexgen_helm.cli.flags import CsvFlag, JsonFlag, OutFile
 from flexgen_helm.config import EngineOptions
-
-if TYPE_CHECKING:
-    import pandas
 
 
 def bench(
@@ -50,32 +46,26 @@ def bench(
     ] = None,
 ) -> None:
     """Run a benchmark: both sides in one invocation, in alternation, medians. Close other programs first."""
+    import pandas
+
     from flexgen_helm.benchmarks import Options, load
 
     options = Options(engine, entry, instances, repeats, quick, python, reference, tell=say)
     result = load(name)(options)
+    # The table leaves out what is no plain value, such as the seconds of each repetition.
+    rows = [
+        {name: value for name, value in row.items() if isinstance(value, (str, int, float))} for row in result["rows"]
+    ]
     if as_json:
         print_json(result)
     elif as_csv:
-        print_csv(_frame(result["rows"]))
+        print_csv(pandas.DataFrame(rows))
     else:
-        print_table(_frame(result["rows"]), title=result["name"])
-        _print_ratios(result)
+        print_table(pandas.DataFrame(rows), title=result["name"])
+        console = output()
+        for key, value in result["ratios"].items():
+            console.print(f"{key.replace('_', ' ')}: {value:.2f}x")
+        for line in result.get("notes", ()):
+            console.print(line, soft_wrap=True)
     if out is not None:
-        write_file(out, json.dumps(result, indent=2, allow_nan=False) + "\n")
-
-
-def _print_ratios(result: dict[str, Any]) -> None:
-    console = output()
-    for key, value in result["ratios"].items():
-        console.print(f"{key.replace('_', ' ')}: {value:.2f}x")
-    for line in result.get("notes", ()):
-        console.print(line, soft_wrap=True)
-
-
-def _frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
-    """Return the rows without columns that are not plain values, such as the seconds of each repetition."""
-    import pandas
-
-    plain = [{name: value for name, value in row.items() if isinstance(value, (str, int, float))} for row in rows]
-    return pandas.DataFrame(plain)
+        write_json(out, result)

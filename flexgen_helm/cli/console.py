@@ -6,11 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from flexgen_helm.errors import FlexgenError, UsageError
@@ -48,7 +47,6 @@ def print_table(
     frame: pandas.DataFrame,
     *,
     title: str | None = None,
-    caption: str | None = None,
     formats: Mapping[str, Callable[[Any], RenderableType]] = MappingProxyType({}),
 ) -> None:
     """Print `frame` on stdout as a table for people: numeric columns to the right, missing values empty.
@@ -58,7 +56,7 @@ def print_table(
     from pandas.api.types import is_numeric_dtype
     from rich.table import Table
 
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table = Table(title=title, title_justify="left")
     for name in frame.columns:
         justify: Literal["right", "left"] = "right" if is_numeric_dtype(frame[name]) else "left"
         table.add_column(str(name).replace("_", " "), justify=justify, overflow="fold")
@@ -93,19 +91,17 @@ def read_input(flag: str, path: Path) -> bytes:
         raise UsageError(f"{flag} {path} cannot be read: {error.strerror}") from error
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn the error of a file that cannot be written into one sentence."""
+def write_file(path: Path, text: str) -> None:
+    """Replace a file as a whole; raises `FlexgenError` with one sentence if it cannot be written."""
     try:
-        yield
+        replace_text(path, text)
     except OSError as error:
         raise FlexgenError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def write_file(path: Path, text: str) -> None:
-    """Replace a file as a whole."""
-    with writing(path):
-        replace_text(path, text)
+def write_json(path: Path, content: Any) -> None:
+    """Replace a file by JSON. Raises as `print_json` and `write_file` do."""
+    write_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 class TokenProgress:
@@ -149,7 +145,7 @@ class TokenProgress:
     def __enter__(self) -> TokenProgress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -17,7 +17,7 @@ def _refuse_both(context: typer.Context, value: bool) -> bool:
     return value
 
 
-def _require_folder(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
+def require_folder(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
     """Refuse a file in a folder that does not exist, before anything is computed."""
     if value is not None and not value.parent.is_dir():
         raise UsageError(f"--{parameter.name} {value}: there is no folder {value.parent}")
@@ -31,7 +31,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=_
 CsvFlag = Annotated[bool, typer.Option("--csv", help="Print the table as CSV.", callback=_refuse_both)]
 OutFile = Annotated[
     Path | None,
-    typer.Option("--out", "-o", metavar="FILE.json", help="Also write the JSON there.", callback=_require_folder),
+    typer.Option("--out", "-o", metavar="FILE.json", help="Also write the JSON there.", callback=require_folder),
 ]
 SuiteName = Annotated[str, typer.Option("--suite", help="Name of the suite, as given to run.")]
 OutputPath = Annotated[

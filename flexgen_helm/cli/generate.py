@@ -41,7 +41,8 @@ def generate(
     With --out, each finished line is appended to FILE.partial at once, with the number of its input line, so an
     interruption loses nothing. FILE is written whole at the end, and FILE.partial is removed.
     """
-    lines = [(number, parse_line(line)) for number, line in _read_lines(prompts)]
+    content = read_input("--prompts", prompts).split(b"\n")
+    lines = [(number, parse_line(line)) for number, line in enumerate(content, start=1) if line.strip()]
     places = [place for place, (_, request) in enumerate(lines) if isinstance(request, GenerationRequest)]
     requests = [request for _, request in lines if isinstance(request, GenerationRequest)]
     with _Output(out, [number for number, _ in lines]) as output, load_engine(model, engine) as loaded:
@@ -88,12 +89,6 @@ def _explanation(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         return f"the key {key!r} is not known; known are {', '.join(_line_model().model_fields)}"
     return f"{key} {error['msg'].replace('Input should', 'must')}, not {json.dumps(error['input'])[:40]}"
-
-
-def _read_lines(path: Path) -> list[tuple[int, bytes]]:
-    """Return (number from 1, content) of all lines that are not blank."""
-    lines = read_input("--prompts", path).split(b"\n")
-    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 class _Output:

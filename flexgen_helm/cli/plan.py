@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, writing
-from flexgen_helm.cli.flags import CsvFlag, JsonFlag
+from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file
+from flexgen_helm.cli.flags import CsvFlag, JsonFlag, require_folder
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 
@@ -52,7 +52,8 @@ def plan(
     stages: Annotated[int, typer.Option(min=1, help="Machines of a pipeline, each one like this.")] = 1,
     frontier: Annotated[bool, typer.Option("--frontier", help="Throughput under limits of latency.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="With --frontier: also as a picture.")
+        Path | None,
+        typer.Option(metavar="FILE.html", help="With --frontier: also as a picture.", callback=require_folder),
     ] = None,
     from_csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Evaluate each row of a table of throughputs instead.")
@@ -103,8 +104,6 @@ def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: P
         raise UsageError("a single token is searched for with prefill-only; leave --schedule out")
     if picture is not None and not frontier:
         raise UsageError(f"--picture {picture} is for a frontier; add --frontier")
-    if picture is not None and not picture.parent.is_dir():
-        raise UsageError(f"--picture {picture}: there is no folder {picture.parent}")
     useless = {
         "--policy": has_policy,
         "--max-latency": config.max_latency is not None,
@@ -272,8 +271,7 @@ def _search_frontier(
     if picture is not None:
         from flexgen_helm.report.pages import frontier_page
 
-        with writing(picture):
-            picture.write_text(frontier_page(points, problem).to_html(), encoding="utf-8")
+        write_file(picture, frontier_page(points, problem).to_html())
         say(f"the picture is in {picture}")
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flexgen_helm.cli.console import print_json, say, write_file
+from flexgen_helm.cli.console import print_json, say, write_json
 from flexgen_helm.cli.flags import OutFile
 
 
@@ -27,4 +26,4 @@ def profile(
     measured = measured_profile(folder=offload_dir, fresh=not cached, tell=say).to_json()
     print_json(measured)
     if out is not None:
-        write_file(out, json.dumps(measured, indent=2) + "\n")
+        write_json(out, measured)
