@@ -16,34 +16,25 @@ def prompts(rows: int, length: int, vocab_size: int) -> list[list[int]]:
     return [[row % vocab_size, *(draw.randrange(vocab_size) for _ in range(length - 1))] for row in range(rows)]
 
 
-def run_engine(
-    *,
-    model: str,
-    engine: dict[str, Any],
-    limits: dict[str, int],
-    rows: int,
-    prompt: int,
-    output: int,
-    warm: bool = False,
-) -> dict[str, Any]:
-    """Run a block of `rows` sequences after a warm-up, and return its run record as JSON; see `run_blocks`."""
-    (record,) = run_blocks(model, engine, limits, rows, prompt, output, warm=warm)
+def run_engine(**block: Any) -> dict[str, Any]:
+    """Run a block once, and return its run record as JSON. block: arguments of `run_blocks`."""
+    (record,) = run_blocks(**block)
     return {
         **{key: record[key] for key in ("latency_s", "prefill_s", "decode_s", "flops", "bytes", "time_s", "policy")},
         **{key: record[key] for key in ("peak_bytes", "achieved_placement", "schedule", "hardware")},
-        **run_sizes(rows, prompt, output),
+        **run_sizes(block["rows"], block["prompt"], block["output"]),
     }
 
 
 def run_blocks(
+    *,
     model: str,
     engine: Mapping[str, Any],
     limits: Mapping[str, int],
     rows: int,
     prompt: int,
     output: int,
-    *,
-    warm: bool = True,
+    warm: bool = False,
     repeats: int = 1,
 ) -> list[dict[str, Any]]:
     """Run the same block `repeats` times after a warm-up, and return the run records.

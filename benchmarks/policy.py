@@ -206,8 +206,9 @@ def run_case(workload: Workload, case: Case, repeats: int, options: Options) -> 
         "link_gb_s": workload.link_gb_s if case.device == "sim" else None,
         "offload_dir": options.engine.get("offload_dir"),
     }
-    sizes = workload.sequences, workload.prompt, workload.output
-    return run_blocks(workload.model, engine, workload.limits(case.device), *sizes, repeats=repeats)
+    sizes = {"rows": workload.sequences, "prompt": workload.prompt, "output": workload.output}
+    limits = workload.limits(case.device)
+    return run_blocks(model=workload.model, engine=engine, limits=limits, **sizes, warm=True, repeats=repeats)
 
 
 def seconds_of(records: Sequence[Mapping[str, Any]]) -> list[float]:
