@@ -18,6 +18,7 @@ from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures import architecture_of_gguf
+from flexgen_helm.models.architectures.gguf_fields import gguf_config
 
 # `gguf` dequantizes these from elements of their own type, all others from bytes.
 _ELEMENT_TYPES = {"F32": np.float32, "F16": np.float16}
@@ -40,8 +41,8 @@ class GgufCheckpoint(FileCheckpoint):
             "rope_factors": () if factors is None else tuple(_dequantize(factors, 0, 1, factors.size).tolist()),
         }
         architecture = architecture_of_gguf(str(metadata.get("general.architecture")))
-        assert architecture.read_gguf is not None, f"{architecture.name} claims GGUF architectures but reads none"
-        self.config = model_config_from(architecture.read_gguf, metadata, path)
+        read = architecture.read_gguf or architecture.read_config
+        self.config = model_config_from(lambda content: read(gguf_config(content)), metadata, path)
         self.tokenizer_path = path if "tokenizer.ggml.tokens" in metadata else None
         self._path = path
         self._use(match_tensors(self.config, architecture.gguf_tensors, header.tensors, path, "metadata"))

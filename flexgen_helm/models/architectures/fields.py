@@ -84,31 +84,22 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 1
             beta_fast=number("beta_fast", 32.0),
             beta_slow=number("beta_slow", 1.0),
             truncate=bool(parameters.get("truncate", True)),
-            magnitude=yarn_magnitude(parameters, stretch),
+            magnitude=_yarn_magnitude(parameters, stretch),
         )
     if kind in ("longrope", "su"):
         factors = tuple(float(value) for value in parameters["short_factor"])
         if len(factors) != dim // 2:
             raise ValueError(f"short_factor has {len(factors)} entries, but {dim // 2} pairs rotate")
         magnitude = parameters.get("attention_factor")
-        if magnitude is None:
-            magnitude = longrope_magnitude(stretch, original)
+        if magnitude is None:  # Ding et al. (2024)
+            magnitude = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
         return RopeConfig(**shared, kind="factors", factors=factors, magnitude=float(magnitude))
     raise UnsupportedArchitectureError(
         f"rope type {kind!r} is not supported; known are default, linear, llama3, yarn and longrope"
     )
 
 
-def longest_context(positions: int, rope: RopeConfig) -> int:
-    """Return how many of a model's positions one set of frequencies serves.
-
-    LongRoPE has a second set for texts beyond the original context, which would change the keys of all earlier tokens.
-    Only the first set is used, so texts end at the original context.
-    """
-    return min(positions, rope.original_max_positions) if rope.kind == "factors" else positions
-
-
-def yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     """Peng et al. (2023), section 3.4, as the published configurations refine it."""
 
     def magnitude(weight: float) -> float:
@@ -118,8 +109,3 @@ def yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
         return float(parameters["attention_factor"])
     scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     return magnitude(scale) / magnitude(scale_all) if scale and scale_all else magnitude(1.0)
-
-
-def longrope_magnitude(stretch: float, original: int) -> float:
-    """Ding et al. (2024), for a context `stretch` times the `original` number of tokens."""
-    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))

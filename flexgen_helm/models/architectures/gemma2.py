@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures import llama
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
 from flexgen_helm.models.architectures.fields import activation_of, read_windows
-from flexgen_helm.models.architectures.gguf_fields import gguf_key
 from flexgen_helm.models.config import ModelConfig
 
 
@@ -36,29 +36,17 @@ def read_config(config: Mapping[str, Any], architecture: str = "gemma2", **featu
 
 
 def read_gguf(
-    metadata: Mapping[str, Any],
-    gguf_name: str = "gemma2",
-    full_every: int = 2,
+    config: Mapping[str, Any],
+    read: Callable[[Mapping[str, Any]], ModelConfig] = read_config,
     layers_of_27b: int = 46,
-    **features: Any,
 ) -> ModelConfig:
-    """Read the metadata; the files store 1 + weight of every norm, and neither attention scale nor window pattern.
+    """Read the metadata as `gguf_config` returns them; the files store 1 + weight of every norm.
 
-    layers_of_27b: the 27B size is known by its layers; it scales scores by the hidden size per head.
+    layers_of_27b: the files lack the attention scale, which is another for the 27B size, known by its layers.
     """
-    key = gguf_key(metadata, gguf_name)
-    layers, hidden, heads = int(key("block_count")), int(key("embedding_length")), int(key("attention.head_count"))
-    config = {"num_hidden_layers": layers, "sliding_window": key("attention.sliding_window", None)}
-    gemma: dict[str, Any] = dict(
-        activation="gelu_tanh",
-        windows=alternating_windows(config, full_every),
-        residual="sandwich",
-        embed_scale=hidden**0.5,
-        attn_scale=(hidden // heads if layers == layers_of_27b else int(key("attention.key_length"))) ** -0.5,
-        attn_softcap=key("attn_logit_softcapping", None),
-        final_softcap=key("final_logit_softcapping", None),
-    )
-    return llama.read_gguf(metadata, gguf_name, **{**gemma, **features})
+    is_27b = config["num_hidden_layers"] == layers_of_27b
+    scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    return replace(read({**config, "query_pre_attn_scalar": scalar}), norm_plus_one=False)
 
 
 _LAYER = "layers.{i}."

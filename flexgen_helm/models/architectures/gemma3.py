@@ -12,7 +12,7 @@ from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures import gemma2, qwen3
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.architectures.fields import read_rope
-from flexgen_helm.models.config import ModelConfig, RopeConfig
+from flexgen_helm.models.config import ModelConfig
 
 # Entries that published configurations of the text model omit.
 _DEFAULTS = {
@@ -48,9 +48,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    local = RopeConfig(theta=float(metadata.get("gemma3.rope.freq_base_swa", 10_000.0)))
-    return gemma2.read_gguf(metadata, "gemma3", full_every=6, layers_of_27b=62, local_rope=local, qk_norm=True)
+def read_gguf(config: Mapping[str, Any]) -> ModelConfig:
+    return gemma2.read_gguf(config, read_config, layers_of_27b=62)
 
 
 ARCHITECTURE = Architecture(

@@ -8,8 +8,7 @@ from typing import Any
 
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
 from flexgen_helm.models.architectures.fields import activation_of, read_rope
-from flexgen_helm.models.architectures.gguf_fields import gguf_key, read_gguf_experts, read_gguf_rope
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.config import ModelConfig, MoEConfig
 
 
 def read_config(config: Mapping[str, Any], architecture: str = "llama", **features: Any) -> ModelConfig:
@@ -41,32 +40,12 @@ def read_config(config: Mapping[str, Any], architecture: str = "llama", **featur
     return ModelConfig(**{**llama, **features})
 
 
-def read_gguf(metadata: Mapping[str, Any], gguf_name: str = "llama", **features: Any) -> ModelConfig:
-    """Read Llama's metadata. gguf_name: prefix of the keys; features: as of `read_config`."""
-    key = gguf_key(metadata, gguf_name)
-    hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
-    head_dim = int(key("attention.key_length", hidden // heads))
-    llama: dict[str, Any] = dict(
-        architecture=gguf_name,
-        num_layers=int(key("block_count")),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=int(key("attention.head_count_kv", heads)),
-        head_dim=head_dim,
-        ffn_size=int(key("feed_forward_length")),
-        vocab_size=len(metadata["tokenizer.ggml.tokens"]),
-        max_positions=int(key("context_length")),
-        embed_size=hidden,
-        norm="rmsnorm",
-        norm_eps=float(key("attention.layer_norm_rms_epsilon")),
-        activation="silu",
-        gated_mlp=True,
-        rope=read_gguf_rope(metadata, gguf_name, head_dim),
-        qkv_bias="blk.0.attn_q.bias" in metadata["tensor_names"],
-        tied_head="output.weight" not in metadata["tensor_names"],
-        experts=read_gguf_experts(metadata, gguf_name),
-    )
-    return ModelConfig(**{**llama, **features})
+def read_gguf(config: Mapping[str, Any]) -> ModelConfig:
+    """Read the metadata of Llama's files, which are also Mixtral's, as `gguf_config` returns them."""
+    experts = None
+    if "num_experts" in config:
+        experts = MoEConfig(config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"])
+    return read_config(config, qkv_bias="blk.0.attn_q.bias" in config["tensor_names"], experts=experts)
 
 
 _LAYER = "layers.{i}."

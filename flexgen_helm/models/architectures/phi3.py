@@ -8,8 +8,7 @@ from typing import Any
 
 from flexgen_helm.models.architectures import llama
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
-from flexgen_helm.models.architectures.fields import longest_context, read_rope, read_windows
-from flexgen_helm.models.architectures.gguf_fields import gguf_key
+from flexgen_helm.models.architectures.fields import read_windows
 from flexgen_helm.models.config import ModelConfig
 
 
@@ -17,27 +16,11 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     scaling = config.get("rope_scaling")
     if scaling and scaling.get("type") == "yarn":  # the first exports' name for what they compute: LongRoPE
         config = {**config, "rope_scaling": {**scaling, "type": "longrope"}}
-    rope = read_rope(config, config["hidden_size"] // config["num_attention_heads"])
-    return llama.read_config(
-        config,
-        "phi3",
-        rope=rope,
-        max_positions=longest_context(config["max_position_embeddings"], rope),
-        windows=read_windows(config),
-        qkv_bias=False,
-        out_bias=False,
-    )
-
-
-def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    config = llama.read_gguf(metadata, "phi3")
-    assert config.rope is not None
-    window = int(gguf_key(metadata, "phi3")("attention.sliding_window", 0))
-    return replace(
-        config,
-        max_positions=longest_context(config.max_positions, config.rope),
-        windows=(window,) * config.num_layers if window else (),
-    )
+    model = llama.read_config(config, "phi3", windows=read_windows(config), qkv_bias=False, out_bias=False)
+    if model.rope is None or model.rope.kind != "factors":
+        return model
+    # LongRoPE has a second set of factors for longer texts, which would change the keys of all earlier tokens.
+    return replace(model, max_positions=min(model.max_positions, model.rope.original_max_positions))
 
 
 def _fused_tensors(qkv: str, gate_up: str) -> dict[str, TensorSource]:
@@ -54,6 +37,5 @@ ARCHITECTURE = Architecture(
         **_fused_tensors("layers.{i}.self_attn.qkv_proj", "layers.{i}.mlp.gate_up_proj"),
     },
     gguf_names=("phi3",),
-    read_gguf=read_gguf,
     gguf_tensors={**llama.GGUF_TENSORS, **_fused_tensors("blk.{i}.attn_qkv", "blk.{i}.ffn_up")},
 )

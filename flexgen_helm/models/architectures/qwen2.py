@@ -22,16 +22,11 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return llama.read_config(config, "qwen2", qkv_bias=True, windows=upper_windows(config))
 
 
-def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    return llama.read_gguf(metadata, "qwen2", qkv_bias=True)
-
-
 ARCHITECTURE = Architecture(
     name="qwen2",
     hf_names=("Qwen2ForCausalLM", "Qwen2Model"),
     read_config=read_config,
     tensors=llama.ARCHITECTURE.tensors,
     gguf_names=("qwen2",),
-    read_gguf=read_gguf,
     gguf_tensors=llama.GGUF_TENSORS,
 )

@@ -15,10 +15,6 @@ def read_config(config: Mapping[str, Any], architecture: str = "qwen3", **featur
     return llama.read_config(config, architecture, **{**qwen3, **features})
 
 
-def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    return llama.read_gguf(metadata, "qwen3", qk_norm=True)
-
-
 ARCHITECTURE = Architecture(
     name="qwen3",
     hf_names=("Qwen3ForCausalLM", "Qwen3Model"),
@@ -29,7 +25,6 @@ ARCHITECTURE = Architecture(
         "layers.{i}.attn.k_norm": TensorSource("layers.{i}.self_attn.k_norm"),
     },
     gguf_names=("qwen3",),
-    read_gguf=read_gguf,
     gguf_tensors={
         **llama.GGUF_TENSORS,
         "layers.{i}.attn.q_norm": TensorSource("blk.{i}.attn_q_norm"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexgen_helm.models.architectures import llama, qwen3
+from flexgen_helm.models.architectures import qwen3
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
 from flexgen_helm.models.architectures.fields import read_windows
 from flexgen_helm.models.config import ModelConfig, MoEConfig
@@ -24,10 +24,6 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return qwen3.read_config(config, "qwen3_moe", experts=experts, windows=windows)
 
 
-def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    return llama.read_gguf(metadata, "qwen3moe", architecture="qwen3_moe", qk_norm=True)
-
-
 _MLP = "layers.{i}.mlp."
 ARCHITECTURE = Architecture(
     name="qwen3_moe",
@@ -41,6 +37,5 @@ ARCHITECTURE = Architecture(
         "layers.{i}.mlp.experts.{e}.down": TensorSource(_MLP + "experts.{e}.down_proj"),
     },
     gguf_names=("qwen3moe",),
-    read_gguf=read_gguf,
     gguf_tensors=qwen3.ARCHITECTURE.gguf_tensors,
 )
