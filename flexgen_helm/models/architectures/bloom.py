@@ -7,6 +7,7 @@ from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
+from flexgen_helm.models.architectures.fields import gpt_config
 from flexgen_helm.models.config import ModelConfig
 
 # ALiBi sets no context length; the models were trained with this one.
@@ -18,28 +19,18 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedArchitectureError("BLOOM with apply_residual_connection_post_layernorm is not supported")
     hidden = config.get("n_embed") or config["hidden_size"]
     heads = config.get("n_head") or config["num_attention_heads"]
-    return ModelConfig(
-        architecture="bloom",
+    return gpt_config(
+        config,
+        "bloom",
+        hidden,
+        heads,
         num_layers=config.get("n_layer") or config["num_hidden_layers"],
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
         ffn_size=4 * hidden,
-        vocab_size=config["vocab_size"],
         max_positions=config.get("seq_length") or _TRAINED_POSITIONS,
-        embed_size=hidden,
-        norm="layernorm",
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         activation="gelu_tanh",
-        gated_mlp=False,
-        rope=None,
         alibi=True,
         embed_norm=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        tied_head=config.get("tie_word_embeddings", True),
     )
 
 

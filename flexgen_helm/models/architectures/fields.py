@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.config import Activation, RopeConfig
+from flexgen_helm.models.config import Activation, ModelConfig, RopeConfig
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
@@ -18,6 +18,30 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+
+
+def gpt_config(config: Mapping[str, Any], architecture: str, hidden: int, heads: int, **features: Any) -> ModelConfig:
+    """Fill the record of a decoder like GPT-2: layer norms, biases, no gate, and keys and values for every query head.
+
+    features: the other fields of `ModelConfig`, and those in which the architecture differs.
+    """
+    gpt: dict[str, Any] = dict(
+        architecture=architecture,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        vocab_size=config["vocab_size"],
+        embed_size=hidden,
+        norm="layernorm",
+        gated_mlp=False,
+        rope=None,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied_head=config.get("tie_word_embeddings", True),
+    )
+    return ModelConfig(**{**gpt, **features})
 
 
 def activation_of(architecture: str, name: str) -> Activation:

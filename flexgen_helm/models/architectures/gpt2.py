@@ -7,7 +7,7 @@ from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
-from flexgen_helm.models.architectures.fields import activation_of
+from flexgen_helm.models.architectures.fields import activation_of, gpt_config
 from flexgen_helm.models.config import ModelConfig
 
 
@@ -16,26 +16,16 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         if config.get(flag):
             raise UnsupportedArchitectureError(f"GPT-2 with {flag} is not supported")
     hidden, heads = config["n_embd"], config["n_head"]
-    return ModelConfig(
-        architecture="gpt2",
+    return gpt_config(
+        config,
+        "gpt2",
+        hidden,
+        heads,
         num_layers=config["n_layer"],
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
         ffn_size=config.get("n_inner") or 4 * hidden,
-        vocab_size=config["vocab_size"],
         max_positions=config["n_positions"],
-        embed_size=hidden,
-        norm="layernorm",
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         activation=activation_of("GPT-2", config.get("activation_function", "gelu_new")),
-        gated_mlp=False,
-        rope=None,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        tied_head=config.get("tie_word_embeddings", True),
         attn_scale=None if config.get("scale_attn_weights", True) else 1.0,
     )
 

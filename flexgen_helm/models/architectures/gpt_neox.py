@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
-from flexgen_helm.models.architectures.fields import activation_of, read_rope
+from flexgen_helm.models.architectures.fields import activation_of, gpt_config, read_rope
 from flexgen_helm.models.config import ModelConfig
 
 
@@ -17,26 +17,20 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         "rope_theta": config.get("rotary_emb_base"),
         "partial_rotary_factor": config.get("rotary_pct", 0.25),
     }
-    return ModelConfig(
-        architecture="gpt_neox",
+    return gpt_config(
+        config,
+        "gpt_neox",
+        hidden,
+        heads,
         num_layers=config["num_hidden_layers"],
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
         ffn_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
-        embed_size=hidden,
-        norm="layernorm",
         norm_eps=config.get("layer_norm_eps", 1e-5),
         activation=activation_of("GPT-NeoX", config.get("hidden_act", "gelu")),
-        gated_mlp=False,
         rope=read_rope({**transformers_4, **config}, hidden // heads),
         residual="parallel" if config.get("use_parallel_residual", True) else "pre_norm",
         qkv_bias=bias,
         out_bias=bias,
-        mlp_bias=True,
         tied_head=config.get("tie_word_embeddings", False),
     )
 

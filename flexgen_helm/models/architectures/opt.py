@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
-from flexgen_helm.models.architectures.fields import activation_of
+from flexgen_helm.models.architectures.fields import activation_of, gpt_config
 from flexgen_helm.models.config import ModelConfig
 
 
@@ -14,29 +14,23 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     norm_before = config.get("do_layer_norm_before", True)
     bias = config.get("enable_bias", True)
-    return ModelConfig(
-        architecture="opt",
+    return gpt_config(
+        config,
+        "opt",
+        hidden,
+        heads,
         num_layers=config["num_hidden_layers"],
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
         ffn_size=config["ffn_dim"],
-        vocab_size=config["vocab_size"],
         max_positions=config["max_position_embeddings"],
         embed_size=config.get("word_embed_proj_dim") or hidden,
-        norm="layernorm",
         norm_eps=1e-5,
         activation=activation_of("OPT", config.get("activation_function", "relu")),
-        gated_mlp=False,
-        rope=None,
         residual="pre_norm" if norm_before else "post_norm",
         norm_affine=config.get("layer_norm_elementwise_affine", True),
         final_norm=norm_before and not config.get("_remove_final_layer_norm", False),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,
-        tied_head=config.get("tie_word_embeddings", True),
         position_offset=2,
     )
 
