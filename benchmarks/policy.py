@@ -21,7 +21,7 @@ from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.benchmarks.common import refuse_engine_flags
 from flexgen_helm.benchmarks.engine_task import run_blocks
 from flexgen_helm.benchmarks.memory_settings import policy_text
-from flexgen_helm.checkpoint.model_config import read_model_config
+from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner import workload as planner_workload
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.folder import TOKENIZER_FILES
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.models.architectures import ARCHITECTURES, find_source
+from flexgen_helm.models.architectures import ARCHITECTURES
+from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # Spaces, digits and scripts on which two copies of a tokenizer would differ.

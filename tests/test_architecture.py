@@ -29,7 +29,6 @@ TORCH_FREE = [
     "flexgen_helm.response_cache",
     "flexgen_helm.scheduling.schedule",
     "flexgen_helm.scheduling.scheduler",
-    "flexgen_helm.checkpoint.model_config",
     "flexgen_helm.engine.auto_planner",
     "flexgen_helm.engine.machine_profile",
     "flexgen_helm.engine.profiler",

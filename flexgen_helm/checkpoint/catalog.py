@@ -40,11 +40,6 @@ class CatalogEntry:
     default_dtype: HalfType
     config: ModelConfig
 
-    @property
-    def num_parameters(self) -> int:
-        """Distinct parameters; a tied head counts once."""
-        return self.config.num_parameters
-
 
 def _read_entry(line: str) -> CatalogEntry:
     entry = json.loads(line)

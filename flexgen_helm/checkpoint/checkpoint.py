@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch
 
 from flexgen_helm.checkpoint.stored_tensors import MatchedTensor
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.models.architectures import RowSelection
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 
 # Elements that are checked and rounded at a time: the workspace of a read is a few MB beyond its result.
@@ -114,10 +113,9 @@ class FileCheckpoint(Checkpoint):
         return self._tensors[name].stored.title
 
 
-def row_tiles(rows: RowSelection, width: int) -> Iterator[tuple[int, int]]:
+def row_tiles(parts: Iterable[range], width: int) -> Iterator[tuple[int, int]]:
     """Yield (first row, number of rows) of each read of about a tile; width: elements per row."""
     step = max(1, TILE_ELEMENTS // width)
-    for repeat in range(rows.repeats):
-        first = rows.first + repeat * rows.stride
-        for start in range(first, first + rows.count, step):
-            yield start, min(step, first + rows.count - start)
+    for rows in parts:
+        for start in range(rows.start, rows.stop, step):
+            yield start, min(step, rows.stop - start)

@@ -43,24 +43,12 @@ from flexgen_helm.checkpoint.pickles import (
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.errors import CheckpointError, UsageError
 from flexgen_helm.files import sync_folder, write_synced
-from flexgen_helm.models.architectures import Architecture, find_source
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.architectures.base import find_source
 
 SHARD_BYTES = 4 << 30
 TILE_BYTES = 4 << 20
 # A source is mapped again after so many bytes: until then its pages count as ours, though they can be reclaimed.
 MAPPED_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What `convert` made, or what was there. size: bytes of all tensors. left_out: entries that are not tensors."""
-
-    path: Path
-    origin: str
-    tensors: int
-    size: int
-    left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -92,7 +80,7 @@ def convert(
     revision: str | None = None,
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> Conversion:
+) -> Manifest:
     """Turn a model's pickled weights into a folder of safetensors; values, types and names do not change.
 
     out: by default a folder below `FLEXGEN_HELM_HOME`, which the model's name means from then on. The folder appears
@@ -124,7 +112,7 @@ def convert(
     if resolved.kind == "hub":
         size = sum(file.stat().st_size for file in source.files)
         tell(f"the pickled files ({size / 2**30:.1f} GiB) stay in the hub's cache; `hf cache rm` frees their space")
-    return _describe(target)
+    return Manifest.read(target)
 
 
 # ---- what to convert ----
@@ -160,7 +148,7 @@ def _locked(target: Path) -> Iterator[None]:
         raise UsageError(f"another process is converting into {target}; wait until it is done") from None
 
 
-def _existing_conversion(source: _Source) -> Conversion | None:
+def _existing_conversion(source: _Source) -> Manifest | None:
     """Return the conversion in the target folder if it is of the same files; refuse a folder of anything else."""
     target = source.target
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
@@ -170,13 +158,7 @@ def _existing_conversion(source: _Source) -> Conversion | None:
     manifest = Manifest.read(target)
     if manifest.origin != source.origin:
         raise UsageError(f"{target} is a conversion of another model; name another folder with --out")
-    return None if manifest.changed_source(source.folder) else _describe(target)
-
-
-def _describe(target: Path) -> Conversion:
-    manifest = Manifest.read(target)
-    size = sum(tensor.size for tensor in manifest.tensors.values())
-    return Conversion(target, manifest.origin, len(manifest.tensors), size, manifest.left_out)
+    return None if manifest.changed_source(source.folder) else manifest
 
 
 # ---- writing ----
@@ -185,7 +167,8 @@ def _describe(target: Path) -> Conversion:
 def _write(folder: Path, source: _Source, shard_bytes: int, tell: Progress) -> None:
     """Make the whole conversion in `folder`, the manifest last."""
     architecture, config, _ = read_config(source.folder)
-    planned, left_out = plan_tensors(source.files, source.folder, _tied_head(architecture, config))
+    tied_head = find_source(architecture.tensors, "head.lm.weight").name if config.tied_head else None
+    planned, left_out = plan_tensors(source.files, source.folder, tied_head)
     if not planned:
         raise CheckpointError(f"{source.folder} has no tensors in {', '.join(file.name for file in source.files)}")
     if left_out:
@@ -231,14 +214,6 @@ def _write(folder: Path, source: _Source, shard_bytes: int, tell: Progress) -> N
     }
     write_synced(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
     SafetensorsCheckpoint(folder)
-
-
-def _tied_head(architecture: Architecture, config: ModelConfig) -> str | None:
-    """Return the head's name in the checkpoint if the model ties it to the embedding."""
-    try:
-        return find_source(architecture.tensors, "head.lm.weight").name if config.tied_head else None
-    except KeyError:
-        return None
 
 
 def _groups(tensors: Iterable[PlannedTensor], max_bytes: int) -> Iterator[list[PlannedTensor]]:

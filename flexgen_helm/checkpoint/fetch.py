@@ -28,22 +28,19 @@ GGUF_SIZE = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def fetch(name: str | os.PathLike[str], revision: str | None = None, progress: Progress | None = None) -> Path:
+def fetch(
+    model: str | os.PathLike[str] | ResolvedModel, revision: str | None = None, progress: Progress | None = None
+) -> Path:
     """Make a model's weights present on this machine; returns the folder or .gguf file. A second call is instant.
+
+    The folder of a hub snapshot is named by its commit. Of pickled weights it is that of their conversion.
 
     progress: called with one line of text at each step.
 
     Raises `CheckpointError` with the remedy if the weights cannot be obtained, are incomplete, or are damaged.
     """
-    return fetch_resolved(resolve(name, revision), progress)
-
-
-def fetch_resolved(resolved: ResolvedModel, progress: Progress | None = None) -> Path:
-    """Fetch a model whose name is resolved. The folder of a hub snapshot is named by its commit.
-
-    If the weights are pickled and have been converted, returns the conversion.
-    """
     tell = progress or (lambda line: None)
+    resolved = model if isinstance(model, ResolvedModel) else resolve(model, revision)
     if resolved.path is not None:
         return conversion_of(resolved.path) or resolved.path
     if resolved.kind == "wheel":

@@ -21,12 +21,8 @@ _HASHES = "hashes.json"
 _SETTLED_NS = 2_000_000_000
 _SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
+# Size in bytes, modification time in nanoseconds, and inode of a file: they change with its content.
 Stamp = tuple[int, int, int]
-
-
-def file_stamp(path: Path) -> Stamp:
-    """Return a file's size in bytes, modification time in nanoseconds, and inode: they change with its content."""
-    return _stamp(path.stat())
 
 
 def _stamp(status: os.stat_result) -> Stamp:
@@ -51,7 +47,7 @@ class SourceFile:
     @classmethod
     def open(cls, path: Path) -> SourceFile:
         with _explain_os_errors(path):
-            return cls(path, file_stamp(path))
+            return cls(path, _stamp(path.stat()))
 
     @property
     def size(self) -> int:
@@ -97,11 +93,11 @@ def file_sha256(path: Path) -> str:
     Raises `CheckpointError` if the file cannot be read or changes meanwhile.
     """
     with _explain_os_errors(path):
-        stamp = file_stamp(path)
+        stamp = _stamp(path.stat())
         if (known := recall(path, "sha256", stamp)) is not None:
             return known
         digest = hash_file(path)
-        if file_stamp(path) != stamp:
+        if _stamp(path.stat()) != stamp:
             raise CheckpointError(f"{path} changed while it was being hashed; wait until it is complete")
     remember(path, "sha256", digest, stamp)
     return digest
@@ -162,7 +158,7 @@ def check_blobs(
         if _SHA256.fullmatch(blob.name):
             if hash_again:
                 forget(blob)
-            stamp = file_stamp(blob)
+            stamp = _stamp(blob.stat())
             if stamp[0] > 1 << 30 and recall(blob, "sha256", stamp) is None:
                 tell(f"comparing {file.name} ({stamp[0] / 2**30:.1f} GiB) with its SHA-256, once")
             digest = file_sha256(blob)

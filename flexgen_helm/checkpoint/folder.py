@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
-from flexgen_helm.models.architectures import Architecture, architecture_of_config
+from flexgen_helm.models.architectures import architecture_of_config
+from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import ModelConfig
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -29,18 +31,6 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 # What trainers leave in the folder, pickled too.
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
-
-_SIZES = (
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "ffn_size",
-    "vocab_size",
-    "max_positions",
-    "embed_size",
-)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -86,10 +76,11 @@ def model_config_from(
     """
     try:
         config = read(content)
-        for name in _SIZES:
-            value = getattr(config, name)
-            if not isinstance(value, int) or value < 1:
-                size = name.replace("_", " ")
+        for field in fields(config):
+            value = getattr(config, field.name)
+            is_size = field.type == "int" and field.default is MISSING
+            if is_size and (not isinstance(value, int) or value < 1):
+                size = field.name.replace("_", " ")
                 raise CheckpointError(f"{path} gives {size} as {value!r}; it must be a positive integer")
         if config.num_heads % config.num_kv_heads:
             raise CheckpointError(f"{path}: {config.num_heads} heads share {config.num_kv_heads} key heads unevenly")

@@ -15,26 +15,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGMLQuantizationType, GGUFValueType, Keys
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
-
-_VERSIONS = (2, 3)
-_SCALARS = {
-    GGUFValueType.UINT8: "B",
-    GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I",
-    GGUFValueType.INT32: "i",
-    GGUFValueType.FLOAT32: "f",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT64: "d",
-}
 
 
 @dataclass(frozen=True)
@@ -82,7 +68,7 @@ class _Parser:
         magic, version, num_tensors, num_keys = self._unpack("IIQQ")
         if magic != GGUF_MAGIC:
             raise ValueError("it does not begin with the letters GGUF")
-        if version not in _VERSIONS:
+        if version not in (2, 3):
             raise ValueError(f"its version is {version}; supported are 2 and 3, little-endian")
         metadata = {self._string(): self._value(self._value_type()) for _ in range(num_keys)}
         table = [self._tensor() for _ in range(num_tensors)]
@@ -131,12 +117,17 @@ class _Parser:
         if kind == GGUFValueType.STRING:
             return self._string()
         if kind != GGUFValueType.ARRAY:
-            return self._unpack(_SCALARS[kind])[0]
+            return self._numbers(kind, 1)[0]
         element = self._value_type()
         (length,) = self._unpack("Q")
-        if element not in _SCALARS:
+        if element in (GGUFValueType.STRING, GGUFValueType.ARRAY):
             return [self._value(element) for _ in range(length)]
-        # Not longer than the file, so that a corrupt length fails here and not in an allocation.
-        if length > len(self._data):
-            raise ValueError(f"an array of {length} values at offset {self._position} runs past the end")
-        return list(self._unpack(f"{length}{_SCALARS[element]}"))
+        return self._numbers(element, length)
+
+    def _numbers(self, kind: GGUFValueType, count: int) -> list[Any]:
+        dtype = np.dtype(kind.name.lower()).newbyteorder("<")
+        if count * dtype.itemsize > len(self._data) - self._position:
+            raise ValueError(f"an array of {count} values at offset {self._position} runs past the end")
+        values = np.frombuffer(self._data, dtype, count, self._position)
+        self._position += values.nbytes
+        return values.tolist()

@@ -57,10 +57,6 @@ class _Revision:
     def __str__(self) -> str:
         return _title(self.repo, self.revision)
 
-    @property
-    def model_name(self) -> str:
-        return self.repo.replace("/", "--")
-
 
 def fetch_snapshot(repo: str, revision: str | None, tell: Progress) -> Path:
     """Return the folder, named by its commit, of a snapshot with safetensors, or of the conversion of one without.
@@ -76,7 +72,10 @@ def fetch_snapshot(repo: str, revision: str | None, tell: Progress) -> Path:
             _remember_commit(repo, revision, conversion.name)
             return conversion
         if resolved.files is not None:
-            _require_safetensors(resolved, resolved.files)
+            if not any(name.endswith(".safetensors") for name in resolved.files):
+                if pickle_names(resolved.files):
+                    raise only_pickled_weights(repo, repo.replace("/", "--"))
+                raise CheckpointError(f"{repo} has no safetensors weights")
             tell(f"fetching {repo} at commit {resolved.commits[0]}")
         folder = _download(resolved, _SAFETENSORS)
     _require_complete(folder, str(resolved))
@@ -95,7 +94,7 @@ def fetch_pickles(repo: str, revision: str | None, output_disk: Path, tell: Prog
         resolved = _resolve(repo, revision, _SMALL_FILES, lambda folder: pickled_files(folder, repo))
         if resolved.files is None:
             folder = _download(resolved, _SMALL_FILES)  # all other cached files are in the same folder
-            names = _file_names(folder)
+            names = [file.name for file in folder.iterdir()]
         else:
             names = list(resolved.files)
         if any(name.endswith(".safetensors") for name in names):
@@ -120,7 +119,7 @@ def fetch_pickles(repo: str, revision: str | None, output_disk: Path, tell: Prog
 def pickled_files(folder: Path, title: str) -> list[Path]:
     """Return a folder's pickled weight files; `CheckpointError` if one is missing or it is unclear which they are."""
     read_json(folder / CONFIG)
-    names = pickle_names(_file_names(folder))
+    names = pickle_names([file.name for file in folder.iterdir()])
     if names == [PICKLE_INDEX]:
         return [folder / name for name in sorted(set(read_index(folder / PICKLE_INDEX).values()))]
     if len(names) != 1:
@@ -172,7 +171,7 @@ def _download(resolved: _Revision, patterns: Sequence[str]) -> Path:
             missing = error
     raise CheckpointError(
         f"{resolved} is not (completely) in the local cache and {resolved.reason or 'it could not be downloaded'}; "
-        f"connect once and run `flexgen-helm fetch {resolved.model_name}`, or name a local folder"
+        f"connect once and run `flexgen-helm fetch {resolved.repo.replace('/', '--')}`, or name a local folder"
     ) from missing
 
 
@@ -223,24 +222,12 @@ def _title(repo: str, revision: str | None) -> str:
 # ---- completeness ----
 
 
-def _file_names(folder: Path) -> list[str]:
-    return [file.name for file in folder.iterdir()]
-
-
 def _require_complete(folder: Path, title: str) -> None:
     try:
         read_json(folder / CONFIG)
         weight_files(folder)
     except CheckpointError as error:
         raise CheckpointError(f"the snapshot of {title} in the local cache is incomplete: {error}") from error
-
-
-def _require_safetensors(resolved: _Revision, names: dict[str, int | None]) -> None:
-    if any(name.endswith(".safetensors") for name in names):
-        return
-    if pickle_names(names):
-        raise only_pickled_weights(resolved.repo, resolved.model_name)
-    raise CheckpointError(f"{resolved.repo} has no safetensors weights")
 
 
 def _require_space(resolved: _Revision, sizes: dict[str, int], folder: Path, output_disk: Path) -> None:

@@ -73,8 +73,8 @@ class TensorRecord:
 class Manifest:
     """What `convert` wrote. Filled by `read`.
 
-    path: of the manifest itself.
-    origin: the repository and commit, or the folder's name.
+    path: the folder.
+    origin: for records: the repository and commit, or the source folder's name.
     sources, copied, headers: file name -> SHA-256 of the pickled files, of the small files, and of the header of each
         safetensors file.
     left_out: entries of the source that are not tensors.
@@ -106,9 +106,14 @@ class Manifest:
                 {name: str(entry["sha256"]) for name, entry in content[key].items()}
                 for key in ("sources", "copied", "shards")
             )
-            return cls(path, content["origin"], sources, copied, headers, tensors, tuple(content["left_out"]))
+            return cls(folder, content["origin"], sources, copied, headers, tensors, tuple(content["left_out"]))
         except (AttributeError, TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"{path} is incomplete ({error!r}); run flexgen-helm convert again") from None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.size for tensor in self.tensors.values())
 
     @property
     def fingerprint(self) -> str:
@@ -136,33 +141,27 @@ class TensorVerifier:
     is remembered while the file is unchanged.
     """
 
-    def __init__(self, folder: Path, used: Iterable[StoredTensor]) -> None:
+    def __init__(self, folder: Path, used: Iterable[StoredTensor], believe_memory: bool = True) -> None:
         """used: the tensors that the model uses, possibly repeated."""
-        self._manifest = manifest = Manifest.read(folder)
+        self.manifest = manifest = Manifest.read(folder)
         self._lock = threading.Lock()
         for name, digest in manifest.copied.items():
             _require_equal(folder / name, file_sha256(folder / name), digest)
-        self._tensors_of: dict[SourceFile, set[str]] = {}
-        names = set()
+        self._unverified: dict[SourceFile, set[str]] = {}
         for tensor in used:
             file_name = tensor.file.path.name
             if tensor.name not in manifest.tensors or file_name not in manifest.headers:
-                raise CheckpointError(f"{manifest.path} lacks the tensor {tensor.name} of {file_name}")
-            self._tensors_of.setdefault(tensor.file, set()).add(tensor.name)
-            names.add(tensor.name)
+                raise CheckpointError(f"{folder / MANIFEST} lacks the tensor {tensor.name} of {file_name}")
+            self._unverified.setdefault(tensor.file, set()).add(tensor.name)
         # Remembered with the verified files: other hashes or other tensors are verified again.
-        self._identity = hashlib.sha256(f"{self.fingerprint} {sorted(names)}".encode()).hexdigest()
-        self._unverified: dict[SourceFile, set[str]] = {}
-        for file, names in self._tensors_of.items():
+        names = sorted(set().union(*self._unverified.values()))
+        self._identity = hashlib.sha256(f"{manifest.fingerprint} {names}".encode()).hexdigest()
+        for file in list(self._unverified):
             length = int.from_bytes(file.read(0, 8, "header length"), "little")
             digest = hashlib.sha256(file.read(0, 8 + length, "header")).hexdigest()
             _require_equal(file.path, digest, manifest.headers[file.path.name], "the header of ")
-            if recall(file.path, MANIFEST, file.stamp) != self._identity:
-                self._unverified[file] = set(names)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._manifest.fingerprint
+            if believe_memory and recall(file.path, MANIFEST, file.stamp) == self._identity:
+                del self._unverified[file]
 
     def check(self, stored: StoredTensor) -> None:
         """Raise `CheckpointError` naming file and tensor if the tensor is not what was converted."""
@@ -170,7 +169,7 @@ class TensorVerifier:
         with self._lock:
             if name not in self._unverified.get(file, ()):
                 return
-        tensor = self._manifest.tensors[name]
+        tensor = self.manifest.tensors[name]
         digest = hashlib.sha256()
         for start in range(0, tensor.size, _TILE_BYTES):
             digest.update(file.read(tensor.offset + start, min(_TILE_BYTES, tensor.size - start), f"tensor {name}"))
@@ -180,11 +179,6 @@ class TensorVerifier:
             unverified.discard(name)
             if not unverified and self._unverified.pop(file, None) is not None:
                 remember(file.path, MANIFEST, self._identity, file.stamp)
-
-    def start_over(self) -> None:
-        """Verify every tensor again, whatever is remembered."""
-        with self._lock:
-            self._unverified = {file: set(names) for file, names in self._tensors_of.items()}
 
 
 def _require_equal(path: Path, digest: str, expected: str, what: str = "") -> None:

@@ -12,16 +12,16 @@ from typing import Any, Literal
 
 import yaml
 
-from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL, CatalogEntry
+from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL, CatalogEntry, HalfType
+from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.errors import UnknownModelError, UsageError
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.quant.precisions import PRECISIONS
 
-__all__ = ["CATALOG", "CatalogEntry", "Precision", "ResolvedModel", "resolve", "split_precision"]
-
-Precision = Literal["fp16", "fp16-s", "4bit", "4bit-s", "paper-4bit"]
 Kind = Literal["wheel", "hub", "folder", "gguf", "unpublished"]
 
 # Longest first: "-4bit" is also the end of "-paper-4bit".
-_SUFFIXES: tuple[Precision, ...] = ("paper-4bit", "fp16-s", "4bit-s", "4bit")
+_SUFFIXES = sorted(set(PRECISIONS) - {"fp16"}, key=len, reverse=True)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/|--)[A-Za-z0-9][\w.-]*")
 _KINDS_OF_NAMES = (
     "a model is named by the catalog, by a hub repository (org/repo or org--repo), by a folder with config.json and "
@@ -41,7 +41,7 @@ class ResolvedModel:
     """
 
     name: str
-    precision: Precision
+    precision: str
     kind: Kind
     path: Path | None = None
     hub_repo: str | None = None
@@ -56,7 +56,7 @@ class ResolvedModel:
         return {**self.arguments, **suffix}
 
 
-def split_precision(name: str) -> tuple[str, Precision]:
+def split_precision(name: str) -> tuple[str, str]:
     """Split `opt-125m-paper-4bit` into (`opt-125m`, 'paper-4bit'); without a suffix the precision is 'fp16'."""
     for precision in _SUFFIXES:
         base = name.removesuffix(f"-{precision}")
@@ -75,7 +75,7 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Resolv
     text = os.fspath(name).removeprefix("flexgen/")
     user_models = _read_user_models()
     base, suffix = split_precision(text)
-    candidates: dict[str, Precision] = {text: "fp16", base: suffix}
+    candidates: dict[str, str] = {text: "fp16", base: suffix}
     for candidate, precision in candidates.items():
         if candidate in user_models:
             return _resolve_user_model(candidate, precision, revision, user_models[candidate])
@@ -89,7 +89,25 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Resolv
     raise UnknownModelError(_unknown_model(base, user_models))
 
 
-def _resolve_known(name: str, precision: Precision, revision: str | None) -> ResolvedModel | None:
+def read_model_config(model: str | os.PathLike[str] | ResolvedModel) -> tuple[ModelConfig, HalfType]:
+    """Return the model config, and the type in which the weights are stored, without weights: what a plan needs.
+
+    Raises `UsageError` for a model that is neither in the catalog nor on this machine.
+    """
+    resolved = model if isinstance(model, ResolvedModel) else resolve(model)
+    if resolved.entry is not None:
+        return resolved.entry.config, resolved.entry.default_dtype
+    if resolved.path is None or resolved.kind != "folder":
+        raise UsageError(
+            f"neither the catalog nor this machine has the sizes of {resolved.name}; name a catalog model or a folder "
+            "with config.json"
+        )
+    _, config, content = read_config(resolved.path.parent if resolved.path.is_file() else resolved.path)
+    dtype = content.get("dtype") or content.get("torch_dtype")
+    return config, "bfloat16" if dtype == "bfloat16" else "float16"
+
+
+def _resolve_known(name: str, precision: str, revision: str | None) -> ResolvedModel | None:
     """Look a name up in the catalog and on disk."""
     if (entry := CATALOG.get(name)) is not None:
         kind: Kind = "hub" if entry.hub_repo else "wheel" if name == WHEEL_MODEL else "unpublished"
@@ -104,9 +122,7 @@ def _resolve_known(name: str, precision: Precision, revision: str | None) -> Res
     return None
 
 
-def _resolve_user_model(
-    name: str, precision: Precision, revision: str | None, arguments: Mapping[str, Any]
-) -> ResolvedModel:
+def _resolve_user_model(name: str, precision: str, revision: str | None, arguments: Mapping[str, Any]) -> ResolvedModel:
     path = arguments.get("path")
     model = _resolve_known(path or name, precision, revision or arguments.get("revision"))
     if model is None:

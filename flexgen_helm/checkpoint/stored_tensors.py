@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.models.architectures import RowSelection, TensorSource, find_source, select_rows
+from flexgen_helm.models.architectures.base import TensorSource, find_source, select_rows
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 
 
@@ -43,7 +43,7 @@ class MatchedTensor:
     """A tensor of the model: these rows of a stored tensor. transposed: they are columns in the file."""
 
     stored: StoredTensor
-    rows: RowSelection
+    rows: list[range]
     source: TensorSource
     transposed: bool
 
@@ -73,13 +73,13 @@ def match_tensors(
         tensor = next((stored[name] for name in names if name in stored), None)
         if tensor is None:
             raise CheckpointError(f"{path} lacks the tensor {names[0]}, which its {described_by} asks for")
-        rows = select_rows(source, canonical, config, shapes)
+        num_rows, rows = select_rows(source, canonical, config, shapes)
         transposed = source.transposed and len(shape) > 1  # a bias is a vector either way
-        expected: tuple[int, ...] = (rows.total, *shape[1:])
+        expected: tuple[int, ...] = (num_rows, *shape[1:])
         if transposed:
-            expected = (shape[1], rows.total)
+            expected = (shape[1], num_rows)
         elif source.experts:
-            expected = (rows.total // shape[0], *shape)
+            expected = (num_rows // shape[0], *shape)
         if tensor.shape != expected:
             raise CheckpointError(
                 f"{tensor.title} has the shape {list(tensor.shape)}, but its {described_by} asks for {list(expected)}"

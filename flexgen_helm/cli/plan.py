@@ -138,7 +138,7 @@ def _problem(
     precision: str,
     stages: int,
 ) -> PlanningProblem:
-    from flexgen_helm.checkpoint.model_config import read_model_config
+    from flexgen_helm.checkpoint.names import read_model_config
     from flexgen_helm.planner.plan import planning_problem, simulated_gpu
     from flexgen_helm.planner.problem import MEASURED
     from flexgen_helm.planner.workload import Workload

@@ -176,6 +176,7 @@ class ModelConfig(
 
     @property
     def num_parameters(self) -> int:
+        """Distinct parameters; a tied head counts once."""
         return sum(prod(shape) for shape in tensor_shapes(self).values())
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:

@@ -69,7 +69,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_number_of_parameters_is_the_published_one(name: str) -> None:
-    assert CATALOG[name].num_parameters == PUBLISHED[name]
+    assert CATALOG[name].config.num_parameters == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_number_of_parameters_is_the_published_one(name: str) -> None:
     + [("galactica-1.3b", 1.3), ("galactica-30b", 30), ("galactica-120b", 121)],
 )
 def test_number_of_parameters_is_near_the_announced_one(name: str, billions: float) -> None:
-    assert CATALOG[name].num_parameters == pytest.approx(billions * 1e9, rel=0.013)
+    assert CATALOG[name].config.num_parameters == pytest.approx(billions * 1e9, rel=0.013)
 
 
 def test_architectures_that_differ_from_their_siblings() -> None:

@@ -30,7 +30,8 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.cli import fetch as fetch_command
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.models.architectures import ARCHITECTURES, find_source
+from flexgen_helm.models.architectures import ARCHITECTURES
+from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import tensor_shapes
 
 REAL_WHEEL = os.environ.get("FLEXGEN_HELM_WHEEL")

@@ -30,7 +30,7 @@ def requests(count, prompt=12, new=4):
 
 def streamed_limit(path):
     """A limit that the weights exceed."""
-    from flexgen_helm.checkpoint.model_config import read_model_config
+    from flexgen_helm.checkpoint.names import read_model_config
     from flexgen_helm.planner.placement import StorageSizes
 
     return int(0.9 * sum(StorageSizes(read_model_config(path)[0]).matrices.values()))

@@ -10,7 +10,8 @@ import torch
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.models.architectures import ARCHITECTURES, find_source
+from flexgen_helm.models.architectures import ARCHITECTURES
+from flexgen_helm.models.architectures.base import find_source
 
 # transformers, float32, first 12 windows of 1,024 tokens, no BOS.
 REFERENCE_PERPLEXITY = 26.18

@@ -74,7 +74,8 @@ def table(differences: dict[str, float], tested: dict[str, list[ModelConfig]]) -
     """Markdown; every architecture must have a tiny model."""
     lines = [HEAD, "|---|---|---|---|---|"]
     for name, architecture in ARCHITECTURES.items():
-        entries = sorted((e for e in CATALOG.values() if e.config.architecture == name), key=lambda e: e.num_parameters)
+        entries = [entry for entry in CATALOG.values() if entry.config.architecture == name]
+        entries.sort(key=lambda entry: entry.config.num_parameters)
         listed = f"`{entries[0].name}` to `{entries[-1].name}` ({len(entries)})" if entries else "by hub name or folder"
         assert name in tested, f"{name} has no tiny model: add one to VARIANTS in tests/helpers/tiny_models.py"
         switched_on = dict.fromkeys(feature for config in tested[name] for feature in features(config))

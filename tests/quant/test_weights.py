@@ -62,7 +62,7 @@ def test_scores_equal_transformers_with_the_same_matrices(tiny, tmp_path, varian
 
 
 def engine_spec(model):
-    from flexgen_helm.checkpoint.model_config import read_model_config
+    from flexgen_helm.checkpoint.names import read_model_config
 
     return read_model_config(model.path)[0]
 

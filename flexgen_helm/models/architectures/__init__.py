@@ -11,18 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.architectures.base import Architecture, RowSelection, TensorSource, find_source, select_rows
-
-__all__ = [
-    "ARCHITECTURES",
-    "Architecture",
-    "RowSelection",
-    "TensorSource",
-    "architecture_of_config",
-    "architecture_of_gguf",
-    "find_source",
-    "select_rows",
-]
+from flexgen_helm.models.architectures.base import Architecture
 
 _MODULES = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 ARCHITECTURES: Mapping[str, Architecture] = {

@@ -50,8 +50,7 @@ class Architecture:
         `.bias` stand for both.
     prefixes: of stored names; exports of the same weights differ in them.
     gguf_names: values of `general.architecture` in GGUF files; empty if GGUF files are not supported.
-    read_gguf: metadata of a GGUF file -> `ModelConfig`. The metadata are plain Python values, with 'tensor_names' and
-        'rope_factors' added.
+    read_gguf: as `read_config`, of what `gguf_fields.gguf_config` returns; None if `read_config` reads that too.
     gguf_tensors: as `tensors`, for GGUF files.
     """
 
@@ -90,35 +89,27 @@ def find_source(tensors: Mapping[str, TensorSource], canonical: str) -> TensorSo
     return replace(source, name=name + ending)
 
 
-@dataclass(frozen=True)
-class RowSelection:
-    """Rows of a stored tensor that form a canonical one: `count` from `first` on, `repeats` times, `stride` rows apart.
-
-    total: rows of the stored tensor. The rows of a vector are its elements.
-    """
-
-    total: int
-    first: int
-    count: int
-    stride: int = 0
-    repeats: int = 1
-
-
 def select_rows(
     source: TensorSource, canonical: str, model_config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> RowSelection:
-    """Find the rows of `source` that are the canonical tensor; shapes: of all canonical tensors."""
+) -> tuple[int, list[range]]:
+    """Return the number of rows of the tensor stored at `source`, and those of them that form the canonical tensor.
+
+    The rows of a vector are its elements.
+    shapes: of all canonical tensors.
+    """
     size = shapes[canonical][0]
     if source.experts:
         assert model_config.experts is not None and not source.fused
-        return RowSelection(model_config.experts.count * size, int(canonical.split(".")[_EXPERT]) * size, size)
+        first = int(canonical.split(".")[_EXPERT]) * size
+        return model_config.experts.count * size, [range(first, first + size)]
     if not source.fused:
-        return RowSelection(size, 0, size)
+        return size, [range(size)]
     owner, _, leaf = canonical.rpartition(".")
     stem, _, part = owner.rpartition(".")
     sizes = [shapes[f"{stem}.{name}.{leaf}"][0] for name in source.fused]
-    before = sum(sizes[: source.fused.index(part)])
+    total, first = sum(sizes), sum(sizes[: source.fused.index(part)])
     if not source.by_head:
-        return RowSelection(sum(sizes), before, size)
+        return total, [range(first, first + size)]
     heads = model_config.num_heads
-    return RowSelection(sum(sizes), before // heads, size // heads, sum(sizes) // heads, heads)
+    starts = range(first // heads, total, total // heads)
+    return total, [range(start, start + size // heads) for start in starts]
