@@ -84,9 +84,7 @@ def plan(
         return
     from flexgen_helm.planner.plan import make_plan
 
-    made = make_plan(
-        problem, precision, policy=config.fixed_policy, schedule=config.schedule, max_latency=config.max_latency
-    )
+    made = make_plan(problem, policy=config.fixed_policy, schedule=config.schedule, max_latency=config.max_latency)
     if as_json:
         print_json({"model": model, "hardware": problem.hardware.name, **made.to_json()})
     else:
@@ -200,7 +198,7 @@ def _print_plan(made: Plan, model: str) -> None:
     workload, console = problem.workload, output()
     count = "" if problem.endless else f"{workload.num_sequences:,} x "
     console.print(
-        f"{model} ({made.precision}) on {problem.hardware.name}: {count}{workload.prompt:,.0f} prompt + "
+        f"{model} ({problem.precision.name}) on {problem.hardware.name}: {count}{workload.prompt:,.0f} prompt + "
         f"{workload.output:,.0f} output tokens"
     )
     block = f"{policy.gpu_batch_size} x {policy.num_gpu_batches}"

@@ -22,40 +22,17 @@ from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
 
 RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
+# Both directions of the disk or the link together, which bound a pass from below too.
+CHANNELS = ("disk", "link")
+# Seconds of one pass as affine forms: of `RESOURCES`, of `CHANNELS`, and of the parts that 'compute' consists of.
+PassTimes = Mapping[str, Affine]
 
 
-@dataclass(frozen=True)
-class ResourceTimes:
-    """Seconds of one pass as affine forms.
-
-    resources: of each of `RESOURCES`.
-    parts: what `compute` consists of.
-    channels: lower bounds from both directions of a link or disk together.
-    """
-
-    resources: Mapping[str, Affine]
-    parts: Mapping[str, Affine]
-    channels: tuple[Affine, ...] = ()
-
-    def __add__(self, other: ResourceTimes) -> ResourceTimes:
-        return ResourceTimes(
-            {name: form + other.resources[name] for name, form in self.resources.items()},
-            {name: form + other.parts[name] for name, form in self.parts.items()},
-            tuple(one + two for one, two in zip(self.channels, other.channels)),
-        )
-
-    def __mul__(self, factor: float) -> ResourceTimes:
-        return ResourceTimes(
-            {name: factor * form for name, form in self.resources.items()},
-            {name: factor * form for name, form in self.parts.items()},
-            tuple(factor * form for form in self.channels),
-        )
-
-    def seconds(self, fractions: Affine, overlap: float) -> float:
-        """Evaluate a pass: its longest resource, and what does not hide behind it."""
-        times = [float(form @ fractions) for form in self.resources.values()]
-        longest = max(*times, *(float(form @ fractions) for form in self.channels))
-        return overlap * longest + (1 - overlap) * sum(times)
+def pass_seconds(times: PassTimes, fractions: Affine, overlap: float) -> float:
+    """Evaluate a pass: its longest resource, and what does not hide behind it."""
+    seconds = [float(times[name] @ fractions) for name in RESOURCES]
+    longest = max(*seconds, *(float(times[name] @ fractions) for name in CHANNELS))
+    return overlap * longest + (1 - overlap) * sum(seconds)
 
 
 @dataclass(frozen=True)
@@ -69,8 +46,8 @@ class BlockCosts:
     """
 
     sequences: float
-    prefill: ResourceTimes
-    decode: ResourceTimes
+    prefill: PassTimes
+    decode: PassTimes
     decode_passes: float
     memory: Mapping[Tier, tuple[Affine, ...]]
     workspace: Mapping[Tier, float]
@@ -86,26 +63,28 @@ def block_costs(problem: PlanningProblem, shape: BlockShape, resident: bool = Fa
     converts = not (resident and problem.copies_fit)
     if schedule == "row":  # each batch by itself: the costs of one batch, as many times
         batch = block_costs(problem, replace(shape, num_gpu_batches=1, schedule="zigzag"), resident)
-        times = shape.num_gpu_batches
-        return replace(batch, sequences=sequences, prefill=batch.prefill * times, decode=batch.decode * times)
+        prefills = {name: shape.num_gpu_batches * form for name, form in batch.prefill.items()}
+        decodes = {name: shape.num_gpu_batches * form for name, form in batch.decode.items()}
+        return replace(batch, sequences=sequences, prefill=prefills, decode=decodes)
     all_sequences = sequences if problem.endless else float(max(shape.num_sequences, workload.num_sequences))
     if schedule == "prefill-only":
         sequences = all_sequences
     memory = _stored_memory(problem, shape, sequences, resident)
     workspace = dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)}
     prefill = _Pass(problem, shape.gpu_batch_size, sequences, prefill=True, converts=converts)
-    decode = replace(prefill, prefill=False)
+    decode = replace(prefill, prefill=False).times()
     passes = workload.output - 1
     if schedule == "diagonal" and passes > 0:
         # Each pass admits a few sequences and decodes a token of the others. There are as many passes as all sequences
         # need, and the ramp; they count as decode passes that carry a share of the prompts.
-        admission = replace(prefill, sequences=sequences / workload.output, weight_loads=0.0)
-        nothing = ResourceTimes({name: affine() for name in RESOURCES}, {})
+        admission = replace(prefill, sequences=sequences / workload.output, weight_loads=0.0).times()
+        mixed = {name: form + decode[name] for name, form in admission.items()}
+        nothing = dict.fromkeys((*RESOURCES, *CHANNELS), affine())
         ramp = 0.0 if problem.endless else passes
         mixed_passes = all_sequences / sequences * workload.output + ramp
-        return BlockCosts(all_sequences, nothing, admission.times() + decode.times(), mixed_passes, memory, workspace)
+        return BlockCosts(all_sequences, nothing, mixed, mixed_passes, memory, workspace)
     decode_passes = 0.0 if schedule == "prefill-only" else passes
-    return BlockCosts(sequences, prefill.times(), decode.times(), decode_passes, memory, workspace)
+    return BlockCosts(sequences, prefill.times(), decode, decode_passes, memory, workspace)
 
 
 @dataclass(frozen=True)
@@ -143,17 +122,16 @@ class _Pass:
         context = problem.visible_positions(workload.prompt + workload.output / 2)
         return problem.kv_elements * self.sequences * context
 
-    def times(self) -> ResourceTimes:
-        hardware = self.problem.hardware
+    def times(self) -> PassTimes:
+        disk, link = self.problem.hardware.disk, self.problem.hardware.link
         parts = self._compute_parts()
         to_gpu, to_cpu = self._link_times()
         read, write = self._disk_times()
+        times = dict(zip(RESOURCES, (sum(parts.values(), affine()), to_gpu, to_cpu, read, write)))
         # Both directions of a channel together take at least (in + out) / (2 duplex).
-        channels = [(read + write) / (2 * hardware.disk.duplex)]
-        if hardware.link is not None:
-            channels.append((to_gpu + to_cpu) / (2 * hardware.link.duplex))
-        forms = (sum(parts.values(), affine()), to_gpu, to_cpu, read, write)
-        return ResourceTimes(dict(zip(RESOURCES, forms)), parts, tuple(channels))
+        times["disk"] = (read + write) / (2 * disk.duplex)
+        times["link"] = (to_gpu + to_cpu) / (2 * (link.duplex if link is not None else 1.0))
+        return times | parts
 
     def _compute_parts(self) -> dict[str, Affine]:
         """Cost products (bound by operations or by reading the weights), conversions and attention."""
@@ -196,7 +174,6 @@ class _Pass:
         return {name: slowdown * form for name, form in forms.items()}
 
     def _link_times(self) -> tuple[Affine, Affine]:
-        """Cost the link in and out."""
         problem, config, link = self.problem, self.problem.config, self.problem.hardware.link
         to_gpu, to_cpu = affine(), affine()
         if link is None:
@@ -220,7 +197,6 @@ class _Pass:
         return to_gpu, to_cpu
 
     def _disk_times(self) -> tuple[Affine, Affine]:
-        """Cost reading and writing the disk."""
         disk = self.problem.hardware.disk
         read_s, write_s = 1 / disk.read_bytes_s, 1 / disk.write_bytes_s
         cache_access_s = self._cache_transfers * disk.access_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.planner.linear_program import Solution, quickest_seconds
+from flexgen_helm.planner.linear_program import quickest_seconds
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.search import AUTOMATIC, search
 
@@ -33,15 +33,13 @@ def frontier_points(problem: PlanningProblem, count: int) -> list[dict[str, Any]
     points: list[dict[str, Any]] = []
     for solution in sorted(solutions, key=lambda one: (one.prediction.block_s, -one.prediction.tokens_per_s)):
         if not points or solution.prediction.tokens_per_s > points[-1]["tokens_per_s"] * (1 + 1e-6):
-            points.append(_point(solution))
+            policy = solution.policy
+            block = {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
+            points.append(
+                {
+                    "latency_s": solution.prediction.block_s,
+                    "tokens_per_s": solution.prediction.tokens_per_s,
+                    "policy": {**block, "schedule": solution.schedule, **policy.fractions},
+                }
+            )
     return points
-
-
-def _point(solution: Solution) -> dict[str, Any]:
-    policy = solution.policy
-    block = {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
-    return {
-        "latency_s": solution.prediction.block_s,
-        "tokens_per_s": solution.prediction.tokens_per_s,
-        "policy": {**block, "schedule": solution.schedule, **policy.fractions},
-    }

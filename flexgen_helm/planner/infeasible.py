@@ -9,7 +9,7 @@ from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.linear_program import finish, least_missing, quickest_seconds, single_sequence, solve
 from flexgen_helm.planner.placement import TIERS, Tier, limit_flag
 from flexgen_helm.planner.policy import Schedule
-from flexgen_helm.planner.problem import MEASURED, BlockShape, PlanningProblem, without_margin
+from flexgen_helm.planner.problem import MEASURED, BlockShape, PlanningProblem
 from flexgen_helm.quant.precisions import PRECISIONS
 
 # Missing bytes per weight that are rounding errors of the solver.
@@ -90,8 +90,7 @@ def _with_raised_limits(problem: PlanningProblem, tiers: Iterable[Tier]) -> Plan
 
 def _highest_limit(problem: PlanningProblem, tier: Tier) -> float:
     """Return the limit that leaves the machine its margin; a simulated gpu is as large as the host's memory."""
-    capacity = problem.capacity("cpu" if tier == "gpu" and _is_simulated(problem) else tier)
-    return without_margin(capacity, capacity if tier != "disk" else 0)
+    return problem.largest_limit("cpu" if tier == "gpu" and _is_simulated(problem) else tier)
 
 
 def _is_simulated(problem: PlanningProblem) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flexgen_helm.planner.affine import CG, COLUMNS, HG, ONE, WEIGHTS, WG, Affine
-from flexgen_helm.planner.cost_model import BlockCosts, block_costs
+from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, block_costs
 from flexgen_helm.planner.placement import TIERS, Tier, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.planner.predict import Prediction, evaluate, predict
@@ -67,12 +67,12 @@ def solve(
     for variable, times, passes in ((9, costs.prefill, 1.0), (10, costs.decode, costs.decode_passes)):
         if not passes:
             continue
-        total = np.sum(list(times.resources.values()), axis=0)
+        total = np.sum([times[name] for name in RESOURCES], axis=0)
         exposed = passes * (1 - problem.overlap_share)
         cost[:9] += exposed * total[:9]
         constant += exposed * total[ONE]
         cost[variable] += passes * problem.overlap_share
-        for form in (*times.resources.values(), *times.channels):
+        for form in (times[name] for name in (*RESOURCES, *CHANNELS)):
             if form.any():
                 row = np.zeros(11)
                 row[:9], row[variable] = form[:9], -1.0

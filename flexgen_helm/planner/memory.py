@@ -176,10 +176,8 @@ def staging_bytes(storage: StorageSizes, limit: int) -> int:
 class RunMemory:
     """Divides the free memory of a run between hidden states and KV cache.
 
-    plan: the placement of weights, cache and hidden states.
     policy: None if the rule of thumb decides.
     free: bytes left on each tier once the weights are loaded.
-    cache: sizes of the KV cache.
     hidden_bytes: of one token's hidden state.
     """
 

@@ -15,7 +15,7 @@ from flexgen_helm.planner.linear_program import Solution
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.planner.predict import placed_fractions, predict
-from flexgen_helm.planner.problem import PlanningProblem, without_margin
+from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.search import AUTOMATIC, search
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import Precision, precision_named
@@ -76,13 +76,11 @@ def planning_problem(
         endless=endless,
     )
     bytes_by_tier: dict[Tier, float] = {}
-    given: Mapping[Tier, int | None] = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
     for tier in TIERS:
-        limit, capacity = given[tier], problem.capacity(tier)
+        limit = getattr(limits, tier)
         if limit is not None and limit < 0:
             raise UsageError(f"the limit of the {tier} tier is {limit:,} bytes; it must be at least 0")
-        default = without_margin(capacity, capacity if tier != "disk" else 0)
-        bytes_by_tier[tier] = float(default if limit is None else limit)
+        bytes_by_tier[tier] = float(problem.largest_limit(tier) if limit is None else limit)
     return replace(problem, limits=bytes_by_tier)
 
 
@@ -90,13 +88,11 @@ def planning_problem(
 class Plan:
     """A policy with its cost.
 
-    precision: its name.
     why: sentences on what bounds the speed and what would help.
     """
 
     problem: PlanningProblem
     solution: Solution
-    precision: str
     why: str
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +104,7 @@ class Plan:
                 "gpu_batch_size": policy.gpu_batch_size,
                 "num_gpu_batches": policy.num_gpu_batches,
                 "schedule": self.solution.schedule,
-                "precision": self.precision,
+                "precision": self.problem.precision.name,
             },
             "placement": fractions_by_kind(placed_fractions(self.problem, policy)),
             "predicted": {
@@ -128,7 +124,6 @@ class Plan:
 
 def make_plan(
     problem: PlanningProblem,
-    precision: str,
     *,
     policy: Policy | None = None,
     schedule: Schedule | Literal["auto"] = "auto",
@@ -152,7 +147,7 @@ def make_plan(
         why = f"It does not fit: the {tier} tier misses {missing[tier]:,} bytes."
     else:
         why = _explanation(problem, solution, searched=policy is None)
-    return Plan(problem, solution, precision, why)
+    return Plan(problem, solution, why)
 
 
 def _explanation(problem: PlanningProblem, solution: Solution, searched: bool) -> str:

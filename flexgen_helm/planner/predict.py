@@ -9,7 +9,7 @@ import numpy as np
 
 from flexgen_helm.planner.affine import COLUMNS, WEIGHTS, Affine, fraction_vector
 from flexgen_helm.planner.constants import BLOCK_SEQUENCES
-from flexgen_helm.planner.cost_model import RESOURCES, BlockCosts, ResourceTimes, block_costs
+from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, block_costs, pass_seconds
 from flexgen_helm.planner.placement import TIERS, Kind, Tier, achieved_fractions, place, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
@@ -95,9 +95,10 @@ def evaluate(problem: PlanningProblem, shape: BlockShape, fractions: Affine) -> 
             last = _shrunk(shape, rest)
             latency_s += sum(_phase_seconds(problem, last, block_costs(problem, last, resident), fractions))
     memory, missing = _memory(problem, costs, fractions)
+    phases = {"prefill": (costs.prefill, 1.0), "decode": (costs.decode, costs.decode_passes)}
     seconds = {
-        "prefill": _breakdown(costs.prefill, fractions, 1.0),
-        "decode": _breakdown(costs.decode, fractions, costs.decode_passes),
+        phase: {name: passes * float(form @ fractions) for name, form in times.items() if name not in CHANNELS}
+        for phase, (times, passes) in phases.items()
     }
     bottleneck = max(RESOURCES, key=lambda name: sum(phase.get(name, 0.0) for phase in seconds.values()))
     return Prediction(prefill_s, decode_s, latency_s, tokens / latency_s, seconds, memory, missing, bottleneck)
@@ -119,8 +120,8 @@ def _phase_seconds(
     Batches flow through pipeline stages (the paper's 'Extension to Multiple GPUs'): prefill waits until the pipeline
     is full, decoding needs a batch for each stage.
     """
-    prefill_s = costs.prefill.seconds(fractions, problem.overlap_share)
-    decode_s = costs.decode.seconds(fractions, problem.overlap_share) * costs.decode_passes
+    prefill_s = pass_seconds(costs.prefill, fractions, problem.overlap_share)
+    decode_s = pass_seconds(costs.decode, fractions, problem.overlap_share) * costs.decode_passes
     stages, batches = problem.stages, shape.num_gpu_batches
     if stages > 1:
         prefill_s *= (batches + stages - 1) / batches / stages
@@ -142,7 +143,3 @@ def _memory(
         if short > max(1.0, 1e-6 * limit):
             missing[tier] = int(np.ceil(short))
     return memory, missing
-
-
-def _breakdown(times: ResourceTimes, fractions: Affine, passes: float) -> dict[str, float]:
-    return {name: passes * float(form @ fractions) for name, form in {**times.resources, **times.parts}.items()}

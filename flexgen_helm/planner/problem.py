@@ -97,6 +97,11 @@ class PlanningProblem:
             return float(hardware.gpu.memory_bytes) if hardware.gpu else 0.0
         return float(hardware.cpu.memory_bytes if tier == "cpu" else hardware.disk.bytes)
 
+    def largest_limit(self, tier: Tier) -> float:
+        """Bytes of a tier that leave the machine its margin; of the disk, all that is free."""
+        capacity = self.capacity(tier)
+        return without_margin(capacity, capacity if tier != "disk" else 0)
+
     def usable(self, tier: Tier) -> float:
         """Bytes of a tier that a plan may fill: a limit above the capacity does not count."""
         return min(self.limits[tier], self.capacity(tier))
@@ -162,7 +167,7 @@ class PlanningProblem:
     def fetched_cache_bytes(self) -> float:
         """The same, averaged over what decoding fetches: sparse attention leaves most values out."""
         cache = self.precision.cache
-        return self.compute_bytes if cache is None else cache.fetched_bytes_per_value(self.compute_bytes)
+        return self.compute_bytes if cache is None else cache.bytes_per_value(self.compute_bytes, cache.value_share)
 
     def visible_positions(self, context: float) -> float:
         """Positions of `context` that a token sees, averaged over layers with and without a window."""
@@ -175,8 +180,6 @@ class PlanningProblem:
     def attention_pairs(self) -> float:
         """Computed prompt tokens x positions they see, per sequence and layer (the full square, as kernels compute)."""
         workload = self.workload
-        if not self.config.windows:
-            return workload.pairs
         return workload.computed * self.visible_positions(workload.pairs / workload.computed)
 
     # --- What this engine does. `benchmarks.paper` overrides these members to describe other engines. ---

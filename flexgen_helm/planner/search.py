@@ -111,7 +111,7 @@ def _least_seconds(costs: BlockCosts) -> float:
     """Bound the seconds of a sequence from below: computing that no placement avoids."""
     total = 0.0
     for times, passes in ((costs.prefill, 1.0), (costs.decode, costs.decode_passes)):
-        form = times.resources["compute"]
+        form = times["compute"]
         total += passes * float(form[ONE] + min(form[list(CACHE.values())]))
     return total / costs.sequences
 

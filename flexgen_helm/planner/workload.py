@@ -11,16 +11,11 @@ from flexgen_helm.errors import UsageError
 
 @dataclass(frozen=True)
 class LengthGroup:
-    """`count` sequences of equal length.
-
-    prompt, output: tokens of each.
-    shared: leading prompt tokens that are equal in all of them and are computed once.
-    """
+    """`count` sequences of `prompt` and `output` tokens each."""
 
     prompt: int
     output: int
     count: int = 1
-    shared: int = 0
 
     def __post_init__(self) -> None:
         if self.prompt < 1 or self.output < 1 or self.count < 1:
@@ -28,20 +23,13 @@ class LengthGroup:
                 f"a workload of {self.count} sequences with {self.prompt} prompt and {self.output} output tokens "
                 "cannot be planned; each must be at least 1"
             )
-        if not 0 <= self.shared <= self.prompt:
-            raise UsageError(f"a shared prefix of {self.shared} tokens does not fit a prompt of {self.prompt}")
-
-    @property
-    def computed(self) -> float:
-        """Mean number of prompt tokens that are computed for a sequence."""
-        return self.prompt - self.shared + self.shared / self.count
 
 
 @dataclass(frozen=True)
 class Workload:
     """A histogram of lengths. All means are over sequences.
 
-    saved_tokens: prompt tokens over all sequences that are not computed because sequences of several groups share them.
+    saved_tokens: prompt tokens over all sequences that are not computed because sequences share them.
     """
 
     groups: tuple[LengthGroup, ...]
@@ -91,13 +79,12 @@ class Workload:
     @property
     def computed(self) -> float:
         """Mean number of prompt tokens that are computed."""
-        return self._mean(lambda group: group.computed) - self.saved_tokens / self.num_sequences
+        return self.prompt - self.saved_tokens / self.num_sequences
 
     @property
     def pairs(self) -> float:
         """Mean of computed prompt tokens x prompt length, which prefill attention grows with."""
-        pairs = self._mean(lambda group: group.computed * group.prompt)
-        return pairs * self.computed / (self.computed + self.saved_tokens / self.num_sequences)
+        return self._mean(lambda group: group.prompt**2) * self.computed / self.prompt
 
     def _mean(self, of: Callable[[LengthGroup], float]) -> float:
         return float(sum(group.count * of(group) for group in self.groups) / self.num_sequences)

@@ -106,13 +106,12 @@ class CacheFormat(Identified, name="CacheFormat", first_version="keys values res
 
         return part(self.keys), part(self.values)
 
-    def bytes_per_value(self, plain: int) -> float:
-        """Mean bytes of a key's or value's element, scales included; plain: bytes of one that is not quantized."""
-        return (_value_bytes(self.keys, plain) + _value_bytes(self.values, plain)) / 2
+    def bytes_per_value(self, plain: int, value_share: float = 1.0) -> float:
+        """Mean bytes of a key's or value's element, scales included, over all keys and a share of the values.
 
-    def fetched_bytes_per_value(self, plain: int) -> float:
-        """Mean bytes that a query fetches of the older tokens: all keys, and its share of the values."""
-        return (_value_bytes(self.keys, plain) + self.value_share * _value_bytes(self.values, plain)) / 2
+        plain: bytes of an element that is not quantized.
+        """
+        return (_value_bytes(self.keys, plain) + value_share * _value_bytes(self.values, plain)) / 2
 
     @property
     def fetched_share(self) -> float:

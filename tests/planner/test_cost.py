@@ -11,11 +11,11 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.affine import fraction_vector
-from flexgen_helm.planner.cost_model import block_costs
+from flexgen_helm.planner.cost_model import RESOURCES, block_costs, pass_seconds
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import BlockShape
-from flexgen_helm.planner.workload import LengthGroup, Workload
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
 
 T4 = load_profile("t4")
@@ -77,10 +77,10 @@ def test_seconds_are_those_of_the_papers_formulas(shares, batch, batches, attend
 def test_a_pass_is_its_longest_resource_and_what_does_not_hide():
     costs = block_costs(flexgen(), BlockShape(48, 3, "zigzag"))
     x = fraction_vector(Policy(48, 3, 0.2, 0.8, 0, 1, 0, 1), True)
-    spent = [float(fmt @ x) for fmt in costs.decode.resources.values()]
-    assert costs.decode.seconds(x, 1.0) == pytest.approx(max(spent))
-    assert costs.decode.seconds(x, 0.0) == pytest.approx(sum(spent))
-    assert costs.decode.seconds(x, 0.25) == pytest.approx(0.25 * max(spent) + 0.75 * sum(spent))
+    spent = [float(costs.decode[name] @ x) for name in RESOURCES]
+    assert pass_seconds(costs.decode, x, 1.0) == pytest.approx(max(spent))
+    assert pass_seconds(costs.decode, x, 0.0) == pytest.approx(sum(spent))
+    assert pass_seconds(costs.decode, x, 0.25) == pytest.approx(0.25 * max(spent) + 0.75 * sum(spent))
 
 
 def test_row_by_row_reads_the_weights_for_every_batch():
@@ -109,7 +109,7 @@ def test_a_histogram_of_equal_lengths_is_the_uniform_workload():
 
 
 def test_a_shared_prefix_is_computed_once_and_seen_by_all():
-    shared = Workload((LengthGroup(512, 32, count=100, shared=400),))
+    shared = Workload.of([(512, 32)] * 100, saved_tokens=99 * 400)
     assert shared.computed == pytest.approx(112 + 4) and shared.pairs == pytest.approx(116 * 512)
     policy = Policy(50, 2, 0.2, 0.8, 0, 1, 0, 1)
     alone = predict(flexgen(count=100), policy, "zigzag", rounded=False)

@@ -226,11 +226,11 @@ def test_scoring_goes_through_the_model_once():
 
 
 def test_a_plan_says_why_and_what_would_help():
-    made = make_plan(small(64, 150), "fp16")
+    made = make_plan(small(64, 150))
     assert "bound by" in made.why and "twice" in made.why
     told = made.to_json()
     assert told["feasible"] and set(told["policy"]) >= {"gpu_batch_size", "wd", "cd", "hd", "schedule", "precision"}
-    refused = make_plan(small(64, 150), "fp16", policy=Policy(4, 1, 1.0, 0.0))
+    refused = make_plan(small(64, 150), policy=Policy(4, 1, 1.0, 0.0))
     assert not refused.solution.prediction.feasible and "misses" in refused.why and not refused.to_json()["feasible"]
 
 
