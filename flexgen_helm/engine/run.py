@@ -164,17 +164,8 @@ class Run:
         return prefix.num_readers + 1
 
     def _add_request(self, request: Request, prefixes: tuple[Sequence, ...], waiting: list[Sequence]) -> int:
-        limits = self._limits
         try:
-            prompts = make_sequences(
-                request,
-                prefixes,
-                cache_tokens=limits.cache_tokens,
-                max_sequences=limits.max_sequences,
-                slot_overhead=limits.slot_overhead,
-                step_overhead=limits.step_overhead,
-                shares_prompts=self._cache.shares_prompts,
-            )
+            prompts = make_sequences(request, prefixes, self._limits, self._cache.shares_prompts)
         except RequestError as error:
             request.error = error
             self._finish(request)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from flexgen_helm.errors import RequestError
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import CacheFormat
@@ -97,7 +98,7 @@ def planned_workload(
     lengths = [
         (max(1, len(request.tokens)), max(1, request.request.max_tokens))
         for request in requests
-        for _ in range(max(1, request.num_completions))
+        for _ in range(request.num_completions)
     ]
     if not lengths:
         return None
@@ -108,76 +109,59 @@ def planned_workload(
         saved_tokens = sum(prefix.saved for prefix in prefixes_of(forest))
     for request in requests:
         if cache_format is None or request.request.max_tokens <= 1:  # its completions share the whole prompt
-            saved_tokens += (max(1, request.num_completions) - 1) * len(request.tokens)
+            saved_tokens += (request.num_completions - 1) * len(request.tokens)
     return Workload.of(lengths, saved_tokens)
 
 
 def make_sequences(
-    request: Request,
-    prefixes: tuple[Sequence, ...],
-    *,
-    cache_tokens: int,
-    max_sequences: int,
-    slot_overhead: int,
-    step_overhead: int,
-    shares_prompts: bool,
+    request: Request, prefixes: tuple[Sequence, ...], limits: SchedulerLimits, shares_prompts: bool
 ) -> list[Sequence]:
     """Return the sequences of one request behind its shared prefixes.
 
     Several completions continue one prompt's cache. Those that do not fit at once are split over several sequences
     of the prompt, each of which computes it anew.
 
-    cache_tokens, max_sequences, slot_overhead, step_overhead: as in `SchedulerLimits`.
     shares_prompts: whether a sequence can attend to all of another's cache; if not, each completion computes the
         prompt.
     Raises `RequestError` where not even one completion fits.
     """
     asked, start = request.request, sum(prefix.prompt_len for prefix in prefixes)
-    tokens, overhead = request.tokens[start:], (1 + len(prefixes)) * slot_overhead
-    prompts: list[Sequence] = []
-
-    def add_prompt(
-        completion: int, max_new_tokens: int, num_draws: int, num_continuations: int = 0, continuation_tokens: int = 0
-    ) -> None:
-        prompts.append(
-            Sequence(
-                SequenceKind.PROMPT,
-                (request,),
-                list(tokens),
-                len(tokens),
-                start,
-                prefixes,
-                max_new_tokens,
-                num_draws,
-                completion,
-                num_continuations,
-                continuation_tokens,
-                needs_cache=asked.max_tokens > 1,
-                needs_scores=asked.echo_logprobs and completion == 0,
-            )
+    tokens = request.tokens[start:]
+    steps, completions = max(0, asked.max_tokens - 1), request.num_completions
+    room, slots = limits.cache_tokens, 1 + len(prefixes)
+    needed = len(request.tokens) + steps * (1 + limits.step_overhead) + slots * limits.slot_overhead
+    if steps and needed > room:
+        raise RequestError(
+            f"the request needs a KV cache of {needed} tokens and the memory limit leaves room for {room}; "
+            "raise the limit (--cpu-memory, --gpu-memory) or lower max_tokens"
         )
-
-    if request.num_completions == 1 or asked.max_tokens <= 1 or not shares_prompts:
-        steps = max(0, asked.max_tokens - 1)
-        needed = start + len(tokens) + steps * (1 + step_overhead) + overhead
-        if steps and needed > cache_tokens:
-            raise _too_large(needed, cache_tokens)
-        if steps:
-            for completion in range(request.num_completions):
-                add_prompt(completion, asked.max_tokens, 1)
-        else:
-            num_draws = request.num_completions if asked.max_tokens else 0
-            add_prompt(0, asked.max_tokens, num_draws)
+    branches = completions > 1 and steps > 0 and shares_prompts
+    if branches:
+        at_once = min(completions, 1 + (room - needed) // steps, max(1, limits.max_sequences - 1))
+        draws = [(first, min(at_once, completions - first)) for first in range(0, completions, at_once)]
+    elif steps:
+        draws = [(completion, 1) for completion in range(completions)]
     else:
-        steps = asked.max_tokens - 1
-        needed = len(request.tokens) + steps * step_overhead + overhead
-        at_once = min(request.num_completions, (cache_tokens - needed) // steps, max(1, max_sequences - 1))
-        if at_once < 1:
-            raise _too_large(needed + steps, cache_tokens)
-        for first in range(0, request.num_completions, at_once):
-            count = min(at_once, request.num_completions - first)
-            # max_new_tokens 1: the prompt's last token is fed, but what follows it lives in the continuations.
-            add_prompt(first, 1, count, count, steps)
+        draws = [(0, completions if asked.max_tokens else 0)]
+    prompts = [
+        Sequence(
+            SequenceKind.PROMPT,
+            (request,),
+            list(tokens),
+            len(tokens),
+            start,
+            prefixes,
+            # 1 where it branches: the last token is fed, but what follows it lives in the continuations.
+            max_new_tokens=1 if branches else asked.max_tokens,
+            num_draws=num_draws,
+            completion=first,
+            num_continuations=num_draws if branches else 0,
+            continuation_tokens=steps if branches else 0,
+            needs_cache=asked.max_tokens > 1,
+            needs_scores=asked.echo_logprobs and first == 0,
+        )
+        for first, num_draws in draws
+    ]
     request.num_sequences += len(prompts)
     if asked.echo_logprobs:
         request.scored = (*prefixes, prompts[0])
@@ -244,10 +228,3 @@ def _identity(request: Request) -> tuple[object, ...]:
         tuple(request.tokens), request.num_context, r.max_tokens, r.temperature, randomness, tuple(r.stop), r.n,
         r.echo_logprobs, r.ignore_eos,
     )  # fmt: skip
-
-
-def _too_large(needed: int, available: int) -> RequestError:
-    return RequestError(
-        f"the request needs a KV cache of {needed} tokens and the memory limit leaves room for {available}; "
-        "raise the limit (--cpu-memory, --gpu-memory) or lower max_tokens"
-    )

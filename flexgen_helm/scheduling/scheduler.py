@@ -147,7 +147,8 @@ class Scheduler:
                 # A sequence that others read has a block of its own, because it does not decode with its neighbours.
                 if seated and (sequence.is_shared or self._is_full([*seated, sequence])):
                     growth, seated = self._seat(seated), []
-                reserved = self._reservation(sequence)
+                # The continuations that may branch off share one block.
+                reserved = sequence.continuation_tokens * (sequence.num_continuations + limits.step_overhead)
                 if not self._fits(growth, [*seated, sequence], reserved):
                     if not seated:
                         break
@@ -178,7 +179,7 @@ class Scheduler:
             prompt_tokens += sequence.num_pending
             self._waiting.popleft()
         if seated:
-            self._seat(seated)
+            self._open(seated)
         assert admitted or self._blocks or not self._waiting, "a sequence that fits alone is always admitted"
         return admitted
 
@@ -207,12 +208,6 @@ class Scheduler:
                 futures.append(_future(block, _longest(block)))
         steps = max(map(len, futures), default=1)
         return [constant + sum(future[i] for future in futures if i < len(future)) for i in range(steps)]
-
-    def _reservation(self, prompt: Sequence) -> int:
-        """Return the positions for the continuations that may branch off a prompt, which share one block."""
-        if not prompt.num_continuations:
-            return 0
-        return prompt.continuation_tokens * (prompt.num_continuations + self._limits.step_overhead)
 
     def _fits(self, growth: list[int], sequences: list[Sequence], reserved: int) -> bool:
         """Return whether a block of these sequences never makes the cache exceed its limit, now or later."""
