@@ -10,25 +10,22 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _NEVER = (1 << 31) - 1
 
 
-def keep_freed_memory() -> bool:
-    """Let glibc reuse freed blocks instead of returning them to the system; false without glibc.
+def keep_freed_memory() -> None:
+    """Let glibc reuse freed blocks instead of returning them to the system; nothing without glibc.
 
     Every product allocates and frees the same tens of megabytes. If the system takes them back in between, it zeroes
     and maps each page anew: a third of the prefill time of a small model. The setting holds for the whole process;
     the largest batch's memory stays until `return_freed_memory`.
     """
-    libc = _glibc()
-    if libc is None:
-        return False
-    # One arena: large blocks of another thread's arena would go back to the system all the same.
-    settings = ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER))
-    return all(bool(libc.mallopt(parameter, value)) for parameter, value in settings)
+    if (libc := _glibc()) is not None:
+        # One arena: large blocks of another thread's arena would go back to the system all the same.
+        for parameter, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER)):
+            libc.mallopt(parameter, value)
 
 
 def return_freed_memory() -> None:
     """Return freed memory to the system now; nothing without glibc."""
-    libc = _glibc()
-    if libc is not None:
+    if (libc := _glibc()) is not None:
         libc.malloc_trim(0)
 
 

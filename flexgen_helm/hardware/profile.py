@@ -15,6 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+import numpy as np
+
 from flexgen_helm.errors import UsageError
 
 SPECS = "flexgen_helm.hardware.specs"
@@ -37,15 +39,8 @@ class Curve:
 
     def at(self, size: float) -> float:
         """The rate at `size`."""
-        (last_size, last_rate), *others = self.points
-        if size <= last_size:
-            return last_rate
-        for next_size, next_rate in others:
-            if size <= next_size:
-                part = math.log(size / last_size) / math.log(next_size / last_size)
-                return float(last_rate * (next_rate / last_rate) ** part)
-            last_size, last_rate = next_size, next_rate
-        return last_rate
+        sizes, rates = np.log(self.points).T
+        return float(np.exp(np.interp(math.log(size), sizes, rates)))
 
     @property
     def best(self) -> float:
