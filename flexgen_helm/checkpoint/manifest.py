@@ -60,11 +60,10 @@ def conversion_of(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor of a conversion. dtype: safetensors' name. offset: bytes from the start of the file."""
+    """One tensor of a conversion. dtype: safetensors' name. size: bytes."""
 
     dtype: str
     shape: list[int]
-    offset: int
     size: int
     sha256: str
 
@@ -97,9 +96,7 @@ class Manifest:
             raise CheckpointError(f"{path} has the format {content.get('format')!r}, not {FORMAT!r}")
         try:
             tensors = {
-                name: TensorRecord(
-                    str(entry["dtype"]), entry["shape"], int(entry["offset"]), int(entry["bytes"]), str(entry["sha256"])
-                )
+                name: TensorRecord(str(entry["dtype"]), entry["shape"], int(entry["bytes"]), str(entry["sha256"]))
                 for name, entry in content["tensors"].items()
             }
             sources, copied, headers = (
@@ -169,11 +166,10 @@ class TensorVerifier:
         with self._lock:
             if name not in self._unverified.get(file, ()):
                 return
-        tensor = self.manifest.tensors[name]
         digest = hashlib.sha256()
-        for start in range(0, tensor.size, _TILE_BYTES):
-            digest.update(file.read(tensor.offset + start, min(_TILE_BYTES, tensor.size - start), f"tensor {name}"))
-        _require_equal(file.path, digest.hexdigest(), tensor.sha256, f"tensor {name} of ")
+        for start in range(0, stored.size, _TILE_BYTES):
+            digest.update(stored.read(start, min(_TILE_BYTES, stored.size - start)))
+        _require_equal(file.path, digest.hexdigest(), self.manifest.tensors[name].sha256, f"tensor {name} of ")
         with self._lock:
             unverified = self._unverified.get(file, set())
             unverified.discard(name)
