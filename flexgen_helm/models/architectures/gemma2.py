@@ -18,6 +18,7 @@ def alternating_windows(config: Mapping[str, Any], full_every: int) -> tuple[int
 
 
 def read_config(config: Mapping[str, Any], architecture: str = "gemma2", **features: Any) -> ModelConfig:
+    config = {"num_key_value_heads": 4, "sliding_window": 4096, **config}  # the defaults of `transformers`
     if config.get("use_bidirectional_attention"):
         raise UnsupportedArchitectureError(f"{architecture} with use_bidirectional_attention generates nothing")
     gemma: dict[str, Any] = dict(

@@ -10,8 +10,12 @@ from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.architectures.fields import read_windows
 from flexgen_helm.models.config import ModelConfig
 
+# What `transformers` takes for entries that a `config.json` leaves out, where Llama's default is another.
+_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
+
 
 def read_config(config: Mapping[str, Any], architecture: str = "mistral", **features: Any) -> ModelConfig:
+    config = {**_DEFAULTS, **config}
     return llama.read_config(config, architecture, windows=read_windows(config), **features)
 
 

@@ -9,6 +9,9 @@ from flexgen_helm.models.architectures import llama, mistral
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
 from flexgen_helm.models.config import ModelConfig, MoEConfig
 
+# What `transformers` takes for entries that a `config.json` leaves out, where Llama's default is another.
+_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     experts = MoEConfig(
@@ -16,7 +19,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         per_token=config["num_experts_per_tok"],
         ffn_size=config["intermediate_size"],
     )
-    return mistral.read_config(config, "mixtral", experts=experts)
+    return mistral.read_config({**_DEFAULTS, **config}, "mixtral", experts=experts)
 
 
 _MOE = "layers.{i}.block_sparse_moe."

@@ -13,6 +13,7 @@ from flexgen_helm.models.config import ModelConfig
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    config = {"rms_norm_eps": 1e-5, **config}  # the default of `transformers`
     scaling = config.get("rope_scaling")
     if scaling and scaling.get("type") == "yarn":  # the first exports' name for what they compute: LongRoPE
         config = {**config, "rope_scaling": {**scaling, "type": "longrope"}}

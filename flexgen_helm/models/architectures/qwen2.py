@@ -10,6 +10,9 @@ from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.architectures.fields import read_windows
 from flexgen_helm.models.config import ModelConfig
 
+# What `transformers` takes for entries that a `config.json` leaves out, where Llama's default is another.
+DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
+
 
 def upper_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Read windows only if `use_sliding_window` is set; published checkpoints name a size without using it."""
@@ -19,6 +22,7 @@ def upper_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    config = {**DEFAULTS, **config}
     return llama.read_config(config, "qwen2", qkv_bias=True, windows=upper_windows(config))
 
 

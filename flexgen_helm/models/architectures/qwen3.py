@@ -11,6 +11,7 @@ from flexgen_helm.models.config import ModelConfig
 
 
 def read_config(config: Mapping[str, Any], architecture: str = "qwen3", **features: Any) -> ModelConfig:
+    config = {**qwen2.DEFAULTS, **config}
     qwen3 = {"head_dim": config.get("head_dim") or 128, "qk_norm": True, "windows": qwen2.upper_windows(config)}
     return llama.read_config(config, architecture, **{**qwen3, **features})
 

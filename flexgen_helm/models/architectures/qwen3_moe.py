@@ -12,6 +12,7 @@ from flexgen_helm.models.config import ModelConfig, MoEConfig
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    config = {"num_key_value_heads": 4, "sliding_window": 4096, **config}  # the defaults of `transformers`
     dense, step = set(config.get("mlp_only_layers") or ()), config.get("decoder_sparse_step", 1)
     experts = MoEConfig(
         count=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
