@@ -107,7 +107,7 @@ def finish(problem: PlanningProblem, candidate: Candidate, max_latency: float | 
     """
     fractions, schedule = candidate.fractions.copy(), candidate.shape.schedule
     next_tier: dict[Tier, Tier] = {"gpu": "cpu", "cpu": "disk"}
-    for _ in range(_ATTEMPTS):
+    for attempt in range(1, _ATTEMPTS + 1):
         policy = _policy(candidate.shape, fractions)
         prediction = predict(problem, policy, schedule)
         if prediction.feasible:
@@ -118,7 +118,7 @@ def finish(problem: PlanningProblem, candidate: Candidate, max_latency: float | 
             short = prediction.missing.get(tier, 0) / problem.stored_bytes
             share = fractions[WEIGHTS[tier]]
             if short and share > 0 and not candidate.resident:
-                moved = min(share, 1.05 * short + 1e-4)
+                moved = min(share, attempt * (1.05 * short + 1e-4))  # more each time, until a whole matrix moves
                 fractions[WEIGHTS[tier]] -= moved
                 fractions[WEIGHTS[following]] += moved
                 lowered = True

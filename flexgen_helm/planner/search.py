@@ -26,8 +26,9 @@ _NUM_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20)
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Candidates that are rounded and evaluated again.
 _ROUNDED = 12
-# Times that differ by less are equal; then the smaller block wins.
-_EQUAL = 1e-6
+# Shapes that would take so many times as long as the best, even with perfect overlap, are left out. Above 1, because the
+# best may lose to others when its fractions are rounded to whole matrices.
+_PRUNED_FROM = 1.25
 
 
 def search(
@@ -50,7 +51,7 @@ def search(
     if not solutions:  # whole matrices cost the last bytes; smaller blocks leave more
         candidates = _candidates(problem, schedules, max_latency, fixed, prune=False)
         finished = (finish(problem, candidate, max_latency) for candidate in candidates)
-        solutions = list(islice((solution for solution in finished if solution is not None), 1))
+        solutions = list(islice((solution for solution in finished if solution is not None), _ROUNDED))
     if not solutions:
         raise MemoryLimitError(explain_infeasible(problem, schedules, max_latency))
     return max(solutions, key=lambda done: (_rank(done.prediction.tokens_per_s), -done.policy.block_size))
@@ -75,14 +76,14 @@ def _candidates(
             continue
         costs = block_costs(problem, shape, resident)
         least = _least_seconds(costs) if prune else 0.0
-        if least > best * (1 + _EQUAL):
+        if least > best * _PRUNED_FROM:
             continue
         candidate = solve(problem, shape, costs, resident, max_latency, fixed)
         if candidate is not None:
             solved.append((least, candidate))
             best = min(best, candidate.seconds_per_sequence)
     # Prune again with the final best, so that the order of shapes does not matter.
-    kept = [candidate for least, candidate in solved if least <= best * (1 + _EQUAL)]
+    kept = [candidate for least, candidate in solved if least <= best * _PRUNED_FROM]
     return sorted(
         kept, key=lambda one: (_rank(one.seconds_per_sequence), one.shape.num_sequences, one.shape.num_gpu_batches)
     )
