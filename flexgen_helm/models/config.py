@@ -13,7 +13,7 @@ from typing import Literal
 from flexgen_helm.identity import Identified
 
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
-ResidualKind = Literal["pre_norm", "post_norm", "sandwich", "parallel"]
+ResidualKind = Literal["pre_norm", "post_norm", "sandwich", "parallel", "reordered_norm"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ RESIDUALS: Mapping[ResidualKind, Residual] = {
     "post_norm": Residual(input_norm=False, sum_norm=True),  # OPT-350M
     "sandwich": Residual(output_norm=True),  # Gemma 2 and 3
     "parallel": Residual(parallel=True),  # GPT-NeoX
+    "reordered_norm": Residual(input_norm=False, output_norm=True),  # OLMo 2
 }
 
 
@@ -145,6 +146,7 @@ class ModelConfig(
     attn_softcap: float | None = None  # scores become cap tanh(score / cap) (Gemma 2)
     final_softcap: float | None = None  # the same of logits (Gemma 2)
     experts: MoEConfig | None = None  # instead of the MLP (Mixtral, Qwen3-MoE)
+    qk_norm_all_heads: bool = False  # `qk_norm` is of all heads together, not of each (OLMo 2)
 
     def window(self, layer: int) -> int | None:
         """Positions that a token attends to in this layer, itself included; None for all."""
@@ -268,8 +270,9 @@ def _layer_tensors(config: ModelConfig, stage: str) -> TensorShapes:
     yield from _linear(f"{stage}.attn.k", config.kv_size, hidden, config.qkv_bias)
     yield from _linear(f"{stage}.attn.v", config.kv_size, hidden, config.qkv_bias)
     if config.qk_norm:
-        yield f"{stage}.attn.q_norm.weight", (config.head_dim,)
-        yield f"{stage}.attn.k_norm.weight", (config.head_dim,)
+        all_heads = config.qk_norm_all_heads
+        yield f"{stage}.attn.q_norm.weight", (config.q_size if all_heads else config.head_dim,)
+        yield f"{stage}.attn.k_norm.weight", (config.kv_size if all_heads else config.head_dim,)
     yield from _linear(f"{stage}.attn.o", hidden, config.q_size, config.out_bias)
     if residual.output_norm:
         yield from _norm(f"{stage}.attn_post_norm", config)

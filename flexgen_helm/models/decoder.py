@@ -141,8 +141,7 @@ class Decoder:
         k = weights.linear("attn.k", x).view(-1, config.num_kv_heads, config.head_dim)
         v = weights.linear("attn.v", x).view(-1, config.num_kv_heads, config.head_dim)
         if config.qk_norm:
-            q = self._rms_norm(q, weights.vector("attn.q_norm.weight"))
-            k = self._rms_norm(k, weights.vector("attn.k_norm.weight"))
+            q, k = self._qk_norm(weights, "attn.q_norm", q), self._qk_norm(weights, "attn.k_norm", k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         return weights.linear("attn.o", attend(q, k, v).reshape(-1, config.q_size))
@@ -174,6 +173,11 @@ class Decoder:
         if self.config.norm == "rmsnorm":
             return self._rms_norm(x, weight)
         return F.layer_norm(x, (self.config.hidden_size,), weight, weights.vector(f"{name}.bias"), self.config.norm_eps)
+
+    def _qk_norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
+        """Norm queries or keys [T, heads, D], each head or all heads of a token together."""
+        normed = x.flatten(1) if self.config.qk_norm_all_heads else x
+        return self._rms_norm(normed, weights.vector(f"{name}.weight")).view_as(x)
 
     def _rms_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is not None and self.config.norm_plus_one:

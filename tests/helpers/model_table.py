@@ -24,7 +24,12 @@ HEAD = "| architecture | GGUF | in the catalog | features tested | largest diffe
 
 # What a field that differs from its default is called; without an entry by its own name. Empty: not shown.
 WORDS = {
-    "residual": {"post_norm": "post-norm", "sandwich": "norms on both sides", "parallel": "parallel residual"},
+    "residual": {
+        "post_norm": "post-norm",
+        "sandwich": "norms on both sides",
+        "parallel": "parallel residual",
+        "reordered_norm": "norms behind both blocks",
+    },
     "norm_affine": "norms without weights",
     "final_norm": "",
     "qkv_bias": "biases",
@@ -33,6 +38,7 @@ WORDS = {
     "tied_head": "",
     "position_offset": "",
     "qk_norm": "q/k norm",
+    "qk_norm_all_heads": "q/k norm over all heads",
     "local_rope": "two rotary bases",
     "alibi": "ALiBi",
     "embed_norm": "embedding norm",

@@ -166,6 +166,10 @@ VARIANTS: dict[str, Callable[[], Any]] = {
         pad_token_id=1,
         tie_word_embeddings=False,
     ),
+    "olmo2": lambda: config_like_llama("Olmo2Config"),
+    "olmo2-untied-biases": lambda: config_like_llama(
+        "Olmo2Config", tie_word_embeddings=False, attention_bias=True, num_key_value_heads=6
+    ),
     "gpt2": lambda: tiny_config("GPT2Config", _GPT2),
     "gpt2-untied": lambda: tiny_config(
         "GPT2Config", _GPT2, n_inner=70, tie_word_embeddings=False, scale_attn_weights=False
@@ -214,6 +218,7 @@ GGUF_VARIANTS: dict[str, tuple[str, Callable[[], Any], bool]] = {
     ),
     "phi3": ("phi3", VARIANTS["phi3"], False),
     "phi3-longrope": ("phi3", VARIANTS["phi3-longrope"], False),
+    "olmo2": ("olmo2", VARIANTS["olmo2"], False),
     "gemma2": ("gemma2", lambda: gemma_config("Gemma2Config", head_dim=256, query_pre_attn_scalar=256), True),
     "gemma3": (
         "gemma3",
