@@ -16,7 +16,7 @@ from typing import Any
 
 from flexgen_helm.benchmarks import Options
 from flexgen_helm.benchmarks.common import machine, refuse_engine_flags
-from flexgen_helm.checkpoint.model_config import read_model_config
+from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.checkpoint.paths import data_dir
 from flexgen_helm.errors import UsageError
 from flexgen_helm.models.config import ModelConfig, tensor_shapes

@@ -1,10 +1,26 @@
-"""Durable files: written whole or not at all, and on the disk when the call returns."""
+"""Files: read forgivingly, and written whole or not at all, on the disk when the call returns."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; {} if the file is missing or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def existing_folder(path: Path) -> Path:
+    """Return the path itself if it is a folder, otherwise its nearest parent that is one."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 def replace_text(path: Path, text: str) -> None:

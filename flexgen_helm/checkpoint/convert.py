@@ -42,7 +42,7 @@ from flexgen_helm.checkpoint.pickles import (
 )
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.errors import CheckpointError, UsageError
-from flexgen_helm.files import sync_folder, write_synced
+from flexgen_helm.files import existing_folder, sync_folder, write_synced
 from flexgen_helm.models.architectures.base import find_source
 
 SHARD_BYTES = 4 << 30
@@ -128,8 +128,7 @@ def _find_source(resolved: ResolvedModel, out: Path | None, tell: Progress) -> _
         return _Source(folder, files, folder.resolve().name, out or folder_conversion(folder))
     if resolved.hub_repo is None:
         raise CheckpointError(f"the weights of {resolved.name} are not published; name a folder that contains them")
-    parent = (out.absolute() if out else state_dir()).parent
-    output_disk = next(existing for existing in (parent, *parent.parents) if existing.is_dir())
+    output_disk = existing_folder((out or state_dir()).parent)
     folder, files = fetch_pickles(resolved.hub_repo, resolved.revision, output_disk, tell)
     target = out or hub_conversion(resolved.hub_repo, folder.name)
     return _Source(folder, files, f"{resolved.hub_repo}@{folder.name}", target)

@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from flexgen_helm.files import replace_text
+from flexgen_helm.files import read_object, replace_text
 
 
 def state_dir() -> Path:
@@ -26,12 +26,8 @@ def data_dir() -> Path | None:
 
 
 def read_state(name: str) -> dict[str, Any]:
-    """Read a JSON object from the state folder; {} if it is missing or damaged."""
-    try:
-        content = json.loads((state_dir() / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    """Read a JSON object in the state folder; {} if it is missing or damaged."""
+    return read_object(state_dir() / name)
 
 
 def update_state(name: str, change: Callable[[dict[str, Any]], object]) -> None:

@@ -19,6 +19,7 @@ import psutil
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.files import existing_folder
 
 SUBPROCESS_S = 180
 LOW_MEMORY, LOW_DISK, LOW_FLOPS = 2 << 30, 5 << 30, 5e9
@@ -132,7 +133,7 @@ def _memory() -> Finding:
 
 
 def _disk() -> Finding:
-    free = shutil.disk_usage(_existing(state_dir())).free
+    free = shutil.disk_usage(existing_folder(state_dir())).free
     found = f"{_gib(free)} free for {state_dir()}"
     if free < LOW_DISK:
         return Finding("warning", found, "Make room, or name another folder in FLEXGEN_HELM_HOME.")
@@ -221,7 +222,9 @@ def _python_subprocess(code: str, *arguments: str) -> str | None:
     """Run `code` in a fresh interpreter. Return None if it succeeds, else its last line of error."""
     command = [sys.executable, "-c", code, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SUBPROCESS_S, cwd=_existing(state_dir()))
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SUBPROCESS_S, cwd=existing_folder(state_dir())
+        )
     except subprocess.TimeoutExpired:
         return f"no answer within {SUBPROCESS_S} s"
     if done.returncode == 0:
@@ -230,10 +233,6 @@ def _python_subprocess(code: str, *arguments: str) -> str | None:
     lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     ours = [line for line in lines if "flexgen_helm" in line and "File " not in line]
     return (ours or lines[-1:] or [f"exit code {done.returncode}"])[0]
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 def _file_system(folder: Path) -> str:

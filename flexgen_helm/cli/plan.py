@@ -13,6 +13,7 @@ from flexgen_helm.cli.console import output, print_csv, print_json, print_table,
 from flexgen_helm.cli.flags import CsvFlag, JsonFlag, require_folder
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
+from flexgen_helm.files import existing_folder
 
 if TYPE_CHECKING:
     import pandas
@@ -183,8 +184,7 @@ def _profile(config: EngineConfig, hardware: str) -> HardwareProfile:
         return profile_named(hardware, say)
     folder = state_dir() / "offload" if config.offload_dir is None else Path(config.offload_dir)
     profile = measured_profile(folder=folder, tell=say)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return replace(profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing).free))
+    return replace(profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing_folder(folder)).free))
 
 
 def _print_plan(made: Plan, model: str) -> None:

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from flexgen_helm.errors import UsageError
+from flexgen_helm.files import existing_folder
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.problem import without_margin
@@ -32,11 +33,10 @@ def open_device(name: str, link_gb_s: tuple[float, float] | None) -> tuple[torch
 def tier_capacities(limits: MemoryLimits, device: torch.device, folder: Path) -> dict[Tier, int]:
     """Return the bytes of each tier: the given limit, otherwise what the machine has free, less a margin."""
     memory = psutil.virtual_memory()
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     capacities: dict[Tier, int] = {
         "gpu": without_margin(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else 0,
         "cpu": without_margin(memory.available, memory.total),
-        "disk": without_margin(shutil.disk_usage(existing).free, 0),
+        "disk": without_margin(shutil.disk_usage(existing_folder(folder)).free, 0),
     }
     given = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
     return {tier: capacities[tier] if (limit := given[tier]) is None else limit for tier in TIERS}

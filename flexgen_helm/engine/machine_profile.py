@@ -20,7 +20,7 @@ import psutil
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.engine.profiler import measure
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import replace_text
+from flexgen_helm.files import existing_folder, replace_text
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
 
@@ -110,7 +110,6 @@ def machine_identity(folder: Path) -> dict[str, Any]:
     """Return what a profile depends on: if one of these differs, the machine is measured again."""
     from importlib.metadata import version
 
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     models = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {
@@ -119,7 +118,7 @@ def machine_identity(folder: Path) -> dict[str, Any]:
         "cores": psutil.cpu_count(logical=True),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "memory_bytes": psutil.virtual_memory().total,
-        "device": os.stat(existing).st_dev,
+        "device": os.stat(existing_folder(folder)).st_dev,
         "gpu": [line for path in gpus for line in _lines(path)],
         "torch": version("torch"),
     }

@@ -26,8 +26,8 @@ _NUM_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20)
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Candidates that are rounded and evaluated again.
 _ROUNDED = 12
-# Shapes that would take so many times as long as the best, even with perfect overlap, are left out. Above 1, because the
-# best may lose to others when its fractions are rounded to whole matrices.
+# Shapes that would take so many times as long as the best, even with perfect overlap, are left out. Above 1, because
+# the best may lose to others when its fractions are rounded to whole matrices.
 _PRUNED_FROM = 1.25
 
 

@@ -14,10 +14,10 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.files import replace_text
+from flexgen_helm.files import read_object, replace_text
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.service import Response, Service, SubmittedBlock
-from flexgen_helm.report.suite import SUITE_FILE, read_json
+from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.request import Cost
 
@@ -103,7 +103,7 @@ class HelmRun:
     def write(self) -> None:
         """Write `flexgen_run.json`. A run that computed nothing keeps what the file says of its results' block."""
         path = self.folder / RUN_FILE
-        before = {} if self.block else read_json(path)
+        before = {} if self.block else read_object(path)
         if before.get("fingerprint") != self.fingerprint:
             before = {}
         write_json(path, {**before, **self.as_json()})
@@ -169,7 +169,7 @@ def suite_usage(
     executed: runs of this call, as far as HELM executed them. tried, failed: names of runs of this call.
     """
     try:
-        return _suite_usage(folder, read_json(folder / SUITE_FILE), executed, tried, failed)
+        return _suite_usage(folder, read_object(folder / SUITE_FILE), executed, tried, failed)
     except (AttributeError, KeyError, TypeError):  # the files of earlier calls are not as this version writes them
         return _suite_usage(folder, {}, executed, tried, failed)
 
@@ -182,7 +182,7 @@ def _suite_usage(
     failed: Collection[str],
 ) -> dict[str, Any]:
     names = [run.name for run in executed]
-    earlier = [read_json(folder / name / RUN_FILE) for name in before.get("runs", ()) if name not in names]
+    earlier = [read_object(folder / name / RUN_FILE) for name in before.get("runs", ()) if name not in names]
     earlier = [run for run in earlier if "workload" in run]
     models = dict(before.get("models", {}))
     for name in dict.fromkeys(run.model.name for run in executed):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm.errors import UsageError
+from flexgen_helm.files import read_object
 from flexgen_helm.report.comparison import ModelComparison, compare_suite
 from flexgen_helm.report.scores import RunScores, read_finished_runs, reused_note
 
@@ -42,7 +42,7 @@ def read_suite(folder: Path) -> SuiteReport:
     runs = read_finished_runs(folder)
     if not runs:
         raise UsageError(f"{folder} has no finished runs of flexgen models; run the suite to its end first")
-    last_call = read_json(folder / SUITE_FILE)
+    last_call = read_object(folder / SUITE_FILE)
     notes = _missing_notes(folder, {run.name for run in runs}, last_call.get("failed", []))
     if (reused := reused_note(runs)) is not None:
         notes.append(reused)
@@ -65,15 +65,6 @@ def suite_to_json(report: SuiteReport) -> dict[str, Any]:
         "models": dict(report.models),
         "notes": list(report.notes),
     }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON file's content, empty if there is none or it is not what we write."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _missing_notes(folder: Path, finished: Set[str], failed: Sequence[str]) -> list[str]:

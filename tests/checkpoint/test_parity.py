@@ -35,7 +35,7 @@ LLAMA_SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 20,
 }
-VARIANTS: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "opt": {},
     "opt-350m": {"word_embed_proj_dim": 8, "do_layer_norm_before": False},
     "galactica": {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
@@ -48,9 +48,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def build(variant: str) -> Any:
     torch.manual_seed(3)
     if variant.startswith("llama"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA_SIZES, **VARIANTS[variant]}))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA_SIZES, **SHAPES[variant]}))
     else:
-        model = transformers.OPTForCausalLM(transformers.OPTConfig(**{**OPT_SIZES, **VARIANTS[variant]}))
+        model = transformers.OPTForCausalLM(transformers.OPTConfig(**{**OPT_SIZES, **SHAPES[variant]}))
     with torch.no_grad():  # norms and biases start as ones and zeros, which would hide a swap
         for parameter in model.parameters():
             parameter.normal_(0, 0.3)
@@ -111,7 +111,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("shard_size", ["1GB", "6KB"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SHAPES)
 def test_every_tensor_equals_the_one_in_transformers(
     variant: str, dtype: torch.dtype, shard_size: str, tmp_path: Path
 ) -> None:

@@ -9,15 +9,10 @@ from flexgen_helm.models.architectures import llama
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
 from flexgen_helm.models.config import ModelConfig
 
-_FEATURES: Mapping[str, Any] = {"residual": "reordered_norm", "qk_norm": True, "qk_norm_all_heads": True}
-
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    return llama.read_config(config, "olmo2", norm_eps=config.get("rms_norm_eps", 1e-5), **_FEATURES)
-
-
-def read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
-    return llama.read_gguf(metadata, "olmo2", **_FEATURES)
+    config = {"rms_norm_eps": 1e-5, **config}  # the default of `transformers`
+    return llama.read_config(config, "olmo2", residual="reordered_norm", qk_norm=True, qk_norm_all_heads=True)
 
 
 _LAYER = "layers.{i}."
@@ -34,7 +29,6 @@ ARCHITECTURE = Architecture(
         "layers.{i}.mlp_post_norm": TensorSource(_LAYER + "post_feedforward_layernorm"),
     },
     gguf_names=("olmo2",),
-    read_gguf=read_gguf,
     gguf_tensors={
         **llama.GGUF_TENSORS,
         "layers.{i}.attn.q_norm": TensorSource("blk.{i}.attn_q_norm"),
