@@ -1,9 +1,9 @@
-"""Benchmarks: one module each, with `run(options) -> dict` in the format below.
+"""Benchmarks, installed as `flexgen_helm.benchmarks`: one module each, with `run(options) -> dict` in the format below.
 
     {name, hardware, versions, rows: [{label, …, median, min, max, n}], ratios, …}
 
-`rows` are seconds unless a row's label says otherwise. `ratios` are above 1 where we are faster. `notes` are the
-sentences that a reader needs with them.
+`rows` are seconds unless a row's label says otherwise. `ratios` are above 1 where flexgen_helm is faster. `notes` are
+the sentences that a reader needs with them.
 """
 
 from __future__ import annotations

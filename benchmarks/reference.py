@@ -1,4 +1,4 @@
-"""Export a model as a `transformers` folder with our very weights and tokenizer, for the other side of a comparison."""
+"""Export a model as a `transformers` folder, so that baselines compute with the same weights and tokenizer."""
 
 from __future__ import annotations
 

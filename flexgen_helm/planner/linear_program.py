@@ -1,6 +1,7 @@
 """The linear program of one block shape, and its solution rounded to whole tensors. No torch.
 
-It finds the nine fractions that minimize the time of a sequence, with HiGHS:
+It finds the nine fractions that minimize the time of a sequence, with HiGHS: of weights (w), KV cache (c) and hidden
+states (h) on GPU (g), CPU (c) and disk (d):
 
     min  T / sequences    with  T = prefill pass + passes x decode pass,  pass >= every resource (`planner.cost_model`)
     s.t. bytes of each tier <= its limit,  wg + wc + wd = cg + cc + cd = hg + hc + hd = 1,  T <= max_latency
