@@ -23,14 +23,6 @@ from flexgen_helm.files import existing_folder
 
 SUBPROCESS_S = 180
 LOW_MEMORY, LOW_DISK, LOW_FLOPS = 2 << 30, 5 << 30, 5e9
-# Looks a deployment up as HELM does. HELM swallows what goes wrong in a plugin's entry point, so only a look-up tells.
-_LOOK_UP = """
-import sys
-from helm.benchmark.model_deployment_registry import get_model_deployment
-from helm.benchmark.run import load_entry_point_plugins
-load_entry_point_plugins()
-get_model_deployment(sys.argv[1])
-"""
 _NETWORK_DISKS = ("nfs", "cifs", "smb", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs")
 
 
@@ -88,8 +80,9 @@ def _helm() -> Finding:
 def _plugin() -> Finding:
     deployment = f"flexgen/{WHEEL_MODEL}"
     if not any(point.name == "flexgen_helm" for point in metadata.entry_points(group="helm")):
-        return Finding("failed", "no entry point in the group 'helm'", "Install flexgen-helm anew with pip.")
-    error = _python_subprocess(_LOOK_UP, deployment)
+        return Finding("failed", "no entry point in the group 'helm'", "Install flexgen-helm with pip again.")
+    look_up = Path(__file__).parents[1] / "plugin" / "lookup.py"
+    error = _python_subprocess(look_up.read_text(encoding="utf-8"), deployment)
     if error is not None:
         return Finding("failed", f"HELM does not find {deployment}: {error}", "Mend what the message names.")
     return Finding("ok", f"HELM finds {deployment}")

@@ -142,9 +142,7 @@ class PrefixAttention:
             if keys.device != q.device or (cache.attends_on_host(self.prefix.block) and not on_host):
                 keys, values = cache.copy_to_device("cache", keys, values)
             mask = part.mask(self.positions, self.latest, window, q.device)
-            partial = attention.attend_prefix(
-                q, keys, values, config, positions - part.first if part.first else positions, mask
-            )
+            partial = attention.attend_prefix(q, keys, values, config, positions - part.first, mask)
             yield _to_device(cache, partial) if on_host else partial
         cache.done(self.prefix.block, layer)
 

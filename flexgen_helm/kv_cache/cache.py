@@ -179,16 +179,10 @@ class KVCache:
         return cache is not None and cache.attends_on_host
 
     def copy_to_host(self, kind: Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
-        engine = self._tiers.copy_engine
-        assert engine is not None
-        self._tiers.stats.count_bytes("gpu_to_cpu", kind, sum(t.numel() * t.element_size() for t in tensors))
-        return tuple(engine.to_host(tensor) for tensor in tensors)
+        return tuple(self._tiers.to_host(tensor, kind) for tensor in tensors)
 
     def copy_to_device(self, kind: Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
-        engine = self._tiers.copy_engine
-        assert engine is not None
-        self._tiers.stats.count_bytes("cpu_to_gpu", kind, sum(t.numel() * t.element_size() for t in tensors))
-        return tuple(engine.to_device(tensor) for tensor in tensors)
+        return tuple(self._tiers.to_device(tensor, kind) for tensor in tensors)
 
     # Blocks
 

@@ -205,7 +205,7 @@ class HostStorage(Storage):
             units = max(extent.counts)
             stored = self._planes.read(layer, extent.num_slots, units)[: codec.num_fetched_planes]
             # One long copy over the link, spread out behind it.
-            arrived = copied_to_device(self._tiers, tuple(plane.contiguous() for plane in stored))
+            arrived = copied_to_device(self._tiers, stored)
             if not extent.room:
                 return arrived
             wider = empty_planes(codec.planes, extent.num_slots, extent.num_units, self._tiers.device)

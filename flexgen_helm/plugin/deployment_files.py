@@ -54,7 +54,7 @@ def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
     for name, entry in new.items():
         if name in present and present[name] != entry and _is_ours(key, present[name]):
             hwarn(f"{path}: the entry of {name} is replaced, because the name means another model than before")
-            # One that does not stand in the file as we dump it is still there, so the file is written anew below.
+            # One that does not stand in the file as we dump it is still there, so the file is rewritten below.
             for dump in _dumps([present.pop(name)]):
                 text = text.replace(dump, "", 1)
     missing = [entry for name, entry in new.items() if name not in present]
