@@ -1,0 +1,30 @@
+"""Bytes and seconds in units for people. Everything inside the package counts bytes and seconds."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+
+def size(num_bytes: float) -> str:
+    """Return '12.3 GiB', '345 MiB' or '17 B': three significant digits or more."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= factor:
+            value = num_bytes / factor
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{num_bytes:,.0f} B"
+
+
+def exact_size(num_bytes: int) -> str:
+    """Return '12.3 GiB (13,207,024,435 bytes)', for messages that ask the user to change a size."""
+    return f"{size(num_bytes)} ({num_bytes:,} bytes)" if num_bytes >= 1 << 10 else f"{num_bytes:,} bytes"
+
+
+def duration(seconds: float) -> str:
+    """Return 'h:mm:ss', or 'm:ss' below one hour."""
+    text = str(timedelta(seconds=round(seconds)))
+    return text.removeprefix("0:").removeprefix("0")
+
+
+def count(number: int, noun: str) -> str:
+    """Return '1 run' or '1,234 runs'."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
