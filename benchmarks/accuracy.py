@@ -95,7 +95,7 @@ def run(options: Options) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as name:
         scratch = Path(name)
         data = write_data(scratch / "data", passages, pages)
-        checkpoint = open_checkpoint(WHEEL_MODEL, progress=options.tell)
+        checkpoint = open_checkpoint(WHEEL_MODEL)
         options.tell(f"writing the reference copy of {WHEEL_MODEL}")
         tokenizer = export_checked(checkpoint, scratch / "model")
         # What our deployments put before a document; the harness would take BOS, here a turn mark.

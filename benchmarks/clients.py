@@ -88,7 +88,7 @@ def run(options: Options) -> dict[str, Any]:
     results = []
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as name:
         scratch = Path(name)
-        checkpoint = open_checkpoint(WHEEL_MODEL, progress=options.tell)
+        checkpoint = open_checkpoint(WHEEL_MODEL)
         options.tell(f"writing the reference copy of {WHEEL_MODEL}")
         configs = _prepare(scratch, checkpoint)
         for task in tasks:

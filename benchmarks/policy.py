@@ -83,7 +83,7 @@ def run(options: Options) -> dict[str, Any]:
     workload = replace(workload, repeats=options.repeats or workload.repeats)
     folder = options.engine.get("offload_dir")
     profile = measured_profile(
-        folder=None if folder is None else Path(folder), fresh=not options.quick, tell=options.tell
+        folder=None if folder is None else Path(folder), fresh=not options.quick
     )
     return measure(workload, profile, options)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -132,16 +132,22 @@ class MemoryLimits:
 class Progress:
     """How far a run is.
 
-    done_tokens: computed so far, prompts included.
+    done_tokens: computed so far, prompts included; of a batch that is half way through the layers, half its tokens.
     total_tokens: an upper bound: it counts every `max_tokens` in full.
     elapsed_s: seconds since the run began.
+    memory_bytes: held now by each tier that holds anything.
     """
 
-    done_tokens: int
+    done_tokens: float
     total_tokens: int
     done_requests: int
     total_requests: int
     elapsed_s: float
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.done_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
     @property
     def remaining_s(self) -> float | None:

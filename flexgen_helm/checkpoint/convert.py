@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from flexgen_helm.checkpoint.fingerprint import file_sha256
 from flexgen_helm.checkpoint.folder import CONFIG, INDEX, SINGLE, TOKENIZER_FILES, read_config, require_space
-from flexgen_helm.checkpoint.hub import Progress, fetch_pickles, pickled_files
+from flexgen_helm.checkpoint.hub import fetch_pickles, pickled_files
 from flexgen_helm.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -44,6 +44,8 @@ from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.errors import CheckpointError, UsageError
 from flexgen_helm.files import existing_folder, sync_folder, write_synced
 from flexgen_helm.models.architectures.base import find_source
+from flexgen_helm.progress import Message, Stage, report
+from flexgen_helm.units import size
 
 SHARD_BYTES = 4 << 30
 TILE_BYTES = 4 << 20
@@ -78,7 +80,6 @@ def convert(
     name: str | os.PathLike[str],
     out: Path | None = None,
     revision: str | None = None,
-    progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Manifest:
     """Turn a model's pickled weights into a folder of safetensors; values, types and names do not change.
@@ -89,36 +90,35 @@ def convert(
     Raises `UsageError` if there is nothing to convert, `UnsafePickleError` for a pickle that asks for more than
     tensors, and `CheckpointError` for files that are damaged or do not fit the disk. Each leaves nothing behind.
     """
-    tell = progress or (lambda line: None)
     require_safe_torch()
     resolved = resolve(name, revision)
-    source = _find_source(resolved, out, tell)
+    source = _find_source(resolved, out)
     target = source.target
     partial = target.parent / f".{target.name}.partial"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target):
             if existing := _existing_conversion(source):
-                tell(f"{source.origin} has been converted already")
+                report(Message(f"{source.origin} has been converted already"))
                 return existing
             try:
                 shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-                _write(partial, source, shard_bytes, tell)
+                _write(partial, source, shard_bytes)
                 _put_in_place(partial, target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
     if resolved.kind == "hub":
-        size = sum(file.stat().st_size for file in source.files)
-        tell(f"the pickled files ({size / 2**30:.1f} GiB) stay in the hub's cache; `hf cache rm` frees their space")
+        num_bytes = sum(file.stat().st_size for file in source.files)
+        report(Message(f"the pickled files ({size(num_bytes)}) stay in the hub's cache; `hf cache rm` frees them"))
     return Manifest.read(target)
 
 
 # ---- what to convert ----
 
 
-def _find_source(resolved: ResolvedModel, out: Path | None, tell: Progress) -> _Source:
+def _find_source(resolved: ResolvedModel, out: Path | None) -> _Source:
     if resolved.kind in ("gguf", "wheel"):
         raise UsageError(f"{resolved.name} is a GGUF model, which is read as it is; nothing needs converting")
     if (folder := resolved.path) is not None:
@@ -129,7 +129,7 @@ def _find_source(resolved: ResolvedModel, out: Path | None, tell: Progress) -> _
     if resolved.hub_repo is None:
         raise CheckpointError(f"the weights of {resolved.name} are not published; name a folder that contains them")
     output_disk = existing_folder((out or state_dir()).parent)
-    folder, files = fetch_pickles(resolved.hub_repo, resolved.revision, output_disk, tell)
+    folder, files = fetch_pickles(resolved.hub_repo, resolved.revision, output_disk)
     target = out or hub_conversion(resolved.hub_repo, folder.name)
     return _Source(folder, files, f"{resolved.hub_repo}@{folder.name}", target)
 
@@ -163,7 +163,7 @@ def _existing_conversion(source: _Source) -> Manifest | None:
 # ---- writing ----
 
 
-def _write(folder: Path, source: _Source, shard_bytes: int, tell: Progress) -> None:
+def _write(folder: Path, source: _Source, shard_bytes: int) -> None:
     """Make the whole conversion in `folder`, the manifest last."""
     architecture, config, _ = read_config(source.folder)
     tied_head = find_source(architecture.tensors, "head.lm.weight").name if config.tied_head else None
@@ -171,7 +171,7 @@ def _write(folder: Path, source: _Source, shard_bytes: int, tell: Progress) -> N
     if not planned:
         raise CheckpointError(f"{source.folder} has no tensors in {', '.join(file.name for file in source.files)}")
     if left_out:
-        tell(f"left out, being no tensors: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}")
+        report(Message(f"left out, being no tensors: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"))
     shards = _shards(planned, shard_bytes)
     total = sum(shard.size for shard in shards)
     require_space(folder.parent, total, "the conversion takes", "name a folder on another disk with --out")
@@ -190,9 +190,9 @@ def _write(folder: Path, source: _Source, shard_bytes: int, tell: Progress) -> N
     tensors: dict[str, Any] = {}
     written = 0
     for shard in shards:
+        report(Stage("convert", shard.name, written, total))
         tensors.update(_fill(folder / shard.name, shard))
         written += shard.size
-        tell(f"{shard.name}: {written / 2**30:.2f} of {total / 2**30:.2f} GiB written")
     small_files = ("generation_config.json", *TOKENIZER_FILES, CONFIG)
     copied = [name for name in small_files if (source.folder / name).is_file()]
     for name in copied:

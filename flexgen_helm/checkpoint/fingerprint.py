@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +15,15 @@ from typing import Any
 
 from flexgen_helm.checkpoint.paths import read_state, update_state
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.progress import Stage, report
 
 _HASHES = "hashes.json"
 # A file that changes twice within one tick of the clock keeps its date: the hash of one this young is not remembered.
 _SETTLED_NS = 2_000_000_000
 _SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+
+# Bytes between two reports of progress.
+_REPORT_EVERY = 64 << 20
 
 # Size in bytes, modification time in nanoseconds, and inode of a file: they change with its content.
 Stamp = tuple[int, int, int]
@@ -105,11 +109,14 @@ def file_sha256(path: Path) -> str:
 
 def hash_file(path: Path) -> str:
     """Compute the SHA-256 of a file's content."""
-    digest = hashlib.sha256()
+    digest, done, total = hashlib.sha256(), 0, path.stat().st_size
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(1 << 20))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
+            done += count
+            if not done % _REPORT_EVERY:
+                report(Stage("verify", path.name, done, total))
     return digest.hexdigest()
 
 
@@ -143,9 +150,7 @@ def forget(path: Path) -> None:
 # ---- the hub's hashes ----
 
 
-def check_blobs(
-    files: Iterable[Path], tell: Callable[[str], None] = lambda line: None, *, hash_again: bool = False
-) -> None:
+def check_blobs(files: Iterable[Path], *, hash_again: bool = False) -> None:
     """Compare files of a hub snapshot with the names of their blobs, which are hashes of the content.
 
     Weights are named by their SHA-256, which is remembered unless `hash_again`; small files by git's SHA-1. A file
@@ -158,9 +163,6 @@ def check_blobs(
         if _SHA256.fullmatch(blob.name):
             if hash_again:
                 forget(blob)
-            stamp = _stamp(blob.stat())
-            if stamp[0] > 1 << 30 and recall(blob, "sha256", stamp) is None:
-                tell(f"comparing {file.name} ({stamp[0] / 2**30:.1f} GiB) with its SHA-256, once")
             digest = file_sha256(blob)
         else:
             digest = _git_sha1(blob)

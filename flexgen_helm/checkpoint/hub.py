@@ -28,8 +28,7 @@ from flexgen_helm.checkpoint.manifest import hub_conversion, is_conversion
 from flexgen_helm.checkpoint.paths import read_state, update_state
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import CheckpointError, UsageError
-
-Progress = Callable[[str], None]
+from flexgen_helm.progress import Stage, is_observed, watched
 
 _REVISIONS = "revisions.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -58,7 +57,7 @@ class _Revision:
         return _title(self.repo, self.revision)
 
 
-def fetch_snapshot(repo: str, revision: str | None, tell: Progress) -> Path:
+def fetch_snapshot(repo: str, revision: str | None) -> Path:
     """Return the folder, named by its commit, of a snapshot with safetensors, or of the conversion of one without.
 
     Raises `CheckpointError` if it cannot be obtained, is incomplete, or a file differs from the hub's hash of it.
@@ -71,20 +70,18 @@ def fetch_snapshot(repo: str, revision: str | None, tell: Progress) -> Path:
         if (conversion := next(filter(is_conversion, conversions), None)) is not None:
             _remember_commit(repo, revision, conversion.name)
             return conversion
-        if resolved.files is not None:
-            if not any(name.endswith(".safetensors") for name in resolved.files):
-                if pickle_names(resolved.files):
-                    raise only_pickled_weights(repo, repo.replace("/", "--"))
-                raise CheckpointError(f"{repo} has no safetensors weights")
-            tell(f"fetching {repo} at commit {resolved.commits[0]}")
+        if resolved.files is not None and not any(name.endswith(".safetensors") for name in resolved.files):
+            if pickle_names(resolved.files):
+                raise only_pickled_weights(repo, repo.replace("/", "--"))
+            raise CheckpointError(f"{repo} has no safetensors weights")
         folder = _download(resolved, _SAFETENSORS)
     _require_complete(folder, str(resolved))
-    check_blobs(deciding_files(folder, weight_files(folder)), tell)
+    check_blobs(deciding_files(folder, weight_files(folder)))
     _remember_commit(repo, revision, folder.name)
     return folder
 
 
-def fetch_pickles(repo: str, revision: str | None, output_disk: Path, tell: Progress) -> tuple[Path, list[Path]]:
+def fetch_pickles(repo: str, revision: str | None, output_disk: Path) -> tuple[Path, list[Path]]:
     """Return the folder of a snapshot without safetensors, named by its commit, and its pickled files, all unopened.
 
     output_disk: a folder on the disk of the conversion. If it is the hub cache's disk, both must fit.
@@ -100,7 +97,6 @@ def fetch_pickles(repo: str, revision: str | None, output_disk: Path, tell: Prog
         if any(name.endswith(".safetensors") for name in names):
             raise UsageError(f"{resolved} has safetensors weights; nothing needs converting")
         if resolved.files is not None:
-            tell(f"fetching {repo} at commit {resolved.commits[0]}")
             folder = _download(resolved, [*_SMALL_FILES, PICKLE_INDEX])
             read_config(folder)  # refuses an unsupported architecture before gigabytes are downloaded
             names = pickle_names(names)
@@ -111,7 +107,7 @@ def fetch_pickles(repo: str, revision: str | None, output_disk: Path, tell: Prog
                 _require_space(resolved, sizes, folder, output_disk)
                 folder = _download(resolved, [*_SMALL_FILES, PICKLE_INDEX, *names])
     files = pickled_files(folder, str(resolved))
-    check_blobs(deciding_files(folder, files), tell)
+    check_blobs(deciding_files(folder, files))
     _remember_commit(repo, revision, folder.name)
     return folder, files
 
@@ -159,13 +155,14 @@ def _download(resolved: _Revision, patterns: Sequence[str]) -> Path:
     hub = _import_hub()
     for commit in resolved.commits:
         try:
-            folder = hub.snapshot_download(
-                resolved.repo,
-                revision=commit,
-                allow_patterns=list(patterns),
-                ignore_patterns=_REPEATED,
-                local_files_only=resolved.files is None,
-            )
+            with _progress_of(resolved, patterns):
+                folder = hub.snapshot_download(
+                    resolved.repo,
+                    revision=commit,
+                    allow_patterns=list(patterns),
+                    ignore_patterns=_REPEATED,
+                    local_files_only=resolved.files is None,
+                )
             return Path(folder)
         except hub.errors.LocalEntryNotFoundError as error:
             missing = error
@@ -173,6 +170,24 @@ def _download(resolved: _Revision, patterns: Sequence[str]) -> Path:
         f"{resolved} is not (completely) in the local cache and {resolved.reason or 'it could not be downloaded'}; "
         f"connect once and run `flexgen-helm fetch {resolved.repo.replace('/', '--')}`, or name a local folder"
     ) from missing
+
+
+@contextmanager
+def _progress_of(resolved: _Revision, patterns: Sequence[str]) -> Iterator[None]:
+    """Report how many bytes of a download are here; nothing if the hub did not answer. Its own bars are hidden."""
+    from huggingface_hub import constants, utils
+    from huggingface_hub.file_download import repo_folder_name
+
+    if resolved.files is None:
+        yield
+        return
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=resolved.repo, repo_type="model")
+    names = utils.filter_repo_objects(resolved.files, allow_patterns=list(patterns), ignore_patterns=_REPEATED)
+    total = sum(resolved.files[name] or 0 for name in names)
+    if is_observed():
+        utils.disable_progress_bars()
+    with watched(Stage("fetch", f"{resolved} at commit {(resolved.commits[0] or '')[:12]}", total=total), folder):
+        yield
 
 
 def _remembered_commit(repo: str, revision: str | None) -> str | None:

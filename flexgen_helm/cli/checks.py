@@ -185,9 +185,8 @@ def _response_cache() -> Finding:
 
 def _verified(model: str) -> Finding:
     from flexgen_helm.checkpoint.open import open_checkpoint
-    from flexgen_helm.cli.console import say
 
-    checkpoint = open_checkpoint(model, progress=say)
+    checkpoint = open_checkpoint(model)
     checkpoint.verify()
     parameters = f"{checkpoint.config.num_parameters:,} parameters, all finite"
     return Finding("ok", f"{len(checkpoint.shapes)} tensors, {parameters}")

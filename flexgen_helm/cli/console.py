@@ -1,13 +1,11 @@
-"""Output of the commands: data on stdout, messages and progress on stderr."""
+"""Output of the commands: data on stdout, messages on stderr. Progress is in `screen`."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,12 +16,7 @@ from flexgen_helm.files import replace_text
 if TYPE_CHECKING:
     import pandas
     from rich.console import Console, RenderableType
-    from rich.progress import Progress as Bar
 
-    from flexgen_helm.request import Progress
-
-# Seconds between two lines of progress if stderr is not a terminal.
-LINE_EVERY_S = 15.0
 # Columns of a page that is not a terminal: a file is read with a wider page than 80 columns.
 _FILE_WIDTH = 200
 
@@ -102,79 +95,3 @@ def write_file(path: Path, text: str) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Replace a file by JSON. Raises as `print_json` and `write_file` do."""
     write_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
-
-
-class TokenProgress:
-    """The engine's progress on stderr: a bar on a terminal, else a line every `LINE_EVERY_S` seconds.
-
-    The engine calls it, from any thread. A context manager, which removes the bar at the end.
-    """
-
-    def __init__(self) -> None:
-        self._bar: Bar | None = None
-        self._last_line = time.monotonic()
-
-    def __call__(self, progress: Progress) -> None:
-        if sys.stderr.isatty():
-            self._draw(progress)
-        elif time.monotonic() - self._last_line >= LINE_EVERY_S:
-            self._last_line = time.monotonic()
-            say(describe(progress))
-
-    def _draw(self, progress: Progress) -> None:
-        if self._bar is None:
-            self._bar = _new_bar()
-            self._bar.add_task("tokens", total=progress.total_tokens, requests="", remaining="")
-            self._bar.start()
-        self._bar.update(
-            self._bar.task_ids[0],
-            completed=progress.done_tokens,
-            total=progress.total_tokens,
-            requests=f"{progress.done_requests:,}/{progress.total_requests:,} requests",
-            remaining=_duration(progress.remaining_s),
-        )
-        if progress.done_requests == progress.total_requests:
-            self.close()  # a suite may have another block, after HELM has printed lines
-
-    def close(self) -> None:
-        """Remove the bar; the next call draws a new one."""
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            bar.stop()
-
-    def __enter__(self) -> TokenProgress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def describe(progress: Progress) -> str:
-    """Return a line of progress. The number of tokens is an upper bound, for completions may end early."""
-    return (
-        f"{progress.done_tokens:,} of at most {progress.total_tokens:,} tokens, "
-        f"{progress.done_requests:,} of {progress.total_requests:,} requests, {_duration(progress.remaining_s)} to go"
-    )
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    text = str(timedelta(seconds=round(seconds)))  # h:mm:ss
-    return text.removeprefix("0:").removeprefix("0")
-
-
-def _new_bar() -> Bar:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    return Bar(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens, {task.fields[requests]}, {task.fields[remaining]} to go"),
-        console=Console(stderr=True),
-        transient=True,
-        redirect_stdout=False,  # stdout is for data; rich would send it to stderr
-        redirect_stderr=False,
-    )

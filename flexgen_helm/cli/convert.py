@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flexgen_helm.cli.console import print_json, say
+from flexgen_helm.cli.console import print_json
 from flexgen_helm.cli.flags import JsonFlag, Revision
 
 
@@ -28,7 +28,7 @@ def convert(
     """
     from flexgen_helm.checkpoint.convert import convert as convert_checkpoint
 
-    done = convert_checkpoint(model, out, revision, progress=say)
+    done = convert_checkpoint(model, out, revision)
     if as_json:
         counts = {"tensors": len(done.tensors), "bytes": done.size, "left_out": list(done.left_out)}
         print_json({"model": model, "path": str(done.path), "origin": done.origin, **counts})

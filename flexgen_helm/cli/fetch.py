@@ -21,14 +21,14 @@ def fetch(
     """Obtain and verify a model's weights; print the folder or file they are in. A second call is instant."""
     from flexgen_helm.checkpoint.fetch import fetch as obtain
 
-    path = obtain(model, revision, progress=say)
+    path = obtain(model, revision)
     if verify:
         from flexgen_helm.checkpoint.fingerprint import forget
         from flexgen_helm.checkpoint.open import open_checkpoint
 
         if path.is_file():
             forget(path)  # the embedded model's hash is remembered when it is fetched
-        checkpoint = open_checkpoint(model, revision=revision, progress=say)
+        checkpoint = open_checkpoint(model, revision=revision)
         checkpoint.verify()
         say(f"{len(checkpoint.shapes)} tensors of {checkpoint.origin} are intact")
     if as_json:

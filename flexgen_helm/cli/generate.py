@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 
 import typer
 
-from flexgen_helm.cli.console import TokenProgress, read_input, say
+from flexgen_helm.cli.console import read_input, say
 from flexgen_helm.cli.engine_flags import load_engine
 from flexgen_helm.cli.flags import ModelName
 from flexgen_helm.config import EngineOptions
@@ -50,8 +50,7 @@ def generate(
             if isinstance(request, RequestError):
                 output.add(place, GenerationResult(error=request))
         if requests:
-            with TokenProgress() as progress:
-                loaded.run(requests, on_result=lambda i, result: output.add(places[i], result), progress=progress)
+            loaded.run(requests, on_result=lambda i, result: output.add(places[i], result))
         output.finish()
     if output.failed:
         say(f"flexgen-helm: {output.failed} of {len(lines)} requests failed; each says why in its error")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexgen_helm.cli.console import TokenProgress, print_json, read_input
+from flexgen_helm.cli.console import print_json, read_input
 from flexgen_helm.cli.engine_flags import load_engine
 from flexgen_helm.cli.flags import JsonFlag, ModelName
 from flexgen_helm.config import EngineOptions
@@ -57,8 +57,7 @@ def measure(engine: Engine, text: str, window: int, max_windows: int | None = No
     if not scored:
         raise UsageError("the text has fewer than 2 tokens, so there is nothing to score")
     requests = [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in scored]
-    with TokenProgress() as progress:
-        results = engine.run(requests, progress=progress)
+    results = engine.run(requests)
     logprobs: list[float] = []
     for result in results:
         if result.error is not None:

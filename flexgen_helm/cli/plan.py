@@ -181,9 +181,9 @@ def _profile(config: EngineConfig, hardware: str) -> HardwareProfile:
     if hardware != "measured":
         if config.offload_dir is not None:
             raise UsageError(f"--offload-dir is a folder of this machine, not of {hardware}; leave one of them out")
-        return profile_named(hardware, say)
+        return profile_named(hardware)
     folder = state_dir() / "offload" if config.offload_dir is None else Path(config.offload_dir)
-    profile = measured_profile(folder=folder, tell=say)
+    profile = measured_profile(folder=folder)
     return replace(profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing_folder(folder)).free))
 
 

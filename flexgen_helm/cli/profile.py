@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flexgen_helm.cli.console import print_json, say, write_json
+from flexgen_helm.cli.console import print_json, write_json
 from flexgen_helm.cli.flags import OutFile
 
 
@@ -23,7 +23,7 @@ def profile(
     """Measure this machine: bandwidths, rates and capacities, as JSON. Close other programs first."""
     from flexgen_helm.engine.machine_profile import measured_profile
 
-    measured = measured_profile(folder=offload_dir, fresh=not cached, tell=say).to_json()
+    measured = measured_profile(folder=offload_dir, fresh=not cached).to_json()
     print_json(measured)
     if out is not None:
         write_json(out, measured)

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
-from flexgen_helm.cli.console import TokenProgress
+from flexgen_helm.cli.console import output, print_table, say
+from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineOptions
+from flexgen_helm.progress import Stage, report
+from flexgen_helm.units import count, duration
+
+if TYPE_CHECKING:
+    from flexgen_helm.plugin.suite import SuiteOutcome
+
+# Logs that are kept; older ones are deleted.
+_MAX_LOGS = 20
 
 
-def run(context: typer.Context, engine: EngineOptions) -> None:
+def run(
+    context: typer.Context,
+    engine: EngineOptions,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print HELM's own output instead of writing it to a log file.")
+    ] = False,
+) -> None:
     """Run a HELM suite: every flag of helm-run is accepted (-r, -c, -m, --suite, -o, …; -m is mandatory there too).
 
     The requests of all runs are computed in one block a model. Interrupted, the same command continues where it
@@ -19,8 +43,58 @@ def run(context: typer.Context, engine: EngineOptions) -> None:
     """
     if not context.args:
         raise typer.BadParameter("nothing to run: give helm-run's flags, at least -r or -c, and -m")
+    raise typer.Exit(run_and_show(context.args, engine, verbose))
+
+
+def run_and_show(arguments: Sequence[str], engine: EngineOptions, verbose: bool = False) -> int:
+    """Run a suite with a panel, print its scores and what went wrong; return the exit code."""
+    began = time.monotonic()
+    log = None if verbose else _new_log()
+    with redirect_stdout(sys.stderr) if log is None else Screen(log):  # stdout is for the scores
+        outcome = _run(arguments, engine)
+    _print_scores(outcome)
+    if log is not None:
+        warnings = f", {count(outcome.num_warnings, 'warning')} included" if outcome.num_warnings else ""
+        say(f"{duration(time.monotonic() - began)} in all. HELM's own output{warnings}: {log}")
+    for sentence in outcome.sentences:
+        say(f"flexgen-helm: {sentence}")
+    return outcome.exit_code
+
+
+def _run(arguments: Sequence[str], engine: EngineOptions) -> SuiteOutcome:
+    report(Stage("start"))
     from flexgen_helm.plugin import suite
 
-    with TokenProgress() as progress:
-        code = suite.main(context.args, progress=progress, options=engine)
-    raise typer.Exit(code)
+    return suite.run_suite(arguments, engine)
+
+
+def _new_log() -> Path:
+    from flexgen_helm.checkpoint.paths import state_dir
+
+    folder = state_dir() / "logs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in sorted(folder.glob("run-*.log"))[: 1 - _MAX_LOGS]:
+            old.unlink(missing_ok=True)
+    except OSError:  # a home that cannot be written costs no results
+        folder = Path(tempfile.gettempdir())
+    return folder / f"{time.strftime('run-%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+
+
+def _print_scores(outcome: SuiteOutcome) -> None:
+    """Print the scores of the runs of this call that did not fail."""
+    from flexgen_helm.report.scores import read_scores, reused_note
+    from flexgen_helm.report.tables import SUMMARY_COLUMNS, runs_table
+
+    finished = []
+    for folder in outcome.finished:
+        try:
+            finished.append(read_scores(folder))
+        except (OSError, ValueError, KeyError):
+            continue  # a dry run, or nothing to score
+    if not finished:
+        return
+    table = runs_table(finished)[SUMMARY_COLUMNS]
+    print_table(table, title=f"{count(len(finished), 'run')} in {outcome.finished[0].parent}")
+    if (note := reused_note(finished)) is not None:
+        output().print(f"{note}.")

@@ -7,7 +7,6 @@ may be busier, or faster, than when it was measured.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from flexgen_helm.planner.predict import Prediction, predict
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.search import AUTOMATIC, search
 from flexgen_helm.planner.workload import Workload
+from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.request import MemoryLimits
 
@@ -40,8 +40,6 @@ _STEP, _MIN_FACTOR, _MAX_FACTOR = 0.5, 0.25, 4.0
 # Rates are corrected if the predicted share of the time is at least this: of a phase, and of what was waited for.
 _PHASE_SHARE, _WAIT_SHARE = 0.1, 0.3
 _PHASES = ("prefill", "decode")
-
-logger = logging.getLogger(__name__)
 
 
 class AutoPlanner:
@@ -118,9 +116,9 @@ class AutoPlanner:
     def _load_profile(self) -> HardwareProfile:
         name = os.environ.get(HARDWARE_VARIABLE) or "measured"
         if name == "measured":
-            profile = measured_profile(folder=self._folder, tell=logger.warning)
+            profile = measured_profile(folder=self._folder)
         else:
-            profile = profile_named(name, logger.warning)
+            profile = profile_named(name)
         if self._device == "sim":
             profile = simulated_gpu(replace(profile, gpu=None, link=None), self._limits["gpu"], self._options.link_gb_s)
         elif self._device == "cpu":
@@ -144,7 +142,7 @@ class AutoPlanner:
                 self._has_profile = True
             except (FlexgenError, OSError) as error:
                 self._has_profile = False
-                logger.warning("this machine cannot be measured, so nothing is planned: %s", error)
+                report(Message(f"this machine cannot be measured, so nothing is planned: {error}"))
         return self._has_profile
 
     def _search(self, problem: PlanningProblem, weights: Policy | None) -> Solution | None:

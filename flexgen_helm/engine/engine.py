@@ -42,6 +42,7 @@ from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_f
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.run_plan import RunPlan, plan_run
 from flexgen_helm.planner.workload import Workload
+from flexgen_helm.progress import ModelInUse, PlanLine, Stage, report
 from flexgen_helm.quant.precisions import FP16, Precision, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
@@ -117,10 +118,14 @@ class Engine:
                 compute_copies=self._memory.compute_copies,
                 staging_bytes=self._memory.staging_bytes,
                 precision=precision,
+                threads=self._threads,
             )
         except BaseException:
             self._tiers.close()
             raise
+        finally:
+            if self._threads is not None:
+                self._threads.release()
         self._decoder = Decoder(self.config, device, self._dtype)
         if device.type == "cpu":
             keep_freed_memory()
@@ -166,6 +171,7 @@ class Engine:
         if isinstance(precision, str):
             precision = precision_named(precision)
         resolved = resolve(name_or_path, config.revision)
+        report(ModelInUse(resolved.name, precision.name))
         device, link = open_device(config.device, config.link_gb_s)
         checkpoint = open_checkpoint(resolved, weights=config.weights, seed=config.seed)
         return cls(
@@ -192,7 +198,7 @@ class Engine:
         on_result: called with the index and result of each request as soon as it is finished, from this thread.
         should_stop: called before every work item; once it returns true, `Interrupted` is raised and delivered results
             stay valid.
-        progress: called after every batch.
+        progress: called after every batch, and up to ten times a second between.
 
         One run at a time: a second thread waits.
         """
@@ -200,12 +206,15 @@ class Engine:
             if self._closed:
                 raise FlexgenError("the engine is closed")
             began = time.perf_counter()
+            report(ModelInUse(self.name, self.precision))
+            report(Stage("plan"))
             self._tiers.reset()
             prepared = prepare(requests, self.config, self.tokenizer, self._options.fixed_schedule or "zigzag")
             prefix_cost = self._prefix_cost()
             # Only a search must know beforehand what will be shared; the run plans that with its own room.
             workload = planned_workload(prepared.distinct, prefix_cost, self._searches, self._cache_format)
             plan = self._plan(prepared, workload)
+            report(PlanLine(plan.describe(self._weight_fractions(), len(prepared.distinct), self._tiers.compute_tier)))
             cache = KVCache(
                 self.config,
                 self._tiers,
@@ -220,7 +229,8 @@ class Engine:
             try:
                 eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
                 run = Run(self.config, executor, cache, plan.limits, plan.schedule, eos_ids, prefix_cost)
-                results = run.answer(requests, prepared, on_result, should_stop or (lambda: False), progress)
+                observe, should_stop = self._reporter(progress), should_stop or (lambda: False)
+                results = run.answer(requests, prepared, on_result, should_stop, observe)
             finally:
                 activations.close()
                 cache.close()
@@ -295,6 +305,19 @@ class Engine:
         if prediction is not None:
             self.last_run.update(predicted(prediction))
             self._planner.learn(prediction, self.last_run)
+
+    def _reporter(self, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
+        """Return a function that adds the memory in use to a run's progress and hands it on."""
+        ledgers = self._tiers.ledgers
+
+        def with_memory(bare: Progress) -> None:
+            in_use: dict[str, int] = {tier: ledger.in_use for tier, ledger in ledgers.items() if ledger.in_use}
+            event = replace(bare, memory_bytes=in_use)
+            report(event)
+            if progress is not None:
+                progress(event)
+
+        return with_memory
 
     def _prefix_cost(self) -> PrefixCostModel:
         """Return what sharing a prefix costs in tokens, over all layers; room is left open."""

@@ -112,13 +112,14 @@ class Executor:
         items: abc.Sequence[WorkItem],
         sampling: Callable[[Sequence], list[SamplingParams]],
         on_batch: Callable[[BatchOutput], None],
-        should_stop: Callable[[], bool],
+        should_stop: Callable[[Batch], bool],
         another_pass: bool = False,
     ) -> None:
         """Run one pass; call `on_batch` as soon as a batch has passed its last stage.
 
         items: the pass's order (the paper's Algorithm 1 for the block schedules).
         sampling: how each of a sequence's next tokens is drawn.
+        should_stop: called with its batch before every item.
         another_pass: another pass is certain to follow, so its first weights may be prefetched.
         Raises `Interrupted` between two items. After this or another error nothing of the pass is kept.
         """
@@ -128,7 +129,7 @@ class Executor:
         try:
             with torch.no_grad():  # not inference mode: tensors go to threads, and that mode is per thread
                 for item, following in zip_longest(items, items[1:]):
-                    if should_stop():
+                    if should_stop(batches[item.batch]):
                         raise Interrupted("interrupted; everything finished so far is kept")
                     if self._threads is not None:
                         self._threads.adapt()

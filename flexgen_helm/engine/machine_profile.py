@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder, replace_text
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
+from flexgen_helm.progress import Message, Stage, report
 
 # Version of the profiler: raised when it measures something else.
 _VERSION = 4
@@ -44,31 +44,30 @@ class SavedProfile:
         return self.busy_share > _BUSY_SHARE
 
 
-def profile_named(name: str, tell: Callable[[str], None]) -> HardwareProfile:
+def profile_named(name: str) -> HardwareProfile:
     """Return a shipped profile, one from a file, or for 'measured' this machine's."""
-    return measured_profile(tell=tell) if name == "measured" else load_profile(name)
+    return measured_profile() if name == "measured" else load_profile(name)
 
 
-def measured_profile(
-    *, folder: Path | None = None, fresh: bool = False, tell: Callable[[str], None] | None = None
-) -> HardwareProfile:
+def measured_profile(*, folder: Path | None = None, fresh: bool = False) -> HardwareProfile:
     """Return this machine's profile, the saved one if it still holds.
 
     folder: of the disk tier, whose disk is measured.
     fresh: measure again in any case.
-    tell: takes sentences for the user.
     """
-    folder, tell = folder or state_dir() / "offload", tell or (lambda text: None)
+    folder = folder or state_dir() / "offload"
     saved = None if fresh else load_saved(folder)
     if saved is not None and (not saved.is_marked or busy_share() > _BUSY_SHARE):
         return saved.profile
-    tell("measuring this machine for half a minute; close programs that compute")
+    report(Stage("measure", "takes half a minute; close programs that compute"))
     before = busy_share()
     measured = SavedProfile(measure(folder), max(before, busy_share()))
     if measured.is_marked:
-        tell(
-            f"other programs take {measured.busy_share:.0%} of the processors, so the measured rates are too low; "
-            "they are replaced when the machine is quiet: run `flexgen-helm profile` then"
+        report(
+            Message(
+                f"other programs take {measured.busy_share:.0%} of the processors, so the measured rates are too low; "
+                "they are replaced when the machine is quiet: run `flexgen-helm profile` then"
+            )
         )
     save(measured, folder)
     return measured.profile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
@@ -24,6 +24,8 @@ from flexgen_helm.scheduling.scheduler import Scheduler
 from flexgen_helm.scheduling.sequence import Batch, Request, ScheduledTokens, Sequence, SequenceKind
 
 OnResult = Callable[[int, GenerationResult], None]
+# Seconds between two reports of progress in the middle of a batch.
+_REPORT_EVERY_S = 0.1
 
 
 class Run:
@@ -63,6 +65,8 @@ class Run:
         self._on_result, self._progress = on_result, progress
         self._began = time.perf_counter()
         self._done_tokens = self._num_finished = 0
+        self._reported_at = 0.0
+        self._items_begun: Counter[Batch] = Counter()  # of batches on their way through the stages
         for place, error in prepared.refused.items():
             self._deliver(place, GenerationResult(error=error))
         waiting = self._queue(prepared.distinct)
@@ -182,12 +186,19 @@ class Run:
 
         def on_batch(output: BatchOutput) -> None:
             done.add(output.batch)
+            del self._items_begun[output.batch]
             self._account(output)
+
+        def before_item(batch: Batch) -> bool:
+            if time.perf_counter() - self._reported_at >= _REPORT_EVERY_S:
+                self._report()
+            self._items_begun[batch] += 1
+            return should_stop()
 
         while True:
             items = work_items(self._schedule, self._executor.num_stages, len(batches))
             try:
-                self._executor.run(batches, items, _sampling, on_batch, should_stop, another_pass)
+                self._executor.run(batches, items, _sampling, on_batch, before_item, another_pass)
                 return
             except (MemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error):
@@ -204,6 +215,7 @@ class Run:
                     ) from error
                 batches, self.halvings = halves, self.halvings + 1
                 done.clear()
+                self._items_begun.clear()
 
     def _account(self, output: BatchOutput) -> None:
         """Charge a finished batch to its requests, and advance its sequences."""
@@ -220,10 +232,17 @@ class Run:
                 )
             self._done_tokens += item.count
             self._advance(item.sequence, own)
-        if self._progress is not None:
-            elapsed = time.perf_counter() - self._began
-            done, total_requests = self._num_finished, len(self._results)
-            self._progress(Progress(self._done_tokens, self._total_tokens, done, total_requests, elapsed))
+        self._report()
+
+    def _report(self) -> None:
+        """Report progress; of a batch between two stages, the share of its tokens that has been computed."""
+        self._reported_at = time.perf_counter()
+        if self._progress is None:
+            return
+        begun = sum(batch.num_tokens * max(0, items - 1) for batch, items in self._items_begun.items())
+        tokens = self._done_tokens + begun / self._executor.num_stages
+        elapsed_s = self._reported_at - self._began
+        self._progress(Progress(tokens, self._total_tokens, self._num_finished, len(self._results), elapsed_s))
 
     def _advance(self, sequence: Sequence, output: SequenceOutput) -> None:
         if output.nonfinite_stage is not None:

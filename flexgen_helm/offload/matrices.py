@@ -135,10 +135,14 @@ class DiskMatrix(OffloadedMatrix):
 
 
 class MatrixLoader:
-    """Loads the tensors of one checkpoint. The caller claims their memory first."""
+    """Loads the tensors of one checkpoint. The caller claims their memory first.
+
+    has_converted: a weight file was missing and has been written.
+    """
 
     def __init__(self, checkpoint: Checkpoint, tiers: Tiers, precision: Precision) -> None:
         self._checkpoint, self._tiers, self._precision = checkpoint, tiers, precision
+        self.has_converted = False
 
     def format_of(self, name: str) -> GroupFormat | None:
         """Return how a tensor is packed; None if it has the checkpoint's 16-bit dtype."""
@@ -185,7 +189,12 @@ class MatrixLoader:
         else:
             label, tiles = self._precision.weights_label, _packed_tiles(tiles, fmt, self._checkpoint.shapes[name][1])
         files = self._tiers.directory().weights(self._checkpoint.fingerprint, label)
-        return files.ensure(name, self.num_bytes(name), tiles)
+        return files.ensure(name, self.num_bytes(name), self._converted(tiles))
+
+    def _converted(self, tiles: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Pass on the content of a weight file, which is read only to write the file."""
+        self.has_converted = True
+        yield from tiles
 
     def _read_packed(self, name: str) -> Tensor:
         """Read a packed matrix [stripes, bytes] from its weight file into new host memory."""

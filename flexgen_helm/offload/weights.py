@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.hardware.rates import column_major
+from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.models.config import EMBED, EMBED_TABLE, HEAD, stage_names, stage_tensor_shapes
 from flexgen_helm.models.decoder import StageWeights
 from flexgen_helm.offload.linear import dequantize_tiled, tiled_linear
@@ -29,6 +30,7 @@ from flexgen_helm.offload.prefetcher import StagedMatrix, StageRows, WeightPrefe
 from flexgen_helm.offload.staging import StagingRing, aligned
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.planner.placement import Tier
+from flexgen_helm.progress import Stage, report
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import FP16, Precision
 from flexgen_helm.scheduling.schedule import StageVisit
@@ -74,11 +76,13 @@ class TieredWeights:
         compute_copies: bool = False,
         staging_bytes: int = 0,
         precision: Precision = FP16,
+        threads: ThreadGovernor | None = None,
     ) -> None:
         """dtype: the compute dtype.
 
         compute_copies: resident matrices are kept in the compute dtype, which has all values of 16-bit dtypes.
         staging_bytes: of the staging ring on the compute device; used only if a matrix is offloaded.
+        threads: chooses the threads that quantize; None where a device computes.
 
         Raises `MemoryLimitError`, `CheckpointError` and `OffloadError`, and then holds nothing.
         """
@@ -87,13 +91,19 @@ class TieredWeights:
         self._resources = ExitStack()  # closed in reverse: the prefetcher, then each matrix before its claim
         self._prefetcher: WeightPrefetcher | None = None
         loader = MatrixLoader(checkpoint, tiers, precision)
+        done, total = 0, sum(map(loader.num_bytes, checkpoint.shapes))
         try:
             for name, shape in checkpoint.shapes.items():
+                report(Stage("convert" if loader.has_converted else "load", done=done, total=total))
+                done += loader.num_bytes(name)
+                if threads is not None:
+                    threads.adapt()
                 tier = placement.get(name, tiers.compute_tier)
                 if tier == tiers.compute_tier or len(shape) == 1:
                     self.tensors[name] = self._load_resident(loader, name, shape, compute_copies)
                 else:
                     self.tensors[name] = self._load_offloaded(loader, name, shape, tier)
+            report(Stage("load", done=total, total=total))
             if self._config.tied_head:
                 self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
             if any(weight.offloaded is not None for weight in self.tensors.values()):

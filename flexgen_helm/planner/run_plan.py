@@ -13,6 +13,8 @@ from flexgen_helm.planner.placement import Tier, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.quant.precisions import CacheFormat
 
+_TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU memory", "cpu": "memory", "disk": "disk"}
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -43,6 +45,25 @@ class RunPlan:
         wc = min(1.0 - wg, weights["cpu"])
         cc, hc = float(self.cache["cpu"] > 0), float(compute_tier == "cpu")
         return Policy(batch, max(1, sequences // batch), wg, wc, 1.0 - cc, cc, 1.0 - hc, hc)
+
+    def describe(self, weights: Fractions, num_sequences: int, compute_tier: Tier) -> str:
+        """Return the plan in one line, for people.
+
+        weights: fractions by tier as loaded.
+        num_sequences: of the whole run.
+        """
+        offloaded = {
+            _TIER_NAMES[tier]: share for tier, share in weights.items() if tier != compute_tier and share >= 0.005
+        }
+        streams = " and ".join(f"{share:.0%} of the weights from {name}" for name, share in offloaded.items())
+        parts = [f"streams {streams}" if streams else f"keeps all weights in {_TIER_NAMES[compute_tier]}"]
+        cache = [f"{share:.0%} on {_TIER_NAMES[tier]}" for tier, share in self.cache.items() if share >= 0.005]
+        if self.cache[compute_tier] < 0.995:
+            parts.append(f"KV cache {', '.join(cache)}")
+        block = max(1, min(self.limits.max_sequences, num_sequences))
+        batch = min(self.limits.batch_sequences, block)
+        parts.append(f"block of {block:,}" + (f" in batches of {batch:,}" if batch < block else ""))
+        return ", ".join([*parts, f"schedule {self.schedule}"])
 
 
 def plan_run(

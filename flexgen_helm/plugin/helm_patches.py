@@ -11,7 +11,7 @@ import importlib
 import inspect
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce, wraps
 from pathlib import Path
@@ -33,9 +33,11 @@ from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import replace_text
 from flexgen_helm.plugin import interrupt, registration
 from flexgen_helm.plugin.context import get_context
+from flexgen_helm.plugin.helm_log import HelmLog
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.service import Submission
-from flexgen_helm.plugin.usage import HelmRun
+from flexgen_helm.plugin.usage import RUN_FILE, HelmRun
+from flexgen_helm.progress import observed_by
 
 FIRST_FILE, LAST_FILE = "run_spec.json", "per_instance_stats.json"
 METRIC_CLASS = "flexgen_helm.plugin.metrics.FlexgenThroughputMetric"
@@ -211,15 +213,16 @@ def import_classes(names: Iterable[str]) -> None:
 @_replaces("helm-run", "runner:Runner.run_one", "self run_spec", _NO_RECORD)
 def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
     """Appends our throughput metric, starts loading the model, and opens the record for `flexgen_run.json`."""
-    context = get_context()
+    context, folder = get_context(), Path(runner._get_run_path(run_spec))
     model = model_of(run_spec.adapter_spec) if _is_executed(runner.executor.execution_spec) else None
-    with nullcontext() if context.suite is None else context.suite.watched(runner, run_spec):
+    with observed_by(HelmLog()) if context.suite is None else context.suite.watched(runner, run_spec):
         if model is None:
+            if runner.dry_run and not runner.skip_completed_runs:
+                (folder / RUN_FILE).unlink(missing_ok=True)  # of work that the files written now do not show
             return original(runner, run_spec)
         if not (runner.skip_completed_runs or runner.cache_instances_only):  # else perhaps nothing is computed
             context.service.preload(model)
         metrics = run_spec.metric_specs
-        folder = Path(runner._get_run_path(run_spec))
         context.run = HelmRun(run_spec.name, folder, model, [metric.class_name for metric in metrics])
         try:
             original(runner, replace(run_spec, metric_specs=[*metrics, MetricSpec(METRIC_CLASS)]))

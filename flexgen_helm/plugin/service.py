@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import Interrupted
 from flexgen_helm.plugin.models import ModelArguments
-from flexgen_helm.request import GenerationResult, Progress
+from flexgen_helm.request import GenerationResult
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
@@ -148,7 +148,6 @@ class Service:
     """See the module's docstring. All methods may be called from any thread."""
 
     def __init__(self, loader: EngineLoader) -> None:
-        self.progress: Callable[[Progress], None] | None = None
         self._loader = loader
         self._loaded: dict[ModelArguments, LoadedModel] = {}
         self._changed = threading.Condition()
@@ -357,7 +356,7 @@ class Service:
 
         try:
             requests = [job.request.request for job in jobs]
-            results = engine.run(requests, on_result=on_result, should_stop=should_stop, progress=self.progress)
+            results = engine.run(requests, on_result=on_result, should_stop=should_stop)
             for index, result in enumerate(results):
                 on_result(index, result)
             model = jobs[0].model

@@ -13,16 +13,14 @@ made twice, which takes no time of the model.
 from __future__ import annotations
 
 import logging
-import os
 import re
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark import run as helm_benchmark_run
@@ -33,85 +31,115 @@ from helm.benchmark.runner import Runner
 
 from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
+from flexgen_helm.files import read_object
 from flexgen_helm.plugin import deployment_files, helm_patches, interrupt, models, registration
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.failures import data_folder, explain_failure
+from flexgen_helm.plugin.helm_log import HelmLog
 from flexgen_helm.plugin.service import Submission, SubmittedBlock
 from flexgen_helm.plugin.usage import HelmRun, suite_usage, write_json
-from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.scores import read_scores, reused_note
+from flexgen_helm.progress import Message, Stage, observed_by, report
+from flexgen_helm.quant.precisions import precision_named
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import versions
-from flexgen_helm.request import Progress
 
 _SLASH_NAME = re.compile(r"\bflexgen/([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
 _NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
 
 
-def main(
-    argv: Sequence[str],
-    progress: Callable[[Progress], None] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> int:
+@dataclass(frozen=True)
+class SuiteOutcome:
+    """How a call of `run_suite` ended.
+
+    exit_code: 0 done, 1 failed, 2 wrong usage or refused, 130 interrupted.
+    sentences: what went wrong, and what to do.
+    finished: folders of the runs that did not fail, skipped ones too.
+    num_warnings: warnings and errors of HELM's logger.
+    is_dry: nothing was computed.
+    """
+
+    exit_code: int
+    sentences: Sequence[str] = ()
+    finished: Sequence[Path] = ()
+    num_warnings: int = 0
+    is_dry: bool = False
+
+
+def run_suite(argv: Sequence[str], options: Mapping[str, Any] | None = None) -> SuiteOutcome:
     """Run `argv`, the arguments of `helm-run`.
 
-    progress: given to the engine.
     options: engine flags (client arguments such as `policy` or `device`) for every model of the suite. `precision` may
         name several, separated by commas: every run of ours is then run in each of them.
-
-    Returns 0 done, 1 failed, 2 wrong usage or refused, 130 interrupted.
     """
-    try:
-        args = helm_benchmark_run.build_parser().parse_args(list(argv))
-    except SystemExit as stop:  # argparse has printed why, or --help
-        return int(stop.code or 0)
-    helm_benchmark_run.setup_default_logging(args.log_config)
-    if not args.log_config and not (os.environ.get("HELM_LOG_LEVEL") or os.environ.get("LOG_LEVEL")):
-        # HELM logs every step to stdout, where our scores go; its warnings and errors stay.
-        logging.getLogger("helm").setLevel(logging.WARNING)
     options = {key: value for key, value in (options or {}).items() if value is not None}
-    precisions = [name.strip() for name in str(options.pop("precision", "")).split(",") if name.strip()]
+    precisions = split_precisions(options.pop("precision", ""))
+    parser = helm_benchmark_run.build_parser()
+    parser.error = _refuse  # argparse would print its usage and exit
     context = get_context()
     suite = context.suite = Suite(precisions)
+    exit_code, sentences, is_dry = 0, [], False
     interrupt.install()
+    with _helm_warnings() as warnings, observed_by(HelmLog()):
+        try:
+            args = parser.parse_args(list(argv))
+            is_dry = args.dry_run
+            helm_benchmark_run.setup_default_logging(args.log_config)
+            helm_patches.install("flexgen-helm run")
+            # Without precisions: these are in the models' names, so that two of them never share a folder.
+            context.engine_options = options
+            context.service.resume()
+            suite.run(args)
+        except (KeyboardInterrupt, Interrupted):
+            exit_code, sentences = 130, [_interrupted(uses_cache="--disable-cache" not in argv)]
+        except FlexgenError as error:
+            exit_code, sentences = error.exit_code, [str(error)]
+        except Exception as error:
+            exit_code = suite.exit_code()
+            sentences = suite.explanations() or [f"{type(error).__name__}: {error}"]
+        finally:
+            context.suite, context.engine_options = None, {}
+    return SuiteOutcome(exit_code, sentences, suite.finished, len(warnings), is_dry)
+
+
+def split_precisions(text: str) -> list[str]:
+    """Return the precisions of a list with commas. Raises `UsageError` for one that is not known."""
+    return [precision_named(name.strip()).name for name in text.split(",") if name.strip()]
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UsageError(f"{message}; `flexgen-helm run --help` lists the flags")
+
+
+def _interrupted(uses_cache: bool) -> str:
+    if uses_cache:
+        return "Interrupted. Finished results are stored: the same command continues where this one stopped."
+    return (
+        "Interrupted. Finished runs are in the suite's folder; with --disable-cache nothing else is kept, so the same "
+        "command with --skip-completed-runs repeats the unfinished ones from their start."
+    )
+
+
+@contextmanager
+def _helm_warnings() -> Iterator[list[logging.LogRecord]]:
+    """Collect the warnings and errors of HELM's logger, and remove the handlers that it gets meanwhile."""
+    records: list[logging.LogRecord] = []
+    logger = logging.getLogger("helm")
+    handlers = list(logger.handlers)
+    handler = logging.Handler(logging.WARNING)
+    handler.handle = lambda record: not records.append(record)  # type: ignore[method-assign, func-returns-value]
+    logger.addHandler(handler)
     try:
-        for name in precisions:
-            if name not in PRECISIONS:
-                raise UsageError(f"precision {name!r} is not known; take one or more of {', '.join(PRECISIONS)}")
-        helm_patches.install("flexgen-helm run")
-        # Without precisions: these are in the models' names, so that two of them never share a folder.
-        context.engine_options = options
-        context.service.progress = progress
-        context.service.resume()
-        suite.run(args)
-        suite.print_scores()
-        return 0
-    except (KeyboardInterrupt, Interrupted):
-        _say("Interrupted. Finished results are stored: the same command continues where this one stopped.")
-        return 130
-    except FlexgenError as error:
-        suite.print_scores()
-        _say(str(error))
-        return error.exit_code
-    except Exception as error:
-        suite.print_scores()
-        if not suite.failures:
-            _say(f"{type(error).__name__}: {error}")
-        suite.explain_failures()
-        return suite.exit_code()
+        yield records
     finally:
-        context.suite, context.engine_options, context.service.progress = None, {}, None
-
-
-def _say(text: str) -> None:
-    print(f"flexgen-helm: {text}", file=sys.stderr)
+        logger.handlers[:] = handlers
 
 
 class Suite:
-    """One call of `main`: what was submitted, what was executed, what failed.
+    """One call of `run_suite`: what was submitted, what was executed, what failed.
 
     is_collecting: the first pass is in progress.
     executed: runs that HELM has executed, in order, also if their metrics failed.
+    finished: folders of the runs of this call that did not fail, skipped ones too.
     failures: run name -> error.
     """
 
@@ -122,10 +150,11 @@ class Suite:
         self.failures: dict[str, Exception] = {}
         self._folders: list[Path] = []  # one per run, set when the runs begin
         self._stages: dict[str, float] = {}
+        self._tried: list[str] = []  # runs of the second pass
         self._generated_at = 0.0  # when all results were there
         self._blocks: dict[str, SubmittedBlock] = {}
         self._block_errors: dict[str, FlexgenError] = {}
-        self._finished: list[Path] = []
+        self.finished: list[Path] = []
         self._explanations: dict[str, list[str]] = {}  # sentence -> failed runs
 
     def run(self, args: Namespace) -> None:
@@ -171,6 +200,8 @@ class Suite:
         ours = [name for name in names if name.startswith(models.PREFIX) and registration.model_of(name) is not None]
         if ours:
             deployment_files.merge(Path(runner.executor.execution_spec.local_path or "prod_env"), ours)
+        if runner.skip_completed_runs:
+            _report_other_sizes(runner, run_specs)
         if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url:
             return
         started = time.monotonic()
@@ -200,9 +231,10 @@ class Suite:
         self.is_collecting = True
         logger.setLevel(max(level, logging.WARNING))  # the second pass repeats what HELM logs here
         try:
-            for run_spec in run_specs:
+            for done, run_spec in enumerate(run_specs):
                 if helm_patches.model_of(run_spec.adapter_spec) is None:
                     continue
+                report(Stage("prompts", _entry(run_spec), done, len(run_specs), "run"))
                 try:
                     runner.run_one(run_spec)
                 except helm_patches.RunCollected as collected:
@@ -215,6 +247,7 @@ class Suite:
         finally:
             self.is_collecting = False
             logger.setLevel(level)
+            report(Stage("prompts", "", len(run_specs), len(run_specs), "run"))
         return submissions
 
     @contextmanager
@@ -224,11 +257,13 @@ class Suite:
             yield
             return
         block_error = self._block_errors.get(run_spec.name)
+        report(Stage("metrics", _entry(run_spec), len(self._tried), len(self._folders), "run"))
+        self._tried.append(run_spec.name)
         try:
             if isinstance(block_error, UsageError):
                 raise block_error  # else the model would be loaded again, to fail in the same way
             yield
-            self._finished.append(Path(runner.runs_path) / run_spec.name)
+            self.finished.append(Path(runner.runs_path) / run_spec.name)
         except Exception as error:
             # HELM's own error is the text of ours and the whole request.
             cause = block_error if block_error and isinstance(error, ExecutorError) else error
@@ -292,35 +327,6 @@ class Suite:
             "versions": versions(),
         }
 
-    def print_scores(self) -> None:
-        """Print the scores of this call's runs that did not fail (also of skipped ones) to stdout."""
-        from rich.console import Console
-        from rich.table import Table
-
-        from flexgen_helm.report.tables import SUMMARY_COLUMNS, runs_table
-
-        finished = []
-        for folder in self._finished:
-            try:
-                finished.append(read_scores(folder))
-            except (OSError, ValueError, KeyError):
-                continue  # a dry run, or nothing to score
-        if not finished:
-            return
-        table = runs_table(finished)[SUMMARY_COLUMNS]
-        note = reused_note(finished)
-        drawn = Table(
-            title=f"{len(finished)} runs in {self._folders[0].parent}",
-            caption=None if note is None else f"{note}.",
-            title_justify="left",
-            caption_justify="left",
-        )
-        for position, title in enumerate(table):
-            drawn.add_column(title, justify="left" if position < 2 else "right", overflow="fold")
-        for row in table.itertuples(index=False):
-            drawn.add_row(*row)
-        Console(width=None if sys.stdout.isatty() else 160).print(drawn)
-
     def exit_code(self) -> int:
         """Return the code of a call that failed: 2 if no run began or all were refused for wrong usage, else 1."""
         if not self._folders:
@@ -328,11 +334,32 @@ class Suite:
         codes = {error.exit_code if isinstance(error, FlexgenError) else 1 for error in self.failures.values()}
         return codes.pop() if len(codes) == 1 else 1
 
-    def explain_failures(self) -> None:
-        """Print a sentence for each failed run; runs that failed alike share one."""
-        for sentence, names in self._explanations.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            _say(f"{names[0]}{more}: {sentence}")
+    def explanations(self) -> list[str]:
+        """Return a sentence for each failed run; runs that failed alike share one."""
+        return [
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {sentence}"
+            for sentence, names in self._explanations.items()
+        ]
+
+
+def _entry(run_spec: RunSpec) -> str:
+    """Return a run's name without its model, which is shown beside it."""
+    return re.sub(r"[,:]model=[^,]*", "", run_spec.name)
+
+
+def _report_other_sizes(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
+    """Tell the user of completed runs that `--skip-completed-runs` keeps though `-m` is another number now."""
+    for run_spec in run_specs:
+        folder, wanted = Path(runner.runs_path) / run_spec.name, run_spec.adapter_spec.max_eval_instances
+        if (folder / helm_patches.LAST_FILE).is_file():
+            made = read_object(folder / helm_patches.FIRST_FILE).get("adapter_spec", {}).get("max_eval_instances")
+            if made != wanted:
+                report(
+                    Message(
+                        f"{_entry(run_spec)} was completed with -m {made} and is kept by --skip-completed-runs; leave "
+                        f"that flag out to run it with -m {wanted}"
+                    )
+                )
 
 
 def _has_entry(name: str) -> bool:

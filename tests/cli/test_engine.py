@@ -109,7 +109,7 @@ def test_an_interruption_keeps_finished_lines(tiny, tmp_path, monkeypatch, error
     out = tmp_path / "out.jsonl"
     whole = Engine.run
 
-    def run(self, requests, *, on_result, progress):
+    def run(self, requests, *, on_result):
         whole(self, requests[:1], on_result=on_result)
         raise error
 

@@ -17,7 +17,7 @@ from flexgen_helm.config import parse_size
 from flexgen_helm.errors import CheckpointError, Interrupted, RequestError, UsageError
 from flexgen_helm.files import replace_text
 from flexgen_helm.planner.policy import Policy
-from flexgen_helm.request import MemoryLimits, Progress
+from flexgen_helm.request import MemoryLimits
 
 COMMANDS = ["", "run", "generate", "perplexity", "plan", "fetch", "convert", "doctor", "bench"]
 
@@ -209,34 +209,16 @@ def test_run_passes_on_what_is_not_ours(monkeypatch):
 
     calls = []
 
-    def main(argv, progress=None, options=None):
+    def run_suite(argv, options=None):
         calls.append((list(argv), options))
-        return 1
+        return suite.SuiteOutcome(1)
 
-    monkeypatch.setattr(suite, "main", main)
+    monkeypatch.setattr(suite, "run_suite", run_suite)
     argv = ["-r", "a:b=1", "c", "-m", "5", "--device", "cpu", "--suite", "s", "-n4", "--cpu-memory=1GB", "-o", "out"]
     assert cli.main(["run", *argv]) == 1
     passed, options = calls[0]
     assert passed == ["-r", "a:b=1", "c", "-m", "5", "--suite", "s", "-n4", "-o", "out"]
     assert options == {"device": "cpu", "limits": MemoryLimits(cpu=10**9)}
-
-
-def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
-    monkeypatch.setattr(console, "LINE_EVERY_S", 0.0)
-    with console.TokenProgress() as progress:
-        progress(Progress(10, 40, 1, 4, 5.0))
-    captured = capsys.readouterr()
-    assert captured.err == "10 of at most 40 tokens, 1 of 4 requests, 0:15 to go\n" and captured.out == ""
-
-
-def test_progress_on_a_terminal_leaves_stdout_alone(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with console.TokenProgress() as progress:
-        progress(Progress(10, 40, 1, 4, 5.0))
-        print("data")
-        progress(Progress(40, 40, 4, 4, 9.0))
-        progress(Progress(5, 40, 0, 4, 1.0))  # another block
-    assert capsys.readouterr().out == "data\n"
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

@@ -103,9 +103,9 @@ def test_an_entry_of_the_user_needs_only_a_name_and_a_path(
 PRECISION = """
 import sys
 from tests.helpers import fake_engine
-from flexgen_helm.plugin import suite
+from flexgen_helm.cli import main
 fake_engine.install()
-sys.exit(suite.main(sys.argv[2:], options={"precision": sys.argv[1]}))
+sys.exit(main(["run", "--precision", *sys.argv[1:]]))
 """
 
 
@@ -289,7 +289,7 @@ def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(tmp_path:
     # What a run that fails now left in an earlier call is not shown as this call's.
     place.run_folder("simple_mcqa_scored").rename(place.run_folder("boolq"))
     output = place.run("suite", entries=[f"boolq:model={MODEL}", ENTRIES[0]], expect=1)
-    assert "1 runs in benchmark_output/runs/s" in output
+    assert "1 run in benchmark_output/runs/s" in output
 
 
 def test_a_suite_in_several_calls_keeps_what_each_of_them_computed(

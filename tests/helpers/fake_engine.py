@@ -182,9 +182,9 @@ def main() -> int:
     install()
     kind, *arguments = sys.argv[1:]
     if kind == "suite":
-        from flexgen_helm.plugin import suite
+        from flexgen_helm.cli import main as flexgen_helm
 
-        return suite.main(arguments)
+        return flexgen_helm(["run", *arguments])
     from helm.benchmark.run import main as helm_run
 
     sys.argv = ["helm-run", *arguments]

@@ -276,11 +276,12 @@ def test_every_patch_fits_the_installed_helm_and_says_why() -> None:
             assert getattr(owner, name).flexgen_helm
 
 
-def test_a_helm_that_changed_refuses_suites(unpatched: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_helm_that_changed_refuses_suites(unpatched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "run_all", run_one_of_tomorrow)
     arguments = ["-r", f"simple_mcqa:model={MODEL}", "-m", "1", "--suite", "s"]
-    assert suite.main(arguments) == 2
-    said = capsys.readouterr().err
+    outcome = suite.run_suite(arguments)
+    assert outcome.exit_code == 2
+    (said,) = outcome.sentences
     assert "does not know this version of HELM (runner:Runner.run_all: it takes" in said and "pip install" in said
 
 
@@ -318,7 +319,7 @@ def test_the_suite_writes_names_as_helm_needs_them() -> None:
     assert both.names("x:model=openai/gpt2") == ["x:model=openai/gpt2"]
 
 
-def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert suite.main(["--no-such-flag"]) == 2
-    assert suite.main([]) == 2  # helm-run's -m is mandatory
-    assert "required" in capsys.readouterr().err
+def test_wrong_usage_is_one_sentence_and_exit_code_2() -> None:
+    for arguments, said in ((["-m", "1", "--no-such-flag"], "--no-such-flag"), ([], "required")):
+        outcome = suite.run_suite(arguments)
+        assert outcome.exit_code == 2 and len(outcome.sentences) == 1 and said in outcome.sentences[0]

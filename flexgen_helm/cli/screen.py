@@ -1,0 +1,261 @@
+"""What a command shows while it works: a live panel on a terminal, else a line now and then. All of it on stderr.
+
+with Screen():             for a command whose libraries print nothing
+with Screen(log=path):     whatever else this process or its children print goes to a file
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from flexgen_helm.progress import Event, Message, ModelInUse, Stage, describe, observed_by, time_left
+from flexgen_helm.request import Progress
+from flexgen_helm.units import count, duration, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+# Seconds between two lines of progress where stderr is not a terminal.
+LINE_EVERY_S = 10.0
+_REFRESHES_PER_S = 4
+# A command that is done sooner shows no panel.
+_PANEL_AFTER_S = 0.7
+_MAX_WIDTH = 100
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+class _Data:
+    """Stdout of a command with a panel: the first write removes the panel."""
+
+    def __init__(self, stdout: TextIO, remove: Callable[[], None]) -> None:
+        self._stdout, self._remove = stdout, remove
+
+    def write(self, text: str) -> int:
+        self._remove()
+        return self._stdout.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stdout, name)
+
+
+class Screen:
+    """Shows the events of a command. A context manager; one at a time.
+
+    log: file for the output of everything else. Without one the panel waits until a command has worked for a moment,
+        and makes way for the first line of data on stdout.
+
+    stdout, stderr: streams to the user, wherever those of the process lead meanwhile.
+    """
+
+    def __init__(self, log: Path | None = None) -> None:
+        self.stdout, self.stderr = sys.stdout, sys.stderr
+        self._log = log
+        self._resources = ExitStack()
+        self._began = time.monotonic()
+        self._activities: dict[int, Stage | Progress] = {}  # the newest of each thread
+        self._model: ModelInUse | None = None
+        self._plan = ""
+        self._newest: Progress | None = None
+        self._lock = threading.RLock()
+        self._live: Live | None = None
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Screen:
+        with ExitStack() as resources:
+            if self._log is not None:
+                self.stdout, self.stderr = resources.enter_context(_redirected(self._log))
+            resources.enter_context(observed_by(self._on_event))
+            if self.stderr.isatty():
+                show = self._show_panel
+                if self._log is None:
+                    resources.enter_context(redirect_stdout(cast(TextIO, _Data(self.stdout, self.close))))
+            else:
+                show = self._print_lines
+            thread = threading.Thread(target=show, name="screen", daemon=True)
+            resources.callback(self.close)
+            thread.start()
+            self._resources = resources.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._resources.close()
+
+    def close(self) -> None:
+        """Remove the panel; print no more lines."""
+        self._ended.set()
+        with self._lock:
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    # Events, from any thread
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Message):
+            self.say(event.text)
+            return
+        thread, is_new_stage = threading.get_ident(), False
+        with self._lock:
+            if isinstance(event, Stage):
+                before = self._activities.get(thread)
+                is_new_stage = not event.is_finished and getattr(before, "name", None) != event.name
+                self._activities[thread] = event
+            elif isinstance(event, Progress):
+                self._activities[thread] = self._newest = event
+            elif isinstance(event, ModelInUse):
+                is_new_stage = self._model != event
+                self._model = event
+            else:
+                self._plan, is_new_stage = event.text, True
+        if self._log is not None and is_new_stage and not self.stderr.isatty():
+            self.say(describe(event))
+
+    def say(self, text: str) -> None:
+        """Print a line above the panel."""
+        with self._lock:
+            if self._live is not None:
+                self._live.console.print(text, soft_wrap=True)
+            else:
+                print(text, file=self.stderr, flush=True)
+
+    def _active(self) -> list[Stage | Progress]:
+        """Return what is going on; a thread that finished its stage waits for another one."""
+        with self._lock:
+            activities = list(self._activities.values())
+        return [
+            activity
+            for activity in activities
+            if not (activity.is_finished if isinstance(activity, Stage) else _is_finished(activity))
+        ]
+
+    # Lines
+
+    def _print_lines(self) -> None:
+        while not self._ended.wait(LINE_EVERY_S):
+            active = "; ".join(map(describe, self._active())) or "working"
+            self.say(f"{duration(self.elapsed_s)}  {active}")
+
+    # Panel
+
+    def _show_panel(self) -> None:
+        if self._log is None and self._ended.wait(_PANEL_AFTER_S):
+            return
+        from rich.console import Console
+        from rich.live import Live
+
+        width = min(_MAX_WIDTH, Console(file=self.stderr).width)
+        console = Console(file=self.stderr, highlight=False, markup=False, emoji=False, width=width)
+        with self._lock:
+            if not self._ended.is_set():
+                self._live = Live(
+                    get_renderable=self._draw,
+                    console=console,
+                    refresh_per_second=_REFRESHES_PER_S,
+                    transient=True,
+                    redirect_stdout=False,  # stdout is for data
+                    redirect_stderr=self._log is None,
+                )
+                self._live.start(refresh=True)
+
+    def _draw(self) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        title = Text("flexgen-helm", style="bold")
+        if self._model is not None:
+            title.append(f"  {self._model.name}  {self._model.precision}", style="cyan")
+        header = Table.grid(expand=True)
+        header.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
+        header.add_column(justify="right", no_wrap=True)
+        header.add_row(title, Text(duration(self.elapsed_s), style="dim"))
+        parts: list[RenderableType] = [header]
+        for activity in self._active() or [Stage("start" if self._newest is None else "metrics")]:
+            parts.append(self._row(activity))
+        notes = []
+        if (newest := self._newest) is not None:
+            done = f"{newest.done_requests:,} of {count(newest.total_requests, 'request')}"
+            notes.append(f"{done}, {newest.tokens_per_s:,.3g} tokens/s, {time_left(newest)}")
+        notes.append(self._plan)
+        if newest is not None and newest.memory_bytes:
+            held = ", ".join(f"{tier} {size(num_bytes)}" for tier, num_bytes in newest.memory_bytes.items())
+            notes.append(f"memory: {held}")
+        notes.append(f"log: {self._log}" if self._log is not None else "")
+        parts += [Text(f"  {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in notes if note]
+        return Group(*parts)
+
+    def _row(self, activity: Stage | Progress) -> RenderableType:
+        """Return what is going on, a bar, and the amount."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        text = Text(_SPINNER[int(self.elapsed_s * _REFRESHES_PER_S) % len(_SPINNER)])
+        done: float
+        if isinstance(activity, Progress):
+            done, total = activity.done_tokens, float(activity.total_tokens)
+            amount = f"{done:,.0f} of at most {total:,.0f} tokens"
+            text.append(f" {Stage('generate').title}")
+        else:
+            done, total, amount = activity.done, activity.total, activity.amount
+            text.append(f" {activity.title}").append(f"  {activity.detail}" if activity.detail else "", style="dim")
+        row = Table.grid(expand=True, padding=(0, 1))
+        row.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_column(no_wrap=True, justify="right")
+        row.add_row(text, ProgressBar(total=total, completed=done, width=20) if total else "", amount)
+        return row
+
+
+def _is_finished(progress: Progress) -> bool:
+    return progress.done_requests == progress.total_requests
+
+
+@contextmanager
+def _redirected(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
+    """Let stdout and stderr of this process, and of its children, lead to a file; yield streams to where they led."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as resources:
+        file = resources.enter_context(log.open("a", encoding="utf-8", errors="replace", buffering=1))
+        streams = [
+            resources.enter_context(_descriptor_redirected(stream, number, file.fileno()))
+            for stream, number in ((sys.stdout, 1), (sys.stderr, 2))
+        ]
+        resources.enter_context(redirect_stdout(file))
+        resources.enter_context(redirect_stderr(file))
+        yield streams[0], streams[1]
+
+
+@contextmanager
+def _descriptor_redirected(stream: TextIO, number: int, target: int) -> Iterator[TextIO]:
+    """Let a descriptor lead elsewhere; yield a stream to where it led, which is `stream` if that is not on it."""
+    try:
+        is_on_it = stream.fileno() == number
+    except (AttributeError, OSError, io.UnsupportedOperation):  # replaced by a notebook or a test
+        is_on_it = False
+    stream.flush()
+    saved = os.dup(number)
+    os.dup2(target, number)
+    own = os.fdopen(os.dup(saved), "w", encoding=stream.encoding, errors="replace", buffering=1) if is_on_it else stream
+    try:
+        yield own
+    finally:
+        own.flush()
+        if is_on_it:
+            own.close()
+        os.dup2(saved, number)
+        os.close(saved)

@@ -1,0 +1,166 @@
+"""What a program is doing, for whoever shows it: as `logging` is for messages, so is this for progress. No torch.
+
+Code that works calls `report`; it knows nothing of terminals. A command installs an observer with `observed_by`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from flexgen_helm.request import Progress
+from flexgen_helm.units import count, duration, size
+
+StageName = Literal["start", "fetch", "verify", "prompts", "convert", "load", "measure", "plan", "generate", "metrics"]
+_TITLES: dict[StageName, str] = {
+    "start": "starting HELM",
+    "fetch": "downloading",
+    "verify": "verifying",
+    "prompts": "reading data and making prompts",
+    "convert": "converting weights",
+    "load": "loading weights",
+    "measure": "measuring this machine",
+    "plan": "planning",
+    "generate": "computing",
+    "metrics": "computing metrics",
+}
+# Seconds between two looks at a folder that another program fills.
+_LOOK_EVERY_S = 0.25
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage that has begun, or how far it is.
+
+    detail: what it works on.
+    done, total: of the stage, in `unit`; total is 0 if it is not known.
+    """
+
+    name: StageName
+    detail: str = ""
+    done: float = 0
+    total: float = 0
+    unit: Literal["bytes", "run"] = "bytes"
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.total) and self.done >= self.total
+
+    @property
+    def title(self) -> str:
+        return _TITLES[self.name]
+
+    @property
+    def amount(self) -> str:
+        """What is done of how much, in units for people; empty if that is not known."""
+        if not self.total:
+            return ""
+        if self.unit == "bytes":
+            return f"{size(self.done)} of {size(self.total)}"
+        return f"{self.done:,.0f} of {count(int(self.total), self.unit)}"
+
+
+@dataclass(frozen=True)
+class ModelInUse:
+    """The model that the following events are about; precision: its name."""
+
+    name: str
+    precision: str
+
+
+@dataclass(frozen=True)
+class PlanLine:
+    """What was planned for a run, in one line."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """A sentence for the user."""
+
+    text: str
+
+
+Event = Stage | ModelInUse | PlanLine | Message | Progress
+Observer = Callable[[Event], None]
+_observers: list[Observer] = []
+logger = logging.getLogger(__name__)
+
+
+def report(event: Event) -> None:
+    """Hand an event to the observers, from any thread; a message that nobody observes is logged."""
+    for observer in tuple(_observers):
+        observer(event)
+    if not _observers and isinstance(event, Message):
+        logger.warning(event.text)
+
+
+def is_observed() -> bool:
+    return bool(_observers)
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Call `observer` with every event meanwhile, from the thread that reports it."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+@contextmanager
+def watched(stage: Stage, folder: Path) -> Iterator[None]:
+    """Report how much of `stage.total` bytes another program has written below `folder` so far."""
+    finished = threading.Event()
+    before = _bytes_in(folder)
+
+    def watch() -> None:
+        while not finished.wait(_LOOK_EVERY_S):
+            report(replace(stage, done=min(stage.total, max(0, _bytes_in(folder) - before))))
+
+    report(stage)
+    watcher = threading.Thread(target=watch, name="watched download", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        watcher.join()
+        report(replace(stage, done=stage.total))
+
+
+def describe(event: Event) -> str:
+    """Return an event as a line for a log; of `Progress`, the number of tokens is an upper bound."""
+    match event:
+        case Stage():
+            parts = (event.title, event.detail, event.amount)
+            return ": ".join(part for part in parts if part)
+        case ModelInUse():
+            return f"{event.name} in {event.precision}"
+        case Progress():
+            return (
+                f"{event.done_tokens:,.0f} of at most {event.total_tokens:,} tokens, {event.done_requests:,} of "
+                f"{count(event.total_requests, 'request')}, {event.tokens_per_s:,.3g} tokens/s, {time_left(event)}"
+            )
+        case _:
+            return event.text
+
+
+def time_left(progress: Progress) -> str:
+    seconds = progress.remaining_s
+    return "time left not known yet" if seconds is None else f"{duration(seconds)} left"
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # renamed or deleted meanwhile
+            total += path.lstat().st_size
+    return total

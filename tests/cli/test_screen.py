@@ -1,0 +1,136 @@
+"""The panel and the lines of a command, on a real pseudo-terminal and in a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flexgen_helm.progress import (
+    Event,
+    Message,
+    ModelInUse,
+    PlanLine,
+    Progress,
+    Stage,
+    describe,
+    observed_by,
+    report,
+    watched,
+)
+from flexgen_helm.request import Progress as PublicProgress
+from tests.helpers.paths import ROOT
+from tests.helpers.terminal import Session, run_in_terminal
+
+EVENTS = """
+import os, subprocess, sys, time
+from pathlib import Path
+from flexgen_helm.cli import screen
+from flexgen_helm.progress import Message, ModelInUse, PlanLine, Progress, Stage, report
+
+log = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+screen.LINE_EVERY_S = 0.3
+with screen.Screen(log):
+    report(Stage("start"))
+    time.sleep(1.2)
+    report(ModelInUse("opt-30b", "4bit"))
+    report(Stage("fetch", "facebook/opt-30b", 1 << 30, 4 << 30))
+    time.sleep(0.6)
+    report(Stage("fetch", "facebook/opt-30b", 4 << 30, 4 << 30))
+    report(PlanLine("streams 62 % of the weights from disk, block of 384"))
+    report(Progress(250.0, 1000, 3, 12, 5.0, {"cpu": 3 << 30}))
+    if log is not None:
+        print("a bar of HELM")
+        print("a warning of HELM", file=sys.stderr)
+        subprocess.run(["echo", "a child's output"])
+        os.write(2, b"a library's output\\n")
+    report(Message("the machine is busy"))
+    time.sleep(0.6)
+    if log is None:
+        print("data")
+        time.sleep(0.6)
+print("the end")
+"""
+NOISE = ("a bar of HELM", "a warning of HELM", "a child's output", "a library's output")
+
+
+def on_terminal(folder: Path, *arguments: str) -> Session:
+    return run_in_terminal([sys.executable, "-c", EVENTS, *arguments], folder, {"PYTHONPATH": str(ROOT)})
+
+
+def test_the_panel_shows_everything_and_others_write_to_the_log(tmp_path: Path) -> None:
+    session = on_terminal(tmp_path, str(tmp_path / "log"))
+    assert session.exit_code == 0, session.last
+    for text in (
+        "starting HELM",
+        "opt-30b  4bit",
+        "downloading  facebook/opt-30b",
+        "1 GiB of 4 GiB",
+        "250 of at most 1,000 tokens",
+        "3 of 12 requests, 50 tokens/s, 0:15 left",
+        "streams 62 % of the weights from disk, block of 384",
+        "memory: cpu 3 GiB",
+    ):
+        assert session.shown(text), text
+    assert session.last.splitlines() == ["the machine is busy", "the end"]
+    assert all(text in (tmp_path / "log").read_text() for text in NOISE)
+    assert not any(session.shown(text) for text in NOISE)
+    assert session.longest_gap_s < 2.0
+    assert all(len(line) <= 100 for _, frame in session.frames for line in frame.splitlines())
+
+
+def test_the_panel_makes_way_for_data(tmp_path: Path) -> None:
+    session = on_terminal(tmp_path)
+    assert session.shown("250 of at most 1,000 tokens")
+    after = [frame for _, frame in session.frames if "data" in frame]
+    assert after and not any("tokens" in frame for frame in after)
+    assert session.last.splitlines() == ["the machine is busy", "data", "the end"]
+
+
+def test_the_panel_fits_a_narrow_terminal(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EVENTS, str(tmp_path / "log")]
+    session = run_in_terminal(command, tmp_path, {"PYTHONPATH": str(ROOT)}, columns=40)
+    assert session.exit_code == 0 and session.shown("opt-30b")
+    assert session.last.splitlines() == ["the machine is busy", "the end"], "wrapped lines stay behind"
+
+
+@pytest.mark.parametrize("has_log", [True, False])
+def test_without_a_terminal_there_are_lines_and_stdout_has_data_only(has_log: bool, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EVENTS, *([str(tmp_path / "log")] if has_log else [])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == ("the end\n" if has_log else "data\nthe end\n")
+    assert "\x1b" not in done.stderr
+    assert "downloading: facebook/opt-30b: 1 GiB of 4 GiB" in done.stderr
+    assert "250 of at most 1,000 tokens, 3 of 12 requests, 50 tokens/s, 0:15 left" in done.stderr
+    assert "the machine is busy" in done.stderr
+    assert not any(text in done.stderr for text in NOISE)
+
+
+def test_a_message_that_nobody_observes_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    report(Message("the disk is slow"))
+    assert caplog.messages == ["the disk is slow"]
+    with observed_by(lambda event: None):
+        report(Message("seen"))
+    assert caplog.messages == ["the disk is slow"]
+
+
+def test_a_download_of_another_program_is_watched(tmp_path: Path) -> None:
+    (tmp_path / "before").write_bytes(bytes(1000))
+    seen: list[Event] = []
+    write = "import time; f = open('part', 'wb', 0)\nfor i in range(8): f.write(bytes(100)); time.sleep(0.15)"
+    with observed_by(seen.append), watched(Stage("fetch", "file", total=800), tmp_path):
+        subprocess.run([sys.executable, "-c", write], cwd=tmp_path, check=True)
+    amounts = [stage.done for stage in seen if isinstance(stage, Stage)]
+    assert amounts[0] == 0 and amounts[-1] == 800 and amounts == sorted(amounts)
+    assert any(0 < amount < 800 for amount in amounts)
+
+
+def test_progress_is_described_without_empty_parts() -> None:
+    assert describe(Progress(0.0, 3928, 0, 30, 0.0)) == (
+        "0 of at most 3,928 tokens, 0 of 30 requests, 0 tokens/s, time left not known yet"
+    )
+    assert describe(Progress(901.0000000000006, 3928, 1, 1, 1.0)).startswith("901 of at most 3,928 tokens, 1 of 1 req")
+    assert describe(Stage("plan")) == "planning" and describe(ModelInUse("m", "fp16")) == "m in fp16"
+    assert describe(PlanLine("p")) == "p" and Progress is PublicProgress
