@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -99,5 +100,7 @@ def set_context(context: PluginContext) -> PluginContext:
 @atexit.register
 def _close_at_exit() -> None:
     _context.service.close()
-    # Python searches all that is left for cycles before it ends, 1.5 s with HELM's and PyTorch's modules.
-    gc.freeze()
+    # Python searches all that is left for cycles before it ends, 1.5 s with HELM's and PyTorch's modules. Triton needs
+    # that search: without it, it prints a page of objects that it takes for leaked.
+    if "triton" not in sys.modules:
+        gc.freeze()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import reduce, wraps
+from functools import cache, reduce, wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,10 +31,10 @@ from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import replace_text
-from flexgen_helm.plugin import interrupt, registration
+from flexgen_helm.plugin import deployment_files, interrupt, registration
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.helm_log import HelmLog
-from flexgen_helm.plugin.models import ModelArguments
+from flexgen_helm.plugin.models import PREFIX, ModelArguments
 from flexgen_helm.plugin.service import Submission
 from flexgen_helm.plugin.usage import RUN_FILE, HelmRun
 from flexgen_helm.progress import observed_by
@@ -223,11 +223,23 @@ def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -
         if not (runner.skip_completed_runs or runner.cache_instances_only):  # else perhaps nothing is computed
             context.service.preload(model)
         metrics = run_spec.metric_specs
+        if context.suite is None:
+            _write_entry(
+                runner.executor.execution_spec.local_path or "prod_env", run_spec.adapter_spec.model_deployment
+            )
         context.run = HelmRun(run_spec.name, folder, model, [metric.class_name for metric in metrics])
         try:
             original(runner, replace(run_spec, metric_specs=[*metrics, MetricSpec(METRIC_CLASS)]))
         finally:
             context.run = None
+
+
+@cache
+def _write_entry(folder: str, deployment: str) -> None:
+    """Write what `helm-summarize` and `helm-server` need to know of a model; once a process."""
+    if deployment.startswith(PREFIX):
+        with suppress(OSError):  # a folder that cannot be written costs no scores
+            deployment_files.merge(Path(folder), [deployment])
 
 
 PATCHES.append(

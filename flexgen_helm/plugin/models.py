@@ -111,6 +111,14 @@ def read_facts(model: ModelArguments) -> ModelFacts:
     return ModelFacts(model.name, config.max_positions, config.num_parameters, instruct)
 
 
+def needs_download(model: ModelArguments) -> bool:
+    """Whether facts of the model are read from a hub repository."""
+    from flexgen_helm.checkpoint import names
+
+    resolved = names.resolve(model.path, model.revision)
+    return resolved.path is None and resolved.entry is None
+
+
 def load_tokenizer(model: ModelArguments) -> Tokenizer:
     """Load the model's tokenizer, without its weights."""
     from flexgen_helm.tokenizer.tokenizer import Tokenizer

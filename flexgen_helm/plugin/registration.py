@@ -5,6 +5,7 @@ HELM calls a generator at every look-up and does not cache what it returns, so t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -26,7 +27,7 @@ from helm.common.hierarchical_logger import hwarn
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.plugin.context import get_context
-from flexgen_helm.plugin.models import PREFIX, ModelArguments, ModelFacts
+from flexgen_helm.plugin.models import PREFIX, ModelArguments, ModelFacts, needs_download
 
 if TYPE_CHECKING:
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -38,12 +39,32 @@ WINDOW_CLASS = "flexgen_helm.plugin.tokenizer_client.FlexgenWindowService"
 END_OF_TEXT = "<|endoftext|>"
 
 
+def runs_scenarios() -> bool:
+    """Whether this process runs scenarios; `helm-summarize` imports the plugin only because runs name our metric."""
+    return "helm.benchmark.run" in sys.modules
+
+
 def make_deployment(name: str) -> ModelDeployment:
-    """Make the deployment `flexgen/…`. Raises `UnknownModelError` with one sentence, which reaches the user."""
-    facts = get_context().facts(get_context().find_model(name))
+    """Make the deployment `flexgen/…`. Raises `UnknownModelError` with one sentence, which reaches the user.
+
+    In a process that only shows results, a model that is not known here has its name and nothing else.
+    """
+    context = get_context()
+    try:
+        model = context.find_model(name)
+        is_known = runs_scenarios() or not needs_download(model)
+        facts = context.facts(model) if is_known else _unknown(name)
+    except FlexgenError:
+        if runs_scenarios():
+            raise
+        facts = _unknown(name)
     if name not in metadata_registry.MODEL_NAME_TO_MODEL_METADATA:
         register_model_metadata(_metadata(name, facts))
     return _deployment(name, facts.max_positions)
+
+
+def _unknown(name: str) -> ModelFacts:
+    return ModelFacts(name.removeprefix(PREFIX), max_positions=1, num_parameters=0, instruct=False)
 
 
 def _deployment(name: str, max_positions: int) -> ModelDeployment:
@@ -63,7 +84,7 @@ def _metadata(name: str, facts: ModelFacts) -> ModelMetadata:
         access="open",
         release_date=None,
         tags=tags,
-        num_parameters=facts.num_parameters,
+        num_parameters=facts.num_parameters or None,
     )
 
 
@@ -167,9 +188,13 @@ def _drop(entries: list[Any], by_name: dict[str, Any], is_unwanted: Callable[[An
 def complete_file_deployments() -> None:
     """Complete entries of `prod_env/model_deployments.yaml`, which need only a name and our client.
 
+    A process that only shows results takes them as they are: what a name means now does not matter there.
+
     HELM reads that file before it loads plugins. Values that the user wrote stay. Entries that `flexgen-helm run`
     wrote are dropped, and generated when they are looked up.
     """
+    if not runs_scenarios():
+        return
     context = get_context()
     _drop_our_entries()
     for index, entry in enumerate(deployments.ALL_MODEL_DEPLOYMENTS):

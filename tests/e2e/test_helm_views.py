@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,16 +29,61 @@ def helm(name: str, *arguments: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def summarized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A suite of one run, summarized; returns the working folder."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A suite of a catalog model by `flexgen-helm run` and a model of the user's file by `helm-run`."""
     place = Place(tmp_path_factory.mktemp("views"))
     place.run("suite", entries=[f"{GROUP}:difficulty=easy,model={MODEL}"])
-    command = helm("helm.benchmark.presentation.summarize", "--suite", "s", "--auto-generate-schema")
+    (place.folder / "models.yaml").write_text("mine: opt-125m\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEXGEN_HELM_MODELS", str(place.folder / "models.yaml"))
+        place.run("run", entries=[f"{GROUP}:difficulty=easy,model=flexgen/mine"])
+    (place.folder / "models.yaml").unlink()
+    return place.folder
+
+
+def summarize(folder: Path, *flags: str) -> None:
+    """`helm-summarize` in another shell: none of our variables is set."""
+    command = helm("helm.benchmark.presentation.summarize", "--suite", "s", *flags)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("FLEXGEN_HELM")}
     done = subprocess.run(
-        command, cwd=place.folder, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True
+        command,
+        cwd=folder,
+        env={**variables, "HF_HUB_OFFLINE": "1", "HOME": str(folder)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return place.folder
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def models_of(folder: Path) -> dict[str, Any]:
+    schema = json.loads((folder / "benchmark_output/runs/s/schema.json").read_text())
+    return {model["name"]: model for model in schema["models"]}
+
+
+@pytest.mark.parametrize("flags", [(), ("--auto-generate-schema",)])
+def test_a_summary_knows_models_of_both_commands_in_another_shell(ran: Path, flags: tuple[str, ...]) -> None:
+    summarize(ran, *flags)
+    models = models_of(ran)
+    assert set(models) == {MODEL, "flexgen/mine"}
+    assert models[MODEL]["num_parameters"] == models["flexgen/mine"]["num_parameters"]
+
+
+def test_a_summary_shows_names_that_nobody_explains(ran: Path, tmp_path: Path) -> None:
+    """Without `prod_env`, as in a folder that was copied from another machine; nothing is downloaded for it."""
+    shutil.copytree(ran / "benchmark_output", tmp_path / "benchmark_output")
+    (run,) = (tmp_path / "benchmark_output/runs/s").glob("*model=flexgen_mine")
+    spec = (run / "run_spec.json").read_text().replace("flexgen/mine", "flexgen/org--repo")
+    (run / "run_spec.json").write_text(spec)
+    summarize(tmp_path, "--auto-generate-schema")
+    models = models_of(tmp_path)
+    assert set(models) == {MODEL, "flexgen/org--repo"} and "num_parameters" not in models["flexgen/org--repo"]
+
+
+@pytest.fixture(scope="module")
+def summarized(ran: Path) -> Path:
+    summarize(ran, "--auto-generate-schema")
+    return ran
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +118,7 @@ def test_the_summary_has_our_throughput_beside_the_scores(summarized: Path) -> N
     tables = json.loads(next((suite / "groups").glob(f"{GROUP}*.json")).read_text())
     headers = [cell["value"] for table in tables for cell in table["header"]]
     assert any("Padded tok/s" in str(header) for header in headers), headers
-    (run,) = suite.glob(f"{GROUP}:*")
+    (run,) = suite.glob(f"{GROUP}:*opt-125m")
     record = json.loads((run / "flexgen_run.json").read_text())
     shown = [cell.get("value") for table in tables for row in table["rows"] for cell in row]
     assert pytest.approx(record["padded_throughput"], rel=1e-3) in [x for x in shown if isinstance(x, float)]
@@ -88,3 +134,6 @@ def test_a_browser_shows_our_runs_in_helms_pages(server: str, tmp_path: Path) ->
     group = page(f"groups/{GROUP}")
     assert "Padded tok/s" in group and "Efficiency" in group
     assert "flexgen" in page("runs")
+    models = page("models")
+    assert "flexgen/mine" in models and MODEL in models
+    assert "loading-spinner" not in models, "it still waits for something"
