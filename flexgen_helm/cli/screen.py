@@ -173,6 +173,7 @@ class Screen:
 
     def _draw(self) -> RenderableType:
         from rich.console import Group
+        from rich.padding import Padding
         from rich.table import Table
         from rich.text import Text
 
@@ -195,7 +196,7 @@ class Screen:
             held = ", ".join(f"{tier} {size(num_bytes)}" for tier, num_bytes in newest.memory_bytes.items())
             notes.append(f"memory: {held}")
         notes.append(f"log: {self._log}" if self._log is not None else "")
-        parts += [Text(f"  {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in notes if note]
+        parts += [Padding(Text(note, style="dim", overflow="fold"), (0, 0, 0, 2)) for note in notes if note]
         return Group(*parts)
 
     def _row(self, activity: Stage | Progress) -> RenderableType:

@@ -13,7 +13,9 @@ from flexgen_helm.planner.placement import Tier, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.quant.precisions import CacheFormat
 
-_TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU memory", "cpu": "memory", "disk": "disk"}
+# Where something is, for people.
+_PLACES: Mapping[Tier, str] = {"gpu": "in GPU memory", "cpu": "in memory", "disk": "on disk"}
+_SOURCES: Mapping[Tier, str] = {"gpu": "GPU memory", "cpu": "memory", "disk": "disk"}
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,15 @@ class RunPlan:
         weights: fractions by tier as loaded.
         num_sequences: of the whole run.
         """
-        offloaded = {
-            _TIER_NAMES[tier]: share for tier, share in weights.items() if tier != compute_tier and share >= 0.005
-        }
-        streams = " and ".join(f"{share:.0%} of the weights from {name}" for name, share in offloaded.items())
-        parts = [f"streams {streams}" if streams else f"keeps all weights in {_TIER_NAMES[compute_tier]}"]
-        cache = [f"{share:.0%} on {_TIER_NAMES[tier]}" for tier, share in self.cache.items() if share >= 0.005]
+        streams = [
+            f"{share:.0%} of the weights from {_SOURCES[tier]}"
+            for tier, share in weights.items()
+            if tier != compute_tier and share >= 0.005
+        ]
+        parts = [f"streams {' and '.join(streams)}" if streams else f"keeps all weights {_PLACES[compute_tier]}"]
         if self.cache[compute_tier] < 0.995:
-            parts.append(f"KV cache {', '.join(cache)}")
+            cache = [f"{share:.0%} {_PLACES[tier]}" for tier, share in self.cache.items() if share >= 0.005]
+            parts.append(f"KV cache {' and '.join(cache)}")
         block = max(1, min(self.limits.max_sequences, num_sequences))
         batch = min(self.limits.batch_sequences, block)
         parts.append(f"block of {block:,}" + (f" in batches of {batch:,}" if batch < block else ""))

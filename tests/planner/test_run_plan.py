@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flexgen_helm.planner.linear_program import Solution
-from flexgen_helm.planner.memory import RunSize, plan_memory
+from flexgen_helm.planner.memory import RunSize, SchedulerLimits, plan_memory
 from flexgen_helm.planner.placement import StorageSizes, achieved_fractions
 from flexgen_helm.planner.policy import Policy
-from flexgen_helm.planner.run_plan import plan_run
+from flexgen_helm.planner.run_plan import RunPlan, plan_run
 from flexgen_helm.planner.search import search
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.planning_problems import MIB, config, small
@@ -80,3 +82,23 @@ def test_a_run_by_the_rule_of_thumb_is_predicted_as_the_closest_policy():
     assert (closest.wg, closest.cc, closest.hg) == (weights["gpu"], 1, 1)
     given = Policy(3, 1)
     assert plan(policy=given).comparable_policy(weights, 24, "gpu") is given
+
+
+def test_a_plan_is_described_in_one_line() -> None:
+    plan = RunPlan(
+        None,
+        "zigzag",
+        {"gpu": 0.0, "cpu": 0.4, "disk": 0.6},
+        {"gpu": 1.0, "cpu": 0.0, "disk": 0.0},
+        SchedulerLimits(
+            batch_tokens=4096, batch_sequences=48, max_sequences=384, cache_tokens=10**6, pass_tokens=10**6
+        ),
+    )
+    weights = {"gpu": 0.2, "cpu": 0.18, "disk": 0.62}
+    assert plan.describe(weights, 5000, "gpu") == (
+        "streams 18% of the weights from memory and 62% of the weights from disk, KV cache 40% in memory and 60% on "
+        "disk, block of 384 in batches of 48, schedule zigzag"
+    )
+    resident = replace(plan, schedule="row", cache={"gpu": 0.0, "cpu": 1.0, "disk": 0.0})
+    line = resident.describe({"gpu": 0.0, "cpu": 1.0, "disk": 0.0}, 30, "cpu")
+    assert line == "keeps all weights in memory, block of 30, schedule row"
