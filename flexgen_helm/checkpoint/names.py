@@ -185,7 +185,8 @@ def close_names(name: str) -> list[str]:
     aliases = known_names()
     # A short name is not like a repository, whose organization differs from it in any case.
     candidates = aliases if "/" in name else [alias for alias in aliases if "/" not in alias]
-    return list(dict.fromkeys(aliases[alias] for alias in closest(name, candidates)))
+    # More than are returned, because several aliases may mean one model.
+    return list(dict.fromkeys(aliases[alias] for alias in closest(name, candidates, count=9)))[:3]
 
 
 def naming_advice(path: str) -> str:

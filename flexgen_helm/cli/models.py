@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated
@@ -75,7 +76,7 @@ def models(
     Example: flexgen-helm models llama-3
     """
     machine = this_machine()
-    rows = [row for row in all_rows(machine) if matches(row, pattern)]
+    rows = list_models(machine, pattern)
     if not rows:
         from flexgen_helm.checkpoint.names import close_names
         from flexgen_helm.suggestions import listed
@@ -129,41 +130,45 @@ def this_machine() -> Machine:
     return Machine(limits, words)
 
 
-def all_rows(machine: Machine) -> list[Row]:
-    """Return the models of the user's file, and then those of the catalog, the embedded one first."""
+def list_models(machine: Machine, pattern: str = "") -> list[Row]:
+    """Return the models of the user's file, and then those of the catalog, the embedded one first.
+
+    pattern: a part of name, architecture or repository in any case, or a pattern with `*`, `?`, or `[]`.
+    """
     from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL
     from flexgen_helm.checkpoint.names import user_names
 
-    return [_row(name, machine) for name in dict.fromkeys([*user_names(), WHEEL_MODEL, *CATALOG])]
+    rows = (_row(name, machine, pattern.lower()) for name in dict.fromkeys([*user_names(), WHEEL_MODEL, *CATALOG]))
+    return [row for row in rows if row is not None]
 
 
-def matches(row: Row, pattern: str) -> bool:
-    """Whether a pattern (`*`, `?`, `[]`) or a part is in the name, the architecture or the repository, in any case."""
-    pattern = pattern.lower()
-    texts = [text.lower() for text in (row.name, row.architecture, row.hub_repo) if text is not None]
-    is_glob = any(sign in pattern for sign in "*?[")
-    return any(fnmatchcase(text, pattern) if is_glob else pattern in text for text in texts)
-
-
-def _row(name: str, machine: Machine) -> Row:
+def _row(name: str, machine: Machine, pattern: str) -> Row | None:
+    """Return the facts of a model, None if the pattern does not match."""
     from flexgen_helm.checkpoint.fetch import local_weights
     from flexgen_helm.checkpoint.names import read_model_config, resolve
     from flexgen_helm.planner.fit import fit, weight_bytes
     from flexgen_helm.quant.precisions import PRECISIONS
 
-    try:
+    model, config, is_here = None, None, None
+    with suppress(FlexgenError):  # the user's file names what is gone
         model = resolve(name)
-        is_here: bool | None = local_weights(model) is not None
-    except FlexgenError:
-        return Row(name, None, None, None, None, {}, {})
-    try:
-        config, _ = read_model_config(model)
-    except FlexgenError:  # a .gguf file, whose header takes longer to read than the whole list
-        return Row(name, None, None, model.hub_repo, is_here, {}, {})
+        is_here = local_weights(model) is not None
+    with suppress(FlexgenError):  # a .gguf file, whose header takes longer to read than the whole list
+        config = None if model is None else read_model_config(model)[0]
+    architecture = None if config is None else config.architecture
+    hub_repo = None if model is None else model.hub_repo
+    if not any(_matches(text.lower(), pattern) for text in (name, architecture, hub_repo) if text is not None):
+        return None
+    if model is None or config is None:
+        return Row(name, None, None, hub_repo, is_here, {}, {})
     sizes = {precision: weight_bytes(config, PRECISIONS[precision]) for precision in _PRECISIONS}
     fetched = 0 if is_here else _download_bytes(model, sizes["fp16"])
     fits = {precision: fit(config, PRECISIONS[precision], machine.limits, fetched) for precision in _PRECISIONS}
-    return Row(name, config.num_parameters, config.architecture, model.hub_repo, is_here, sizes, fits)
+    return Row(name, config.num_parameters, architecture, hub_repo, is_here, sizes, fits)
+
+
+def _matches(text: str, pattern: str) -> bool:
+    return fnmatchcase(text, pattern) if any(sign in pattern for sign in "*?[") else pattern in text
 
 
 def _download_bytes(model: ResolvedModel, half_bytes: int) -> int:
@@ -178,7 +183,7 @@ def _print_rows(rows: list[Row]) -> None:
     from rich.table import Table
 
     table = Table("model", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("parameters", justify="right")
+    table.add_column("params", justify="right")
     table.add_column("architecture")
     for title in ("fp16", "4 bits"):
         table.add_column(title, justify="right")
@@ -189,7 +194,7 @@ def _print_rows(rows: list[Row]) -> None:
         for precision in _PRECISIONS:
             known = precision in row.bytes
             cells += [size(row.bytes[precision]), _SHORT[row.fits[precision]]] if known else ["", ""]
-        table.add_row(*cells, "damaged" if row.is_here is None else "yes" if row.is_here else "")
+        table.add_row(*cells, "no" if row.is_here is None else "yes" if row.is_here else "")
     output().print(table)
 
 
@@ -200,11 +205,11 @@ def _parameters(count: int) -> str:
     return f"{value:.1f}{unit}" if value < 10 else f"{value:.0f}{unit}"
 
 
-def say_example(model: str, run_entry: str = "simple_mcqa_scored") -> None:
+def say_example(model: str, run_entry: str = "simple_mcqa") -> None:
     """Print a command that runs an entry of a scenario, without its model, with this model."""
     separator = "," if ":" in run_entry else ":"
     command = f"flexgen-helm run -r {run_entry}{separator}model=flexgen/{model} -m 10 --suite first"
-    output().print(f"Example: {command}", soft_wrap=True)
+    output().print(f"Example:\n  {command}", soft_wrap=True)
 
 
 def _flat(key: str, values: Mapping[str, object]) -> dict[str, object]:

@@ -26,7 +26,12 @@ _storage = cache(StorageSizes)
 def weight_bytes(config: ModelConfig, precision: Precision) -> int:
     """Return the bytes of all weights as stored."""
     storage = _storage(config, precision)
-    return sum(storage.matrices.values()) + storage.vector_bytes(_STORED_BYTES)
+    return sum(storage.matrices.values()) + _STORED_BYTES * _vector_values(config)
+
+
+@cache
+def _vector_values(config: ModelConfig) -> int:
+    return StorageSizes(config).vector_bytes(1)
 
 
 def fit(config: ModelConfig, precision: Precision, limits: Mapping[Tier, int], fetched_bytes: int = 0) -> Fit:
@@ -50,11 +55,14 @@ def _offloaded_bytes(config: ModelConfig, precision: Precision, gpu: int, cpu: i
     """Return the bytes of weights in host memory and on the disk; None if the memory is too small to stage them."""
     compute_tier: Tier = "gpu" if gpu else "cpu"
     storage = _storage(config, precision)
+    compute_bytes, sizes = _COMPUTE_BYTES[compute_tier], storage.matrices
+    # As `plan_memory` decides; most models end here.
+    if sum(sizes.values()) + compute_bytes * _vector_values(config) <= (gpu or cpu):
+        return {"cpu": 0, "disk": 0}
     limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": _BOUNDLESS}
     try:
-        placed = plan_memory(storage, limits, compute_tier, _COMPUTE_BYTES[compute_tier]).weights
+        placed = plan_memory(storage, limits, compute_tier, compute_bytes).weights
     except MemoryLimitError:
         return None
-    sizes = storage.matrices
     tiers: tuple[Tier, ...] = ("cpu", "disk")
     return {tier: sum(size for name, size in sizes.items() if placed[name] == tier) for tier in tiers}
