@@ -201,16 +201,16 @@ def naming_advice(path: str) -> str:
     if model.kind == "folder":
         read_config(model.path.parent if model.path.is_file() else model.path)  # refuses what is no model
     full, user_models = model.path.absolute(), _read_user_models()
-    known = (name for name, arguments in user_models.items() if arguments.get("path") == str(full))
-    if (name := next(known, None)) is None:
+    paths = {name: Path(str(arguments.get("path") or name)).absolute() for name, arguments in user_models.items()}
+    name = next((name for name, path in paths.items() if path == full), "")
+    lines = []
+    if not name:
         name = re.sub(r"[^A-Za-z0-9.]+", "-", model.name).strip("-.")
         name = f"my-{name}" if not name or name in CATALOG or name in user_models else name
         line = yaml.safe_dump({name: str(full)}, width=len(str(full)) + len(name) + 9, allow_unicode=True).strip()
         file = os.environ.get("FLEXGEN_HELM_MODELS")
         lines = [f"echo {shlex.quote(line)} >> {shlex.quote(file or 'models.yaml')}"]
         lines += [] if file else ["export FLEXGEN_HELM_MODELS=models.yaml"]
-    else:
-        lines = []
     name += "" if model.precision == "fp16" else f"-{model.precision}"
     pasted = "".join(f"\n  {line}" for line in lines)
     first = "paste these lines, and " if lines else ""
