@@ -5,6 +5,7 @@ A check never refuses what HELM would run. It knows the run specs of HELM and of
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -20,6 +21,7 @@ from flexgen_helm.checkpoint.fetch import local_weights
 from flexgen_helm.checkpoint.names import (
     CATALOG,
     PREFIX,
+    ResolvedModel,
     is_hub_name,
     known_names,
     naming_advice,
@@ -64,8 +66,8 @@ def check_entries(
     run_entries: those that HELM would expand.
     models: of --models-to-run.
     local_path: folder of HELM's model_deployments.yaml, whose names are the user's own.
-    has_plugins: --plugins names modules, which may register further scenarios and models.
-    needs_weights: False with dummy weights, and where nothing is computed.
+    has_plugins: flags of HELM's name modules or models that register what is not known here.
+    needs_weights: False with dummy weights.
     """
     own_deployments = _deployments(local_path)
     has_plugins = has_plugins or _has_other_plugins()
@@ -79,8 +81,55 @@ def check_entries(
             _check_prefix(run_entry, model)
         names += [model, arguments.get("model_deployment", "")]
     for name in dict.fromkeys(names):
-        if name.startswith(PREFIX) and name not in own_deployments:
-            _check_model(name.removeprefix(PREFIX), needs_weights)
+        if name in own_deployments:
+            if (path := own_deployments[name]) is not None and needs_weights:
+                _check_weights(resolve(path))
+        elif name.startswith(PREFIX):
+            resolved = _resolve(name.removeprefix(PREFIX))
+            if needs_weights:
+                _check_weights(resolved)
+
+
+def check_arguments(argv: Sequence[str], *, needs_weights: bool = True) -> list[str]:
+    """Check all run entries and models of the arguments of `helm-run`; returns the hints for them.
+
+    Arguments that HELM would refuse are left to HELM, and so is what an unusual .conf file says.
+    Raises `UsageError` as `check_entries` does.
+    """
+    try:
+        args, _ = _parser().parse_known_args(list(argv))
+    except ValueError:
+        return []
+    run_entries = [*args.run_specs, *args.run_entries]
+    if args.priority is None:  # else HELM leaves entries out
+        for path in map(Path, args.conf_paths):
+            run_entries += read_conf(path) if path.is_file() else []
+    check_entries(
+        run_entries,
+        args.models_to_run or [],
+        local_path=Path(args.local_path),
+        has_plugins=bool(args.plugins or args.enable_huggingface_models or args.enable_local_huggingface_models),
+        needs_weights=needs_weights,
+    )
+    return hints(run_entries)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return a parser of those flags of `helm-run` that decide which run entries and names there are."""
+    parser = _Parser(add_help=False)
+    for flag in ("--models-to-run", "--plugins", "--enable-huggingface-models", "--enable-local-huggingface-models"):
+        parser.add_argument(flag, nargs="+", default=[])
+    parser.add_argument("-c", "--conf-paths", nargs="+", default=[])
+    parser.add_argument("-r", "--run-entries", nargs="*", default=[])
+    parser.add_argument("--run-specs", nargs="*", default=[])
+    parser.add_argument("--priority", type=int)
+    parser.add_argument("--local-path", default="prod_env")
+    return parser
 
 
 def hints(run_entries: Sequence[str]) -> list[str]:
@@ -133,28 +182,33 @@ def _check_prefix(run_entry: str, model: str) -> None:
         raise UsageError(f"the model {model!r} of {run_entry} needs a prefix: write model={PREFIX}{model}")
 
 
-def _check_model(short: str, needs_weights: bool) -> None:
+def _resolve(short: str) -> ResolvedModel:
     # `flexgen-helm run` writes org/repo as org--repo, whatever folders there are.
     if "/" in short and not is_hub_name(short):
         raise UsageError(naming_advice(short))
-    model = resolve(short.replace("/", "--"))
-    if needs_weights and model.path is not None and model.arguments.get("weights") != "dummy":
+    return resolve(short.replace("/", "--"))
+
+
+def _check_weights(model: ResolvedModel) -> None:
+    """Refuse a folder without weights; what the hub has is not asked."""
+    if model.path is not None and model.arguments.get("weights") != "dummy":
         local_weights(model)
 
 
-def _deployments(folder: Path) -> set[str]:
-    """Return the names in the user's deployment file that mean more than the name itself says."""
+def _deployments(folder: Path) -> dict[str, str | None]:
+    """Return the names in the user's deployment file that mean more than the name itself says, and paths of models."""
     try:
         content = yaml.safe_load((folder / "model_deployments.yaml").read_text(encoding="utf-8"))
-        return {name for entry in content["model_deployments"] for name in _names_of(entry)}
+        return dict(pair for entry in content["model_deployments"] for pair in _names_of(entry))
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
-        return set()  # HELM says what is wrong with it
+        return {}  # HELM says what is wrong with it
 
 
-def _names_of(entry: dict[str, Any]) -> Iterator[str]:
-    spec = entry["client_spec"]
+def _names_of(entry: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
+    is_ours, arguments = entry["client_spec"]["class_name"] == CLIENT_CLASS, entry["client_spec"].get("args") or {}
     # An entry of ours without a path or another name, as `flexgen-helm run` writes them, is looked up by its name.
-    if spec["class_name"] != CLIENT_CLASS or (spec.get("args") or {}).get("path") or entry.get("model_name"):
-        yield entry["name"]
+    if not is_ours or arguments.get("path") or entry.get("model_name"):
+        path = arguments.get("path") if is_ours and arguments.get("weights") != "dummy" else None
+        yield entry["name"], path
         if entry.get("model_name"):
-            yield entry["model_name"]
+            yield entry["model_name"], path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from helm.benchmark import run_spec as helm_run_specs
 from helm.benchmark.presentation.run_entry import read_run_entries
+from helm.benchmark.run import build_parser
 from helm.benchmark.run_expander import RUN_EXPANDERS, ModelRunExpander
 from helm.common.object_spec import parse_object_spec
 from hypothesis import example, given
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm import run_entries
 from flexgen_helm.errors import CheckpointError, UnknownModelError, UsageError
-from flexgen_helm.run_entries import check_entries, hints, parse, read_conf, run_spec_names
+from flexgen_helm.run_entries import check_arguments, check_entries, hints, parse, read_conf, run_spec_names
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
 
@@ -119,10 +121,80 @@ def test_a_wrong_entry_is_answered_with_what_is_right(entry: str, says: str) -> 
         check_entries([f"mmlu:model={MODEL}", entry], [])
 
 
+def test_advice_is_right() -> None:
+    """What is advised is accepted, whatever was typed."""
+    for typed in ("opt-6.7b", "opt-6.7b-4bit", "llama-3-8b-paper-4bit"):
+        with pytest.raises(UsageError) as refused:
+            check_entries([f"mmlu:model={typed}"], [])
+        check_entries([f"mmlu:{str(refused.value).rpartition('write ')[2]}"], [])
+    for typed in ("opt6.7b", "opt-6.7b-8bit", "smollm2", "8b-instruct", "llama-3-7b-4bit"):
+        with pytest.raises(UsageError) as refused:
+            check_entries([f"mmlu:model=flexgen/{typed}"], [])
+        advised = re.split("did you mean|write", str(refused.value))[1].partition("?")[0]
+        for name in re.split(", | or ", advised.strip()):
+            check_entries([f"mmlu:model=flexgen/{name}"], [])
+
+
 def test_models_to_run_are_checked_too() -> None:
     check_entries(["mmlu:subject=anatomy"], [MODEL, "openai/gpt2", "opt-125m"])
     with pytest.raises(UnknownModelError, match="did you mean opt-125m"):
         check_entries(["mmlu:subject=anatomy"], ["flexgen/opt-126m"])
+
+
+FLAGS = [
+    ["-m", "10"],
+    ["-o", "out"],
+    ["-n4"],
+    ["--suite", "s"],
+    ["-d"],
+    ["--dry-run"],
+    ["--disable-cache"],
+    ["--exit-on-error"],
+    ["-r", "mmlu:model=flexgen/a", "x"],
+    ["-r"],
+    ["--run-entries", "y:z=1"],
+    ["--run-specs=w"],
+    ["--models-to-run", "flexgen/b", "openai/c"],
+    ["--models", "flexgen/b"],
+    ["--groups-to-run", "g"],
+    ["-c", "a.conf", "b.conf"],
+    ["--conf-paths", "c.conf"],
+    ["--priority", "2"],
+    ["--local-path", "elsewhere"],
+    ["--plugins", "p", "q"],
+    ["--enable-huggingface-models", "gpt2"],
+    ["--enable-local-huggingface-models", "/models/x"],
+    ["--skip-completed-runs"],
+    ["--num-train-trials", "3"],
+]
+
+
+@given(st.lists(st.sampled_from(FLAGS), max_size=8))
+def test_flags_are_read_as_helm_reads_them(flags: list[list[str]]) -> None:
+    argv = ["--suite", "s", "-m", "1", *(word for flag in flags for word in flag)]
+    theirs, ours = vars(build_parser().parse_args(argv)), vars(run_entries._parser().parse_known_args(argv)[0])
+    assert {name: theirs[name] or None for name in ours} == {name: value or None for name, value in ours.items()}
+
+
+def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
+    conf = tmp_path / "x.conf"
+    conf.write_text('entries: [\n  {description: "simple_mcq:model=flexgen/opt-125m", priority: 2}\n]\n')
+    with pytest.raises(UsageError, match="did you mean simple_mcqa"):
+        check_arguments(["-r", f"mmlu:model={MODEL}", "-c", str(conf), "-m", "10", "--suite", "s"])
+    with pytest.raises(UsageError, match="did you mean opt-125m"):
+        check_arguments(["-r", "mmlu", "--models-to-run", "flexgen/opt-126m"])
+    with pytest.raises(UsageError, match="needs a prefix"):
+        check_arguments(["-r", "mmlu:model=gpt2"])
+    for accepted in (
+        ["-c", str(conf), "--priority", "1"],  # HELM leaves the entry out
+        ["-c", str(conf), "--plugins", "theirs"],
+        ["-c", "no/such/file"],
+        ["-r", "mmlu:model=gpt2", "--enable-huggingface-models", "gpt2"],
+        ["-r", "simple_mcq", "--priority", "first"],  # refused by HELM's own parser
+        [],
+    ):
+        assert check_arguments(accepted) == []
+    assert len(check_arguments(["-r", "mmlu:model=facebook/opt-6.7b", "-m", "1"])) == 1
 
 
 def test_other_plugins_may_know_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,16 +214,21 @@ def test_a_run_spec_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_users_deployments_are_theirs(tmp_path: Path) -> None:
     ours = {"class_name": run_entries.CLIENT_CLASS}
     content = [
-        {"name": "flexgen/mine", "client_spec": {**ours, "args": {"path": "/models/mine"}}},
+        {"name": "flexgen/mine", "client_spec": {**ours, "args": {"path": "opt-125m"}}},
+        {"name": "lab/empty", "client_spec": {**ours, "args": {"path": str(tmp_path)}}},
+        {"name": "flexgen/dummy", "client_spec": {**ours, "args": {"path": str(tmp_path), "weights": "dummy"}}},
         {"name": "flexgen/theirs", "client_spec": {"class_name": "x.Client"}},
         {"name": "lab/alias", "model_name": "flexgen/alias", "client_spec": ours},
         {"name": "flexgen/stale", "client_spec": ours},
     ]
     (tmp_path / "model_deployments.yaml").write_text(yaml.safe_dump({"model_deployments": content}))
-    for name in ("mine", "theirs", "alias"):
+    for name in ("mine", "dummy", "theirs", "alias"):
         check_entries([f"mmlu:model=flexgen/{name}"], [], local_path=tmp_path)
         with pytest.raises(UnknownModelError):
             check_entries([f"mmlu:model=flexgen/{name}"], [])
+    check_entries(["mmlu:model=lab/empty"], [], local_path=tmp_path, needs_weights=False)
+    with pytest.raises(CheckpointError, match="has no weights"):
+        check_entries(["mmlu:model=lab/empty"], [], local_path=tmp_path)
     with pytest.raises(UnknownModelError):  # an earlier run wrote it; its name means nothing now
         check_entries(["mmlu:model=flexgen/stale"], [], local_path=tmp_path)
     (tmp_path / "model_deployments.yaml").write_text("- [")

@@ -91,7 +91,7 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Resolv
         repo = base.replace("--", "/")
         entry = next((entry for entry in CATALOG.values() if entry.hub_repo == repo), None)
         return ResolvedModel(repo.replace("/", "--"), suffix, "hub", hub_repo=repo, revision=revision, entry=entry)
-    raise UnknownModelError(_unknown_model(base))
+    raise UnknownModelError(_unknown_model(base, suffix))
 
 
 def is_hub_name(name: str) -> bool:
@@ -203,7 +203,7 @@ def naming_advice(path: str) -> str:
     full, user_models = model.path.absolute(), _read_user_models()
     paths = {name: Path(str(arguments.get("path") or name)).absolute() for name, arguments in user_models.items()}
     name = next((name for name, path in paths.items() if path == full), "")
-    lines = []
+    lines: list[str] = []
     if not name:
         name = re.sub(r"[^A-Za-z0-9.]+", "-", model.name).strip("-.")
         name = f"my-{name}" if not name or name in CATALOG or name in user_models else name
@@ -211,29 +211,29 @@ def naming_advice(path: str) -> str:
         file = os.environ.get("FLEXGEN_HELM_MODELS")
         lines = [f"echo {shlex.quote(line)} >> {shlex.quote(file or 'models.yaml')}"]
         lines += [] if file else ["export FLEXGEN_HELM_MODELS=models.yaml"]
-    name += "" if model.precision == "fp16" else f"-{model.precision}"
-    pasted = "".join(f"\n  {line}" for line in lines)
-    first = "paste these lines, and " if lines else ""
-    return f"HELM takes no path as a model name; {first}write model=flexgen/{name}{':' if lines else ''}{pasted}"
+    advice = f"write model={PREFIX}{_with_precision(name, model.precision)}"
+    if lines:
+        advice = "\n  ".join([f"paste these lines, and {advice}:", *lines])
+    return f"HELM takes no path as a model name; {advice}"
 
 
 def _no_such_path(path: str) -> str:
     return f"there is no model file or folder {path}; {_KINDS_OF_NAMES}"
 
 
-def _unknown_model(name: str) -> str:
+def _unknown_model(name: str, precision: str) -> str:
     if name.endswith((".gguf", ".safetensors")) or name.startswith((".", "/", "~")):
         return _no_such_path(name)
     unknown = f"model {name!r} is not known"
     ending = _FOREIGN_PRECISION.search(name)
     if ending is not None and (base := name[: ending.start()]) in known_names():
-        return (
-            f"{unknown}: {ending[1]!r} is no precision of flexgen_helm; write {listed([base, *_with_suffixes(base)])}"
-        )
+        names = listed(_with_precision(base, known) for known in PRECISIONS)
+        return f"{unknown}: {ending[1]!r} is no precision of flexgen_helm; write {names}"
     if close := close_names(name):
-        return f"{unknown}; did you mean {listed(close)}? `flexgen-helm models` lists all names"
+        names = listed(_with_precision(known, precision) for known in close)
+        return f"{unknown}; did you mean {names}? `flexgen-helm models` lists all names"
     return f"{unknown}; {_KINDS_OF_NAMES}; `flexgen-helm models` lists the catalog"
 
 
-def _with_suffixes(base: str) -> list[str]:
-    return [f"{base}-{precision}" for precision in PRECISIONS if precision != "fp16"]
+def _with_precision(base: str, precision: str) -> str:
+    return base if precision == "fp16" else f"{base}-{precision}"

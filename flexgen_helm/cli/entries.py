@@ -60,7 +60,7 @@ def entries(output_path: OutputPath = DEFAULT_OUTPUT, as_json: JsonFlag = False,
         f"downloads other data into {output_path / 'scenarios'}. Without a network: docs/how-to/offline.md.",
         width=100,
     )
-    say_example(WHEEL_MODEL, min((row.run_entry for row in rows if row.place is None), key=len))
+    say_example(WHEEL_MODEL)
 
 
 def all_rows(output_path: Path) -> list[Row]:

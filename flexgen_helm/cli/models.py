@@ -205,11 +205,12 @@ def _parameters(count: int) -> str:
     return f"{value:.1f}{unit}" if value < 10 else f"{value:.0f}{unit}"
 
 
-def say_example(model: str, run_entry: str = "simple_mcqa") -> None:
-    """Print a command that runs an entry of a scenario, without its model, with this model."""
-    separator = "," if ":" in run_entry else ":"
-    command = f"flexgen-helm run -r {run_entry}{separator}model=flexgen/{model} -m 10 --suite first"
-    output().print(f"Example:\n  {command}", soft_wrap=True)
+def say_example(model: str) -> None:
+    """Print a command that runs a scenario without data with this model."""
+    from flexgen_helm.checkpoint.names import PREFIX
+
+    command = f"flexgen-helm run -r simple_mcqa_scored:model={PREFIX}{model} -m 10 --suite try"
+    output().print(f"Example:\n{command}", soft_wrap=True)
 
 
 def _flat(key: str, values: Mapping[str, object]) -> dict[str, object]:
