@@ -137,7 +137,7 @@ def hints(run_entries: Sequence[str]) -> list[str]:
     repositories = {entry.hub_repo: entry.name for entry in CATALOG.values() if entry.hub_repo}
     models = dict.fromkeys(parse(run_entry)[1].get("model", "") for run_entry in run_entries)
     return [
-        f"{model} is computed by a client of HELM's own; write model={PREFIX}{repositories[model]} for flexgen_helm"
+        f"model={model} is for HELM's own clients; write model={PREFIX}{repositories[model]} for flexgen_helm"
         for model in models
         if model in repositories
     ]

@@ -305,6 +305,6 @@ def test_what_is_no_model_folder_gets_no_name(tmp_path: Path) -> None:
 
 def test_a_model_of_helm_that_we_have_too_is_hinted_at() -> None:
     assert hints(["mmlu:model=facebook/opt-6.7b", "gsm:model=facebook/opt-6.7b", "gsm:model=openai/gpt2", "gsm"]) == [
-        "facebook/opt-6.7b is computed by a client of HELM's own; write model=flexgen/opt-6.7b for flexgen_helm"
+        "model=facebook/opt-6.7b is for HELM's own clients; write model=flexgen/opt-6.7b for flexgen_helm"
     ]
     assert hints([f"mmlu:model={MODEL}"]) == []

@@ -63,8 +63,9 @@ class Row:
 
 def models(
     pattern: Annotated[
-        str, typer.Argument(help="Part of a name, architecture or hub repository, or a pattern such as 'qwen3-*b'.")
-    ] = "",
+        str | None,
+        typer.Argument(help="Part of a name, architecture or hub repository, or a pattern such as 'qwen3-*b'."),
+    ] = None,
     as_json: JsonFlag = False,
     as_csv: CsvFlag = False,
 ) -> None:
@@ -76,8 +77,8 @@ def models(
     Example: flexgen-helm models llama-3
     """
     machine = this_machine()
-    rows = list_models(machine, pattern)
-    if not rows:
+    rows = list_models(machine, pattern or "")
+    if pattern and not rows:
         from flexgen_helm.checkpoint.names import close_names
         from flexgen_helm.suggestions import listed
 
