@@ -9,6 +9,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -103,7 +104,8 @@ def check_arguments(argv: Sequence[str], *, needs_weights: bool = True) -> list[
     run_entries = [*args.run_specs, *args.run_entries]
     if args.priority is None:  # else HELM leaves entries out
         for path in map(Path, args.conf_paths):
-            run_entries += read_conf(path) if path.is_file() else []
+            with suppress(OSError, ValueError):  # HELM says why it cannot be read
+                run_entries += read_conf(path)
     check_entries(
         run_entries,
         args.models_to_run or [],
@@ -208,7 +210,8 @@ def _names_of(entry: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
     is_ours, arguments = entry["client_spec"]["class_name"] == CLIENT_CLASS, entry["client_spec"].get("args") or {}
     # An entry of ours without a path or another name, as `flexgen-helm run` writes them, is looked up by its name.
     if not is_ours or arguments.get("path") or entry.get("model_name"):
-        path = arguments.get("path") if is_ours and arguments.get("weights") != "dummy" else None
+        has_weights = is_ours and arguments.get("path") and arguments.get("weights") != "dummy"
+        path = str(arguments["path"]) if has_weights else None
         yield entry["name"], path
         if entry.get("model_name"):
             yield entry["model_name"], path

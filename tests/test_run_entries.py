@@ -185,7 +185,9 @@ def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
         check_arguments(["-r", "mmlu", "--models-to-run", "flexgen/opt-126m"])
     with pytest.raises(UsageError, match="needs a prefix"):
         check_arguments(["-r", "mmlu:model=gpt2"])
+    (tmp_path / "latin.conf").write_bytes(b'entries: [{description: "\xe9"}]')
     for accepted in (
+        ["-c", str(tmp_path / "latin.conf"), str(tmp_path)],
         ["-c", str(conf), "--priority", "1"],  # HELM leaves the entry out
         ["-c", str(conf), "--plugins", "theirs"],
         ["-c", "no/such/file"],

@@ -64,7 +64,7 @@ class Row:
 def models(
     pattern: Annotated[
         str | None,
-        typer.Argument(help="Part of a name, architecture or hub repository, or a pattern such as 'qwen3-*b'."),
+        typer.Argument(help="Part of a name, architecture or hub repository, or a pattern: 'qwen3-*b'."),
     ] = None,
     as_json: JsonFlag = False,
     as_csv: CsvFlag = False,
