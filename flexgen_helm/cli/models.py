@@ -183,12 +183,13 @@ def _print_rows(rows: list[Row]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("model", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("model", no_wrap=True)  # the other columns fold where a terminal is narrow
     table.add_column("params", justify="right")
-    table.add_column("architecture")
+    table.add_column("architecture", overflow="fold")
     for title in ("fp16", "4 bits"):
         table.add_column(title, justify="right")
-        table.add_column("in")
+        table.add_column("in", overflow="fold")
     table.add_column("here")
     for row in rows:
         cells = [row.name, "" if row.parameters is None else _parameters(row.parameters), row.architecture or ""]
