@@ -20,11 +20,11 @@ from helm.benchmark.scenarios.scenario import (
 from helm.common.hierarchical_logger import hwarn
 
 from flexgen_helm.errors import UsageError
+from flexgen_helm.runs.data import LAMBADA as FILE
 from flexgen_helm.scenarios.adapters import LastWordAdapterSpec
 from flexgen_helm.scenarios.data import json_lines, read_hub, read_local
 
 PASSAGES = 5153
-FILE = "lambada_openai_test.jsonl"
 # Mode -> HELM's method, the main metric, and the class that computes it.
 MODES = {
     "accuracy": (ADAPT_GENERATION, "exact_match", "LambadaAccuracyMetric"),

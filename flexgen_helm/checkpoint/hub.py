@@ -81,6 +81,25 @@ def fetch_snapshot(repo: str, revision: str | None) -> Path:
     return folder
 
 
+def cached_snapshot(repo: str, revision: str | None) -> Path | None:
+    """Return a folder with the repository's weights, of the revision if one is given: a conversion, or in the cache.
+
+    Never asks the network. A snapshot of the cache counts if no weight file is missing.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE  # without the rest of the package, which takes longer
+
+    commit = _remembered_commit(repo, revision) or revision or "*"
+    conversions = hub_conversion(repo, "any").parent.glob(commit)
+    snapshots = (Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "snapshots").glob(commit)
+    if (conversion := next(filter(is_conversion, conversions), None)) is not None:
+        return conversion
+    for folder in snapshots:
+        with suppress(CheckpointError):
+            _require_complete(folder, repo)
+            return folder
+    return None
+
+
 def fetch_pickles(repo: str, revision: str | None, output_disk: Path) -> tuple[Path, list[Path]]:
     """Return the folder of a snapshot without safetensors, named by its commit, and its pickled files, all unopened.
 

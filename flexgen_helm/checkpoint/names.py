@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,12 +17,17 @@ from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.quant.precisions import PRECISIONS
+from flexgen_helm.suggestions import closest, listed
 
+# What HELM's names of our models begin with.
+PREFIX = "flexgen/"
 Kind = Literal["wheel", "hub", "folder", "gguf", "unpublished"]
 
 # Longest first: "-4bit" is also the end of "-paper-4bit".
 _SUFFIXES = sorted(set(PRECISIONS) - {"fp16"}, key=len, reverse=True)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/|--)[A-Za-z0-9][\w.-]*")
+# An ending that other programs use for a precision: '-8bit', '-int4', '-bf16', '-q4_0'.
+_FOREIGN_PRECISION = re.compile(r"-((?:paper-)?\d+-?bit\S*|int\d+|b?fp?\d+\S*|i?q\d\w*|awq|gptq)$", re.IGNORECASE)
 _KINDS_OF_NAMES = (
     "a model is named by the catalog, by a hub repository (org/repo or org--repo), by a folder with config.json and "
     "safetensors files, by a .gguf file, or in the file that FLEXGEN_HELM_MODELS names"
@@ -72,7 +77,7 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Resolv
     into base and precision suffix. `revision` wins over the models file's. Raises `UnknownModelError` with the closest
     names, `UsageError` if the models file cannot be used.
     """
-    text = os.fspath(name).removeprefix("flexgen/")
+    text = os.fspath(name).removeprefix(PREFIX)
     user_models = _read_user_models()
     base, suffix = split_precision(text)
     candidates: dict[str, str] = {text: "fp16", base: suffix}
@@ -82,11 +87,16 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Resolv
         if (model := _resolve_known(candidate, precision, revision)) is not None:
             return model
     # Any org/repo may exist on the hub, so the hub comes last, and there the suffix is ours.
-    if _HUB_NAME.fullmatch(base) and base.count("--") + base.count("/") == 1:
+    if is_hub_name(base):
         repo = base.replace("--", "/")
         entry = next((entry for entry in CATALOG.values() if entry.hub_repo == repo), None)
         return ResolvedModel(repo.replace("/", "--"), suffix, "hub", hub_repo=repo, revision=revision, entry=entry)
-    raise UnknownModelError(_unknown_model(base, user_models))
+    raise UnknownModelError(_unknown_model(base, suffix))
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name has the form org/repo or org--repo."""
+    return _HUB_NAME.fullmatch(name) is not None and name.count("--") + name.count("/") == 1
 
 
 def read_model_config(model: str | os.PathLike[str] | ResolvedModel) -> tuple[ModelConfig, HalfType]:
@@ -151,14 +161,79 @@ def _read_user_models() -> dict[str, dict[str, Any]]:
             raise UsageError(f"model {name} of {file} must be a path, or arguments of which `path` is a string")
         if "path" in arguments and arguments["path"] not in CATALOG:
             arguments = {**arguments, "path": str(file.parent / Path(arguments["path"]).expanduser())}
-        models[str(name).removeprefix("flexgen/")] = arguments
+        models[str(name).removeprefix(PREFIX)] = arguments
     return models
 
 
-def _unknown_model(name: str, user_models: Mapping[str, Any]) -> str:
+def user_names() -> list[str]:
+    """Return the names in the file that `FLEXGEN_HELM_MODELS` names."""
+    return list(_read_user_models())
+
+
+def known_names() -> dict[str, str]:
+    """Return everything that means a catalog model or one of the user's: its name, its repository -> its name."""
+    aliases = {name: name for name in [*_read_user_models(), *CATALOG]}
+    for entry in CATALOG.values():
+        if entry.hub_repo is not None:
+            aliases |= {entry.hub_repo: entry.name}
+            aliases.setdefault(entry.hub_repo.partition("/")[2], entry.name)
+    return aliases
+
+
+def close_names(name: str) -> list[str]:
+    """Return the catalog names and names of the user's own that `name` may mean, best first."""
+    aliases = known_names()
+    # A short name is not like a repository, whose organization differs from it in any case.
+    candidates = aliases if "/" in name else [alias for alias in aliases if "/" not in alias]
+    # More than are returned, because several aliases may mean one model.
+    return list(dict.fromkeys(aliases[alias] for alias in closest(name, candidates, count=9)))[:3]
+
+
+def naming_advice(path: str) -> str:
+    """Say how a local folder or file is named for HELM: lines to paste, and the name that then works.
+
+    Raises `UnknownModelError` if there is no such folder or file, or the error that says why it is no model.
+    """
+    base, suffix = split_precision(path)
+    model = _resolve_known(path, "fp16", None) or _resolve_known(base, suffix, None)
+    if model is None or model.path is None:
+        raise UnknownModelError(_no_such_path(path))
+    if model.kind == "folder":
+        read_config(model.path.parent if model.path.is_file() else model.path)  # refuses what is no model
+    full, user_models = model.path.absolute(), _read_user_models()
+    paths = {name: Path(str(arguments.get("path") or name)).absolute() for name, arguments in user_models.items()}
+    name = next((name for name, path in paths.items() if path == full), "")
+    lines: list[str] = []
+    if not name:
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", model.name).strip("-.")
+        name = f"my-{name}" if not name or name in CATALOG or name in user_models else name
+        line = yaml.safe_dump({name: str(full)}, width=len(str(full)) + len(name) + 9, allow_unicode=True).strip()
+        file = os.environ.get("FLEXGEN_HELM_MODELS")
+        lines = [f"echo {shlex.quote(line)} >> {shlex.quote(file or 'models.yaml')}"]
+        lines += [] if file else ["export FLEXGEN_HELM_MODELS=models.yaml"]
+    advice = f"write model={PREFIX}{_with_precision(name, model.precision)}"
+    if lines:
+        advice = "\n  ".join([f"paste these lines, and {advice}:", *lines])
+    return f"HELM takes no path as a model name; {advice}"
+
+
+def _no_such_path(path: str) -> str:
+    return f"there is no model file or folder {path}; {_KINDS_OF_NAMES}"
+
+
+def _unknown_model(name: str, precision: str) -> str:
     if name.endswith((".gguf", ".safetensors")) or name.startswith((".", "/", "~")):
-        return f"there is no model file or folder {name}; {_KINDS_OF_NAMES}"
-    close = difflib.get_close_matches(name.lower(), [*CATALOG, *user_models], n=3, cutoff=0.5)
-    if not close:
-        return f"model {name!r} is not known; {_KINDS_OF_NAMES}"
-    return f"model {name!r} is not known; did you mean {' or '.join(close)}? A{_KINDS_OF_NAMES[1:]}"
+        return _no_such_path(name)
+    unknown = f"model {name!r} is not known"
+    ending = _FOREIGN_PRECISION.search(name)
+    if ending is not None and (base := name[: ending.start()]) in known_names():
+        names = listed(_with_precision(base, known) for known in PRECISIONS)
+        return f"{unknown}: {ending[1]!r} is no precision of flexgen_helm; write {names}"
+    if close := close_names(name):
+        names = listed(_with_precision(known, precision) for known in close)
+        return f"{unknown}; did you mean {names}? `flexgen-helm models` lists all names"
+    return f"{unknown}; {_KINDS_OF_NAMES}; `flexgen-helm models` lists the catalog"
+
+
+def _with_precision(base: str, precision: str) -> str:
+    return base if precision == "fp16" else f"{base}-{precision}"

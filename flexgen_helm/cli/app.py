@@ -14,8 +14,10 @@ from flexgen_helm.cli.bench import bench
 from flexgen_helm.cli.convert import convert
 from flexgen_helm.cli.doctor import doctor
 from flexgen_helm.cli.engine_flags import with_engine_flags
+from flexgen_helm.cli.entries import entries
 from flexgen_helm.cli.fetch import fetch
 from flexgen_helm.cli.generate import generate
+from flexgen_helm.cli.models import models
 from flexgen_helm.cli.perplexity import perplexity
 from flexgen_helm.cli.plan import plan
 from flexgen_helm.cli.profile import profile
@@ -71,6 +73,8 @@ _add(profile)
 _add(with_engine_flags(plan))
 _add(compare)
 _add(report)
+_add(models)
+_add(entries)
 _add(fetch)
 _add(convert)
 _add(doctor)

@@ -13,13 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.config import OPTIONS, EngineConfig, EngineOptions
 from flexgen_helm.errors import UnknownModelError, UsageError
 
 if TYPE_CHECKING:
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
-PREFIX = "flexgen/"
 # What the `args` of a deployment and an entry of the user's own file may contain.
 ARGUMENTS = ("path", *OPTIONS)
 _INSTRUCT_NAME = re.compile(r"instruct|chat|[-_]it\b|[-_]iml[-_]")
@@ -71,6 +71,8 @@ def find_model(
     given = {key: value for key, value in (arguments or {}).items() if value is not None}
     path, revision = given.pop("path", None), given.pop("revision", None)
     if path is None and "/" in short:
+        if not names.is_hub_name(short) or Path(short).is_dir():
+            raise UnknownModelError(names.naming_advice(short))
         raise UnknownModelError(
             f"'{name}' has one slash too many for HELM, which would mix its results up with those of another "
             f"client; write '{PREFIX}{short.replace('/', '--')}'"
@@ -93,7 +95,12 @@ def read_facts(model: ModelArguments) -> ModelFacts:
     """Read facts from the catalog if it has the model, else from the checkpoint's configuration; never weights."""
     from flexgen_helm.checkpoint import names
 
-    entry = names.resolve(model.path, model.revision).entry
+    resolved = names.resolve(model.path, model.revision)
+    entry = resolved.entry
+    if resolved.path is not None and model.options.get("weights") != "dummy":
+        from flexgen_helm.checkpoint.fetch import local_weights
+
+        local_weights(resolved)  # refuses a folder without weights before HELM reads data
     if entry is not None:
         config, instruct = entry.config, entry.instruct
     else:

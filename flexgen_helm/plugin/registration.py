@@ -25,15 +25,16 @@ from helm.benchmark.model_metadata_registry import (
 from helm.benchmark.tokenizer_config_registry import TokenizerConfig, TokenizerSpec, tokenizer_config_generator
 from helm.common.hierarchical_logger import hwarn
 
+from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.plugin.context import get_context
-from flexgen_helm.plugin.models import PREFIX, ModelArguments, ModelFacts, needs_download
+from flexgen_helm.plugin.models import ModelArguments, ModelFacts, needs_download
+from flexgen_helm.run_entries import CLIENT_CLASS
 
 if TYPE_CHECKING:
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # By name, because importing the classes would bring HELM's client and window machinery into every registration.
-CLIENT_CLASS = "flexgen_helm.plugin.client.FlexgenClient"
 TOKENIZER_CLASS = "flexgen_helm.plugin.tokenizer_client.FlexgenTokenizer"
 WINDOW_CLASS = "flexgen_helm.plugin.tokenizer_client.FlexgenWindowService"
 END_OF_TEXT = "<|endoftext|>"

@@ -164,8 +164,10 @@ def test_unusable_models_file_is_a_usage_error(tmp_path: Path, monkeypatch: pyte
 
 
 def test_unknown_names_list_the_closest_and_the_ways() -> None:
-    with pytest.raises(UnknownModelError, match="opt-1.3b.*hub repository.*config.json.*gguf.*FLEXGEN_HELM_MODELS"):
+    with pytest.raises(UnknownModelError, match="did you mean opt-1.3b-4bit, .*flexgen-helm models"):
         resolve("flexgen/opt-1.3-4bit")
+    with pytest.raises(UnknownModelError, match="hub repository.*config.json.*gguf.*FLEXGEN_HELM_MODELS.*helm models"):
+        resolve("flexgen/zzzz")
     with pytest.raises(UnknownModelError, match="no model file or folder"):
         resolve("./absent.gguf")
     with pytest.raises(UnknownModelError):

@@ -48,6 +48,20 @@ SIZES = {
 }
 
 
+def test_a_repository_that_is_not_there_is_answered_with_those_of_the_catalog(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(repo: str, *arguments: object) -> Path:
+        raise CheckpointError(f"the hub has no model {repo}")
+
+    monkeypatch.setattr(module, "fetch_snapshot", refuse)
+    with pytest.raises(CheckpointError, match="^the hub has no model facebok/opt-6.7b; the catalog has opt-6.7b"):
+        fetch("facebok--opt-6.7b")
+    for name in ("facebook--opt-6.7b", "someone--something"):  # right as far as anyone knows, or like nothing
+        with pytest.raises(CheckpointError, match=f"^the hub has no model {name.replace('--', '/')}$"):
+            fetch(name)
+
+
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))

@@ -19,7 +19,7 @@ from flexgen_helm.files import replace_text
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.request import MemoryLimits
 
-COMMANDS = ["", "run", "generate", "perplexity", "plan", "fetch", "convert", "doctor", "bench"]
+COMMANDS = ["", "run", "generate", "perplexity", "plan", "models", "entries", "fetch", "convert", "doctor", "bench"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -136,6 +136,8 @@ def test_the_seed_of_dummy_weights_is_optional():
         ["run"],
         ["run", "-r", "x", "--dummy-weights"],
         ["fetch", "no-such-model"],
+        ["models", "no-such-model"],
+        ["models", "--json", "--csv"],
         ["bench", "no-such-benchmark"],
         ["bench", "clients", "--device", "cpu"],
     ],

@@ -20,7 +20,7 @@ from helm.benchmark.run_spec import get_run_spec_function
 
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.errors import UnknownModelError, UsageError
+from flexgen_helm.errors import CheckpointError, UnknownModelError, UsageError
 from flexgen_helm.plugin import deployment_files, models, registration
 from flexgen_helm.plugin.context import PluginContext
 from flexgen_helm.plugin.models import find_model
@@ -113,6 +113,27 @@ def test_flags_of_the_command_line_go_first() -> None:
     assert context.find_model("flexgen/opt-125m", {"device": "cuda"}).config.device == "cuda"
     context.engine_options = {"device": "cpu"}
     assert context.find_model("flexgen/opt-125m", {"device": "cuda"}).config.device == "cpu"
+
+
+def test_a_folder_without_weights_is_refused_when_its_name_is_looked_up(
+    tiny: Callable[[str], TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    shutil.copy(tiny("llama").path / "config.json", tmp_path / "mine")
+    own = {"empty": "mine", "made-up": {"path": "mine", "weights": "dummy"}, "whole": str(tiny("llama").path)}
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump(own))
+    monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.yaml"))
+    with pytest.raises(CheckpointError, match="mine has no weights: neither model.safetensors nor"):
+        get_model_deployment("flexgen/empty")
+    assert get_model_deployment("flexgen/made-up").max_sequence_length
+    assert get_model_deployment("flexgen/whole").max_sequence_length
+
+
+def test_a_path_is_answered_with_lines_that_name_it(tiny: Callable[[str], TinyModel]) -> None:
+    with pytest.raises(UnknownModelError, match="paste these lines, and write model=flexgen/.*\n  echo "):
+        find_model(f"flexgen/{tiny('llama').path}")
+    with pytest.raises(UnknownModelError, match="there is no model file or folder /no/where"):
+        find_model("flexgen//no/where")
 
 
 @pytest.fixture

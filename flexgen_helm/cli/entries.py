@@ -1,0 +1,90 @@
+"""`flexgen-helm entries`: run entries that can be pasted, the data that each needs, and whether it is here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from flexgen_helm.cli.console import output, print_csv, print_json, print_table
+from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath
+from flexgen_helm.cli.models import say_example
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run entry.
+
+    run_entry: without a model.
+    source: the file in runs/, 'flexgen_helm' or 'HELM'.
+    needs: the data set; 'nothing' if the scenario generates its data.
+    place: where the data belongs.
+    folder: where it is; None if it is not on this machine.
+    """
+
+    run_entry: str
+    source: str
+    needs: str
+    place: str | None
+    is_here: bool
+    folder: str | None
+
+
+def entries(output_path: OutputPath = DEFAULT_OUTPUT, as_json: JsonFlag = False, as_csv: CsvFlag = False) -> None:
+    """List run entries that are shipped or need no download: the data each needs, and whether it is here.
+
+    Append ,model=flexgen/NAME to an entry (:model=flexgen/NAME where it has no arguments), and give it to run -r.
+    HELM has many more entries, which download their data when they run.
+
+    Example: flexgen-helm entries
+    """
+    rows = all_rows(output_path)
+    if as_json:
+        print_json({"entries": [asdict(row) for row in rows]})
+        return
+    import pandas
+
+    from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
+    from flexgen_helm.runs.data import VARIABLE
+
+    frame = pandas.DataFrame([asdict(row) for row in rows])
+    if as_csv:
+        print_csv(frame)
+        return
+    frame["here"] = ["yes" if row.is_here else "no" for row in rows]
+    print_table(frame.rename(columns={"source": "from"})[["run_entry", "from", "needs", "here"]])
+    folders = ", ".join(dict.fromkeys(row.folder for row in rows if row.folder is not None))
+    console = output()
+    console.print(
+        f"Data that is here: {folders or 'none'}. {VARIABLE} names the folder of LAMBADA and WikiText-2; a run "
+        f"downloads other data into {output_path / 'scenarios'}. Without a network: docs/how-to/offline.md.",
+        width=100,
+    )
+    say_example(WHEEL_MODEL)
+
+
+def all_rows(output_path: Path) -> list[Row]:
+    """Return the entries of the files in runs/, then those of HELM that need no data."""
+    from flexgen_helm.run_entries import parse, read_conf
+    from flexgen_helm.runs.data import DATA, HELM_ENTRIES
+
+    sources: dict[str, str] = {}
+    folder = files("flexgen_helm.runs")
+    for name in ("quickstart.conf", "accuracy.conf", "data_wrangling.conf", "paper_helm7.conf"):
+        for entry in read_conf(Path(str(folder / name))):
+            scenario, arguments = parse(entry)
+            arguments.pop("model", None)
+            without = ",".join(f"{key}={value}" for key, value in arguments.items())
+            sources.setdefault(f"{scenario}:{without}" if without else scenario, name)
+    sources |= {entry: "HELM" for entry in HELM_ENTRIES if entry not in sources}
+    rows = []
+    for entry, source in sources.items():
+        scenario, arguments = parse(entry)
+        data = DATA[scenario]
+        if data is None:
+            rows.append(Row(entry, source, "nothing", None, True, None))
+            continue
+        found = data.find(arguments, output_path)
+        title, place = data.title.format_map(arguments), data.place(output_path)
+        rows.append(Row(entry, source, title, place, found is not None, None if found is None else str(found)))
+    return rows

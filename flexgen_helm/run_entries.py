@@ -1,0 +1,217 @@
+"""Run entries of HELM (`mmlu:subject=anatomy,model=flexgen/opt-6.7b`), read and checked before HELM is imported.
+
+A check never refuses what HELM would run. It knows the run specs of HELM and of this package by their source files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from flexgen_helm.checkpoint.fetch import local_weights
+from flexgen_helm.checkpoint.names import (
+    CATALOG,
+    PREFIX,
+    ResolvedModel,
+    is_hub_name,
+    known_names,
+    naming_advice,
+    resolve,
+    split_precision,
+)
+from flexgen_helm.errors import UsageError
+from flexgen_helm.suggestions import closest, listed
+
+# By name, because importing the class would bring HELM's client machinery into every registration.
+CLIENT_CLASS = "flexgen_helm.plugin.client.FlexgenClient"
+_RUN_SPEC = re.compile(r"^@run_spec_function\(\s*[\"']([^\"']+)[\"']", re.MULTILINE)
+# An entry of a .conf file as HELM and we write them; a line that begins with '#' is a comment.
+_CONF_ENTRY = re.compile(r"^\s*\{?\s*\"?description\"?\s*[:=]\s*\"([^\"\\$]+)\"\s*[,}\n]", re.MULTILINE)
+
+
+def read_conf(path: Path) -> list[str]:
+    """Return the run entries of a .conf file, as far as each is written on a line of its own."""
+    return _CONF_ENTRY.findall(path.read_text(encoding="utf-8"))
+
+
+def parse(run_entry: str) -> tuple[str, dict[str, str]]:
+    """Return the name and the arguments of a run entry, as HELM reads it. Raises `UsageError`."""
+    name, colon, rest = run_entry.partition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",")] if colon else []
+    for key, equals, _ in pairs:
+        if not equals:
+            raise UsageError(f"the run entry {run_entry!r} has {key!r} where key=value is expected")
+    return name, {key: value for key, _, value in pairs}
+
+
+def check_entries(
+    run_entries: Sequence[str],
+    models: Sequence[str],
+    *,
+    local_path: Path = Path("prod_env"),
+    has_plugins: bool = False,
+    needs_weights: bool = True,
+) -> None:
+    """Raise `UsageError` with one sentence for the first run entry or model that HELM could not run.
+
+    run_entries: those that HELM would expand.
+    models: of --models-to-run.
+    local_path: folder of HELM's model_deployments.yaml, whose names are the user's own.
+    has_plugins: flags of HELM's name modules or models that register what is not known here.
+    needs_weights: False with dummy weights.
+    """
+    own_deployments = _deployments(local_path)
+    has_plugins = has_plugins or _has_other_plugins()
+    names = list(models)
+    for run_entry in run_entries:
+        scenario, arguments = parse(run_entry)
+        if not has_plugins:
+            _check_scenario(scenario)
+        model = arguments.get("model", "")
+        if not models and not has_plugins and model not in own_deployments:
+            _check_prefix(run_entry, model)
+        names += [model, arguments.get("model_deployment", "")]
+    for name in dict.fromkeys(names):
+        if name in own_deployments:
+            if (path := own_deployments[name]) is not None and needs_weights:
+                _check_weights(resolve(path))
+        elif name.startswith(PREFIX):
+            resolved = _resolve(name.removeprefix(PREFIX))
+            if needs_weights:
+                _check_weights(resolved)
+
+
+def check_arguments(argv: Sequence[str], *, needs_weights: bool = True) -> list[str]:
+    """Check all run entries and models of the arguments of `helm-run`; returns the hints for them.
+
+    Arguments that HELM would refuse are left to HELM, and so is what an unusual .conf file says.
+    Raises `UsageError` as `check_entries` does.
+    """
+    try:
+        args, _ = _parser().parse_known_args(list(argv))
+    except ValueError:
+        return []
+    run_entries = [*args.run_specs, *args.run_entries]
+    if args.priority is None:  # else HELM leaves entries out
+        for path in map(Path, args.conf_paths):
+            with suppress(OSError, ValueError):  # HELM says why it cannot be read
+                run_entries += read_conf(path)
+    check_entries(
+        run_entries,
+        args.models_to_run or [],
+        local_path=Path(args.local_path),
+        has_plugins=bool(args.plugins or args.enable_huggingface_models or args.enable_local_huggingface_models),
+        needs_weights=needs_weights,
+    )
+    return hints(run_entries)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return a parser of those flags of `helm-run` that decide which run entries and names there are."""
+    parser = _Parser(add_help=False)
+    for flag in ("--models-to-run", "--plugins", "--enable-huggingface-models", "--enable-local-huggingface-models"):
+        parser.add_argument(flag, nargs="+", default=[])
+    parser.add_argument("-c", "--conf-paths", nargs="+", default=[])
+    parser.add_argument("-r", "--run-entries", nargs="*", default=[])
+    parser.add_argument("--run-specs", nargs="*", default=[])
+    parser.add_argument("--priority", type=int)
+    parser.add_argument("--local-path", default="prod_env")
+    return parser
+
+
+def hints(run_entries: Sequence[str]) -> list[str]:
+    """Return a sentence for each model of HELM's own clients that flexgen_helm has too."""
+    repositories = {entry.hub_repo: entry.name for entry in CATALOG.values() if entry.hub_repo}
+    models = dict.fromkeys(parse(run_entry)[1].get("model", "") for run_entry in run_entries)
+    return [
+        f"model={model} is for HELM's own clients; write model={PREFIX}{repositories[model]} for flexgen_helm"
+        for model in models
+        if model in repositories
+    ]
+
+
+@cache
+def run_spec_names() -> frozenset[str]:
+    """Return the names of all run specs of HELM and of this package; empty if HELM is not installed."""
+    names: set[str] = set()
+    helm, ours = find_spec("helm"), find_spec("flexgen_helm.scenarios")
+    if helm is None or ours is None:
+        return frozenset()
+    folders = [Path(place) / "benchmark" / "run_specs" for place in helm.submodule_search_locations or ()]
+    folders += [Path(place) for place in ours.submodule_search_locations or ()]
+    for folder in folders:
+        for file in folder.rglob("*.py"):
+            names |= set(_RUN_SPEC.findall(file.read_text(encoding="utf-8")))
+    return frozenset(names)
+
+
+def _check_scenario(name: str) -> None:
+    known = run_spec_names() | _registered()
+    if name in known or not known:
+        return
+    close = closest(name, known)
+    question = f"did you mean {listed(close)}? " if close else ""
+    raise UsageError(f"the scenario {name!r} is not known; {question}`flexgen-helm entries` lists run entries")
+
+
+def _registered() -> frozenset[str]:
+    """Return the run specs that are registered in this process, by whatever module."""
+    return frozenset(getattr(sys.modules.get("helm.benchmark.run_spec"), "_REGISTERED_RUN_SPEC_FUNCTIONS", ()))
+
+
+def _has_other_plugins() -> bool:
+    return any(point.value.partition(".")[0] != "flexgen_helm" for point in entry_points(group="helm"))
+
+
+def _check_prefix(run_entry: str, model: str) -> None:
+    """Refuse a name of ours without `flexgen/`. All names of HELM have a slash, but for groups such as `text`."""
+    if "/" not in model and {model, split_precision(model)[0]} & set(known_names().values()):
+        raise UsageError(f"the model {model!r} of {run_entry} needs a prefix: write model={PREFIX}{model}")
+
+
+def _resolve(short: str) -> ResolvedModel:
+    # `flexgen-helm run` writes org/repo as org--repo, whatever folders there are.
+    if "/" in short and not is_hub_name(short):
+        raise UsageError(naming_advice(short))
+    return resolve(short.replace("/", "--"))
+
+
+def _check_weights(model: ResolvedModel) -> None:
+    """Refuse a folder without weights; what the hub has is not asked."""
+    if model.path is not None and model.arguments.get("weights") != "dummy":
+        local_weights(model)
+
+
+def _deployments(folder: Path) -> dict[str, str | None]:
+    """Return the names in the user's deployment file that mean more than the name itself says, and paths of models."""
+    try:
+        content = yaml.safe_load((folder / "model_deployments.yaml").read_text(encoding="utf-8"))
+        return dict(pair for entry in content["model_deployments"] for pair in _names_of(entry))
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return {}  # HELM says what is wrong with it
+
+
+def _names_of(entry: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
+    is_ours, arguments = entry["client_spec"]["class_name"] == CLIENT_CLASS, entry["client_spec"].get("args") or {}
+    # An entry of ours without a path or another name, as `flexgen-helm run` writes them, is looked up by its name.
+    if not is_ours or arguments.get("path") or entry.get("model_name"):
+        has_weights = is_ours and arguments.get("path") and arguments.get("weights") != "dummy"
+        path = str(arguments["path"]) if has_weights else None
+        yield entry["name"], path
+        if entry.get("model_name"):
+            yield entry["model_name"], path

@@ -1,0 +1,107 @@
+"""`flexgen-helm entries`: every entry can be pasted, and its data is found where the scenarios look for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helm.benchmark.presentation.run_entry import read_run_entries
+from helm.benchmark.run_spec_factory import construct_run_specs
+from helm.common.object_spec import get_class_by_name, parse_object_spec
+
+import flexgen_helm.plugin  # noqa: F401
+from flexgen_helm import cli
+from flexgen_helm.runs.data import DATA
+from flexgen_helm.scenarios import error_detection, lambada, wikitext
+from tests.helpers.data_sets import FAKE_PASSAGES, PAGES, write_data
+from tests.helpers.paths import ROOT
+
+
+@pytest.fixture(autouse=True)
+def no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLEXGEN_HELM_DATA", raising=False)
+    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.chdir(tmp_path)
+
+
+def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
+    capsys.readouterr()
+    assert cli.main(["entries", "--json", *arguments]) == 0
+    return {row["run_entry"]: row for row in json.loads(capsys.readouterr().out)["entries"]}
+
+
+def with_model(entry: str) -> str:
+    return f"{entry}{',' if ':' in entry else ':'}model=flexgen/opt-125m"
+
+
+def test_helm_can_run_every_entry(capsys: pytest.CaptureFixture[str]) -> None:
+    for entry, row in rows(capsys).items():
+        specs = construct_run_specs(parse_object_spec(with_model(entry)))
+        assert len(specs) == 1, entry
+        scenario = get_class_by_name(specs[0].scenario_spec.class_name)
+        data = DATA[entry.partition(":")[0]]
+        if data is None:
+            assert row["is_here"] and row["needs"] == "nothing"
+        elif data.scenario is not None:  # HELM's folder has the scenario's own name
+            assert data.scenario == scenario.name and row["place"] == f"benchmark_output/scenarios/{scenario.name}"
+        if row["source"] == "HELM":
+            assert specs[0].scenario_spec.class_name.startswith("helm.")
+
+
+def test_what_needs_nothing_generates_its_instances(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With the network refused, and in an empty folder."""
+    for entry, row in rows(capsys).items():
+        if row["needs"] != "nothing" or entry == "simple_mcqa_scored":  # the same scenario as simple_mcqa
+            continue
+        spec = construct_run_specs(parse_object_spec(with_model(entry)))[0].scenario_spec
+        scenario = get_class_by_name(spec.class_name)(**spec.args)
+        assert scenario.get_instances(str(tmp_path / "empty")), entry
+    assert not (tmp_path / "empty").exists()
+
+
+def test_every_shipped_entry_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = {
+        entry.description.replace(",model=flexgen/smollm2-135m-instruct-q4_1", "").replace(
+            ":model=flexgen/smollm2-135m-instruct-q4_1", ""
+        )
+        for conf in (ROOT / "runs").glob("*.conf")
+        for entry in read_run_entries([str(conf)]).entries
+    }
+    found = rows(capsys)
+    assert shipped <= set(found)
+    assert {"lambada:mode=accuracy", "wikitext", "simple_mcqa_scored", "error_detection:dataset=Hospital"} <= shipped
+    assert all(row["source"] == "HELM" for entry, row in found.items() if entry not in shipped)
+
+
+def test_data_is_found_where_the_scenarios_look_for_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any(row["is_here"] for row in rows(capsys).values() if row["needs"] != "nothing")
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(write_data(tmp_path / "data", FAKE_PASSAGES, PAGES)))
+    tables = tmp_path / "elsewhere" / "scenarios" / "error_detection" / "data" / "Hospital"
+    tables.mkdir(parents=True)
+    for name in error_detection.FILES:
+        (tables / name).write_text("x")
+    for split in ("dev", "test"):
+        path = tmp_path / "elsewhere" / "scenarios" / "mmlu" / "data" / split / f"us_foreign_policy_{split}.csv"
+        path.parent.mkdir(parents=True)
+        path.write_text("x")
+    found = rows(capsys, "-o", "elsewhere")
+    here = {entry for entry, row in found.items() if row["is_here"] and row["needs"] != "nothing"}
+    assert here == {
+        "lambada:mode=accuracy",
+        "lambada:mode=perplexity",
+        "wikitext",
+        "error_detection:dataset=Hospital",
+        "mmlu:subject=us_foreign_policy",
+    }
+    assert found["wikitext"]["folder"] == str(tmp_path / "data") and len(wikitext.read_pages()) == len(PAGES)
+    (tmp_path / "data" / lambada.FILE).unlink()
+    assert not rows(capsys)["lambada:mode=accuracy"]["is_here"]
+    (tmp_path / "hf" / "datasets" / "EleutherAI___lambada_openai").mkdir(parents=True)
+    assert rows(capsys)["lambada:mode=accuracy"]["is_here"]
+    assert cli.main(["entries"]) == 0
+    assert str(tmp_path / "data") in capsys.readouterr().out.replace("\n", "")

@@ -1,0 +1,312 @@
+"""Run entries are read as HELM reads them, and refused early only where HELM would refuse them later."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from helm.benchmark import run_spec as helm_run_specs
+from helm.benchmark.presentation.run_entry import read_run_entries
+from helm.benchmark.run import build_parser
+from helm.benchmark.run_expander import RUN_EXPANDERS, ModelRunExpander
+from helm.common.object_spec import parse_object_spec
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import flexgen_helm.plugin  # noqa: F401
+from flexgen_helm import run_entries
+from flexgen_helm.errors import CheckpointError, UnknownModelError, UsageError
+from flexgen_helm.run_entries import check_arguments, check_entries, hints, parse, read_conf, run_spec_names
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny_models import TinyModel
+
+MODEL = "flexgen/opt-125m"
+
+
+@given(st.text("ab:=,/1.-", max_size=20))
+@example("mmlu")
+@example("mmlu:")
+@example("mmlu:subject=a,model=b/c-4bit")
+@example("a:b=c=d")
+@example("a:b:c=d")
+@example("a:b=1,b=2")
+def test_an_entry_is_read_as_helm_reads_it(entry: str) -> None:
+    try:
+        theirs = parse_object_spec(entry)
+    except ValueError:
+        with pytest.raises(UsageError, match="key=value"):
+            parse(entry)
+        return
+    name, arguments = parse(entry)
+    assert name == theirs.class_name and list(arguments) == list(theirs.args)
+    # HELM makes numbers of what looks like one.
+    assert all(
+        str(value) == text or isinstance(value, (int, float))
+        for value, text in zip(theirs.args.values(), arguments.values())
+    )
+
+
+def test_every_run_spec_of_helm_is_known() -> None:
+    helm_run_specs.discover_run_spec_functions()
+    # Other tests may register run specs of their own.
+    registered = {
+        name
+        for name, function in helm_run_specs._REGISTERED_RUN_SPEC_FUNCTIONS.items()
+        if function.__module__.startswith(("helm.", "flexgen_helm."))
+    }
+    assert run_spec_names() == registered and len(registered) > 300
+
+
+def test_what_helm_runs_is_accepted() -> None:
+    """Every run spec with what HELM's own files contain: groups, deployments, expanders, other clients' models."""
+    groups = list(ModelRunExpander("").get_model_group_to_model_names())
+    models = [
+        *(f"model={group}" for group in groups),
+        f"model={MODEL}",
+        f"model={MODEL}-4bit-s,model_deployment={MODEL}-4bit-s",
+        "model=facebook/opt-125m,model_deployment=huggingface/opt-125m",
+        "model=flexgen/org/repo",
+        "model=flexgen/org--repo-4bit",
+        "model_deployment=together/llama-7b",
+        "model=openai/gpt-4o-2024-05-13,max_eval_instances=20,stop=hash,device=cpu,temperature=0.3,groups=a",
+    ]
+    for name in run_spec_names():
+        check_entries([name, *(f"{name}:{model}" for model in models)], [])
+        check_entries([name, f"{name}:model=text", f"{name}:model=opt-125m"], [MODEL, "openai/gpt2"])
+    check_entries([f"mmlu:{expander}=1,model={MODEL}" for expander in RUN_EXPANDERS if expander != "model"], [])
+
+
+@pytest.mark.parametrize("conf", sorted((ROOT / "runs").glob("*.conf")), ids=lambda path: path.name)
+def test_shipped_files_are_read_as_helm_reads_them(conf: Path) -> None:
+    entries = [entry.description for entry in read_run_entries([str(conf)]).entries]
+    assert read_conf(conf) == entries and entries
+    check_entries(entries, [])
+
+
+def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> None:
+    conf = tmp_path / "x.conf"
+    conf.write_text(
+        'x: "text"\nentries: [\n  # {description: "commented:a=b", priority: 1}\n'
+        '  // {description: "too", priority: 1}\n'
+        '  {description: "a:model="${x}, priority: 1}\n  {description: "b:c=d", priority: 1, groups: ["g"]},\n'
+        '  {\n    description = "e"\n    priority: 2\n  }\n]\n'
+    )
+    everything = [entry.description for entry in read_run_entries([str(conf)]).entries]
+    assert everything == ["a:model=text", "b:c=d", "e"] and read_conf(conf) == ["b:c=d", "e"]
+
+
+@pytest.mark.parametrize(
+    "entry, says",
+    [
+        (f"simple_mcq:model={MODEL}", "did you mean simple_mcqa or simple_mcqa_scored.*flexgen-helm entries"),
+        (f"zzzz:model={MODEL}", "'zzzz' is not known; `flexgen-helm entries`"),
+        (f"mmlu:anatomy,model={MODEL}", "'anatomy' where key=value"),
+        ("mmlu:subject=anatomy,model=opt-6.7b", "write model=flexgen/opt-6.7b$"),
+        ("mmlu:subject=anatomy,model=opt-6.7b-4bit", "write model=flexgen/opt-6.7b-4bit$"),
+        ("mmlu:model=flexgen/opt6.7b", "did you mean opt-6.7b"),
+        ("mmlu:model=flexgen/opt-6.7b-8bit", "'8bit' is no precision.*opt-6.7b-4bit"),
+        ("mmlu:model=flexgen/llama-3-8b-q4_k_m", "'q4_k_m' is no precision"),
+        ("mmlu:model=a/b,model_deployment=flexgen/opt6.7b", "did you mean opt-6.7b"),
+        ("mmlu:model=flexgen//no/such/folder", "there is no model file or folder /no/such/folder"),
+        ("mmlu:model=flexgen/a/b/c", "there is no model file or folder a/b/c"),
+    ],
+)
+def test_a_wrong_entry_is_answered_with_what_is_right(entry: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        check_entries([f"mmlu:model={MODEL}", entry], [])
+
+
+def test_advice_is_right() -> None:
+    """What is advised is accepted, whatever was typed."""
+    for typed in ("opt-6.7b", "opt-6.7b-4bit", "llama-3-8b-paper-4bit"):
+        with pytest.raises(UsageError) as refused:
+            check_entries([f"mmlu:model={typed}"], [])
+        check_entries([f"mmlu:{str(refused.value).rpartition('write ')[2]}"], [])
+    for typed in ("opt6.7b", "opt-6.7b-8bit", "smollm2", "8b-instruct", "llama-3-7b-4bit"):
+        with pytest.raises(UsageError) as refused:
+            check_entries([f"mmlu:model=flexgen/{typed}"], [])
+        advised = re.split("did you mean|write", str(refused.value))[1].partition("?")[0]
+        for name in re.split(", | or ", advised.strip()):
+            check_entries([f"mmlu:model=flexgen/{name}"], [])
+
+
+def test_models_to_run_are_checked_too() -> None:
+    check_entries(["mmlu:subject=anatomy"], [MODEL, "openai/gpt2", "opt-125m"])
+    with pytest.raises(UnknownModelError, match="did you mean opt-125m"):
+        check_entries(["mmlu:subject=anatomy"], ["flexgen/opt-126m"])
+
+
+FLAGS = [
+    ["-m", "10"],
+    ["-o", "out"],
+    ["-n4"],
+    ["--suite", "s"],
+    ["-d"],
+    ["--dry-run"],
+    ["--disable-cache"],
+    ["--exit-on-error"],
+    ["-r", "mmlu:model=flexgen/a", "x"],
+    ["-r"],
+    ["--run-entries", "y:z=1"],
+    ["--run-specs=w"],
+    ["--models-to-run", "flexgen/b", "openai/c"],
+    ["--models", "flexgen/b"],
+    ["--groups-to-run", "g"],
+    ["-c", "a.conf", "b.conf"],
+    ["--conf-paths", "c.conf"],
+    ["--priority", "2"],
+    ["--local-path", "elsewhere"],
+    ["--plugins", "p", "q"],
+    ["--enable-huggingface-models", "gpt2"],
+    ["--enable-local-huggingface-models", "/models/x"],
+    ["--skip-completed-runs"],
+    ["--num-train-trials", "3"],
+]
+
+
+@given(st.lists(st.sampled_from(FLAGS), max_size=8))
+def test_flags_are_read_as_helm_reads_them(flags: list[list[str]]) -> None:
+    argv = ["--suite", "s", "-m", "1", *(word for flag in flags for word in flag)]
+    theirs, ours = vars(build_parser().parse_args(argv)), vars(run_entries._parser().parse_known_args(argv)[0])
+    assert {name: theirs[name] or None for name in ours} == {name: value or None for name, value in ours.items()}
+
+
+def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
+    conf = tmp_path / "x.conf"
+    conf.write_text('entries: [\n  {description: "simple_mcq:model=flexgen/opt-125m", priority: 2}\n]\n')
+    with pytest.raises(UsageError, match="did you mean simple_mcqa"):
+        check_arguments(["-r", f"mmlu:model={MODEL}", "-c", str(conf), "-m", "10", "--suite", "s"])
+    with pytest.raises(UsageError, match="did you mean opt-125m"):
+        check_arguments(["-r", "mmlu", "--models-to-run", "flexgen/opt-126m"])
+    with pytest.raises(UsageError, match="needs a prefix"):
+        check_arguments(["-r", "mmlu:model=gpt2"])
+    (tmp_path / "latin.conf").write_bytes(b'entries: [{description: "\xe9"}]')
+    for accepted in (
+        ["-c", str(tmp_path / "latin.conf"), str(tmp_path)],
+        ["-c", str(conf), "--priority", "1"],  # HELM leaves the entry out
+        ["-c", str(conf), "--plugins", "theirs"],
+        ["-c", "no/such/file"],
+        ["-r", "mmlu:model=gpt2", "--enable-huggingface-models", "gpt2"],
+        ["-r", "simple_mcq", "--priority", "first"],  # refused by HELM's own parser
+        [],
+    ):
+        assert check_arguments(accepted) == []
+    assert len(check_arguments(["-r", "mmlu:model=facebook/opt-6.7b", "-m", "1"])) == 1
+
+
+def test_other_plugins_may_know_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = "theirs:model=opt-125m"
+    check_entries([entry], [], has_plugins=True)
+    with pytest.raises(UsageError, match="'theirs'"):
+        check_entries([entry], [])
+    monkeypatch.setattr(run_entries, "_has_other_plugins", lambda: True)
+    check_entries([entry], [])
+
+
+def test_a_run_spec_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(helm_run_specs._REGISTERED_RUN_SPEC_FUNCTIONS, "made_here", lambda: None)
+    check_entries([f"made_here:model={MODEL}"], [])
+
+
+def test_the_users_deployments_are_theirs(tmp_path: Path) -> None:
+    ours = {"class_name": run_entries.CLIENT_CLASS}
+    content = [
+        {"name": "flexgen/mine", "client_spec": {**ours, "args": {"path": "opt-125m"}}},
+        {"name": "lab/empty", "client_spec": {**ours, "args": {"path": str(tmp_path)}}},
+        {"name": "flexgen/dummy", "client_spec": {**ours, "args": {"path": str(tmp_path), "weights": "dummy"}}},
+        {"name": "flexgen/theirs", "client_spec": {"class_name": "x.Client"}},
+        {"name": "lab/alias", "model_name": "flexgen/alias", "client_spec": ours},
+        {"name": "flexgen/stale", "client_spec": ours},
+    ]
+    (tmp_path / "model_deployments.yaml").write_text(yaml.safe_dump({"model_deployments": content}))
+    for name in ("mine", "dummy", "theirs", "alias"):
+        check_entries([f"mmlu:model=flexgen/{name}"], [], local_path=tmp_path)
+        with pytest.raises(UnknownModelError):
+            check_entries([f"mmlu:model=flexgen/{name}"], [])
+    check_entries(["mmlu:model=lab/empty"], [], local_path=tmp_path, needs_weights=False)
+    with pytest.raises(CheckpointError, match="has no weights"):
+        check_entries(["mmlu:model=lab/empty"], [], local_path=tmp_path)
+    with pytest.raises(UnknownModelError):  # an earlier run wrote it; its name means nothing now
+        check_entries(["mmlu:model=flexgen/stale"], [], local_path=tmp_path)
+    (tmp_path / "model_deployments.yaml").write_text("- [")
+    check_entries([f"mmlu:model={MODEL}"], [], local_path=tmp_path)
+
+
+def test_a_folder_without_weights_is_refused_before_anything_is_imported(tiny: TinyModel, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    config = (tiny("llama").path / "config.json").read_text()
+    (folder / "config.json").write_text(config)
+    (tmp_path / "models.yaml").write_text(
+        "mine: mine\ndummy: {path: mine, weights: dummy}\nwhole: " + str(tiny("llama").path)
+    )
+    code = (
+        "import sys\nfrom flexgen_helm.errors import UsageError\nfrom flexgen_helm.run_entries import check_entries\n"
+        "check_entries(['mmlu:model=flexgen/whole', 'mmlu:model=flexgen/dummy'], [])\n"
+        "check_entries(['mmlu:model=flexgen/mine'], [], needs_weights=False)\n"
+        "try:\n    check_entries(['mmlu:model=flexgen/mine'], [])\nexcept UsageError as error:\n    print(error)\n"
+        "heavy = {'torch', 'transformers', 'helm', 'numpy', 'pandas'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    environment = {**os.environ, "FLEXGEN_HELM_MODELS": str(tmp_path / "models.yaml")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json"
+    ]
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert f"`flexgen-helm convert {folder}`" in done.stdout
+
+
+def pasted(message: str, folder: Path, **variables: str) -> str:
+    """Paste the lines of a message into a shell, and return what its name means to a new process there."""
+    lines = [line.strip() for line in message.splitlines()[1:]]
+    name = message.splitlines()[0].rpartition("model=flexgen/")[2].removesuffix(":")
+    look_up = f"from flexgen_helm.plugin.models import find_model as f; print(f('flexgen/{name}').path)"
+    script = "set -e\n" + "\n".join([*lines, f'{sys.executable} -c "{look_up}"'])
+    environment = {key: value for key, value in os.environ.items() if key != "FLEXGEN_HELM_MODELS"} | variables
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", ["weights", "it's: a #folder", "opt-125m", "1e3"])
+def test_the_lines_that_name_a_folder_work(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv("FLEXGEN_HELM_MODELS", raising=False)
+    folder = tmp_path / name
+    folder.symlink_to(tiny("llama").path, target_is_directory=True)
+    with pytest.raises(UsageError, match="paste these lines") as refused:
+        check_entries([f"mmlu:model=flexgen/{folder}"], [])
+    assert pasted(str(refused.value), tmp_path) == str(folder)
+    # The same name cannot be given twice: the file is there now, and the answer is the name.
+    file = str(tmp_path / "models.yaml")
+    monkeypatch.setenv("FLEXGEN_HELM_MODELS", file)
+    with pytest.raises(UsageError, match="write model=flexgen/") as refused:
+        check_entries([f"mmlu:model=flexgen/{folder}"], [])
+    assert "\n" not in str(refused.value)
+    assert pasted(str(refused.value), tmp_path, FLEXGEN_HELM_MODELS=file) == str(folder)
+    with pytest.raises(UsageError) as refused:
+        check_entries([f"mmlu:model=flexgen/{tiny('llama').path}-4bit"], [])
+    assert "-4bit:\n  echo " in str(refused.value) and "export" not in str(refused.value)
+    assert pasted(str(refused.value), tmp_path, FLEXGEN_HELM_MODELS=file) == str(tiny("llama").path)
+
+
+def test_what_is_no_model_folder_gets_no_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        check_entries([f"mmlu:model=flexgen/{tmp_path}"], [])
+
+
+def test_a_model_of_helm_that_we_have_too_is_hinted_at() -> None:
+    assert hints(["mmlu:model=facebook/opt-6.7b", "gsm:model=facebook/opt-6.7b", "gsm:model=openai/gpt2", "gsm"]) == [
+        "model=facebook/opt-6.7b is for HELM's own clients; write model=flexgen/opt-6.7b for flexgen_helm"
+    ]
+    assert hints([f"mmlu:model={MODEL}"]) == []

@@ -1,0 +1,73 @@
+"""Misspelt names find what they mean, and nonsense finds nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_helm.checkpoint.catalog import CATALOG
+from flexgen_helm.checkpoint.names import close_names
+from flexgen_helm.run_entries import run_spec_names
+from flexgen_helm.suggestions import closest, listed
+
+MODELS = {
+    "llama3-8b": "llama-3-8b",
+    "opt6.7b": "opt-6.7b",
+    "Qwen3-8B": "qwen3-8b",
+    "qwen-8b": "qwen3-8b",
+    "gemma2-9b-it": "gemma-2-9b-it",
+    "8b-instruct": "llama-3-8b-instruct",
+    "phi-3-mini": "phi-3-mini-4k-instruct",
+    "Llama-2-7b-hf": "llama-2-7b",
+    "Meta-Llama-3-8B": "llama-3-8b",
+    "meta-llama/Llama-3.1-8b": "llama-3.1-8b",
+    "facebok/opt-6.7b": "opt-6.7b",
+    "smolm2-135m-instruct": "smollm2-135m-instruct",
+    "opt-126m": "opt-125m",
+    "gpt2-xxl": "gpt2-xl",
+}
+SCENARIOS = {
+    "simple_mcq": "simple_mcqa",
+    "lambda": "lambada",
+    "wikitxt": "wikitext",
+    "mmul": "mmlu",
+    "gsm8k": "gsm",
+    "xsum": "summarization_xsum",
+    "truthfulqa": "truthful_qa",
+    "wikitext103": "wikitext_103",
+}
+
+
+@pytest.mark.parametrize("typed", MODELS)
+def test_a_misspelt_model_is_found_first(typed: str) -> None:
+    assert close_names(typed)[0] == MODELS[typed]
+
+
+@pytest.mark.parametrize("typed", SCENARIOS)
+def test_a_misspelt_scenario_is_found_first(typed: str) -> None:
+    assert closest(typed, run_spec_names())[0] == SCENARIOS[typed]
+
+
+def test_a_family_finds_its_members() -> None:
+    assert set(close_names("smollm2")) == {name for name in CATALOG if name.startswith("smollm2")}
+    assert all(name.startswith("mistral-7b") for name in close_names("mistral7b"))
+
+
+@pytest.mark.parametrize("typed", ["", "-", "bert-base", "deepseek-v3", "tinyllama", "zzz"])
+def test_what_is_like_nothing_finds_nothing(typed: str) -> None:
+    assert close_names(typed) == []
+
+
+@given(st.sampled_from(sorted(CATALOG)), st.data())
+def test_case_and_punctuation_do_not_count(name: str, data: st.DataObject) -> None:
+    """However a catalog name is punctuated, the names with its letters come first, and nothing else with them."""
+    letters = name.replace("-", data.draw(st.sampled_from(["", "_", " ", "--"])))
+    typed = letters.upper() if data.draw(st.booleans()) else letters
+    bare = name.replace("-", "").replace(".", "").replace("_", "")
+    same = {other for other in CATALOG if other.replace("-", "").replace(".", "").replace("_", "") == bare}
+    assert set(closest(typed, CATALOG)) == same
+
+
+def test_lists_for_sentences() -> None:
+    assert [listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])] == ["a", "a or b", "a, b or c"]
