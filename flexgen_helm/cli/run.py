@@ -17,6 +17,8 @@ from flexgen_helm.cli.console import output, print_table, say
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.progress import Stage, report
+from flexgen_helm.quant.precisions import split_precisions
+from flexgen_helm.run_entries import check_arguments
 from flexgen_helm.units import count, duration
 
 if TYPE_CHECKING:
@@ -49,6 +51,9 @@ def run(
 def run_and_show(arguments: Sequence[str], engine: EngineOptions, verbose: bool = False) -> int:
     """Run a suite with a panel, print its scores and what went wrong; return the exit code."""
     began = time.monotonic()
+    split_precisions(engine.get("precision", ""))
+    for hint in check_arguments(arguments, needs_weights=engine.get("weights") != "dummy"):
+        say(hint)
     log = None if verbose else _new_log()
     with redirect_stdout(sys.stderr) if log is None else Screen(log):  # stdout is for the scores
         outcome = _run(arguments, engine)

@@ -39,7 +39,7 @@ from flexgen_helm.plugin.helm_log import HelmLog
 from flexgen_helm.plugin.service import Submission, SubmittedBlock
 from flexgen_helm.plugin.usage import HelmRun, suite_usage, write_json
 from flexgen_helm.progress import Message, Stage, observed_by, report
-from flexgen_helm.quant.precisions import precision_named
+from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import versions
 
@@ -99,11 +99,6 @@ def run_suite(argv: Sequence[str], options: Mapping[str, Any] | None = None) -> 
         finally:
             context.suite, context.engine_options = None, {}
     return SuiteOutcome(exit_code, sentences, suite.finished, len(warnings), is_dry)
-
-
-def split_precisions(text: str) -> list[str]:
-    """Return the precisions of a list with commas. Raises `UsageError` for one that is not known."""
-    return [precision_named(name.strip()).name for name in text.split(",") if name.strip()]
 
 
 def _refuse(message: str) -> NoReturn:

@@ -178,6 +178,11 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 
 
+def split_precisions(text: str) -> list[str]:
+    """Return the precisions of a list with commas. Raises `UsageError` for one that is not known."""
+    return [precision_named(name.strip()).name for name in text.split(",") if name.strip()]
+
+
 def precision_named(name: str) -> Precision:
     """Return one of `PRECISIONS`. Raises `UsageError`, with the names of all."""
     if name not in PRECISIONS:
