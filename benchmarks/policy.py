@@ -82,9 +82,7 @@ def run(options: Options) -> dict[str, Any]:
     workload = QUICK if options.quick else Workload()
     workload = replace(workload, repeats=options.repeats or workload.repeats)
     folder = options.engine.get("offload_dir")
-    profile = measured_profile(
-        folder=None if folder is None else Path(folder), fresh=not options.quick
-    )
+    profile = measured_profile(folder=None if folder is None else Path(folder), fresh=not options.quick)
     return measure(workload, profile, options)
 
 

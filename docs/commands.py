@@ -20,6 +20,9 @@ HEAD = """# Commands
 `flexgen-helm` writes data to stdout, and progress and errors to stderr. The exit code is 0 for done, 1 for failed,
 2 for wrong usage or refused, and 130 for interrupted. Engine options are the same for every command that runs or
 plans an engine; they are listed [at the end](#engine-options).
+
+`flexgen-helm --install-completion` lets the shell complete commands, options, and names of models, precisions,
+schedules, devices, and machines.
 """
 ENGINE_HEAD = """## Engine options
 
@@ -48,22 +51,30 @@ def _section(name: str, command: Any, params: list[Any], has_engine_options: boo
     arguments = [param for param in params if _is_argument(param)]
     words = [f"flexgen-helm {name}", *(_word(param) for param in arguments), "[OPTIONS]"]
     if command.context_settings.get("allow_extra_args"):
-        words.append("[HELM-RUN OPTIONS]")
+        words.append("[OPTIONS OF HELM-RUN]")
     parts = [f"## {name}\n", f"```text\n{' '.join(words)}\n```\n", f"{_help_text(command.help)}\n"]
-    if params:
-        parts.append(_options(params))
+    panels = dict.fromkeys(param.rich_help_panel for param in params)
+    for panel in panels:
+        parts += [f"Options of {panel}:\n"] if panel else []
+        parts.append(_options(param for param in params if param.rich_help_panel == panel))
     if has_engine_options:
         parts.append("It also accepts the [engine options](#engine-options).\n")
     return "\n".join(parts)
 
 
 def _help_text(text: str) -> str:
-    """Paragraphs of a docstring; an example becomes a code block."""
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(
-        f"```text\n{paragraph.removeprefix('Example: ')}\n```" if paragraph.startswith("Example: ") else paragraph
-        for paragraph in paragraphs
-    )
+    """Paragraphs of a docstring; an example and indented lines become code blocks."""
+    return "\n\n".join(map(_paragraph, inspect.cleandoc(text).split("\n\n")))
+
+
+def _paragraph(text: str) -> str:
+    if text.startswith("Example: "):
+        return f"```text\n{text.removeprefix('Example: ')}\n```"
+    head, _, rest = text.partition("\n")
+    if not rest.startswith(" "):
+        return text
+    block = f"```text\n{inspect.cleandoc(chr(10) + rest)}\n```"
+    return block if head == "Example:" else f"{head}\n\n{block}"
 
 
 def _options(params: Iterable[Any]) -> str:

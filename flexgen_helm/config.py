@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 EngineOptions = Mapping[str, Any]
 WeightSource = Literal["pretrained", "dummy"]
 
-_UNITS = {"": 1, "b": 1}
+_UNITS = {"b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
@@ -41,6 +41,7 @@ class Flag:
     """A flag of the command line.
 
     metavar: placeholder of the value; None for a switch, which sets its option to False
+    choices: values that completion offers
     help: None for the option's
     key: the part of the option that the flag sets; None for all of it
     implies: (option, value) pairs that the flag sets as well
@@ -48,19 +49,22 @@ class Flag:
 
     name: str
     metavar: str | None = None
+    choices: tuple[str, ...] = ()
     help: str | None = None
     key: str | None = None
     implies: tuple[tuple[str, str], ...] = ()
 
 
 def parse_size(value: str | int) -> int:
-    """Return the bytes of 8GiB, '8 GB', '1.5GiB' or 1000. Raises ValueError if `value` is not a size."""
+    """Return the bytes of '8GiB', '8 GB' or '1.5GiB'; an int is bytes. Raises ValueError if `value` is not a size."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is not None and not match[2] and float(match[1]):
+        raise ValueError(f"has no unit; write {match[1]}{'GiB' if float(match[1]) < 1 << 20 else 'B'}")
+    unit = _UNITS.get(match[2].lower() or "b") if match else None
     if match is None or unit is None:
-        raise ValueError("is no size; write for example 8GiB (2**30 bytes each), 8GB or a number of bytes")
+        raise ValueError("is no size; write for example 8GiB (2**30 bytes each) or 8GB (10**9)")
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
@@ -124,10 +128,15 @@ def _parse_bool(value: bool) -> bool:
     return value
 
 
+def _listed(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(value: str) -> str:
         if value not in choices:
-            raise ValueError(f"is not known; take {', '.join(choices[:-1])} or {choices[-1]}")
+            raise ValueError(f"is not known; take {_listed(choices)}")
         return value
 
     return parse
@@ -150,55 +159,69 @@ class EngineConfig:
     Raises `UsageError`.
     """
 
-    revision: str | None = option(None, "Branch, tag or commit of the hub's repository.")
+    revision: str | None = option(None, "Branch, tag, or commit of the hub's repository.")
     precision: Precision | str | None = option(
         None,
-        "Formats of weights and KV cache; default: the model name's suffix, else fp16.",
-        Flag("--precision", "|".join(PRECISIONS)),
+        f"Format of weights and KV cache: {_listed(PRECISIONS)} (-s: sparse attention; paper: FlexGen's own format). "
+        "Default: what the model's name ends with, else fp16.",
+        Flag("--precision", "NAME", tuple(PRECISIONS)),
         parse=_parse_precision,
     )
     policy: Policy | str = option(
         "auto",
-        "Block size and placement, in percentages; auto searches for them.",
-        Flag("--policy", "auto|GBSxNB,wg,wc,cg,cc,hg,hc"),
+        "What is placed where: auto (default) searches, or GBSxNB,wg,wc,cg,cc,hg,hc. GBSxNB: sequences of a batch x "
+        "batches of a block. wg,wc: percent of the weights on GPU and CPU; cg,cc: of the KV cache; hg,hc: of the "
+        "hidden states; the rest is on the disk. Example: 48x3,20,80,0,100,0,100. `flexgen-helm plan` prints one.",
+        Flag("--policy", "POLICY", ("auto",)),
         parse=_parse_policy,
     )
     schedule: Schedule | Literal["auto"] = option(
         "auto",
-        "Order of the work; auto takes zigzag or prefill-only for streamed weights, else row.",
-        Flag("--schedule", "|".join(("auto", *SCHEDULES))),
+        f"Order of the work: auto (default), {_listed(SCHEDULES)}. auto takes zigzag or prefill-only for weights that "
+        "are streamed, else row.",
+        Flag("--schedule", "NAME", ("auto", *SCHEDULES)),
         parse=_one_of("auto", *SCHEDULES),
     )
     limits: MemoryLimits = option(
         MemoryLimits(),
-        "Bytes of each memory tier; default: what the machine has, less a margin.",
-        Flag("--gpu-memory", "SIZE", "Limit of the GPU tier, for example 8GiB.", key="gpu"),
-        Flag("--cpu-memory", "SIZE", "Limit of the CPU tier.", key="cpu"),
-        Flag("--disk", "SIZE", "Limit of the disk tier.", key="disk"),
+        "Bytes that each memory tier may hold; default: what the machine has, less a margin.",
+        Flag(
+            "--gpu-memory",
+            "SIZE",
+            help="Most GPU memory to use, for example 8GiB. Default of the three: what is free, less a margin.",
+            key="gpu",
+        ),
+        Flag("--cpu-memory", "SIZE", help="Most host memory to use, for example 16GiB.", key="cpu"),
+        Flag("--disk", "SIZE", help="Most space to use in --offload-dir, for example 100GiB.", key="disk"),
         parse=_parse_limits,
     )
     offload_dir: str | os.PathLike[str] | None = option(
-        None, "Folder of the disk tier; default: offload in FLEXGEN_HELM_HOME.", Flag("--offload-dir", "DIR")
+        None,
+        "Folder for what does not fit into memory, best on a fast local disk. Default: offload in FLEXGEN_HELM_HOME.",
+        Flag("--offload-dir", "DIR"),
     )
     device: str = option(
         "auto",
-        "Device that computes; sim is a GPU simulated in host memory.",
-        Flag("--device", "auto|cpu|cuda[:i]|sim"),
+        "Device that computes: auto (default), cpu, cuda, cuda:1, or sim, a GPU simulated in host memory.",
+        Flag("--device", "NAME", ("auto", "cpu", "cuda", "sim")),
         parse=_parse_device,
     )
     link_gb_s: tuple[float, float] | None = option(
-        None, "GB/s to and from the simulated GPU.", Flag("--link", "IN,OUT"), parse=_parse_link
+        None,
+        "GB/s to and from the simulated GPU, for example 12,12. Only with --device sim.",
+        Flag("--link", "IN,OUT"),
+        parse=_parse_link,
     )
     overlap: bool = option(
         True,
         "Overlap transfers with computation.",
-        Flag("--no-overlap", help="Do not overlap transfers with computation."),
+        Flag("--no-overlap", help="Do not overlap transfers with computation, to see what overlapping brings."),
         parse=_parse_bool,
     )
     cpu_attention: bool = option(
         True,
         "Attend on the CPU to a KV cache in host memory, so it need not be copied to the GPU.",
-        Flag("--no-cpu-attention", help="Never attend on the CPU."),
+        Flag("--no-cpu-attention", help="Copy a KV cache in host memory to the GPU instead of attending on the CPU."),
         parse=_parse_bool,
     )
     weights: WeightSource = option(
@@ -208,14 +231,17 @@ class EngineConfig:
         0,
         "Seed of dummy weights.",
         Flag(
-            "--dummy-weights", "[SEED]", "Random weights; the seed is 0 unless given.", implies=(("weights", "dummy"),)
+            "--dummy-weights",
+            "[SEED]",
+            help="Random weights instead of the model's, for measurements; the seed is 0 unless given.",
+            implies=(("weights", "dummy"),),
         ),
         parse=_parse_seed,
     )
     max_latency: float | None = option(
         None,
-        "Longest time a block may take, in seconds; for the search.",
-        Flag("--max-latency", "SEC"),
+        "Most seconds that a block of sequences may take; bounds the search for a policy.",
+        Flag("--max-latency", "SECONDS"),
         parse=_parse_seconds,
     )
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
+
+from flexgen_helm.errors import UsageError
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -21,6 +24,18 @@ def read_object(path: Path) -> dict[str, Any]:
 def existing_folder(path: Path) -> Path:
     """Return the path itself if it is a folder, otherwise its nearest parent that is one."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
+
+def require_writable(path: Path, name: str) -> None:
+    """Refuse a folder in which no file can be made; nothing is left there. name: of what the user gave."""
+    blocked = next((part for part in (path, *path.absolute().parents) if part.exists() and not part.is_dir()), None)
+    if blocked is not None:
+        raise UsageError(f"{name} {path} cannot be written: {blocked} is a file")
+    try:
+        with tempfile.TemporaryFile(dir=existing_folder(path)):
+            pass
+    except OSError as error:
+        raise UsageError(f"{name} {path} cannot be written: {error.strerror}") from error
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -19,10 +19,28 @@ def exact_size(num_bytes: int) -> str:
     return f"{size(num_bytes)} ({num_bytes:,} bytes)" if num_bytes >= 1 << 10 else f"{num_bytes:,} bytes"
 
 
+def size_argument(num_bytes: int) -> str:
+    """Return the size as flags take it, exactly: '8GiB', or '1000B'."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if num_bytes and num_bytes % factor == 0:
+            return f"{num_bytes // factor}{unit}"
+    return f"{num_bytes}B"
+
+
 def duration(seconds: float) -> str:
     """Return 'h:mm:ss', or 'm:ss' below one hour."""
     text = str(timedelta(seconds=round(seconds)))
     return text.removeprefix("0:").removeprefix("0")
+
+
+def spelled_duration(seconds: float) -> str:
+    """Return '3 h 12 min', '9 min 19 s' or '4.2 s', for sentences."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    large, small, units = (*divmod(round(seconds), 60), ("min", "s"))
+    if large >= 60:
+        large, small, units = (*divmod(round(seconds / 60), 60), ("h", "min"))
+    return f"{large:,} {units[0]} {small} {units[1]}"
 
 
 def count(number: int, noun: str) -> str:

@@ -13,6 +13,7 @@ from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.units import exact_size, size
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -160,6 +161,6 @@ def require_space(folder: Path, needed: int, subject: str, remedy: str) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(
-            f"{subject} {needed:,} bytes and {free:,} are free in {folder}: {needed - free:,} bytes are missing; "
+            f"{subject} {size(needed)} and {size(free)} are free in {folder}: {exact_size(needed - free)} are missing; "
             f"make room, or {remedy}"
         )

@@ -17,6 +17,8 @@ from flexgen_helm.cli.engine_flags import with_engine_flags
 from flexgen_helm.cli.entries import entries
 from flexgen_helm.cli.fetch import fetch
 from flexgen_helm.cli.generate import generate
+from flexgen_helm.cli.helm_flags import RunCommand, with_helm_flags
+from flexgen_helm.cli.help import Command, Group, help_text
 from flexgen_helm.cli.models import models
 from flexgen_helm.cli.perplexity import perplexity
 from flexgen_helm.cli.plan import plan
@@ -27,11 +29,12 @@ from flexgen_helm.cli.screen import Screen
 from flexgen_helm.errors import Interrupted
 
 app = typer.Typer(
-    help="Large language models under HELM on a machine too small for them.",
+    cls=Group,
+    help="Evaluate large language models with HELM on a machine too small for them.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+_NAMES_OF_HELP = {"help_option_names": ["-h", "--help"]}
 
 
 def _print_version(is_given: bool) -> None:
@@ -40,16 +43,16 @@ def _print_version(is_given: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(context_settings=_NAMES_OF_HELP)
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Large language models under HELM on a machine too small for them."""
+    pass
 
 
-def _add(command: Callable[..., None], *, has_screen: bool = True, **settings: Any) -> None:
+def _add(panel: str, command: Callable[..., None], *, has_screen: bool = True, **settings: Any) -> None:
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
         try:
@@ -58,24 +61,28 @@ def _add(command: Callable[..., None], *, has_screen: bool = True, **settings: A
         except KeyboardInterrupt:  # what typer does with it differs between its versions
             raise Interrupted("interrupted") from None
 
-    app.command(**settings)(wrapper)
+    settings = {"cls": Command, "context_settings": _NAMES_OF_HELP, **settings}
+    app.command(help=help_text(command.__doc__ or ""), rich_help_panel=panel, **settings)(wrapper)
 
 
-# All other flags are passed to helm-run, in the order given.
+# Flags of helm-run are passed on, in the order given. Without -h, which would be found in words such as -ohome.
+_TO_HELM = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": ["--help"]}
 _add(
-    with_engine_flags(run),
+    "Evaluate",
+    with_helm_flags(with_engine_flags(run)),
     has_screen=False,  # it has one with a log
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    cls=RunCommand,
+    context_settings=_TO_HELM,
 )
-_add(with_engine_flags(generate))
-_add(with_engine_flags(perplexity))
-_add(profile)
-_add(with_engine_flags(plan))
-_add(compare)
-_add(report)
-_add(models)
-_add(entries)
-_add(fetch)
-_add(convert)
-_add(doctor)
-_add(with_engine_flags(bench), has_screen=False)  # a panel takes time of what is measured
+_add("Evaluate", report)
+_add("Evaluate", compare)
+_add("Plan", with_engine_flags(plan))
+_add("Plan", profile)
+_add("Find", models)
+_add("Find", entries)
+_add("Models", fetch)
+_add("Models", convert)
+_add("Without HELM", with_engine_flags(generate))
+_add("Without HELM", with_engine_flags(perplexity))
+_add("This installation", doctor)
+_add("This installation", with_engine_flags(bench), has_screen=False)  # a panel takes time of what is measured

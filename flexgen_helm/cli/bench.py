@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from flexgen_helm.cli.completion import complete_benchmark
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_json
+from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.flags import CsvFlag, JsonFlag, OutFile
 from flexgen_helm.config import EngineOptions
 
@@ -14,38 +16,50 @@ from flexgen_helm.config import EngineOptions
 def bench(
     name: Annotated[
         str,
-        typer.Argument(
-            help="clients: helm-run with flexgen_helm against HELM's own Hugging Face client. "
-            "accuracy: LAMBADA and WikiText-2 beside lm-evaluation-harness. "
-            "offload: weights streamed from the disk against memory, and against Accelerate. "
-            "ablation: each technique left out, on a simulated gpu. "
-            "policy: predicted against measured time, and the chosen policy against a grid. "
-            "kernels: unpacking 4 bits, by implementation, and products with packed weights. "
-            "formats: what formats of weights and cache cost in accuracy."
-        ),
+        typer.Argument(metavar="NAME", help="One of those above.", autocompletion=complete_benchmark),
     ],
     engine: EngineOptions,
     out: OutFile = None,
     as_json: JsonFlag = False,
     as_csv: CsvFlag = False,
     entry: Annotated[
-        str | None, typer.Option(help="HELM run entry, without a model; default: the benchmark's.")
+        str | None, typer.Option(metavar="ENTRY", help="HELM run entry, without a model. Default: the benchmark's.")
     ] = None,
-    instances: Annotated[int | None, typer.Option("--instances", "-m", min=1, help="Instances of the entry.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Measurements of each side, in alternation.")] = None,
+    instances: Annotated[
+        int | None, typer.Option("--instances", "-m", min=1, metavar="N", help="Instances of the entry.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Measurements of each side, in alternation.")
+    ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A smoke test: few instances, one repeat, no figures.")
+        bool, typer.Option("--quick", help="Only try it out: few instances, one repeat. The figures mean nothing.")
     ] = False,
     python: Annotated[
         str | None,
-        typer.Option(help="accuracy: a Python with lm-evaluation-harness; default: $FLEXGEN_HELM_LM_EVAL_PYTHON."),
+        typer.Option(
+            metavar="PYTHON",
+            help="accuracy: a Python with lm-evaluation-harness. Default: what FLEXGEN_HELM_LM_EVAL_PYTHON names.",
+        ),
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="accuracy: keep the harness's results there, and reuse those of before."),
+        typer.Option(metavar="DIR", help="accuracy: keep the harness's results there, and reuse them."),
     ] = None,
 ) -> None:
-    """Run a benchmark: both sides in one invocation, in alternation, medians. Close other programs first."""
+    """Run a benchmark of flexgen_helm itself. Close other programs first.
+
+    All sides of a comparison are measured in one call, in alternation. The table shows medians.
+
+    Benchmarks:
+      clients   helm-run with flexgen_helm, against HELM's own Hugging Face client
+      accuracy  LAMBADA and WikiText-2, beside lm-evaluation-harness
+      offload   weights streamed from the disk, against memory and Accelerate
+      ablation  each technique left out, on a simulated GPU
+      policy    predicted against measured time, the chosen policy against others
+      kernels   unpacking 4 bits, and products with packed weights
+      formats   what formats of weights and KV cache cost in accuracy
+    """
+    check_engine_flags(engine)
     import pandas
 
     from flexgen_helm.benchmarks import Options, load

@@ -20,6 +20,7 @@ from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import existing_folder
+from flexgen_helm.units import size
 
 SUBPROCESS_S = 180
 LOW_MEMORY, LOW_DISK, LOW_FLOPS = 2 << 30, 5 << 30, 5e9
@@ -114,12 +115,12 @@ def _gpu() -> Finding:
     if not torch.cuda.is_available():
         return Finding("ok", "none usable; everything runs on the CPU")
     total = torch.cuda.get_device_properties(0).total_memory
-    return Finding("ok", f"{torch.cuda.get_device_name(0)}, {_gib(total)}, {torch.cuda.device_count()} in all")
+    return Finding("ok", f"{torch.cuda.get_device_name(0)}, {size(total)}, {torch.cuda.device_count()} in all")
 
 
 def _memory() -> Finding:
     memory = psutil.virtual_memory()
-    found = f"{_gib(memory.available)} of {_gib(memory.total)} available"
+    found = f"{size(memory.available)} of {size(memory.total)} available"
     if memory.available < LOW_MEMORY:
         return Finding("warning", found, "Close other programs, or choose a small model.")
     return Finding("ok", found)
@@ -127,7 +128,7 @@ def _memory() -> Finding:
 
 def _disk() -> Finding:
     free = shutil.disk_usage(existing_folder(state_dir())).free
-    found = f"{_gib(free)} free for {state_dir()}"
+    found = f"{size(free)} free for {state_dir()}"
     if free < LOW_DISK:
         return Finding("warning", found, "Make room, or name another folder in FLEXGEN_HELM_HOME.")
     return Finding("ok", found)
@@ -151,7 +152,7 @@ def _weights() -> Finding:
     if not path.is_file():
         return Finding("warning", f"{WHEEL_MODEL} is not here yet", remedy)
     if path.stat().st_size != GGUF_SIZE:
-        return Finding("failed", f"{path} is damaged: {path.stat().st_size} bytes, not {GGUF_SIZE}", remedy)
+        return Finding("failed", f"{path} is damaged: {path.stat().st_size:,} bytes, not {GGUF_SIZE:,}", remedy)
     return Finding("ok", str(path))
 
 
@@ -231,7 +232,3 @@ def _file_system(folder: Path) -> str:
     """Return the type of the file system that `folder` is on, '' if the operating system does not say."""
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     return next((mounts[path] for path in (folder.resolve(), *folder.resolve().parents) if path in mounts), "")
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

@@ -7,24 +7,34 @@ from typing import Annotated
 
 import typer
 
+from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json
 from flexgen_helm.cli.flags import JsonFlag, Revision
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="Catalog name, org--repo of the hub, or folder with .bin weights.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Name of the catalog, org--repo of the Hugging Face hub, or folder with .bin weights.",
+            autocompletion=complete_model,
+        ),
+    ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to write; by default one that the model's name finds from then on."),
+        typer.Option(metavar="DIR", help="Folder to write. Default: one where the model's name then finds it."),
     ] = None,
     revision: Revision = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Turn a model's pickled weights (.bin) into safetensors; print the folder. Nothing in them is executed.
+    """Turn a model's pickled weights (.bin) into safetensors, and print the folder.
 
-    Needs the checkpoint's size on disk and next to no memory. Models with safetensors or GGUF need no conversion.
+    No code in the pickles is executed. Needs the checkpoint's size on disk and next to no memory. Models with
+    safetensors or GGUF files need no conversion.
 
-    Example: flexgen-helm convert opt-30b
+    Example:
+      flexgen-helm convert opt-30b
     """
     from flexgen_helm.checkpoint.convert import convert as convert_checkpoint
 

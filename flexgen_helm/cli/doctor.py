@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import output, print_json
 from flexgen_helm.cli.flags import JsonFlag
 
@@ -15,11 +16,19 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(help="Also read and verify this model's weights (fetched first where needed).")
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Also check this model's weights, which are fetched first if needed.",
+            autocompletion=complete_model,
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check installation, plugin, machine and data; each line says what to do. The exit code is 1 if a check failed."""
+    """Check whether this machine has all that an evaluation needs.
+
+    Each line says what was found, and what to do if it is not enough. The exit code is 1 if a check failed.
+    """
     from flexgen_helm.cli.checks import run_checks
 
     findings = run_checks(model)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flexgen_helm.cli.completion import complete_from
 from flexgen_helm.config import OPTIONS, EngineConfig, EngineOptions, Flag, parse_option
+from flexgen_helm.files import require_writable
+from flexgen_helm.hardware.cuda import require_cuda
+from flexgen_helm.request import MemoryLimits
+from flexgen_helm.units import size_argument
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
@@ -50,6 +56,7 @@ def _typer_parameter(name: str) -> inspect.Parameter:
         help=flag.help or OPTIONS[option].metadata["help"],
         show_default=False,
         rich_help_panel="Engine",
+        autocompletion=complete_from(flag.choices) if flag.choices else None,
     )
     kind: Any = bool if flag.metavar is None else str | None
     default = False if flag.metavar is None else None
@@ -78,8 +85,37 @@ def complete_dummy_weights(argv: Sequence[str]) -> list[str]:
     return [f"{flag}=0" if word == flag and not after.isdecimal() else word for word, after in zip(argv, following)]
 
 
+def check_engine_flags(options: EngineOptions) -> None:
+    """Refuse what this machine or another flag makes impossible, before data is read and torch is imported."""
+    precisions = [name.strip() for name in str(options.get("precision", "")).split(",")]  # `run` takes several
+    for precision in filter(None, precisions):
+        parse_option("precision", precision)
+    config = EngineConfig(**{name: value for name, value in options.items() if name != "precision"})
+    if config.device.startswith("cuda"):
+        require_cuda(config.device)
+    if config.offload_dir is not None:
+        require_writable(Path(config.offload_dir), "--offload-dir")
+
+
+def to_arguments(options: EngineOptions) -> list[str]:
+    """Return the flags that stand for these options."""
+    words = []
+    for option, flag in _FLAGS.values():
+        value = options.get(option)
+        if isinstance(value, MemoryLimits):
+            value = None if (limit := getattr(value, flag.key or "")) is None else size_argument(limit)
+        if option == "seed" and options.get("weights") != "dummy":
+            continue
+        if flag.metavar is None:
+            words += [flag.name] if value is False else []
+        elif value is not None:
+            words += [flag.name, ",".join(f"{rate:g}" for rate in value) if isinstance(value, tuple) else str(value)]
+    return words
+
+
 def load_engine(model: str, options: EngineOptions) -> Engine:
     """Load `model`. What can be refused without torch is refused before torch is imported."""
+    check_engine_flags(options)
     from flexgen_helm.checkpoint.folder import read_config
     from flexgen_helm.checkpoint.names import resolve
 

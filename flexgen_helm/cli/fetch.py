@@ -14,11 +14,17 @@ def fetch(
     model: ModelName,
     revision: Revision = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read all weights again and compare them with every hash that is known.")
+        bool, typer.Option("--verify", help="Read all weights again, and compare them with the known hashes.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Obtain and verify a model's weights; print the folder or file they are in. A second call is instant."""
+    """Download a model's weights, check them, and print where they are.
+
+    Other commands fetch what they need by themselves. A second call is instant.
+
+    Example:
+      flexgen-helm fetch smollm2-135m-instruct-q4_1
+    """
     from flexgen_helm.checkpoint.fetch import fetch as obtain
 
     path = obtain(model, revision)

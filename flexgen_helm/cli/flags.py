@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.errors import UsageError
 
 
@@ -24,16 +25,25 @@ def require_folder(parameter: typer.CallbackParam, value: Path | None) -> Path |
     return value
 
 
-ModelName = Annotated[str, typer.Argument(help="Catalog name, org--repo of the hub, folder or .gguf file.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the hub's repository.")]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Name of the catalog, org--repo of the Hugging Face hub, folder, or .gguf file.",
+        autocompletion=complete_model,
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(metavar="REVISION", help="Branch, tag, or commit of the hub's repository.")
+]
 # The parameters of a command must be named `as_json` and `as_csv`.
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.", callback=_refuse_both)]
-CsvFlag = Annotated[bool, typer.Option("--csv", help="Print the table as CSV.", callback=_refuse_both)]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead.", callback=_refuse_both)]
+CsvFlag = Annotated[bool, typer.Option("--csv", help="Print the table as CSV instead.", callback=_refuse_both)]
 OutFile = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="FILE.json", help="Also write the JSON there.", callback=require_folder),
 ]
-SuiteName = Annotated[str, typer.Option("--suite", help="Name of the suite, as given to run.")]
+SuiteName = Annotated[str, typer.Option("--suite", metavar="NAME", help="Name of the suite, as given to run.")]
 OutputPath = Annotated[
     Path, typer.Option("--output-path", "-o", metavar="DIR", help="HELM's output folder, as given to run.")
 ]

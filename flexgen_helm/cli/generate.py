@@ -26,20 +26,28 @@ if TYPE_CHECKING:
 
 def generate(
     model: ModelName,
-    prompts: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="One request a line; - reads stdin.")],
+    prompts: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Requests, one a line; - reads stdin.")],
     engine: EngineOptions,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where to write; default stdout. FILE.partial keeps lines finished so far."),
+        typer.Option(metavar="FILE", help="File to write. Default: stdout. FILE.partial keeps finished lines."),
     ] = None,
 ) -> None:
-    """Answer the requests of a file, one JSON object per line, in input order.
+    """Answer the prompts of a file, without HELM.
 
-    Input line: prompt or prompt_token_ids, max_tokens, temperature, top_p, seed, stop, n, echo_logprobs, ignore_eos.
-    Output line: completions, prompt_token_ids, prompt_logprobs, error. A bad line fails alone; the exit code is then 1.
+    A line is a JSON object, in the input and in the output, and the order is the same.
 
-    With --out, each finished line is appended to FILE.partial at once, with the number of its input line, so an
-    interruption loses nothing. FILE is written whole at the end, and FILE.partial is removed.
+    Keys of a line:
+      in   prompt or prompt_token_ids; optional: max_tokens, temperature, top_p,
+           seed, stop, n, echo_logprobs, ignore_eos
+      out  completions, prompt_token_ids, prompt_logprobs, error
+
+    A bad line fails alone; the exit code is then 1. With --out, each finished line is appended to FILE.partial at once,
+    with the number of its input line, so an interruption loses nothing. At the end, FILE has all lines.
+
+    Example:
+      echo '{"prompt": "The capital of France is", "max_tokens": 8}' > in.jsonl
+      flexgen-helm generate smollm2-135m-instruct-q4_1 --prompts in.jsonl
     """
     content = read_input("--prompts", prompts).split(b"\n")
     lines = [(number, parse_line(line)) for number, line in enumerate(content, start=1) if line.strip()]

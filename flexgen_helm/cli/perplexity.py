@@ -22,13 +22,19 @@ if TYPE_CHECKING:
 
 def perplexity(
     model: ModelName,
-    text: Annotated[Path, typer.Option(metavar="FILE", help="The text, UTF-8; - reads stdin.")],
-    window: Annotated[int, typer.Option(min=2, metavar="W", help="Tokens of a window.")],
+    text: Annotated[Path, typer.Option(metavar="FILE", help="Text in UTF-8; - reads stdin.")],
+    window: Annotated[int, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window.")],
     engine: EngineOptions,
-    max_windows: Annotated[int | None, typer.Option(min=1, help="Use only the first so many windows.")] = None,
+    max_windows: Annotated[int | None, typer.Option(min=1, metavar="N", help="Score only the first N windows.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Token perplexity over non-overlapping windows of W tokens: no BOS, a window's first token is not scored."""
+    """Measure a model's token perplexity on a text, without HELM.
+
+    Windows do not overlap, have no BOS token, and their first tokens are not scored.
+
+    Example:
+      flexgen-helm perplexity smollm2-135m-instruct-q4_1 --text book.txt --window 1024
+    """
     try:
         content = read_input("--text", text).decode("utf-8")
     except UnicodeDecodeError as error:

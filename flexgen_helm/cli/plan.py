@@ -2,67 +2,107 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flexgen_helm.cli.completion import complete_hardware, complete_model
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file
+from flexgen_helm.cli.engine_flags import to_arguments
 from flexgen_helm.cli.flags import CsvFlag, JsonFlag, require_folder
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import existing_folder
+from flexgen_helm.files import existing_folder, require_writable
+from flexgen_helm.units import count, size, spelled_duration
 
 if TYPE_CHECKING:
     import pandas
 
     from flexgen_helm.hardware.profile import HardwareProfile
+    from flexgen_helm.planner.placement import Kind, Tier
     from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
 
 # Points of a frontier, from the quickest block to the best one.
 _POINTS = 12
 _COST_LABELS = {
-    "products": "products",
+    "products": "matrix products",
     "convert": "converting weights",
     "attention": "attention",
-    "host_attention": "attention on the host",
-    "to_gpu": "link in",
-    "to_cpu": "link out",
-    "disk_read": "disk read",
-    "disk_write": "disk write",
+    "host_attention": "attention on the CPU",
+    "to_gpu": "copies to the GPU",
+    "to_cpu": "copies from the GPU",
+    "disk_read": "reading the disk",
+    "disk_write": "writing the disk",
 }
+_TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
+_PHASE_NAMES = {"prefill": "prompts (prefill)", "decode": "new tokens (decode)"}
+_KIND_NAMES: Mapping[Kind, str] = {"weights": "weights", "cache": "KV cache", "activations": "hidden states"}
+# Shares that are placed further from the policy's than this are mentioned.
+_NOTABLE_SHARE = 0.02
+# An entry that HELM needs no download for; the reader puts his own in its place.
+_RUN_ENTRY = "simple_mcqa:model="
 
 
 def plan(
     engine: EngineOptions,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="M", help="Catalog name, org--repo of the hub or a folder.")
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="Name of the catalog, org--repo of the Hugging Face hub, or folder. Only its sizes are needed.",
+            autocompletion=complete_model,
+        ),
     ] = None,
-    prompt_len: Annotated[int | None, typer.Option(metavar="S", help="Tokens of a prompt.")] = None,
-    gen_len: Annotated[int | None, typer.Option(metavar="N", help="Tokens to generate for each.")] = None,
+    prompt_len: Annotated[int | None, typer.Option(metavar="TOKENS", help="Tokens of each prompt.")] = None,
+    gen_len: Annotated[int | None, typer.Option(metavar="TOKENS", help="Tokens to generate for each prompt.")] = None,
     num_seqs: Annotated[
-        int | None, typer.Option(metavar="Q", help="Sequences in all; default: as many as keep blocks full.")
+        int | None, typer.Option(metavar="N", help="Number of prompts. Default: so many that every block is full.")
     ] = None,
     hardware: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="A shipped machine, measured, or a file of `profile`.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Machine to plan for: measured (this one), the name of a shipped one such as t4 or h100, or a file "
+            "that `flexgen-helm profile -o` wrote.",
+            autocompletion=complete_hardware,
+        ),
     ] = "measured",
-    compress: Annotated[bool, typer.Option("--compress", help="Weights and cache in 4 bits.")] = False,
-    stages: Annotated[int, typer.Option(min=1, help="Machines of a pipeline, each one like this.")] = 1,
-    frontier: Annotated[bool, typer.Option("--frontier", help="Throughput under limits of latency.")] = False,
+    compress: Annotated[
+        bool, typer.Option("--compress", help="Weights and KV cache in 4 bits, as --precision 4bit.")
+    ] = False,
+    stages: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Equal machines that share the layers as a pipeline.")
+    ] = 1,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="List the best policies from the quickest to the one with most tokens/s.")
+    ] = False,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.html", help="With --frontier: also as a picture.", callback=require_folder),
+        typer.Option(metavar="FILE.html", help="With --frontier: draw them, too.", callback=require_folder),
     ] = None,
     from_csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Evaluate each row of a table of throughputs instead.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Instead: compare a table of measured throughputs with predictions."),
     ] = None,
     as_json: JsonFlag = False,
     as_csv: CsvFlag = False,
 ) -> None:
-    """Search the best policy, or evaluate the one given with --policy."""
+    """Predict how fast a model runs on a machine, and which policy makes it fastest.
+
+    A policy says how many sequences are computed together, and what is placed on GPU, CPU, and disk. Without --policy
+    the best one is searched; with it, that one is evaluated.
+
+    Example:
+      flexgen-helm plan --model opt-30b --prompt-len 512 --gen-len 32 \\
+        --num-seqs 500 --hardware t4
+    """
     config = EngineConfig(**engine)
     if from_csv is not None:
         if not set(engine) <= {"offload_dir"} or any(
@@ -81,15 +121,17 @@ def plan(
     precision = _precision_name(config, model, compress)
     problem = _problem(config, model, prompt_len, gen_len, num_seqs, hardware, precision, stages)
     if frontier:
-        _search_frontier(problem, precision, picture, as_json, as_csv)
+        _search_frontier(problem, model, picture, as_json, as_csv)
         return
     from flexgen_helm.planner.plan import make_plan
 
     made = make_plan(problem, policy=config.fixed_policy, schedule=config.schedule, max_latency=config.max_latency)
+    command = _run_command(model, engine, made)
     if as_json:
-        print_json({"model": model, "hardware": problem.hardware.name, **made.to_json()})
+        named = {"model": model, "hardware": problem.hardware.name}
+        print_json({**named, **made.to_json(), "command": shlex.join(command) if command else None})
     else:
-        _print_plan(made, model)
+        _print_plan(made, model, command)
 
 
 def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: Path | None) -> None:
@@ -183,42 +225,97 @@ def _profile(config: EngineConfig, hardware: str) -> HardwareProfile:
             raise UsageError(f"--offload-dir is a folder of this machine, not of {hardware}; leave one of them out")
         return profile_named(hardware)
     folder = state_dir() / "offload" if config.offload_dir is None else Path(config.offload_dir)
+    require_writable(folder, "--offload-dir" if config.offload_dir is not None else "FLEXGEN_HELM_HOME")
     profile = measured_profile(folder=folder)
     return replace(profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing_folder(folder)).free))
 
 
-def _print_plan(made: Plan, model: str) -> None:
-    import pandas
+def _run_command(model: str, engine: EngineOptions, made: Plan) -> list[str] | None:
+    """Return the words of the command that runs as planned; None where the plan does not fit, or for a pipeline."""
+    from flexgen_helm.checkpoint.names import split_precision
 
-    from flexgen_helm.planner.affine import fractions_by_kind
-    from flexgen_helm.planner.placement import TIERS
+    if made.problem.stages > 1 or not made.solution.prediction.feasible:
+        return None
+    kept = {name: value for name, value in engine.items() if name not in ("precision", "max_latency")}
+    precision = made.problem.precision.name
+    planned = {"precision": precision, "policy": str(made.solution.policy), "schedule": made.solution.schedule}
+    flags = to_arguments({**kept, **planned})
+    if Path(model).expanduser().exists():  # HELM knows models by name only
+        return ["flexgen-helm", "generate", model, "--prompts", "FILE.jsonl", *flags]
+    name = split_precision(model.removeprefix("flexgen/"))[0].replace("/", "--")
+    instances = 100 if made.problem.endless else made.problem.workload.num_sequences
+    return ["flexgen-helm", "run", "-r", f"{_RUN_ENTRY}flexgen/{name}", "-m", str(instances), *flags]
+
+
+def _print_plan(made: Plan, model: str, command: list[str] | None) -> None:
+    from flexgen_helm.planner.affine import fraction_vector
     from flexgen_helm.planner.predict import placed_fractions
+    from flexgen_helm.planner.problem import MEASURED
 
     problem, policy, prediction = made.problem, made.solution.policy, made.solution.prediction
     workload, console = problem.workload, output()
-    count = "" if problem.endless else f"{workload.num_sequences:,} x "
+    number = "prompts" if problem.endless else count(workload.num_sequences, "prompt")
     console.print(
-        f"{model} ({problem.precision.name}) on {problem.hardware.name}: {count}{workload.prompt:,.0f} prompt + "
-        f"{workload.output:,.0f} output tokens"
+        f"{model} ({problem.precision.name}) on {problem.hardware.name}: {number} of {workload.prompt:,.0f} tokens, "
+        f"{count(round(workload.output), 'generated token')} each"
     )
-    block = f"{policy.gpu_batch_size} x {policy.num_gpu_batches}"
-    console.print(f"block {block} sequences, schedule {made.solution.schedule}")
-    fractions, memory = fractions_by_kind(placed_fractions(problem, policy)), prediction.memory
-    kinds = {"weights": "weights", "cache": "KV cache", "activations": "hidden states"}
-    tiers = {tier: [f"{100 * shares[tier]:.0f} %" for shares in fractions.values()] for tier in TIERS}
-    for tier, cells in tiers.items():
-        workspace = memory[tier].workspace
-        cells += [_bytes(memory[tier].peak), _bytes(memory[tier].limit), _bytes(workspace) if workspace else ""]
-    print_table(pandas.DataFrame({"": [*kinds.values(), "at most", "allowed", "working memory"], **tiers}))
+    together = count(made.block_sequences, "sequence")
     if prediction.feasible:
-        seconds = pandas.DataFrame(prediction.seconds).reindex(list(_COST_LABELS)).fillna(0.0)
-        seconds = seconds[seconds.max(axis=1) > 0].rename(_COST_LABELS)
-        seconds.loc["together"] = [prediction.prefill_s, prediction.decode_s]
-        formats = dict.fromkeys(prediction.seconds, "{:,.1f}".format)
-        print_table(seconds.rename_axis("seconds of a block").reset_index(), formats=formats)
-        scope = "a block" if problem.endless else "all sequences"
-        console.print(f"{prediction.tokens_per_s:,.3g} token/s; {scope} in {prediction.latency_s:,.1f} s")
-    console.print(made.why, soft_wrap=True)
+        speed = f"{_rate(prediction.tokens_per_s)} generated tokens/s, {_rate(made.sequences_per_h)} sequences/h"
+        whole = f"{together} at a time, which take" if problem.endless else f"{number} in"
+        console.print(f"{speed}: {whole} {spelled_duration(prediction.latency_s)}")
+    print_table(_placement_table(made))
+    batches = (
+        f"in batches of {policy.gpu_batch_size:,}" if policy.gpu_batch_size < made.block_sequences else "as one batch"
+    )
+    console.print(f"Computed together: {together}, {batches}; schedule {made.solution.schedule}.")
+    exact = fraction_vector(policy, problem.compute_tier == "gpu")
+    if abs(exact - placed_fractions(problem, policy)).max() > _NOTABLE_SHARE:
+        console.print("The shares differ from the policy's, because matrices and cache blocks are placed whole.")
+    if prediction.feasible:
+        seconds = _seconds_table(made)
+        print_table(seconds, formats=dict.fromkeys(seconds.columns[1:], "{:,.1f}".format))
+    console.print(made.why)
+    if prediction.feasible:
+        console.print("Prompts that begin alike are not counted here: their common tokens are computed once.")
+    if command is not None:
+        place = "" if problem.hardware.name == MEASURED else f" on {problem.hardware.name}"
+        own = ", with your own run entries" if command[1] == "run" else ""
+        console.print(f"To run it{place}{own}:")
+        engine_flags = command.index("--precision")
+        for words, end in ((command[:engine_flags], " \\"), (command[engine_flags:], "")):
+            console.print(f"  {'' if end else '  '}{shlex.join(words)}{end}", soft_wrap=True)
+
+
+def _placement_table(made: Plan) -> pandas.DataFrame:
+    """Shares and bytes by tier."""
+    import pandas
+
+    from flexgen_helm.planner.affine import fractions_by_kind
+    from flexgen_helm.planner.predict import placed_fractions
+
+    problem, memory = made.problem, made.solution.prediction.memory
+    placement = fractions_by_kind(placed_fractions(problem, made.solution.policy))
+    table = {"": [*_KIND_NAMES.values(), "memory needed", "memory allowed", "workspace besides"]}
+    for tier, name in _TIER_NAMES.items():
+        if tier == "gpu" and problem.hardware.gpu is None:
+            continue
+        used = memory[tier]
+        shares = [f"{100 * placement[kind][tier]:.0f} %" for kind in _KIND_NAMES]
+        table[name] = [*shares, size(used.peak), size(used.limit), size(used.workspace) if used.workspace else ""]
+    return pandas.DataFrame(table)
+
+
+def _seconds_table(made: Plan) -> pandas.DataFrame:
+    """Seconds of a block by resource and phase."""
+    import pandas
+
+    prediction = made.solution.prediction
+    seconds = pandas.DataFrame(prediction.seconds).reindex(list(_COST_LABELS)).fillna(0.0)
+    seconds = seconds[seconds.max(axis=1) > 0].rename(_COST_LABELS)
+    seconds.loc["together, overlapped"] = [prediction.prefill_s, prediction.decode_s]
+    seconds = seconds.rename(columns=_PHASE_NAMES).loc[:, seconds.to_numpy().any(axis=0)]
+    return seconds.rename_axis(f"seconds of {count(made.block_sequences, 'sequence')}").reset_index()
 
 
 def _evaluate_table(path: Path, hardware: HardwareProfile, as_json: bool, as_csv: bool) -> None:
@@ -247,25 +344,32 @@ def _evaluate_table(path: Path, hardware: HardwareProfile, as_json: bool, as_csv
     for name, errors in {"all": result["summary"], **result["summary"]["by_system"]}.items():
         if errors["n"]:
             median, largest = errors["median_error"], errors["max_error"]
-            output().print(f"{name}: median error {median:.1%}, largest {largest:.0%}, {errors['n']} rows")
+            output().print(f"{name}: median error {median:.1%}, largest {largest:.0%}, {count(errors['n'], 'row')}")
 
 
-def _search_frontier(
-    problem: PlanningProblem, precision: str, picture: Path | None, as_json: bool, as_csv: bool
-) -> None:
+def _search_frontier(problem: PlanningProblem, model: str, picture: Path | None, as_json: bool, as_csv: bool) -> None:
     """Print the points of the frontier, and draw them."""
     import pandas
 
     from flexgen_helm.planner.frontier import frontier_points
 
     points = frontier_points(problem, _POINTS)
-    rows = pandas.DataFrame([{**point, **point["policy"]} for point in points]).drop(columns="policy")
+    precision, workload = problem.precision.name, problem.workload
     if as_json:
         print_json({"hardware": problem.hardware.name, "precision": precision, "points": points})
     elif as_csv:
-        print_csv(rows)
+        rows = pandas.DataFrame([{**point, **point["policy"], "--policy": point["policy_flag"]} for point in points])
+        print_csv(rows.drop(columns=["policy", "placement", "policy_flag"]))
     else:
-        print_table(_frontier_table(rows), formats={"latency of a block": "{:,.1f} s".format})
+        output().print(
+            f"{model} ({precision}) on {problem.hardware.name}: prompts of {workload.prompt:,.0f} tokens, "
+            f"{count(round(workload.output), 'generated token')} each; --schedule {points[0]['policy']['schedule']}"
+        )
+        print_table(_frontier_table(points, problem))
+        output().print(
+            "A block is the sequences that are computed at once. Weights, KV cache, and hidden states: percent on "
+            "GPU/CPU/disk."
+        )
     if picture is not None:
         from flexgen_helm.report.pages import frontier_page
 
@@ -273,19 +377,27 @@ def _search_frontier(
         say(f"the picture is in {picture}")
 
 
-def _frontier_table(rows: pandas.DataFrame) -> pandas.DataFrame:
-    table = rows[["latency_s", "tokens_per_s"]].copy()
-    table.columns = ["latency of a block", "token/s"]
-    table["token/s"] = table["token/s"].map("{:.3g}".format)
-    table["block"] = rows["gpu_batch_size"].astype(str) + "x" + rows["num_gpu_batches"].astype(str)
-    table["schedule"] = rows["schedule"]
-    for gpu, cpu in (("wg", "wc"), ("cg", "cc"), ("hg", "hc")):
-        table[f"{gpu}/{cpu}"] = rows[[gpu, cpu]].mul(100).map("{:.0f}".format).agg("/".join, axis=1)
-    return table
+def _frontier_table(points: Sequence[Mapping[str, Any]], problem: PlanningProblem) -> pandas.DataFrame:
+    import pandas
+
+    def shares(point: Mapping[str, Any], kind: str) -> str:
+        return "/".join(f"{100 * share:.0f}" for share in point["placement"][kind].values())
+
+    def row(point: Mapping[str, Any]) -> dict[str, str]:
+        policy, tokens_per_s = point["policy"], point["tokens_per_s"]
+        sequences = policy["gpu_batch_size"] * policy["num_gpu_batches"]
+        return {
+            "a block takes": spelled_duration(point["latency_s"]),
+            "at once": f"{sequences:,}",
+            "tokens/s": _rate(tokens_per_s),
+            "weights": shares(point, "weights"),
+            "KV cache": shares(point, "cache"),
+            "hidden": shares(point, "activations"),
+            "--policy": point["policy_flag"],
+        }
+
+    return pandas.DataFrame(map(row, points))
 
 
-def _bytes(count: float) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count:,.0f} B"
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -14,13 +14,15 @@ from flexgen_helm.cli.flags import OutFile
 def profile(
     out: OutFile = None,
     offload_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the disk tier, whose disk is measured.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Measure the disk of this folder. Default: offload in FLEXGEN_HELM_HOME."),
     ] = None,
-    cached: Annotated[
-        bool, typer.Option("--cached", help="Print what was measured before, if it is still valid.")
-    ] = False,
+    cached: Annotated[bool, typer.Option("--cached", help="Print the stored measurement if it still holds.")] = False,
 ) -> None:
-    """Measure this machine: bandwidths, rates and capacities, as JSON. Close other programs first."""
+    """Measure this machine for `plan` and --policy auto. Close other programs first.
+
+    Takes about 20 s. The bandwidths, rates, and capacities are printed as JSON and stored in FLEXGEN_HELM_HOME.
+    """
     from flexgen_helm.engine.machine_profile import measured_profile
 
     measured = measured_profile(folder=offload_dir, fresh=not cached).to_json()

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexgen_helm.cli.console import output, print_table, say
+from flexgen_helm.cli.engine_flags import check_engine_flags
+from flexgen_helm.cli.helm_flags import check_helm_flags
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.progress import Stage, report
@@ -35,16 +37,18 @@ def run(
         bool, typer.Option("--verbose", help="Print HELM's own output instead of writing it to a log file.")
     ] = False,
 ) -> None:
-    """Run a HELM suite: every flag of helm-run is accepted (-r, -c, -m, --suite, -o, …; -m is mandatory there too).
+    """Run HELM's evaluations with models that need not fit into memory.
 
-    The requests of all runs are computed in one block a model. Interrupted, the same command continues where it
-    stopped. The engine flags below go before what a deployment file says; --precision may name several, with commas
-    between, for `flexgen-helm compare`. `helm-run --help` lists the other flags.
+    All flags of helm-run are accepted. The requests of all runs are computed in one block a model. Interrupted, the
+    same command continues where it stopped. The engine flags go before what a deployment file says; --precision may
+    name several, with commas between, for `flexgen-helm compare`.
 
-    Example: flexgen-helm run -r simple_mcqa:model=flexgen/smollm2-135m-instruct-q4_1 -m 10 --suite first
+    Example:
+      flexgen-helm run -r simple_mcqa:model=flexgen/smollm2-135m-instruct-q4_1 \\
+        -m 10 --suite first
     """
-    if not context.args:
-        raise typer.BadParameter("nothing to run: give helm-run's flags, at least -r or -c, and -m")
+    check_helm_flags(context, context.args)
+    check_engine_flags(engine)
     raise typer.Exit(run_and_show(context.args, engine, verbose))
 
 

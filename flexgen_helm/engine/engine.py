@@ -25,6 +25,7 @@ from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.run import OnResult, Run
 from flexgen_helm.engine.run_record import EngineIdentity, predicted, run_record
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.rates import compute_dtype
 from flexgen_helm.hardware.threads import ThreadGovernor
@@ -88,6 +89,8 @@ class Engine:
         compute_tier: Tier = "cpu" if link is None else "gpu"
         simulated = link is not None and device.type == "cpu"
         folder = Path(options.offload_dir) if options.offload_dir is not None else state_dir() / "offload"
+        if options.offload_dir is not None:
+            require_writable(folder, "offload_dir")
         capacities = tier_capacities(options.limits, device, folder)
         ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
         self._tiers = Tiers(device, compute_tier, ledgers, link, folder, options.overlap)

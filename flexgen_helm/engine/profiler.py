@@ -21,6 +21,7 @@ import psutil
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.profile import Curve, Disk, HardwareProfile, Link, Processor
+from flexgen_helm.units import exact_size
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +194,7 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
     size = min(_FILE_BYTES, free // 4 // _CHUNK_BYTES * _CHUNK_BYTES)
     if size < 4 * _CHUNK_BYTES:
         raise FlexgenError(
-            f"{folder} has {free:,} bytes free, too few to measure its disk; name another with --offload-dir"
+            f"{folder} has {exact_size(free)} free, too little to measure its disk; name another with --offload-dir"
         )
     buffers = [pages(_CHUNK_BYTES) for _ in range(2 * _TRANSFERS)]
     for buffer in buffers:

@@ -31,6 +31,7 @@ from torch import Tensor
 from flexgen_helm.errors import DiskFullError, OffloadError
 from flexgen_helm.files import replace_text
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
+from flexgen_helm.units import exact_size
 
 # Bytes of one read or write: enough for the disk's full rate, few enough to be cancelled soon.
 _CHUNK = 8 << 20
@@ -63,7 +64,9 @@ class DirectFile:
                 raise _offload_error(error, path, self.size) from error
         if os.fstat(self._descriptor).st_size < self.size:
             os.close(self._descriptor)
-            raise OffloadError(f"{path} is shorter than its {self.size:,} bytes; delete it, and it is written again")
+            raise OffloadError(
+                f"{path} is shorter than its {exact_size(self.size)}; delete it, and it is written again"
+            )
 
     def read(self, offset: int, buffer: Tensor) -> None:
         """Fill the buffer from `offset` on."""
@@ -283,13 +286,13 @@ def _offload_error(error: OSError, path: Path, num_bytes: int) -> OffloadError:
     """Say what a system call's error means and what helps; num_bytes: that the file needs."""
     if error.errno == errno.EFBIG:
         return DiskFullError(
-            f"files in {path.parent} may not have the {num_bytes:,} bytes that {path.name} needs; raise the limit "
+            f"files in {path.parent} may not have the {exact_size(num_bytes)} that {path.name} needs; raise the limit "
             "(ulimit -f), or name another directory with --offload-dir"
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(path.parent).free
         return DiskFullError(
-            f"{path.parent} has {free:,} bytes free, and {num_bytes:,} are needed for {path.name}; free some, or name "
-            "another directory with --offload-dir"
+            f"{path.parent} has {exact_size(free)} free, and {exact_size(num_bytes)} are needed for {path.name}; free "
+            "some, or name another directory with --offload-dir"
         )
     return OffloadError(f"{path} cannot be used: {error.strerror}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.planner.placement import Tier, limit_flag
+from flexgen_helm.units import exact_size
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class Ledger:
         with self._lock:
             if self._in_use + num_bytes > self.limit:
                 raise MemoryLimitError(
-                    f"the {self.tier} tier is limited to {self.limit:,} bytes, of which {self._in_use:,} are in use; "
-                    f"{num_bytes:,} more bytes of {kind} do not fit: raise {limit_flag(self.tier)} or take a smaller "
-                    "block"
+                    f"the {self.tier} tier is limited to {exact_size(self.limit)}, of which {exact_size(self._in_use)} "
+                    f"are in use; {exact_size(num_bytes)} more of {kind} do not fit: raise {limit_flag(self.tier)} or "
+                    "take a smaller block"
                 )
             self._serial += 1
             allocation = Allocation(kind, num_bytes, self._serial)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.planner.affine import fractions_by_kind
 from flexgen_helm.planner.linear_program import quickest_seconds
+from flexgen_helm.planner.predict import placed_fractions
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.search import AUTOMATIC, search
 
@@ -16,7 +18,8 @@ _SLACK = 0.03
 def frontier_points(problem: PlanningProblem, count: int) -> list[dict[str, Any]]:
     """Search policies between the quickest block of one sequence and the best throughput.
 
-    Returns {latency_s of one block, tokens_per_s, policy} by latency; each has more throughput than the one before.
+    Returns {latency_s of one block, tokens_per_s, policy, placement, policy_flag} by latency; each has more throughput
+    than the one before. placement: fractions as placed; policy_flag: the text of --policy.
     Raises `MemoryLimitError` if nothing fits.
     """
     best = search(problem)
@@ -40,6 +43,8 @@ def frontier_points(problem: PlanningProblem, count: int) -> list[dict[str, Any]
                     "latency_s": solution.prediction.block_s,
                     "tokens_per_s": solution.prediction.tokens_per_s,
                     "policy": {**block, "schedule": solution.schedule, **policy.fractions},
+                    "placement": fractions_by_kind(placed_fractions(problem, policy)),
+                    "policy_flag": str(policy),
                 }
             )
     return points

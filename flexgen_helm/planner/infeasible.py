@@ -11,13 +11,14 @@ from flexgen_helm.planner.placement import TIERS, Tier, limit_flag
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.planner.problem import MEASURED, BlockShape, PlanningProblem
 from flexgen_helm.quant.precisions import PRECISIONS
+from flexgen_helm.units import exact_size, size
 
 # Missing bytes per weight that are rounding errors of the solver.
 _NOISE = 1e-6
 
 
 def explain_infeasible(problem: PlanningProblem, schedules: Sequence[Schedule], max_latency: float | None) -> str:
-    """Say in one sentence how many bytes or seconds are missing, and what helps."""
+    """Say in one sentence how much memory or time is missing, and what helps."""
     quickest = quickest_seconds(problem, schedules)
     if quickest is not None and max_latency is not None:
         return (
@@ -30,15 +31,15 @@ def explain_infeasible(problem: PlanningProblem, schedules: Sequence[Schedule], 
     needed = max(float(form @ fractions) for form in costs.memory[tier])
     limit, capacity, workspace = problem.limits[tier], problem.capacity(tier), costs.workspace[tier]
     if limit <= capacity - workspace:
-        available = f"{needed:,.0f} where {limit:,.0f} are allowed"
+        available = f"{size(needed)} where {exact_size(int(limit))} are allowed"
     else:  # the limit exceeds what the machine has
         machine = "this machine" if problem.hardware.name == MEASURED else problem.hardware.name
         room = "are allowed" if tier == "gpu" and _is_simulated(problem) else f"are all that {machine} has"
-        available = f"{needed + workspace:,.0f} where {capacity:,.0f} {room}"
+        available = f"{size(needed + workspace)} where {exact_size(int(capacity))} {room}"
     if _exceeds_noise(problem, missing[tier]):
-        short = f"{missing[tier]:,} bytes more on the {tier} tier ({available})"
+        short = f"{exact_size(missing[tier])} more on the {tier} tier, {available}"
     else:
-        short = f"up to {max(problem.storage.matrices.values()):,} bytes more, because a matrix is never split"
+        short = f"up to {exact_size(max(problem.storage.matrices.values()))} more, because a matrix is never split"
     *others, last = *_suggestions(problem, shape, tier, missing), "take a smaller model"
     advice = f"{', '.join(others)}{', or ' if others else ''}{last}"
     return f"even a block of one sequence needs {short}: {advice}"

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from flexgen_helm.planner.affine import CG, COLUMNS, HG, ONE, WEIGHTS, WG, Affine
+from flexgen_helm.planner.affine import CACHE, CG, COLUMNS, HG, ONE, WEIGHTS, WG, Affine
 from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, block_costs
 from flexgen_helm.planner.placement import TIERS, Tier, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
-from flexgen_helm.planner.predict import Prediction, evaluate, predict
+from flexgen_helm.planner.predict import Prediction, cache_blocks, evaluate, predict
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
 
 # Attempts to lower a tier's share of the weights until its whole matrices fit.
@@ -104,7 +104,8 @@ def solve(
 def finish(problem: PlanningProblem, candidate: Candidate, max_latency: float | None = None) -> Solution | None:
     """Round a candidate to what can be placed; None if that does not fit or takes too long.
 
-    If whole matrices exceed a tier, part of its share moves to the next tier.
+    If whole matrices and cache blocks exceed a tier, part of its share moves to the next tier: of the weights, and of
+    the cache where no weights are left.
     """
     fractions, schedule = candidate.fractions.copy(), candidate.shape.schedule
     next_tier: dict[Tier, Tier] = {"gpu": "cpu", "cpu": "disk"}
@@ -117,12 +118,15 @@ def finish(problem: PlanningProblem, candidate: Candidate, max_latency: float | 
         lowered = False
         for tier, following in next_tier.items():
             short = prediction.missing.get(tier, 0) / problem.stored_bytes
-            share = fractions[WEIGHTS[tier]]
-            if short and share > 0 and not candidate.resident:
-                moved = min(share, attempt * (1.05 * short + 1e-4))  # more each time, until a whole matrix moves
-                fractions[WEIGHTS[tier]] -= moved
-                fractions[WEIGHTS[following]] += moved
-                lowered = True
+            if not short:
+                continue
+            columns, step = WEIGHTS, 1.05 * short + 1e-4
+            if candidate.resident or not fractions[WEIGHTS[tier]]:
+                columns, step = CACHE, 1 / len(cache_blocks(problem, policy))
+            moved = min(fractions[columns[tier]], attempt * step)  # more each time, until something whole moves
+            fractions[columns[tier]] -= moved
+            fractions[columns[following]] += moved
+            lowered |= moved > 0
         if not lowered:
             return None
     return None

@@ -38,6 +38,7 @@ from flexgen_helm.planner.constants import (
 )
 from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, limit_flag, place, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
+from flexgen_helm.units import exact_size
 
 Fractions = Mapping[Tier, float]
 
@@ -157,8 +158,8 @@ def plan_memory(
     for tier in TIERS:
         if needed[tier] > limits[tier]:
             raise MemoryLimitError(
-                f"the {tier} tier is limited to {limits[tier]:,} bytes, and the weights with their staging need "
-                f"{needed[tier]:,} there, {needed[tier] - limits[tier]:,} more: raise {limit_flag(tier)}"
+                f"the {tier} tier is limited to {exact_size(limits[tier])}, and the weights with their staging need "
+                f"{exact_size(needed[tier] - limits[tier])} more there: raise {limit_flag(tier)}"
             )
     return plan
 

@@ -20,6 +20,7 @@ from flexgen_helm.planner.search import AUTOMATIC, search
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
+from flexgen_helm.units import exact_size
 
 # Share of a tier above which more memory may help.
 _FULL = 0.9
@@ -95,6 +96,19 @@ class Plan:
     solution: Solution
     why: str
 
+    @property
+    def block_sequences(self) -> int:
+        """Sequences that are computed together."""
+        own, workload = self.solution.policy.block_size, self.problem.workload
+        if self.problem.endless:
+            return own
+        whole = self.solution.schedule == "prefill-only"
+        return workload.num_sequences if whole else min(own, workload.num_sequences)
+
+    @property
+    def sequences_per_h(self) -> float:
+        return 3600 * self.solution.prediction.tokens_per_s / self.problem.workload.output
+
     def to_json(self) -> dict[str, Any]:
         """Return bytes, seconds and fractions as docs/explanation/planning.md describes them."""
         policy, prediction = self.solution.policy, self.solution.prediction
@@ -106,12 +120,14 @@ class Plan:
                 "schedule": self.solution.schedule,
                 "precision": self.problem.precision.name,
             },
+            "policy_flag": str(policy),
             "placement": fractions_by_kind(placed_fractions(self.problem, policy)),
             "predicted": {
                 "prefill_s": prediction.prefill_s,
                 "decode_s": prediction.decode_s,
                 "latency_s": prediction.latency_s,
                 "tokens_per_s": prediction.tokens_per_s,
+                "sequences_per_h": self.sequences_per_h,
                 "seconds": {phase: dict(seconds) for phase, seconds in prediction.seconds.items()},
             },
             "memory": {tier: asdict(memory) for tier, memory in prediction.memory.items()},
@@ -144,7 +160,7 @@ def make_plan(
     missing = solution.prediction.missing
     if missing:
         tier = max(missing, key=lambda tier: missing[tier])
-        why = f"It does not fit: the {tier} tier misses {missing[tier]:,} bytes."
+        why = f"It does not fit: the {tier} tier misses {exact_size(missing[tier])}."
     else:
         why = _explanation(problem, solution, searched=policy is None)
     return Plan(problem, solution, why)
@@ -158,7 +174,7 @@ def _explanation(problem: PlanningProblem, solution: Solution, searched: bool) -
         if seconds.get(slowest, 0.0):
             bounds.append(f"{phase} is bound by {_RESOURCE_NAMES[slowest]}")
     gains = _gains(problem, solution, searched)[:2]
-    helps = "; ".join(f"{what} would bring {gain - 1:+.0%}" for what, gain in gains if gain >= 1.02)
+    helps = "; ".join(f"{what} would bring {100 * (gain - 1):+.0f} %" for what, gain in gains if gain >= 1.02)
     return f"{_sentence(', '.join(bounds))} {_sentence(helps or 'doubling one resource brings little')}"
 
 

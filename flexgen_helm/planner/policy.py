@@ -60,6 +60,12 @@ class Policy:
         """Sequences of one block."""
         return self.gpu_batch_size * self.num_gpu_batches
 
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        shares = (self.wg, self.wc, self.cg, self.cc, self.hg, self.hc)
+        percents = (f"{round(100 * share, 4):.10g}" for share in shares)
+        return f"{self.gpu_batch_size}x{self.num_gpu_batches},{','.join(percents)}"
+
     @classmethod
     def parse(cls, text: str) -> Policy:
         """Parse 'GBSxNB,wg,wc,cg,cc,hg,hc' with percentages, as the paper writes policies."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -64,11 +65,20 @@ def predict(problem: PlanningProblem, policy: Policy, schedule: Schedule, rounde
     return evaluate(problem, BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, schedule), fractions)
 
 
+def cache_blocks(problem: PlanningProblem, policy: Policy) -> list[int]:
+    """Return the sequences of each cache block, in the order in which they are placed."""
+    shape = BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, "zigzag")
+    if not problem.endless:
+        shape = shrunk(shape, problem.workload.num_sequences)
+    batch = shape.gpu_batch_size
+    blocks = [min(BLOCK_SEQUENCES, batch - first) for first in range(0, batch, BLOCK_SEQUENCES)]
+    return blocks * shape.num_gpu_batches
+
+
 def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
     """Return the fractions as the engine achieves them: it places whole matrices and whole cache blocks."""
-    has_gpu, batch = problem.compute_tier == "gpu", policy.gpu_batch_size
-    blocks = [min(BLOCK_SEQUENCES, batch - first) for first in range(0, batch, BLOCK_SEQUENCES)]
-    cache = {str(number): sequences for number, sequences in enumerate(blocks * policy.num_gpu_batches)}
+    has_gpu = problem.compute_tier == "gpu"
+    cache = {str(number): sequences for number, sequences in enumerate(cache_blocks(problem, policy))}
     fractions = fraction_vector(policy, has_gpu)
     sizes: dict[Kind, Mapping[str, int]] = {"weights": problem.storage.matrices, "cache": cache}
     for kind, sizes_of_kind in sizes.items():
@@ -78,11 +88,27 @@ def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
     return fractions
 
 
+def as_placed(problem: PlanningProblem, policy: Policy) -> Policy:
+    """Return the policy that names the fractions which are achieved, so that what it says is what is placed.
+
+    A kind keeps its fractions if the achieved ones, in hundredths of a percent, would be placed in another way.
+    """
+    placed = placed_fractions(problem, policy)
+    for kind, columns in COLUMNS.items():
+        gpu, cpu, disk = (round(float(placed[columns[tier]]), 4) for tier in TIERS)
+        names = {"weights": ("wg", "wc"), "cache": ("cg", "cc"), "activations": ("hg", "hc")}[kind]
+        shares: dict[str, Any] = dict(zip(names, (gpu, min(cpu, 1.0 - gpu) if disk else 1.0 - gpu)))
+        named = replace(policy, **shares)
+        if np.allclose(placed_fractions(problem, named), placed, rtol=0, atol=1e-4):
+            policy = named
+    return policy
+
+
 def evaluate(problem: PlanningProblem, shape: BlockShape, fractions: Affine) -> Prediction:
     """Predict the cost of the whole workload in blocks of one shape."""
     workload, num_sequences = problem.workload, problem.workload.num_sequences
     if not problem.endless and shape.schedule in ("row", "zigzag"):
-        shape = _shrunk(shape, num_sequences)
+        shape = shrunk(shape, num_sequences)
     resident = bool(fractions[WEIGHTS[problem.compute_tier]] >= 1 - 1e-9)
     costs = block_costs(problem, shape, resident)
     prefill_s, decode_s = _phase_seconds(problem, shape, costs, fractions)
@@ -92,7 +118,7 @@ def evaluate(problem: PlanningProblem, shape: BlockShape, fractions: Affine) -> 
         latency_s *= full_blocks
         tokens = workload.output_tokens
         if rest:
-            last = _shrunk(shape, rest)
+            last = shrunk(shape, rest)
             latency_s += sum(_phase_seconds(problem, last, block_costs(problem, last, resident), fractions))
     memory, missing = _memory(problem, costs, fractions)
     phases = {"prefill": (costs.prefill, 1.0), "decode": (costs.decode, costs.decode_passes)}
@@ -104,7 +130,7 @@ def evaluate(problem: PlanningProblem, shape: BlockShape, fractions: Affine) -> 
     return Prediction(prefill_s, decode_s, latency_s, tokens / latency_s, seconds, memory, missing, bottleneck)
 
 
-def _shrunk(shape: BlockShape, sequences: int) -> BlockShape:
+def shrunk(shape: BlockShape, sequences: int) -> BlockShape:
     """Return the shape of a block that has no more than `sequences` sequences."""
     if shape.num_sequences <= sequences:
         return shape

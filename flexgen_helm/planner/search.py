@@ -7,6 +7,7 @@ rounded to whole matrices and cache blocks and evaluated again, so the predictio
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -18,6 +19,7 @@ from flexgen_helm.planner.infeasible import explain_infeasible
 from flexgen_helm.planner.linear_program import Candidate, Solution, finish, solve
 from flexgen_helm.planner.placement import TIERS, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
+from flexgen_helm.planner.predict import as_placed, shrunk
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
 
 # Schedules of 'auto'. 'row' is never better, and the model lacks the cost of the diagonal schedule's growing caches.
@@ -54,7 +56,8 @@ def search(
         solutions = list(islice((solution for solution in finished if solution is not None), _ROUNDED))
     if not solutions:
         raise MemoryLimitError(explain_infeasible(problem, schedules, max_latency))
-    return max(solutions, key=lambda done: (_rank(done.prediction.tokens_per_s), -done.policy.block_size))
+    best = max(solutions, key=lambda done: (_rank(done.prediction.tokens_per_s), -done.policy.block_size))
+    return replace(best, policy=as_placed(problem, best.policy))
 
 
 def _candidates(
@@ -90,12 +93,16 @@ def _candidates(
 
 
 def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator[tuple[BlockShape, bool]]:
-    """Yield block shapes worth trying with resident and offloaded weights, large ones first: they prune the most."""
+    """Yield block shapes worth trying with resident and offloaded weights, large ones first: they prune the most.
+
+    None has more sequences than the workload, but for those that fill its last batch.
+    """
     workload = problem.workload
     most = np.inf if problem.endless else workload.num_sequences
     room = sum(map(problem.usable, TIERS))
     sequence_bytes = problem.kv_elements * problem.cache_bytes * (workload.prompt + workload.output) / 2
     resident = (True, False) if problem.stored_bytes <= problem.usable(problem.compute_tier) else (False,)
+    known: set[BlockShape] = set()
     for schedule in schedules:
         if (schedule == "prefill-only") != (workload.output == 1):
             continue
@@ -105,7 +112,12 @@ def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator
                 too_many = sequences >= 2 * most
                 if too_many or (schedule != "prefill-only" and sequences * sequence_bytes > room):
                     continue
-                yield from ((BlockShape(batch_size, batches, schedule), flag) for flag in resident)
+                shape = BlockShape(batch_size, batches, schedule)
+                if not problem.endless:
+                    shape = shrunk(shape, workload.num_sequences)
+                if shape not in known:
+                    known.add(shape)
+                    yield from ((shape, flag) for flag in resident)
 
 
 def _least_seconds(costs: BlockCosts) -> float:

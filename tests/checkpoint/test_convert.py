@@ -241,7 +241,7 @@ def test_a_full_disk_is_known_before_anything_is_written(tmp_path: Path, monkeyp
     folder = write_pickled(tmp_path / "m")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(
-        CheckpointError, match=r"takes [\d,]+ bytes and 1,000 are free.*[\d,]+ bytes are missing.*--out"
+        CheckpointError, match=r"takes 11.6 KiB and 1,000 B are free.*[\d,]+ bytes\) are missing.*--out"
     ):
         convert(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not leftovers(tmp_path / "out")
@@ -748,7 +748,7 @@ def test_the_hub_is_asked_for_nothing_in_vain(hub: SimpleNamespace, monkeypatch:
     assert not hub.asked
     (hub.source / "model.safetensors").unlink()
     monkeypatch.setattr("flexgen_helm.checkpoint.folder.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(CheckpointError, match=r"and its conversion take [\d,]+ bytes and 1,000 are free.*missing"):
+    with pytest.raises(CheckpointError, match=r"and its conversion take [\d.]+ KiB and 1,000 B are free.*missing"):
         convert("org/repo")
     assert not any(name.endswith(".bin") for name in hub.asked)
     monkeypatch.undo()

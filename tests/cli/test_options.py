@@ -8,16 +8,19 @@ import subprocess
 import sys
 
 import pytest
-import typer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flexgen_helm import __version__, cli
 from flexgen_helm.cli import console
-from flexgen_helm.cli.engine_flags import complete_dummy_weights, with_engine_flags
+from flexgen_helm.cli.engine_flags import complete_dummy_weights, to_arguments
 from flexgen_helm.config import parse_size
 from flexgen_helm.errors import CheckpointError, Interrupted, RequestError, UsageError
 from flexgen_helm.files import replace_text
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.request import MemoryLimits
+from flexgen_helm.units import size_argument
+from tests.helpers.flags import options_of
 
 COMMANDS = ["", "run", "generate", "perplexity", "plan", "models", "entries", "fetch", "convert", "doctor", "bench"]
 
@@ -49,7 +52,6 @@ def test_version(capsys):
     "text, size",
     [
         ("0", 0),
-        ("1000", 1000),
         ("1000B", 1000),
         ("8GiB", 8 << 30),
         ("8 gib", 8 << 30),
@@ -57,7 +59,7 @@ def test_version(capsys):
         ("1.5MiB", 3 << 19),
         ("2kB", 2000),
         ("1TiB", 1 << 40),
-        ("123456789012345678901", 123456789012345678901),
+        ("123456789012345678901B", 123456789012345678901),
     ],
 )
 def test_sizes(text, size):
@@ -70,18 +72,9 @@ def test_what_is_no_size_says_how_to_write_one(text):
         parse_size(text)
 
 
-def options_of(*flags):
-    """The engine options that a command gets for these flags."""
-    calls = []
-    app = typer.Typer()
-    app.command()(with_engine_flags(lambda engine: calls.append(engine)))
-    typer.main.get_command(app).main(args=complete_dummy_weights(flags), standalone_mode=False)
-    return calls[0]
-
-
 ALL_FLAGS = [
     "--precision", "4bit", "--policy", "1x1,0,100,0,100,0,100", "--schedule", "row", "--gpu-memory", "1GiB",
-    "--disk", "5", "--offload-dir", "x", "--device", "sim", "--link", "12,8.5", "--no-overlap", "--no-cpu-attention",
+    "--disk", "5B", "--offload-dir", "x", "--device", "sim", "--link", "12,8.5", "--no-overlap", "--no-cpu-attention",
     "--dummy-weights", "7",
 ]  # fmt: skip
 
@@ -104,6 +97,33 @@ def test_flags_become_options():
     }
     assert options_of("--dummy-weights") == {"weights": "dummy", "seed": 0}
     assert options_of("--policy", "auto") == {"policy": "auto"}
+
+
+@pytest.mark.parametrize("flags", [ALL_FLAGS, ["--dummy-weights"], ["--max-latency", "9", "--gpu-memory", "1.5GB"], []])
+def test_options_become_the_flags_that_stand_for_them(flags):
+    options = options_of(*flags)
+    assert options_of(*to_arguments(options)) == options
+
+
+@given(st.integers(0, 1 << 60))
+def test_a_size_as_flags_take_it_is_exact(num_bytes):
+    assert parse_size(size_argument(num_bytes)) == num_bytes
+
+
+@given(st.integers(1, 2000), st.integers(1, 50), st.lists(st.integers(0, 10000), min_size=6, max_size=6))
+def test_a_policys_text_is_parsed_to_the_same_policy(batch, batches, parts):
+    gpu, cpu = parts[:3], [min(part, 10000 - other) for other, part in zip(parts[:3], parts[3:])]
+    policy = Policy(batch, batches, *(share / 10000 for pair in zip(gpu, cpu) for share in pair))
+    parsed = Policy.parse(str(policy))
+    assert (parsed.gpu_batch_size, parsed.num_gpu_batches) == (batch, batches)
+    assert parsed.fractions == pytest.approx(policy.fractions, abs=1e-12)
+
+
+@pytest.mark.parametrize("text", ["8", "1000", "1.5", "8589934592"])
+def test_a_size_without_a_unit_is_asked_for_one(text):
+    with pytest.raises(ValueError, match=f"has no unit; write {text}(GiB|B)$"):
+        parse_size(text)
+    assert parse_size(1000) == 1000  # Python's own numbers are bytes
 
 
 @pytest.mark.parametrize("link", ["12", "1,2,3", "a,b", "0,1", "inf,1", "nan,1"])

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from flexgen_helm import Engine, cli
 from flexgen_helm.engine import machine_profile
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.request import GenerationRequest, MemoryLimits
+from tests.helpers.flags import options_of, record_suites
 
 
 def plan(*arguments, **environment):
@@ -60,10 +63,27 @@ def test_a_given_policy_is_evaluated():
 def test_the_table_says_what_lives_where_and_why():
     done = plan("--model", "opt-30b", *LENGTHS, "--hardware", "a100", "--num-seqs", "500")
     assert done.returncode == 0, done.stderr
-    for words in ("KV cache", "token/s", "bound by", "products", "schedule", "500 x 512"):
+    for words in ("KV cache", "generated tokens/s", "sequences/h: 500 prompts in ", "bound by", "matrix products"):
         assert words in done.stdout
-    done = plan("--model", "opt-30b", *LENGTHS, "--hardware", "t4", "--frontier")
-    assert "latency of a block" in done.stdout and len(done.stdout.splitlines()) > 6
+    assert "schedule zigzag" in done.stdout and "Prompts that begin alike are not counted here" in done.stdout
+    assert "500 prompts of 512 tokens, 32 generated tokens each" in done.stdout
+
+
+def test_nothing_is_said_of_sequences_that_nobody_asked_for():
+    few = plan("--model", "opt-125m", *LENGTHS, "--hardware", "a100", "--num-seqs", "500").stdout
+    assert "Computed together: 500 sequences, as one batch" in few and "--policy 500x1" in few
+    endless = plan("--model", "opt-125m", *LENGTHS, "--hardware", "a100").stdout
+    assert "1,024 sequences at a time, which take" in endless
+    one = plan(
+        "--model", "opt-30b", "--prompt-len", "9", "--gen-len", "1", "--hardware", "t4", "--num-seqs", "1"
+    ).stdout
+    assert "1 prompt of 9 tokens, 1 generated token each" in one and "together: 1 sequence, as one batch" in one
+
+
+@pytest.mark.parametrize("flags", [(), ("--frontier",), ("--num-seqs", "500", "--precision", "4bit")])
+def test_it_fits_100_columns(flags):
+    shown = plan("--model", "opt-175b", *LENGTHS, "--hardware", "a100", *flags, COLUMNS="100").stdout
+    assert shown and max(map(len, shown.splitlines())) <= 100
 
 
 def test_tables_are_printed_as_csv_too(tmp_path):
@@ -75,7 +95,7 @@ def test_tables_are_printed_as_csv_too(tmp_path):
     )
     arguments = ("--from-csv", str(table), "--hardware", "t4")
     shown, as_json, as_csv = (plan(*arguments, *flags).stdout for flags in ((), ("--json",), ("--csv",)))
-    assert "20/80 0/100 0/100" in shown and "OOM" in shown and "1 rows" in shown
+    assert "20/80 0/100 0/100" in shown and "OOM" in shown and "1 row\n" in shown
     rows = list(csv.DictReader(io.StringIO(as_csv)))
     for row, expected in zip(rows, json.loads(as_json)["rows"], strict=True):
         assert float(row["predicted_tokens_per_s"]) == expected["predicted_tokens_per_s"]
@@ -123,7 +143,7 @@ def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
         (("--model", "opt-31b", *LENGTHS), "opt-30b"),
         (("--model", "opt-30b", *LENGTHS, "--hardware", "t5"), "t4"),
         (("--model", "opt-30b", *LENGTHS, "--cpu-memory", "-5"), "is no size"),
-        (("--model", "opt-30b", *LENGTHS, "--gpu-memory", "1MB"), "bytes more on the gpu tier"),
+        (("--model", "opt-30b", *LENGTHS, "--gpu-memory", "1MB"), "bytes) more on the gpu tier"),
         (("--model", "opt-30b", *LENGTHS, "--gpu-memory", "1MB"), "raise --gpu-memory"),
         (("--model", "opt-30b", *LENGTHS, "--policy", "48x3"), "is not of the form"),
         (("--model", "opt-30b", *LENGTHS, "--schedule", "sideways"), "zigzag"),
@@ -187,6 +207,102 @@ def test_a_picture_that_cannot_be_written_loses_no_plan(tmp_path):
     done = plan(
         "--model", "opt-125m", *LENGTHS, "--hardware", "t4", "--frontier", "--picture", str(tmp_path / "f.html")
     )  # fmt: skip
-    assert done.returncode == 1 and "latency of a block" in done.stdout
+    assert done.returncode == 1 and "a block takes" in done.stdout
     line = done.stderr.splitlines()[-1]
     assert "f.html cannot be written: Is a directory" in line and "unexpected" not in line
+
+
+def shares_shown(text):
+    """The table of shares: kind -> percent on GPU, CPU and disk."""
+    rows = [[cell.strip(" %") for cell in line.strip("│").split("│")] for line in text.splitlines() if "%" in line]
+    kinds = ("weights", "KV cache", "hidden states")
+    return {row[0].strip(): tuple(map(int, row[1:])) for row in rows if row[0].strip() in kinds}
+
+
+def test_plan_and_frontier_show_the_same_shares_and_the_policy_says_them():
+    """An earlier frontier said 11 % of the cache where a plan of the same block said 0 %."""
+    arguments = ("--model", "opt-30b", *LENGTHS, "--hardware", "t4")
+    points = json.loads(plan(*arguments, "--frontier", "--json").stdout)["points"]
+    lines = plan(*arguments, "--frontier").stdout.splitlines()
+    for point in (points[0], points[len(points) // 2], points[-1]):
+        policy = point["policy_flag"]
+        (line,) = [line for line in lines if policy in line]
+        shown = shares_shown(plan(*arguments, "--policy", policy).stdout)
+        evaluated = json.loads(plan(*arguments, "--policy", policy, "--json").stdout)
+        assert evaluated["placement"] == point["placement"]
+        assert evaluated["predicted"]["tokens_per_s"] == pytest.approx(point["tokens_per_s"])
+        for (kind, shares), letter in zip(shown.items(), "wch", strict=True):
+            assert "/".join(map(str, shares)) in line, (kind, line)
+            assert shares == pytest.approx([100 * evaluated["policy"][letter + tier] for tier in "gcd"], abs=0.51)
+
+
+def test_a_policy_that_whole_cache_blocks_cannot_meet_is_pointed_out():
+    arguments = ("--model", "opt-30b", *LENGTHS, "--hardware", "t4", "--policy")
+    uneven, even = (plan(*arguments, policy).stdout for policy in ("96x1,0,100,11,89,100,0", "96x1,0,100,0,100,100,0"))
+    assert shares_shown(uneven) == shares_shown(even)
+    assert "are placed whole" in uneven and "are placed whole" not in even
+
+
+def options_passed(command, monkeypatch):
+    """The options that HELM's side gets if the words are typed."""
+    calls = record_suites(monkeypatch)
+    assert command[0] == "flexgen-helm" and cli.main(command[1:]) == 0
+    return calls[0][1]
+
+
+@pytest.mark.parametrize(
+    "flags, limits",
+    [
+        (("--num-seqs", "500", "--cpu-memory", "60GiB"), MemoryLimits(cpu=60 << 30)),
+        (("--precision", "4bit", "--gpu-memory", "9GB", "--no-overlap"), MemoryLimits(gpu=9 * 10**9)),
+        (("--max-latency", "400", "--no-cpu-attention"), None),
+    ],
+)
+def test_the_command_that_is_printed_runs_the_plan(flags, limits, monkeypatch):
+    arguments = ("--model", "flexgen/opt-30b", *LENGTHS, "--hardware", "t4", *flags)
+    shown = plan(*arguments).stdout
+    planned = json.loads(plan(*arguments, "--json").stdout)
+    command = shlex.split(shown[shown.index("  flexgen-helm run") :].replace("\\\n", " "))
+    assert command == shlex.split(planned["command"])
+    options = options_passed(command, monkeypatch)
+    policy = options["policy"]
+    assert str(policy) == planned["policy_flag"]
+    assert options["precision"] == planned["policy"]["precision"] and options["schedule"] == "zigzag"
+    for name, share in policy.fractions.items():
+        assert share == pytest.approx(planned["policy"][name], abs=1e-6)
+    assert options.get("limits") == limits and "max_latency" not in options
+    assert ("overlap" in options) == ("--no-overlap" in flags)
+    assert ("cpu_attention" in options) == ("--no-cpu-attention" in flags)
+
+
+def test_no_command_is_printed_for_what_cannot_run():
+    arguments = ("--model", "opt-175b", *LENGTHS, "--hardware", "t4")
+    for flags in (("--stages", "4"), ("--policy", POLICY)):
+        assert "flexgen-helm run" not in plan(*arguments, *flags).stdout
+
+
+@pytest.mark.parametrize("gen_len, memory", [(6, "8MiB"), (6, "24MiB"), (1, "8MiB")])
+def test_the_engine_places_what_the_plan_shows(tiny, tmp_path, gen_len, memory):
+    """The printed command is run: 19 MB of weights and a cache of up to 37 MB, of which host memory holds a part."""
+    content = json.loads((tiny("llama").path / "config.json").read_text())
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 12, "head_dim": 32}
+    content |= {**sizes, "num_attention_heads": 8, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    workload = ("--prompt-len", "24", "--gen-len", str(gen_len), "--num-seqs", "100")
+    limits = ("--device", "cpu", "--cpu-memory", memory, "--disk", "60MiB", "--dummy-weights")
+    done = plan("--model", str(tmp_path), *workload, "--hardware", "laptop", *limits, "--json")
+    planned = json.loads(done.stdout)
+    assert planned["feasible"] and any(shares["disk"] for shares in planned["placement"].values())
+    program, command, folder, _, _, *flags = shlex.split(planned["command"])
+    assert (program, command, folder) == ("flexgen-helm", "generate", str(tmp_path))
+    requests = [
+        GenerationRequest(prompt_token_ids=[number + 3, *range(3, 26)], max_tokens=gen_len, ignore_eos=True)
+        for number in range(100)
+    ]
+    with Engine.from_pretrained(tmp_path, **options_of(*flags, "--offload-dir", str(tmp_path / "offload"))) as engine:
+        results = engine.run(requests)
+        placed = engine.last_run["achieved_placement"]
+    assert all(result.error is None for result in results)
+    assert placed["weights"] == pytest.approx(planned["placement"]["weights"], abs=1e-3)
+    if gen_len > 1:  # scoring keeps no cache
+        assert placed["cache"] == pytest.approx(planned["placement"]["cache"], abs=0.05)

@@ -1,0 +1,152 @@
+"""The flags of helm-run: shown and completed by `flexgen-helm run`, checked before HELM is imported, and passed on.
+
+tests/cli/test_helm_flags.py compares them with HELM's own parser.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Annotated, Any, NamedTuple, NoReturn
+
+import typer
+
+from flexgen_helm.cli.completion import complete_helm_models
+from flexgen_helm.cli.help import Command
+from flexgen_helm.errors import UsageError
+
+_PANEL, _RARE_PANEL = "HELM", "HELM, rarely needed"
+
+
+class HelmFlag(NamedTuple):
+    """A flag of HELM's parser.
+
+    metavar: placeholder of the value; None for a switch
+    nargs, type: as of argparse
+    """
+
+    names: tuple[str, ...]
+    metavar: str | None
+    help: str
+    example: str = ""
+    nargs: str | None = None
+    type: type = str
+    panel: str = _PANEL
+
+
+_RARE = partial(HelmFlag, panel=_RARE_PANEL)
+HELM_FLAGS: tuple[HelmFlag, ...] = (
+    HelmFlag(
+        ("-r", "--run-entries"),
+        "ENTRY…",
+        "What to run, one or more entries.",
+        "simple_mcqa:model=flexgen/opt-125m",
+        "*",
+    ),
+    HelmFlag(("-c", "--conf-paths"), "FILE…", "Files with run entries.", "runs/quickstart.conf", "+"),
+    HelmFlag(
+        ("-m", "--max-eval-instances"), "N", "Most instances per scenario; run cannot do without.", "100", type=int
+    ),
+    HelmFlag(("--suite",), "NAME", "Name of this suite, for report and compare. Default: the date.", "first"),
+    HelmFlag(("-o", "--output-path"), "DIR", "Folder of all suites. Default: benchmark_output.", "results"),
+    HelmFlag(("--models-to-run",), "MODEL…", "Run only entries of these models.", "flexgen/opt-125m", "+"),
+    HelmFlag(("--groups-to-run",), "GROUP…", "Run only entries of these groups of a -c file.", "mmlu", "+"),
+    HelmFlag(("--priority",), "N", "Run only entries up to this priority of a -c file.", "2", type=int),
+    HelmFlag(("-t", "--num-train-trials"), "N", "Trials, each with other examples in its prompts.", "3", type=int),
+    HelmFlag(("-n", "--num-threads"), "N", "Threads that make requests. Default: 4.", "8", type=int),
+    HelmFlag(("-d", "--dry-run"), None, "Make the prompts, compute nothing."),
+    HelmFlag(("--skip-completed-runs",), None, "Leave out runs that have results already."),
+    HelmFlag(("--exit-on-error",), None, "Stop at the first run that fails."),
+    HelmFlag(("--disable-cache",), None, "Reuse no stored answers."),
+    HelmFlag(("--local-path",), "DIR", "Folder of HELM's deployments and caches. Default: prod_env.", "my_env"),
+    _RARE(("--plugins",), "MODULE…", "Modules or paths that register scenarios.", "my_scenarios", "+"),
+    _RARE(("--log-config",), "FILE", "YAML file that configures HELM's log.", "log.yaml"),
+    _RARE(("--cache-instances",), None, "Keep each scenario's instances on disk, and reuse them."),
+    _RARE(("--cache-instances-only",), None, "Keep the instances, and evaluate nothing."),
+    _RARE(("--skip-instances",), None, "Make no instances, only read the entries."),
+    _RARE(("--runner-class-name",), "CLASS", "Class that takes the place of HELM's runner.", "my_module.MyRunner"),
+    _RARE(("--server-url",), "URL", "HELM's proxy server, which then answers.", "http://localhost:1959"),
+    _RARE(("--api-key-path",), "FILE", "Key of that server.", "proxy_api_key.txt"),
+    _RARE(("--mongo-uri",), "URI", "MongoDB of HELM's request cache.", "mongodb://localhost/helm"),
+    _RARE(("--enable-huggingface-models",), "REPO…", "Models of HELM's Hugging Face client.", "openai/gpt2", "+"),
+    _RARE(("--enable-local-huggingface-models",), "DIR…", "The same from folders.", "models/mine", "+"),
+    _RARE(("--run-specs",), "ENTRY…", "HELM's former name of -r.", "ENTRY", "*"),
+)
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"run: {message}")
+
+
+def check_helm_flags(context: typer.Context, args: Sequence[str]) -> None:
+    """Refuse flags of helm-run that HELM would refuse, before HELM is imported. -h prints the help of `run`."""
+    parser = _Parser(add_help=False)
+    parser.add_argument("-h", action="store_true")
+    for flag in HELM_FLAGS:
+        if flag.metavar is None:
+            parser.add_argument(*flag.names, action="store_true")
+        else:
+            parser.add_argument(*flag.names, nargs=flag.nargs, type=flag.type)
+    given, _ = parser.parse_known_args(args)  # a flag that only a newer HELM knows is left to HELM
+    if given.h:
+        typer.echo(context.get_help())
+        raise typer.Exit
+    if not (given.run_entries or given.conf_paths or given.run_specs):
+        raise UsageError(
+            "run needs -r, one or more run entries, or -c, a file with them, for example "
+            "-r simple_mcqa:model=flexgen/opt-125m"
+        )
+    if given.max_eval_instances is None:
+        raise UsageError("run needs -m, the largest number of instances per scenario, for example -m 100")
+
+
+def with_helm_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the flags of helm-run to the parameters of `run`. They are never parsed here (see `RunCommand`)."""
+    common, rare = (
+        [parameter for flag, parameter in zip(HELM_FLAGS, _PARAMETERS.values()) if flag.panel == panel]
+        for panel in (_PANEL, _RARE_PANEL)
+    )
+    parameters = [*common, *inspect.signature(command).parameters.values(), *rare]  # panels come in this order
+
+    @wraps(command)
+    def wrapper(**values: Any) -> None:
+        command(**{name: value for name, value in values.items() if name not in _PARAMETERS})
+
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper
+
+
+def _parameter(name: str, flag: HelmFlag) -> inspect.Parameter:
+    example = flag.example if flag.panel == _RARE_PANEL else f"{flag.names[0]} {flag.example}"
+    settings = typer.Option(
+        *flag.names,
+        metavar=flag.metavar,
+        help=f"{flag.help} Example: {example}" if flag.example else flag.help,
+        show_default=False,
+        rich_help_panel=flag.panel,
+        autocompletion=complete_helm_models if flag.metavar == "MODEL…" else None,
+    )
+    kind: Any = bool if flag.metavar is None else str | None
+    default = False if flag.metavar is None else None
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, settings]
+    )
+
+
+_PARAMETERS = {
+    name: _parameter(name, flag) for flag in HELM_FLAGS for name in ["helm" + flag.names[-1].replace("-", "_")]
+}
+
+
+class RunCommand(Command):
+    """The command `run`: flags of helm-run are in its help and completion, and pass unparsed, in the order given."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        for param in self.params:
+            if param.name in _PARAMETERS:
+                vars(param)["add_to_parser"] = lambda parser, ctx: None
+        return super().make_parser(ctx)

@@ -1,0 +1,87 @@
+"""The flags of helm-run that `run` lists are HELM's own; what HELM would refuse is refused before it is imported."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+import pytest
+
+from flexgen_helm import cli
+from flexgen_helm.cli.helm_flags import HELM_FLAGS, HelmFlag
+from tests.helpers.console_script import run_script
+from tests.helpers.flags import record_suites
+
+
+def differences(flags: tuple[HelmFlag, ...], parser: ArgumentParser) -> dict[str, tuple[object, object]]:
+    """What the table and HELM's parser say differently of a flag; () for one that is not there."""
+    ours = {
+        name: (flag.metavar is not None, flag.nargs, flag.type if flag.metavar else str)
+        for flag in flags
+        for name in flag.names
+    }
+    theirs = {
+        name: (action.nargs != 0, action.nargs or None, action.type or str)
+        for name, action in parser._option_string_actions.items()
+        if action.dest != "help"
+    }
+    names = ours.keys() | theirs.keys()
+    return {name: (ours.get(name, ()), theirs.get(name, ())) for name in names if ours.get(name) != theirs.get(name)}
+
+
+def test_the_flags_are_those_of_helms_parser():
+    from helm.benchmark.run import build_parser
+
+    parser = build_parser()
+    assert differences(HELM_FLAGS, parser) == {}
+    assert set(differences(HELM_FLAGS[1:], parser)) == {"-r", "--run-entries"}  # missing
+    assert set(differences((*HELM_FLAGS, HelmFlag(("--invented",), None, "")), parser)) == {"--invented"}
+    as_switch = tuple(flag._replace(metavar=None) if "--suite" in flag.names else flag for flag in HELM_FLAGS)
+    assert set(differences(as_switch, parser)) == {"--suite"}
+
+
+@pytest.mark.parametrize("columns", ["80", "100"])
+def test_the_help_lists_them_beside_the_engine_flags(columns):
+    shown = run_script("run", "--help", COLUMNS=columns)
+    assert shown.code == 0 and not shown.heavy
+    assert shown.out.index("─ HELM ─") < shown.out.index("─ Engine ─") < shown.out.index("─ HELM, rarely needed ─")
+    assert "<bool>" not in shown.out and max(map(len, shown.out.splitlines())) <= int(columns)
+    listed = {word for line in shown.out.splitlines() for word in line.split()[1:3] if word.startswith("-")}
+    # The longest name is cut at 80 columns.
+    assert {name for flag in HELM_FLAGS for name in flag.names if len(name) < 30 or columns == "100"} <= listed
+
+
+@pytest.mark.parametrize("form", [["-m", "5"], ["-m5"], ["--max-eval-instances=5"], ["--max-eval", "5"], ["-dm", "5"]])
+def test_all_forms_that_argparse_knows_are_passed_on_as_they_are(form, monkeypatch):
+    calls = record_suites(monkeypatch)
+    argv = [*form, "-r", "a:b=1", "c", "-ohome", "--of-a-newer-helm"]
+    assert cli.main(["run", *argv, "--device", "cpu"]) == 0
+    assert calls == [(argv, {"device": "cpu"})]
+
+
+def test_h_is_help():
+    shown = run_script("run", "-r", "x", "-h")
+    assert shown.code == 0 and "─ HELM ─" in shown.out and not shown.heavy
+
+
+NO_ENTRY = "run needs -r, one or more run entries, or -c, a file with them, for example -r"
+NO_INSTANCES = "run needs -m, the largest number of instances per scenario, for example -m 100"
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ((), NO_ENTRY),
+        (("-m", "10"), NO_ENTRY),
+        (("-m", "10", "-r"), NO_ENTRY),
+        (("-r", "x"), NO_INSTANCES),
+        (("-c", "runs.conf", "--suite", "s"), NO_INSTANCES),
+        (("-r", "x", "-m", "ten"), "argument -m/--max-eval-instances: invalid int value: 'ten'"),
+        (("-r", "x", "-m"), "argument -m/--max-eval-instances: expected one argument"),
+        (("-r", "x", "-m", "5", "--dry-run=yes"), "argument -d/--dry-run: ignored explicit argument 'yes'"),
+    ],
+)
+def test_what_helm_would_refuse_is_a_sentence_before_helm_is_imported(arguments, says):
+    refused = run_script("run", *arguments)
+    assert refused.code == 2 and not refused.out and not refused.heavy
+    (line,) = refused.err.splitlines()
+    assert says in line
