@@ -15,7 +15,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.metrics import Change, metric_named
 from flexgen_helm.report.paired import PairedTest, bootstrap_interval, change_between, paired_test
-from flexgen_helm.report.scores import RunScores, finite, pools, precision_rank, read_finished_runs, reused_note
+from flexgen_helm.report.scores import RunScores, by_scenario, finite, precision_rank, read_finished_runs, reused_note
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -119,8 +119,9 @@ def _compare_model(model: str, runs: Sequence[RunScores], baseline: str) -> Mode
     for precision in dict.fromkeys(run.precision for run in compared if run.precision != baseline):
         entries = {run.entry for run in compared if run.precision == precision}
         both = [run for run in compared if run.entry in entries and run.precision in (baseline, precision)]
-        of_base = {run.entry: run for run in pools(both) if run.precision == baseline}
-        for other in pools(both):
+        pools = [run for run in by_scenario(both) if run.num_runs > 1]
+        of_base = {run.entry: run for run in pools if run.precision == baseline}
+        for other in pools:
             if other.precision == precision and other.entry in of_base:
                 pooled += _compare_entry(of_base[other.entry], [other])[0]
     notes += _speed_notes(compared)

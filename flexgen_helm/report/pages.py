@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.report import tables
 from flexgen_helm.report.comparison import ModelComparison
-from flexgen_helm.report.scores import RunScores, pools, reused_note
+from flexgen_helm.report.scores import RunScores, by_scenario, reused_note
 from flexgen_helm.report.suite import BASELINE, SuiteReport
 from flexgen_helm.report.tables import Table
 from flexgen_helm.units import count, size
@@ -136,17 +136,18 @@ def scores_page(folder: Path, runs: Sequence[RunScores]) -> Page:
     """Build what `run` prints at its end: the scores of `runs`, which are in the suite's `folder`."""
     title = f"{count(len(runs), 'run')} in {folder}"
     section, reused = _scores_section(runs), reused_note(runs)
-    section = replace(section, notes=[*section.notes, *([reused] if reused else [])])
+    # The last lines are those that a terminal shows: scenarios come after their runs.
+    notes = [*section.notes, *([reused] if reused else [])]
+    section = replace(section, tables=section.tables[::-1], notes=notes)
     return Page(f"{title}: {section.title[0].lower()}{section.title[1:]}", "", [section], {})
 
 
 def suite_page(report: SuiteReport) -> Page:
     """Build the page of `flexgen-helm report`."""
-    pooled = pools(report.runs)
     sections = [
         _scores_section(report.runs),
-        Section("Throughput", _levels(report.runs, pooled, tables.throughput_table), [_COMPUTED_NOTE]),
-        Section("Padding", _levels(report.runs, pooled, tables.padding_table), [_PADDING_NOTE]),
+        Section("Throughput", _levels(report.runs, tables.throughput_table), [_COMPUTED_NOTE]),
+        Section("Padding", _levels(report.runs, tables.padding_table), [_PADDING_NOTE]),
     ]
     for name, table in tables.usage_tables(report.models).items():
         sections.append(Section(f"Time and memory of flexgen/{name}", [table], [_USAGE_NOTE]))
@@ -212,8 +213,8 @@ def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem)
 def _scores_section(runs: Sequence[RunScores]) -> Section:
     models = {run.model for run in runs}
     title = f"Scores of flexgen/{models.pop()}" if len(models) == 1 else "Scores"
-    pooled = pools(runs)
-    notes = [_SCORES_NOTE, _ERRORS_NOTE] + [_POOLED_NOTE] * bool(pooled)
+    levels = _levels(runs, tables.scores_table)
+    notes = [_SCORES_NOTE, _ERRORS_NOTE] + [_POOLED_NOTE] * (len(levels) > 1)
     totals: dict[str, list[float]] = {}
     for run in runs:
         total = totals.setdefault(run.precision, [0.0, 0.0, 0.0])
@@ -225,29 +226,33 @@ def _scores_section(runs: Sequence[RunScores]) -> Section:
         if seconds > 0
     ]
     notes += [f"Tokens/s: {', '.join(rates)}"] * bool(rates)
-    return Section(title, _levels(runs, pooled, tables.scores_table), notes)
+    return Section(title, levels, notes)
 
 
-def _levels(runs: Sequence[RunScores], pooled: Sequence[RunScores], build: Any) -> list[Table]:
-    """Return a table of pooled runs, if there are any, and one of all runs, collapsed if it is long."""
-    table = build(runs)
-    if not pooled:
+def _levels(runs: Sequence[RunScores], build: Callable[[Sequence[RunScores], bool], Table]) -> list[Table]:
+    """Return a table by scenario if a scenario has several runs, and one of all runs, collapsed if it is long."""
+    show_model = len({run.model for run in runs}) > 1
+    table, pooled = build(runs, show_model), by_scenario(runs)
+    if len(pooled) == len(runs):
         return [table]
-    return [
-        replace(build(pooled, pooled=True), title="Scenarios of several runs"),
-        replace(table, title=f"All {len(runs)} runs", collapsed=len(table.cells) > _MAX_ROWS),
-    ]
+    every = replace(table, title=f"All {len(runs)} runs", collapsed=len(table.cells) > _MAX_ROWS)
+    return [replace(build(pooled, show_model), title="By scenario"), every]
 
 
 def _comparison_section(
     title: str, model: ModelComparison, baseline: str, notes: Sequence[str], runs: Sequence[RunScores]
 ) -> Section:
     links = {(run.entry, run.precision): tables.run_link(run) for run in runs if run.model == model.model}
-    pooled = tables.comparison_tables(model.pooled, baseline)
-    shown = [replace(table, title=f"{table.title}, scenarios of several runs") for table in pooled]
-    for table in tables.comparison_tables(model.comparisons, baseline, links):
-        shown.append(replace(table, collapsed=bool(pooled) and len(table.cells) > _MAX_ROWS))
-    return Section(title, [*shown, replace(tables.speeds_table(model.speeds), title="Speed")], notes)
+    every = tables.comparison_tables(model.comparisons, baseline, links)
+    if model.pooled:
+        pooled = {each.run.partition(" (")[0] for each in model.pooled}
+        others = [each for each in model.comparisons if each.run.partition(":")[0] not in pooled]
+        shown = tables.comparison_tables([*model.pooled, *others], baseline, links)
+        shown = [replace(table, title=f"{table.title}, by scenario") for table in shown]
+        every = shown + [
+            replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in every
+        ]
+    return Section(title, [*every, replace(tables.speeds_table(model.speeds), title="Speed")], notes)
 
 
 def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:

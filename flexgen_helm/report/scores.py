@@ -40,12 +40,14 @@ class RunScores:
     run: content of `flexgen_run.json`; empty if the run has none.
     instances: a row per scored instance, with the statistics that the scores follow from; empty if HELM has not
         written them.
+    num_runs: more than one for a pool.
     """
 
     name: str
     scores: dict[str, float]
     run: dict[str, Any]
     instances: pd.DataFrame = field(compare=False, repr=False)
+    num_runs: int = 1
 
     @property
     def entry(self) -> str:
@@ -196,15 +198,18 @@ def pool(runs: Sequence[RunScores]) -> RunScores:
         "padding": padding,
         **_sums([{key: value for key, value in run.run.items() if key in _SUMMED} for run in runs]),
     }
-    return RunScores(f"{runs[0].scenario} ({len(runs)} runs)", scores, record, instances)
+    return RunScores(f"{runs[0].scenario} ({len(runs)} runs)", scores, record, instances, len(runs))
 
 
-def pools(runs: Iterable[RunScores]) -> list[RunScores]:
-    """Return the pool of every scenario that has `_MIN_POOLED` or more runs of a model in a precision."""
+def by_scenario(runs: Iterable[RunScores]) -> list[RunScores]:
+    """Replace the runs of a model, precision and scenario by their pool if there are `_MIN_POOLED` or more."""
     groups: dict[tuple[str, str, str], list[RunScores]] = {}
     for run in runs:
         groups.setdefault((run.scenario, run.model, run.precision), []).append(run)
-    return [pool(group) for group in groups.values() if len(group) >= _MIN_POOLED]
+    pooled: list[RunScores] = []
+    for group in groups.values():
+        pooled += [pool(group)] if len(group) >= _MIN_POOLED else group
+    return pooled
 
 
 def precision_rank(precision: str) -> tuple[int, str]:

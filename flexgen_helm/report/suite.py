@@ -17,7 +17,7 @@ SUITE_FILE = "flexgen_suite.json"
 BASELINE = "fp16"
 # HELM writes this into the folder names of our runs.
 _FLEXGEN_MODEL = "model=flexgen_"
-_RESUME = "run the command that made the suite again, and it goes on with them"
+_RESUME = "run the command that made the suite again, and it continues with what is missing"
 # Names of runs that a note lists.
 _MAX_NAMES = 5
 

@@ -116,8 +116,8 @@ def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
 # --- Scores ---
 
 
-def scores_table(runs: Sequence[RunScores], pooled: bool = False) -> Table:
-    """Return a row per run and metric. The models are a column if there are several. pooled: `runs` are of `pools`."""
+def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
+    """Return a row per run and metric."""
     rows = [
         (run.entry, metric, f"flexgen/{run.model}", run.precision, _score_and_error(run, metric),
          f"{run.num_scored:,}" if run.num_scored else "", _whole(run.workload.get("num_requests")), run_link(run))
@@ -135,9 +135,9 @@ def scores_table(runs: Sequence[RunScores], pooled: bool = False) -> Table:
     }
     frame = frame.sort_values(list(order), key=lambda column: order[str(column.name)](column), kind="stable")
     links = {"run entry": list(frame.pop("link"))}
-    if frame["model"].nunique() == 1:
+    if not show_model:
         del frame["model"]
-    return Table(frame, num_keys=2, links={} if pooled else links)
+    return Table(frame, num_keys=2, links=links)
 
 
 def _score_and_error(run: RunScores, metric: str) -> str:
@@ -151,12 +151,12 @@ def _score_and_error(run: RunScores, metric: str) -> str:
 # --- Throughput and padding ---
 
 
-def throughput_table(runs: Sequence[RunScores], pooled: bool = False) -> Table:
+def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row of tokens and seconds per run; * marks throughputs that `reused_note` explains."""
     runs = _by_entry(runs)
     rates = [run.num_tokens / run.latency_s if run.latency_s > 0 else 0.0 for run in runs]
     cells = {
-        **_run_cells(runs),
+        **_run_cells(runs, show_model),
         "requests": [_whole(run.workload.get("num_requests")) for run in runs],
         "prompt tokens": [_whole(run.workload.get("prompt_tokens")) for run in runs],
         "computed": [_whole(run.workload.get("prompt_tokens_computed")) for run in runs],
@@ -164,10 +164,10 @@ def throughput_table(runs: Sequence[RunScores], pooled: bool = False) -> Table:
         "time": [_seconds(run.latency_s) for run in runs],
         "tokens/s": [f"{rate:,.0f}" + " *" * (run.num_reused > 0) for run, rate in zip(runs, rates)],
     }
-    return Table(pd.DataFrame(cells), links=_links(runs, pooled), marks={"tokens/s": _bars(rates)})
+    return Table(pd.DataFrame(cells), links=_links(runs), marks={"tokens/s": _bars(rates)})
 
 
-def padding_table(runs: Sequence[RunScores], pooled: bool = False) -> Table:
+def padding_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return the tokens of each run without padding, and with two ways of padding; as it was run if it padded too."""
     runs = [run for run in _by_entry(runs) if run.num_tokens]
     columns = {
@@ -181,7 +181,7 @@ def padding_table(runs: Sequence[RunScores], pooled: bool = False) -> Table:
     largest = [max(values) for values in zip(*columns.values())]  # of each row
     cells = {name: list(map(_whole, values)) for name, values in columns.items()}
     marks = {name: [Mark(0, 100 * v / top) for v, top in zip(values, largest)] for name, values in columns.items()}
-    return Table(pd.DataFrame({**_run_cells(runs), **cells}), links=_links(runs, pooled), marks=marks)
+    return Table(pd.DataFrame({**_run_cells(runs, show_model), **cells}), links=_links(runs), marks=marks)
 
 
 def _by_entry(runs: Sequence[RunScores]) -> list[RunScores]:
@@ -190,8 +190,8 @@ def _by_entry(runs: Sequence[RunScores]) -> list[RunScores]:
     return sorted(runs, key=lambda run: (places[run.entry], run.model, precision_rank(run.precision)))
 
 
-def _run_cells(runs: Sequence[RunScores]) -> dict[str, list[str]]:
-    models = {"model": [f"flexgen/{run.model}" for run in runs]} if len({run.model for run in runs}) > 1 else {}
+def _run_cells(runs: Sequence[RunScores], show_model: bool) -> dict[str, list[str]]:
+    models = {"model": [f"flexgen/{run.model}" for run in runs]} if show_model else {}
     return {"run entry": [run.entry for run in runs], **models, "precision": [run.precision for run in runs]}
 
 
@@ -429,12 +429,12 @@ def _wrapped(name: str, width: int = 34) -> str:
 
 
 def run_link(run: RunScores) -> str:
-    """Return the run's folder, seen from that of its suite; './' because a colon would end a scheme."""
-    return f"./{quote(run.name)}/"
+    """Return the run's folder, seen from that of its suite; '' for a pool."""
+    return f"./{quote(run.name)}/" if run.num_runs == 1 else ""  # without './' a colon would end a scheme
 
 
-def _links(runs: Sequence[RunScores], pooled: bool) -> dict[str, list[str]]:
-    return {} if pooled else {"run entry": list(map(run_link, runs))}
+def _links(runs: Sequence[RunScores]) -> dict[str, list[str]]:
+    return {"run entry": list(map(run_link, runs))}
 
 
 def _bars(values: Iterable[float]) -> list[Mark | None]:
@@ -461,6 +461,8 @@ def _score(value: float) -> str:
 
 
 def _change(comparison: Comparison) -> str:
+    if not math.isfinite(comparison.change):
+        return ""
     change = _in_unit(comparison, comparison.change)
     return f"{change} pp" if _unit(comparison) == "pp" else change
 

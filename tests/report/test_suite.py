@@ -131,6 +131,16 @@ def test_several_models_are_a_column(tmp_path):
     assert max(map(len, text.splitlines())) <= TEXT_WIDTH and text.startswith(f"4 runs in {tmp_path}: scores")
 
 
+def test_a_pool_of_one_model_says_which_and_keeps_the_others(tmp_path):
+    write_mmlu(tmp_path, 3)
+    write_run(tmp_path, "boolq", "fp16", {"exact_match": 0.5}, accuracies([1, 0]), model="other")
+    summary, every = suite_page(read_suite(tmp_path)).sections[0].tables
+    assert [row[0] + row[2] for row in rows_of(summary)] == [
+        "boolqflexgen/other", "mmlu (3 runs)flexgen/tiny", "mmlu (3 runs)flexgen/tiny"
+    ]  # fmt: skip
+    assert [bool(link) for link in summary.links["run entry"]] == [True, False, False] and len(every.cells) == 7
+
+
 def test_scores_that_are_not_finite_are_shown(tmp_path):
     for precision, logprob in (("fp16", -3.0), ("4bit", -math.inf)):
         instances = {f"id{i}": {"logprob": logprob} for i in range(3)}
@@ -189,7 +199,7 @@ def test_nothing_to_report_is_one_message(tmp_path):
         read_suite(tmp_path)
 
 
-GOES_ON = "run the command that made the suite again, and it goes on with them"
+GOES_ON = "run the command that made the suite again, and it continues with what is missing"
 
 
 def test_runs_that_are_missing_are_named(suite):
