@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.report import tables
 from flexgen_helm.report.comparison import ModelComparison
-from flexgen_helm.report.scores import RunScores, by_scenario, reused_note
+from flexgen_helm.report.scores import RunScores, by_scenario, precision_rank, reused_note
 from flexgen_helm.report.suite import BASELINE, SuiteReport
 from flexgen_helm.report.tables import Table
 from flexgen_helm.units import count, size
@@ -27,8 +27,7 @@ TEXT_WIDTH = 100
 _MAX_ROWS = 30
 
 _SCORES_NOTE = (
-    "HELM scores the instances of the test split only (without one: of valid), so fewer instances are scored than "
-    "requested"
+    "HELM scores one split of the instances only (test, else valid), and an instance may have several requests"
 )
 _ERRORS_NOTE = (
     "± is one standard error over the scored instances; for perplexities and bits per byte by the delta method"
@@ -222,7 +221,7 @@ def _scores_section(runs: Sequence[RunScores]) -> Section:
             total[place] += amount
     rates = [
         f"{precision} {tokens / seconds:,.0f}" + " *" * bool(reused)
-        for precision, (tokens, seconds, reused) in totals.items()
+        for precision, (tokens, seconds, reused) in sorted(totals.items(), key=lambda item: precision_rank(item[0]))
         if seconds > 0
     ]
     notes += [f"Tokens/s: {', '.join(rates)}"] * bool(rates)
@@ -276,7 +275,7 @@ def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
     )
     facts = {
         "model": _distinct(f"flexgen/{run.model}" for run in runs),
-        "precisions": ", ".join(sorted({run.precision for run in runs}, key=tables.precision_rank)),
+        "precisions": ", ".join(sorted({run.precision for run in runs}, key=precision_rank)),
         "machine": _distinct(machines),
         "limits": _limits_text(limits),
         "versions": _distinct(versions),

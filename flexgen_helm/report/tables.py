@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from textwrap import wrap
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 import pandas as pd
@@ -134,7 +134,7 @@ def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
         "precision": lambda column: column.map(precision_rank),
     }
     frame = frame.sort_values(list(order), key=lambda column: order[str(column.name)](column), kind="stable")
-    links = {"run entry": list(frame.pop("link"))}
+    links = {"precision": list(frame.pop("link"))}
     if not show_model:
         del frame["model"]
     return Table(frame, num_keys=2, links=links)
@@ -369,50 +369,49 @@ def frontier_table(points: Sequence[Mapping[str, Any]]) -> Table:
 
 def markdown(table: Table) -> str:
     """Return a markdown table whose columns also line up in a terminal."""
-    body = [
-        ["" if repeated else cell for cell, repeated in zip(row, flags)] + row[table.num_keys :]
-        for row, flags in zip(table.cells.to_numpy().tolist(), table.repeats)
-    ]
-    rows = [list(table.cells.columns), *body]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    right = table.right_aligned
+    headings, right, rows = _printed(table)
+    widths = [max(map(len, column)) for column in zip(headings, *rows)]
     rule = "|".join("-" * (width + 1) + ("-", ":")[r] for width, r in zip(widths, right))
     lines = [
         "| " + " | ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right)) + " |"
-        for row in rows
+        for row in (headings, *rows)
     ]
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
 
 
 def text(table: Table, width: int) -> str:
-    """Return a table of at most `width` columns, if its names allow it; a second key is set below the first."""
+    """Return a table of at most `width` columns. In a narrow terminal numbers fold before metrics do."""
     from io import StringIO
 
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as Drawing
 
+    headings, right, rows = _printed(table)
     drawing = Drawing(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    least = max((len(metric) + 2 for metric in table.cells.iloc[:, 1]), default=None) if table.num_keys == 2 else None
+    for place, (heading, *cells) in enumerate(zip(headings, *rows)):
+        lines = wrap(heading, max(10, *map(len, cells), 0)) if right[place] else [heading]
+        justify: Literal["left", "right"] = "right" if right[place] else "left"
+        drawing.add_column("\n".join(lines), justify=justify, overflow="fold", min_width=least if place == 0 else None)
+    for row in rows:
+        drawing.add_row(_wrapped(row[0]), *row[1:])
+    output = StringIO()
+    Console(file=output, width=width, color_system=None, highlight=False, markup=False, emoji=False).print(drawing)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+
+def _printed(table: Table) -> tuple[list[str], list[bool], list[list[str]]]:
+    """Return headings, alignment and rows of plain text. Keys are not repeated; a second one is below the first."""
     stacked = table.num_keys == 2
-    metrics = [len(name) + 2 for name in table.cells.iloc[:, 1]] if stacked else []
-    for place, (name, right) in enumerate(zip(table.cells, table.right_aligned)):
-        # A heading is at most as wide as its cells, or 10. In a narrow terminal numbers fold before metrics do.
-        heading = wrap(name, max(10, *map(len, table.cells[name]), 0)) if right else [name]
-        least = max(metrics, default=None) if place == 0 else None
-        if place != 1 or not stacked:
-            drawing.add_column(
-                "\n".join(heading), justify="right" if right else "left", overflow="fold", min_width=least
-            )
-    for row, flags in zip(table.cells.to_numpy().tolist(), table.repeats):
-        if stacked:
-            if not flags[0]:
-                drawing.add_row(_wrapped(row[0]))
-            drawing.add_row("" if flags[1] else f"  {row[1]}", *row[2:])
-        else:
-            drawing.add_row("" if flags[0] else _wrapped(row[0]), *row[1:])
-    console = Console(file=StringIO(), width=width, color_system=None, highlight=False, markup=False, emoji=False)
-    console.print(drawing)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+    rows = []
+    for row, repeated in zip(table.cells.to_numpy().tolist(), table.repeats):
+        if stacked and not repeated[0]:
+            rows.append([row[0], *[""] * (len(row) - 2)])
+        key = row[stacked] if not repeated[stacked] else ""
+        rows.append([f"  {key}" if stacked and key else key, *row[table.num_keys :]])
+    columns = [0, *range(table.num_keys, len(table.cells.columns))]
+    return [str(table.cells.columns[n]) for n in columns], [table.right_aligned[n] for n in columns], rows
 
 
 def _wrapped(name: str, width: int = 34) -> str:
@@ -434,7 +433,7 @@ def run_link(run: RunScores) -> str:
 
 
 def _links(runs: Sequence[RunScores]) -> dict[str, list[str]]:
-    return {"run entry": list(map(run_link, runs))}
+    return {"precision": list(map(run_link, runs))}
 
 
 def _bars(values: Iterable[float]) -> list[Mark | None]:

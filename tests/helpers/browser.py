@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
@@ -87,10 +86,6 @@ class Browser:
         """What does not fit, is hard to read, or overlaps, with all collapsed parts open."""
         self.run("document.querySelectorAll('details').forEach(e => e.open = true)")
         return list(self.run(_FIND_PROBLEMS))
-
-    def screenshot(self, path: Path) -> None:
-        picture = self._devtools("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True})
-        path.write_bytes(base64.b64decode(picture["data"]))
 
     def quit(self) -> None:
         self._send(urllib.request.Request(self._address, method="DELETE"))
