@@ -210,8 +210,8 @@ def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem)
 
 
 def _scores_section(runs: Sequence[RunScores]) -> Section:
-    models = {run.model for run in runs}
-    title = f"Scores of flexgen/{models.pop()}" if len(models) == 1 else "Scores"
+    models = {run.typed_model for run in runs}
+    title = f"Scores of {models.pop()}" if len(models) == 1 else "Scores"
     levels = _levels(runs, tables.scores_table)
     notes = [_SCORES_NOTE, _ERRORS_NOTE] + [_POOLED_NOTE] * (len(levels) > 1)
     totals: dict[str, list[float]] = {}
@@ -274,7 +274,7 @@ def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
         if "versions" in record
     )
     facts = {
-        "model": _distinct(f"flexgen/{run.model}" for run in runs),
+        "model": _distinct(run.typed_model for run in runs),
         "precisions": ", ".join(sorted({run.precision for run in runs}, key=precision_rank)),
         "machine": _distinct(machines),
         "limits": _limits_text(limits),

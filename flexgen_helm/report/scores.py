@@ -60,14 +60,20 @@ class RunScores:
 
     @property
     def model(self) -> str:
-        """The model without `flexgen/` and without the suffix of its precision."""
-        name: str = self.run["model"]
+        """The model without `flexgen/` and without the suffix of its precision; as the folder says if HELM ran it."""
+        match = _MODEL_ARGUMENT.search(self.name)
+        name = str(self.run.get("model", match[1] if match else ""))
         base, suffix = split_precision(name)
         return base if suffix == self.precision else name
 
     @property
+    def typed_model(self) -> str:
+        """The model as it is typed, without the suffix of its precision."""
+        return f"flexgen/{self.model}" if self.run else self.model
+
+    @property
     def precision(self) -> str:
-        return str(self.run["precision"])
+        return str(self.run.get("precision", ""))
 
     @property
     def workload(self) -> dict[str, float]:
@@ -191,14 +197,14 @@ def pool(runs: Sequence[RunScores]) -> RunScores:
     instances = pd.concat({run.entry: run.instances for run in runs})
     common = [name for name in runs[0].scores if all(name in run.terms for run in runs)]
     scores = {name: _value(name, terms) for name in common if (terms := _terms(name, instances)) is not None}
-    record = {
-        "model": runs[0].run["model"],
-        "precision": runs[0].precision,
+    record: dict[str, Any] = {
+        **{key: runs[0].run[key] for key in ("model", "precision") if key in runs[0].run},
         "workload": _sums([run.workload for run in runs]),
         "padding": padding,
         **_sums([{key: value for key, value in run.run.items() if key in _SUMMED} for run in runs]),
     }
-    return RunScores(f"{runs[0].scenario} ({len(runs)} runs)", scores, record, instances, len(runs))
+    name = f"{runs[0].scenario} ({len(runs)} runs)"
+    return RunScores(name, scores, record, instances, len(runs))
 
 
 def by_scenario(runs: Iterable[RunScores]) -> list[RunScores]:

@@ -119,7 +119,7 @@ def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
 def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row per run and metric."""
     rows = [
-        (run.entry, metric, f"flexgen/{run.model}", run.precision, _score_and_error(run, metric),
+        (run.entry, metric, run.typed_model, run.precision, _score_and_error(run, metric),
          f"{run.num_scored:,}" if run.num_scored else "", _whole(run.workload.get("num_requests")), run_link(run))
         for run in runs
         for metric in run.scores or ("-",)
@@ -191,7 +191,7 @@ def _by_entry(runs: Sequence[RunScores]) -> list[RunScores]:
 
 
 def _run_cells(runs: Sequence[RunScores], show_model: bool) -> dict[str, list[str]]:
-    models = {"model": [f"flexgen/{run.model}" for run in runs]} if show_model else {}
+    models = {"model": [run.typed_model for run in runs]} if show_model else {}
     return {"run entry": [run.entry for run in runs], **models, "precision": [run.precision for run in runs]}
 
 

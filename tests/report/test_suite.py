@@ -141,6 +141,20 @@ def test_a_pool_of_one_model_says_which_and_keeps_the_others(tmp_path):
     assert [bool(link) for link in summary.links["precision"]] == [True, False, False] and len(every.cells) == 7
 
 
+def test_a_run_of_another_client_is_among_the_scores_of_run(suite):
+    """`flexgen-helm run` also runs other models of HELM; the report leaves them out."""
+    folder = next(suite.glob("mc*"))
+    (folder / "flexgen_run.json").unlink()
+    folder = folder.rename(suite / "mc:mode=a,model=openai_gpt2")
+    table = scores_page(suite, [read_scores(folder)]).sections[0]
+    assert table.title == "Scores of openai_gpt2" and rows_of(table.tables[0])[0][:3] == [
+        "mc:mode=a",
+        "exact_match",
+        "",
+    ]
+    assert len(read_suite(suite).runs) == 3
+
+
 def test_scores_that_are_not_finite_are_shown(tmp_path):
     for precision, logprob in (("fp16", -3.0), ("4bit", -math.inf)):
         instances = {f"id{i}": {"logprob": logprob} for i in range(3)}
