@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,11 +24,11 @@ def report(
     as_csv: CsvFlag = False,
 ) -> None:
     """Report throughput, padding, time, bytes and predictions of a suite, and compare its precisions. The suite's
-    folder also gets the report as a page with figures, as JSON and as markdown.
+    folder also gets the report as a page, as JSON and as markdown.
 
     Example: flexgen-helm report --suite first
     """
-    from flexgen_helm.report.pages import suite_page
+    from flexgen_helm.report.pages import REPORT_FILE, suite_page
     from flexgen_helm.report.suite import read_suite, suite_to_json
     from flexgen_helm.report.tables import runs_frame
 
@@ -34,11 +36,10 @@ def report(
     suite_report = read_suite(folder)
     content, page = suite_to_json(suite_report), suite_page(suite_report)
     _print(page, content, runs_frame(suite_report.runs), as_json, as_csv)
-    html = folder / "flexgen_report.html"
+    html = folder / REPORT_FILE
     write_json(html.with_suffix(".json"), content)
     write_file(html.with_suffix(".md"), page.to_markdown())
-    write_file(html, page.to_html())
-    say(f"The same with figures: {html}")
+    _write_page(page, html)
 
 
 def compare(
@@ -49,22 +50,22 @@ def compare(
     as_csv: CsvFlag = False,
 ) -> None:
     """Compare FP16 with other precisions of a model over the runs of a suite: differences by instance, 95 % intervals,
-    tests. The suite's folder also gets the comparison as a page with figures.
+    tests. The suite's folder also gets the comparison as a page.
 
     Example: flexgen-helm run --precision fp16,4bit -c runs/quickstart.conf -m 50 --suite first, and then
     flexgen-helm compare --suite first
     """
-    from flexgen_helm.report.comparison import compare_suite, comparison_to_json
-    from flexgen_helm.report.pages import comparison_page
+    from flexgen_helm.report.comparison import compare_runs, comparison_to_json
+    from flexgen_helm.report.pages import COMPARE_FILE, comparison_page
+    from flexgen_helm.report.scores import read_finished_runs
     from flexgen_helm.report.tables import comparisons_frame
 
     folder = output_path / "runs" / suite
-    models = compare_suite(folder, baseline)
-    page = comparison_page(models, suite, baseline)
+    runs = read_finished_runs(folder)
+    models = compare_runs(runs, folder, baseline)
+    page = comparison_page(models, suite, baseline, runs)
     _print(page, comparison_to_json(models, suite, baseline), comparisons_frame(models), as_json, as_csv)
-    html = folder / "flexgen_compare.html"
-    write_file(html, page.to_html())
-    say(f"The same with figures: {html}")
+    _write_page(page, folder / COMPARE_FILE)
 
 
 def _print(page: Page, content: Any, frame: pandas.DataFrame, as_json: bool, as_csv: bool) -> None:
@@ -73,4 +74,12 @@ def _print(page: Page, content: Any, frame: pandas.DataFrame, as_json: bool, as_
     elif as_csv:
         print_csv(frame)
     else:
-        print(page.to_markdown(), end="", flush=True)
+        from flexgen_helm.report.pages import TEXT_WIDTH
+
+        columns = shutil.get_terminal_size((TEXT_WIDTH, 24)).columns
+        print(page.to_text(min(columns, TEXT_WIDTH)), end="", flush=True)
+
+
+def _write_page(page: Page, path: Path) -> None:
+    write_file(path, page.to_html(path.parent))
+    say(f"The same as a page: {path}")

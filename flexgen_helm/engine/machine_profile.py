@@ -109,11 +109,10 @@ def machine_identity(folder: Path) -> dict[str, Any]:
     """Return what a profile depends on: if one of these differs, the machine is measured again."""
     from importlib.metadata import version
 
-    models = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {
         "version": _VERSION,
-        "processor": next(models, platform.processor()),
+        "processor": processor_name(),
         "cores": psutil.cpu_count(logical=True),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "memory_bytes": psutil.virtual_memory().total,
@@ -121,6 +120,11 @@ def machine_identity(folder: Path) -> dict[str, Any]:
         "gpu": [line for path in gpus for line in _lines(path)],
         "torch": version("torch"),
     }
+
+
+def processor_name() -> str:
+    models = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    return next(models, platform.processor())
 
 
 def _path() -> Path:

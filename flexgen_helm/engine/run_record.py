@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 import psutil
 import torch
 
+from flexgen_helm.engine.machine_profile import processor_name
 from flexgen_helm.hardware.rates import matmul_flops
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.planner.placement import Tier
@@ -83,6 +85,7 @@ def run_record(
             **transfer_s,
         },
         "peak_bytes": {tier: ledger.peak for tier, ledger in tiers.ledgers.items()},
+        "limit_bytes": {tier: ledger.limit for tier, ledger in tiers.ledgers.items()},
         "peak_workspace_bytes": workspace_bytes + tiers.peak_transfer_bytes,
         "halvings": halvings,
         "predicted_latency_s": None,
@@ -90,12 +93,14 @@ def run_record(
         "achieved_placement": {kind: dict(fractions) for kind, fractions in placement.items()},
         "hardware": {
             "device": "sim" if engine.simulated else str(engine.device),
+            "name": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else processor_name(),
             "compute_dtype": str(engine.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "matmul_flops": rate,
             "memory_bytes": psutil.virtual_memory().total,
         },
         "versions": versions(),
+        "finished_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 

@@ -1,28 +1,65 @@
-"""Pages of `report`, `compare` and `plan --frontier`: tables, figures and notes as markdown or self-contained HTML."""
+"""Pages of `run`, `report`, `compare` and `plan --frontier`: tables and notes, as text, markdown or one HTML file."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_helm.report import figures, tables
+from flexgen_helm.report import tables
 from flexgen_helm.report.comparison import ModelComparison
-from flexgen_helm.report.scores import RunScores
+from flexgen_helm.report.scores import RunScores, by_scenario, precision_rank, reused_note
 from flexgen_helm.report.suite import BASELINE, SuiteReport
+from flexgen_helm.report.tables import Table
+from flexgen_helm.units import count, size
 
 if TYPE_CHECKING:
-    import pandas as pd
-    import plotly.graph_objects as go
-
     from flexgen_helm.planner.problem import PlanningProblem
 
-_THROUGHPUT_LEGEND = (
-    "Throughput counts requested tokens, padded throughput computed padding positions too; efficiency is their ratio. "
-    "'To the longest' and 'in buckets' are the efficiencies of padding the same requests to the longest of all, or to "
-    "the longest of 32 of similar length. Fewer prompt tokens are computed than requested where prompts share a prefix."
+REPORT_FILE, COMPARE_FILE = "flexgen_report.html", "flexgen_compare.html"
+# Columns of a terminal that text is made for; the design of tables says so.
+TEXT_WIDTH = 100
+# A longer table is collapsed if the page has a shorter one above it.
+_MAX_ROWS = 30
+
+_SCORES_NOTE = (
+    "HELM scores one split of the instances only (test, else valid), and an instance may have several requests"
 )
+_ERRORS_NOTE = (
+    "± is one standard error over the scored instances; for perplexities and bits per byte by the delta method"
+)
+_POOLED_NOTE = "A row such as 'mmlu (57 runs)' is over all instances of these runs, so larger runs count more"
+_PADDING_NOTE = (
+    "Tokens of prompts and outputs, and how many they would be if every request were padded to the longest of 32 of "
+    "similar length, or to the longest of all; the bars of a row share a scale"
+)
+_COMPUTED_NOTE = "Fewer prompt tokens are computed than asked for where prompts share a prefix"
+_USAGE_NOTE = (
+    "The roofline is the time of the same operations at the rate of this machine's fastest matrix product; bars of "
+    "times share a scale, and so do bars of bytes moved and of bytes held"
+)
+_COMPARISON_LEGEND = (
+    "Changes are on the same n instances: pp are percentage points, × is a ratio, the others are differences of the "
+    "metric. The interval is a bootstrap over instances; its picture has no change in the middle. p is of the exact "
+    "McNemar test for right and wrong answers (lost : won against {baseline}), else of a permutation of signs. "
+    "Tokens/s are of whole runs, whatever instances they share."
+)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A line through points on logarithmic axes, in percent of the plot's area; ticks: position and label."""
+
+    label: str
+    x_title: str
+    y_title: str
+    points: Sequence[tuple[float, float, str]]
+    x_ticks: Sequence[tuple[float, str]]
+    y_ticks: Sequence[tuple[float, str]]
 
 
 @dataclass(frozen=True)
@@ -30,95 +67,257 @@ class Section:
     """A part of a page; notes: sentences without their full stops."""
 
     title: str
-    tables: Sequence[pd.DataFrame]
-    figures: Sequence[go.Figure] = ()
+    tables: Sequence[Table]
     notes: Sequence[str] = ()
+    plot: Plot | None = None
 
 
 @dataclass(frozen=True)
 class Page:
+    """A page.
+
+    facts: what was run, on which machine, and when.
+    notes: sentences, without full stops, about what is missing.
+    links: title -> file in the same folder.
+    """
+
     title: str
     summary: str
     sections: Sequence[Section]
+    facts: Mapping[str, str]
+    notes: Sequence[str] = ()
+    links: Mapping[str, str] | None = None
+
+    def to_text(self, width: int = TEXT_WIDTH) -> str:
+        """Return tables of at most `width` columns, and notes."""
+        parts = [self.title]
+        if self.facts:
+            parts.append("\n".join(_filled(f"{label}: {fact}", width) for label, fact in self.facts.items()))
+        if self.notes:
+            parts.append("\n".join(_filled(f"- {note}.", width) for note in self.notes))
+        for section in self.sections:
+            parts.append(f"{section.title}\n{'=' * len(section.title)}" if len(self.sections) > 1 else "")
+            for table in section.tables:
+                parts.append("\n".join([table.title] * bool(table.title) + [tables.text(table, width)]))
+            if section.notes:
+                parts.append("\n".join(_filled(f"- {note}.", width) for note in section.notes))
+        if self.summary:
+            parts.append(_filled(self.summary, width))
+        return "\n\n".join(filter(None, parts)) + "\n"
 
     def to_markdown(self) -> str:
         """Return headings, tables and notes; columns also line up in a terminal."""
-        parts = [f"# {self.title}", self.summary]
+        parts = [f"# {self.title}", self.summary, "\n".join(f"- {label}: {fact}" for label, fact in self.facts.items())]
+        parts += [f"- {note}." for note in self.notes]
         for section in self.sections:
             parts.append(f"## {section.title}")
-            parts += [tables.markdown(table) for table in section.tables]
+            for table in section.tables:
+                parts += [f"### {table.title}"] * bool(table.title) + [tables.markdown(table)]
             parts += [f"- {note}." for note in section.notes]
-        return "\n\n".join(parts) + "\n"
+        return "\n\n".join(filter(None, parts)) + "\n"
 
-    def to_html(self) -> str:
-        """Return one HTML file that needs no other, plotly's script included."""
+    def to_html(self, folder: Path | None = None) -> str:
+        """Return one HTML file that needs no other, and no script. It links to those of `links` that `folder` has."""
         from jinja2 import Environment, PackageLoader
         from markupsafe import Markup, escape
 
         def breakable(text: str) -> Markup:
-            """Let names of runs break after a comma or a colon instead of within a word."""
-            return Markup("<wbr>").join(escape(part) for part in re.split("(?<=[,:])", text))
+            """Let names break after a comma, a colon, an underscore or a slash instead of within a word."""
+            return Markup("<wbr>").join(escape(part) for part in re.split("(?<=[,:_/])", text))
 
-        def draw(figure: go.Figure) -> str:
-            with_script = figure is first
-            return str(figure.to_html(full_html=False, include_plotlyjs=with_script, config={"displaylogo": False}))
-
-        first = next((figure for section in self.sections for figure in section.figures), None)
+        links = {title: file for title, file in (self.links or {}).items() if folder and (folder / file).exists()}
         environment = Environment(loader=PackageLoader("flexgen_helm.report"), autoescape=True, trim_blocks=True)
-        environment.filters |= {"breakable": breakable, "draw": draw, "right_aligned": tables.right_aligned}
-        return environment.get_template("page.html").render(page=self)
+        environment.filters["breakable"] = breakable
+        return environment.get_template("page.html").render(page=replace(self, links=links))
+
+
+def scores_page(folder: Path, runs: Sequence[RunScores]) -> Page:
+    """Build what `run` prints at its end: the scores of `runs`, which are in the suite's `folder`."""
+    title = f"{count(len(runs), 'run')} in {folder}"
+    section, reused = _scores_section(runs), reused_note(runs)
+    # The last lines are those that a terminal shows: scenarios come after their runs.
+    notes = [*section.notes, *([reused] if reused else [])]
+    section = replace(section, tables=section.tables[::-1], notes=notes)
+    return Page(f"{title}: {section.title[0].lower()}{section.title[1:]}", "", [section], {})
 
 
 def suite_page(report: SuiteReport) -> Page:
     """Build the page of `flexgen-helm report`."""
-    sections = [Section("Runs", [tables.runs_table(report.runs)], _run_figures(report.runs), report.notes)]
-    if report.models:
-        sections.append(Section("Models", [tables.models_table(report.models)], _model_figures(report.models)))
+    sections = [
+        _scores_section(report.runs),
+        Section("Throughput", _levels(report.runs, tables.throughput_table), [_COMPUTED_NOTE]),
+        Section("Padding", _levels(report.runs, tables.padding_table), [_PADDING_NOTE]),
+    ]
+    for name, table in tables.usage_tables(report.models).items():
+        sections.append(Section(f"Time and memory of flexgen/{name}", [table], [_USAGE_NOTE]))
     for model in report.compared:
         notes = [note for note in model.notes if note not in report.notes]
-        sections.append(_comparison_section(f"Precisions of {model.model}", model, BASELINE, notes))
-    return Page(report.suite, _THROUGHPUT_LEGEND, sections)
+        sections.append(
+            _comparison_section(f"Precisions of flexgen/{model.model}", model, BASELINE, notes, report.runs)
+        )
+    legend = _COMPARISON_LEGEND.format(baseline=BASELINE) if report.compared else ""
+    links = {"Precisions compared": COMPARE_FILE}
+    return Page(f"Suite {report.suite}", legend, sections, _run_facts(report.runs), report.notes, links)
 
 
-def comparison_page(models: Sequence[ModelComparison], suite: str, baseline: str) -> Page:
-    """Build the page of `flexgen-helm compare`."""
-    legend = (
-        f"Changes are against {baseline} on the same instances: × is a ratio, the others are differences. Intervals: "
-        "bootstrap over instances. Tests: exact McNemar for right and wrong answers, else a permutation of signs. "
-        "Tokens/s are of whole runs, whatever instances they share."
-    )
-    sections = [_comparison_section(model.model, model, baseline, model.notes) for model in models]
-    return Page(f"{suite}: {baseline} and other precisions", legend, sections)
+def comparison_page(
+    models: Sequence[ModelComparison], suite: str, baseline: str, runs: Sequence[RunScores] = ()
+) -> Page:
+    """Build the page of `flexgen-helm compare`; runs: those of the suite, for what was run on which machine."""
+    sections = [_comparison_section(f"flexgen/{model.model}", model, baseline, model.notes, runs) for model in models]
+    legend = _COMPARISON_LEGEND.format(baseline=baseline)
+    compared = [run for run in runs if run.model in {model.model for model in models}]
+    links = {"Report of the suite": REPORT_FILE}
+    return Page(f"{suite}: {baseline} and other precisions", legend, sections, _run_facts(compared), links=links)
 
 
 def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem) -> Page:
     """Build the page of `flexgen-helm plan --frontier --picture`; points: from `planner.frontier`."""
-    workload = problem.workload
-    title = f"{problem.hardware.name}: {workload.prompt:.0f} prompt + {workload.output:.0f} output tokens"
-    legend = "The Pareto-optimal policies; a label is the block's batch size x batches."
-    return Page(title, legend, [Section("Throughput over latency", (), [figures.frontier(points)])])
+    workload, hardware = problem.workload, problem.hardware
+    limits = {tier: problem.usable(tier) for tier in ("gpu", "cpu", "disk")}
+    facts = {
+        "machine": hardware.name,
+        "limits": _limits_text({tier: [limit] for tier, limit in limits.items()}),
+        "precision": problem.precision.name,
+        "model": f"{count(problem.config.num_layers, 'layer')}, {size(problem.stored_bytes)} of weights",
+        "work": f"prompts of {workload.prompt:.0f} tokens, {workload.output:.0f} tokens generated for each",
+    }
+    seconds, rates = ([float(point[key]) for point in points] for key in ("latency_s", "tokens_per_s"))
+    (x_ticks, xs), (y_ticks, ys) = _log_axis(seconds), _log_axis(rates)
+    labels: list[str] = []
+    last = (-100.0, -100.0)
+    for number, at in enumerate(zip(xs, ys), 1):
+        # Labels that would overlap are left out; the table has all points.
+        far = math.dist(at, last) >= 8
+        labels.append(str(number) if far else "")
+        last = at if far else last
+    plot = Plot(
+        f"Throughput rises from {rates[0]:,.3g} to {rates[-1]:,.3g} tokens/s as a block's latency rises from "
+        f"{seconds[0]:,.3g} to {seconds[-1]:,.3g} seconds",
+        "latency of a block, seconds (log scale)",
+        "generated tokens/s (log scale)",
+        list(zip(xs, ys, labels)),
+        x_ticks,
+        y_ticks,
+    )
+    notes = (
+        "Each point is the policy with the most throughput that the latency allows",
+        "A block is batch size x batches; weights, KV cache and activations are the percentages on GPU/in memory, and "
+        "the rest is on disk",
+    )
+    section = Section("Throughput over latency", [tables.frontier_table(points)], notes, plot)
+    return Page(f"Plans for {hardware.name}: throughput against latency", "", [section], facts)
 
 
-def _comparison_section(title: str, model: ModelComparison, baseline: str, notes: Sequence[str]) -> Section:
-    comparisons = tables.comparisons_table(model.comparisons, baseline)
-    frame = tables.comparisons_frame([model])
-    charts = [figures.intervals(of_kind, baseline) for _, of_kind in frame.groupby("kind")]
-    return Section(title, [comparisons, tables.speeds_table(model.speeds)], charts, notes)
+def _scores_section(runs: Sequence[RunScores]) -> Section:
+    models = {run.typed_model for run in runs}
+    title = f"Scores of {models.pop()}" if len(models) == 1 else "Scores"
+    levels = _levels(runs, tables.scores_table)
+    notes = [_SCORES_NOTE, _ERRORS_NOTE] + [_POOLED_NOTE] * (len(levels) > 1)
+    totals: dict[str, list[float]] = {}
+    for run in runs:
+        total = totals.setdefault(run.precision, [0.0, 0.0, 0.0])
+        for place, amount in enumerate((run.num_tokens, run.latency_s, run.num_reused)):
+            total[place] += amount
+    rates = [
+        f"{precision} {tokens / seconds:,.0f}" + " *" * bool(reused)
+        for precision, (tokens, seconds, reused) in sorted(totals.items(), key=lambda item: precision_rank(item[0]))
+        if seconds > 0
+    ]
+    notes += [f"Tokens/s: {', '.join(rates)}"] * bool(rates)
+    return Section(title, levels, notes)
 
 
-def _run_figures(runs: Sequence[RunScores]) -> list[go.Figure]:
-    # Run and model on two lines.
-    names = [re.sub("[,:]model=flexgen_", "<br>", run.name) for run in runs]
-    frame = tables.runs_frame(runs).set_axis(names)
-    throughputs = {"padded_throughput": "padded", "actual_throughput": "actual"}
-    prompts = {"workload.prompt_tokens": "prompt tokens", "workload.prompt_tokens_computed": "computed"}
-    return [figures.bars(frame, "tokens/s", throughputs), figures.bars(frame, "tokens", prompts)]
+def _levels(runs: Sequence[RunScores], build: Callable[[Sequence[RunScores], bool], Table]) -> list[Table]:
+    """Return a table by scenario if a scenario has several runs, and one of all runs, collapsed if it is long."""
+    show_model = len({run.model for run in runs}) > 1
+    table, pooled = build(runs, show_model), by_scenario(runs)
+    if len(pooled) == len(runs):
+        return [table]
+    every = replace(table, title=f"All {len(runs)} runs", collapsed=len(table.cells) > _MAX_ROWS)
+    return [replace(build(pooled, show_model), title="By scenario"), every]
 
 
-def _model_figures(models: Mapping[str, Mapping[str, Any]]) -> list[go.Figure]:
-    frame = tables.models_frame(models).set_index("model")
-    parts = {"time_s.compute": "compute", "time_s.wait": "wait for data", "time_s.other": "between batches"}
-    latencies = {"busy_s": "measured", "predicted_latency_s": "predicted", "roofline_s": "roofline"}
-    charts = [figures.bars(frame, "seconds", parts, stacked=True), figures.bars(frame, "seconds", latencies)]
-    moved = tables.transfers_frame(models)
-    return charts if moved.empty else [*charts, figures.bars(moved, "GB", stacked=True)]
+def _comparison_section(
+    title: str, model: ModelComparison, baseline: str, notes: Sequence[str], runs: Sequence[RunScores]
+) -> Section:
+    links = {(run.entry, run.precision): tables.run_link(run) for run in runs if run.model == model.model}
+    every = tables.comparison_tables(model.comparisons, baseline, links)
+    if model.pooled:
+        pooled = {each.run.partition(" (")[0] for each in model.pooled}
+        others = [each for each in model.comparisons if each.run.partition(":")[0] not in pooled]
+        shown = tables.comparison_tables([*model.pooled, *others], baseline, links)
+        shown = [replace(table, title=f"{table.title}, by scenario") for table in shown]
+        every = shown + [
+            replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in every
+        ]
+    return Section(title, [*every, replace(tables.speeds_table(model.speeds), title="Speed")], notes)
+
+
+def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
+    """Return what was run, on which machine, with which versions, and when, as far as the records say it."""
+    records = [run.run for run in runs]
+    hardware = [record["hardware"] for record in records if "hardware" in record]
+    limits: dict[str, list[float]] = {}
+    for record in records:
+        for tier, limit in record.get("limit_bytes", {}).items():
+            limits.setdefault(tier, []).append(limit)
+    times = sorted(record["finished_at"][:16].replace("T", " ") for record in records if "finished_at" in record)
+    machines = (
+        f"{machine['device']}{', ' * ('name' in machine)}{machine.get('name', '')}, {machine['compute_dtype']}, "
+        f"{count(machine['threads'], 'thread')}, {size(machine['memory_bytes'])} of memory"
+        for machine in hardware
+    )
+    versions = (
+        ", ".join(f"{package} {version}" for package, version in record["versions"].items())
+        for record in records
+        if "versions" in record
+    )
+    facts = {
+        "model": _distinct(run.typed_model for run in runs),
+        "precisions": ", ".join(sorted({run.precision for run in runs}, key=precision_rank)),
+        "machine": _distinct(machines),
+        "limits": _limits_text(limits),
+        "versions": _distinct(versions),
+        "finished": " to ".join(dict.fromkeys([times[0], times[-1]])) + " UTC" if times else "",
+    }
+    return {label: fact for label, fact in facts.items() if fact}
+
+
+def _limits_text(limits: Mapping[str, Sequence[float]]) -> str:
+    """Return limits by tier; a range if runs had several, because what is free was not always the same."""
+    texts = []
+    for tier, label in tables.TIERS.items():
+        ends = dict.fromkeys(size(end) for end in (min(limits.get(tier, [0])), max(limits.get(tier, [0]))) if end)
+        if ends:
+            texts.append(f"{' to '.join(ends)} {label}")
+    return ", ".join(texts)
+
+
+def _distinct(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _filled(text: str, width: int) -> str:
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _log_axis(values: Sequence[float]) -> tuple[list[tuple[float, str]], list[float]]:
+    """Return at most five ticks, and the positions of `values`, in percent of a logarithmic axis."""
+    low, high = math.log10(min(values)), math.log10(max(values))
+    margin = max(0.05, 0.08 * (high - low))
+    low, high = low - margin, high + margin
+
+    def place(value: float) -> float:
+        return 100 * (math.log10(value) - low) / (high - low)
+
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    for digits in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,)):
+        ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+        ticks = [tick for tick in ticks if low <= math.log10(tick) <= high]
+        if len(ticks) <= 5:
+            break
+    ticks = ticks[:: math.ceil(len(ticks) / 5)]
+    if len(ticks) < 2:
+        ticks = [min(values), max(values)]
+    return [(place(tick), f"{tick:,.4g}") for tick in ticks], list(map(place, values))

@@ -6,54 +6,15 @@ them, can be computed again for any sample of the instances.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-Change = Literal["difference", "ratio"]
-Vector = NDArray[np.float64]
+from flexgen_helm.report.metrics import Change, Metric, Vector
 
 # Resampled values in memory at a time.
 _BATCH_ELEMENTS = 4_000_000
-
-
-@dataclass(frozen=True)
-class Metric:
-    """How a metric follows from its instances: transform(sum of numerator / sum of denominator).
-
-    numerator: statistic of an instance.
-    denominator: statistic of an instance; None counts the instances.
-    change: how two values are compared.
-    """
-
-    numerator: str
-    denominator: str | None = None
-    transform: Callable[[Any], Any] = lambda mean: mean
-    change: Change = "difference"
-
-
-def _perplexity(denominator: str | None) -> Metric:
-    return Metric("logprob", denominator, lambda mean: np.exp(-mean), "ratio")
-
-
-# Metrics that are no plain mean over the instances.
-_METRICS = {
-    "target_perplexity": _perplexity(None),
-    "word_perplexity": _perplexity("num_words"),
-    "byte_perplexity": _perplexity("num_bytes"),
-    "token_perplexity": _perplexity("num_perplexity_tokens"),
-    "perplexity": _perplexity("num_perplexity_tokens"),
-    "bits_per_byte": Metric("logprob", "num_bytes", lambda mean: -mean / math.log(2)),
-    "logprob_per_byte": Metric("logprob", "num_bytes"),
-}
-
-
-def metric_named(name: str) -> Metric:
-    return _METRICS.get(name, Metric(name))
 
 
 @dataclass(frozen=True)
@@ -86,9 +47,7 @@ def bootstrap_interval(metric: Metric, baseline: Vector, other: Vector, weights:
         return None
 
     def change(a: Vector, b: Vector, w: Vector, axis: int = -1) -> Any:
-        total = w.sum(axis)
-        value, base = metric.transform(b.sum(axis) / total), metric.transform(a.sum(axis) / total)
-        return change_between(metric.change, value, base)
+        return change_between(metric.change, metric.value(b, w, axis), metric.value(a, w, axis))
 
     interval = bootstrap(
         (baseline, other, weights),

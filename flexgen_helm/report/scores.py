@@ -1,43 +1,104 @@
-"""Scores and throughput of finished HELM runs, read from the files in their folders."""
+"""Scores, instances and throughput of finished HELM runs, read from the files in their folders."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.errors import UsageError
+from flexgen_helm.quant.precisions import PRECISIONS
+from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
 
-# Metrics in order of precedence; a run shows the first `MAX_SHOWN` that it has.
-MAIN_METRICS = (
-    "exact_match", "quasi_exact_match", "prefix_exact_match", "exact_set_match", "f1_set_match", "iou_set_match",
-    "f1_score", "rouge_l", "rouge_2", "final_number_exact_match", "math_equiv", "pass", "classification_macro_f1",
-    "target_perplexity", "word_perplexity", "token_perplexity", "perplexity", "bits_per_byte", "logprob_per_byte",
-)  # fmt: skip
-MAX_SHOWN = 3
+if TYPE_CHECKING:
+    import pandas as pd
+
 # The scenarios report these as `perplexity` too, because HELM's tables know that name.
 _PRECISE_PERPLEXITIES = ("target_perplexity", "token_perplexity")
+_MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
+# Runs of one scenario, such as the subjects of MMLU, that are also shown together.
+_MIN_POOLED = 3
+# What a pool adds up of the runs' records, beside the workload.
+_SUMMED = ("latency_s", "padded_prompt_tokens", "padded_output_tokens", "num_reused")
 
 
 @dataclass(frozen=True)
 class RunScores:
     """Scores of one finished run.
 
+    name: of its folder.
     scores: metric -> mean over the instances of the evaluated split, without perturbations.
     run: content of `flexgen_run.json`; empty if the run has none.
+    instances: a row per scored instance, with the statistics that the scores follow from; empty if HELM has not
+        written them.
+    num_runs: more than one for a pool.
     """
 
     name: str
     scores: dict[str, float]
     run: dict[str, Any]
+    instances: pd.DataFrame = field(compare=False, repr=False)
+    num_runs: int = 1
+
+    @property
+    def entry(self) -> str:
+        """The run entry without its model, such as 'mmlu:subject=anatomy'."""
+        return entry_of(self.name)
+
+    @property
+    def scenario(self) -> str:
+        return self.entry.partition(":")[0]
+
+    @property
+    def model(self) -> str:
+        """The model without `flexgen/` and without the suffix of its precision; as the folder says if HELM ran it."""
+        match = _MODEL_ARGUMENT.search(self.name)
+        name = str(self.run.get("model", match[1] if match else ""))
+        base, suffix = split_precision(name)
+        return base if suffix == self.precision else name
+
+    @property
+    def typed_model(self) -> str:
+        """The model as it is typed, without the suffix of its precision."""
+        return f"flexgen/{self.model}" if self.run else self.model
+
+    @property
+    def precision(self) -> str:
+        return str(self.run.get("precision", ""))
 
     @property
     def workload(self) -> dict[str, float]:
         workload: dict[str, float] = self.run.get("workload", {})
         return workload
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens asked for: prompts and outputs."""
+        return self.workload.get("prompt_tokens", 0) + self.workload.get("output_tokens", 0)
+
+    @property
+    def latency_s(self) -> float:
+        return float(self.run.get("latency_s", 0.0))
+
+    def padded_tokens(self, way: str | None = None) -> float:
+        """Tokens with the padding of the run, or with that of another `way` of its record's `padding`."""
+        if way is None:
+            return float(sum(self.run.get(f"padded_{kind}_tokens", 0) for kind in ("prompt", "output")))
+        return float(self.num_tokens / self.run.get("padding", {}).get(way, 1.0))
+
+    @property
+    def num_scored(self) -> int:
+        """Number of instances that HELM scored: those of one split."""
+        return len(self.instances)
 
     @property
     def num_reused(self) -> int:
@@ -49,9 +110,47 @@ class RunScores:
         """Number of distinct requests; identical requests share an answer."""
         return int(self.workload.get("num_unique", self.workload.get("num_requests", self.num_reused)))
 
+    @cached_property
+    def terms(self) -> dict[str, pd.DataFrame]:
+        """Return, for each score that follows from its instances, their `numerator` and `denominator`.
+
+        HELM may aggregate a metric in another way, such as F1 over classes: then it is no function of their sums.
+        """
+        terms = {}
+        for name, score in self.scores.items():
+            frame = _terms(name, self.instances)
+            if frame is not None and math.isclose(_value(name, frame), score, rel_tol=1e-6, abs_tol=1e-9):
+                terms[name] = frame
+        return terms
+
+    @cached_property
+    def standard_errors(self) -> dict[str, float]:
+        """Standard errors of the scores that follow from their instances, if there are two or more."""
+        errors = {
+            name: metric_named(name).standard_error(*terms.to_numpy().T)  # its columns
+            for name, terms in self.terms.items()
+        }
+        return {name: error for name, error in errors.items() if error is not None}
+
+
+def entry_of(name: str) -> str:
+    """Return the name of a run without its model."""
+    return _MODEL_ARGUMENT.sub("", name).rstrip(",:")
+
+
+def describe_run(name: str) -> str:
+    """Return 'mmlu:subject=anatomy of flexgen/opt-125m in 4bit' for the name of a run's folder."""
+    match = _MODEL_ARGUMENT.search(name)
+    if match is None or not match[1].startswith("flexgen_"):
+        return name
+    model, precision = split_precision(match[1].removeprefix("flexgen_"))
+    return f"{entry_of(name)} of flexgen/{model} in {precision}"
+
 
 def read_scores(folder: Path) -> RunScores:
     """Read the run in `folder`; raises OSError or ValueError if HELM has not finished writing it."""
+    import pandas as pd
+
     stats = json.loads((folder / "stats.json").read_text(encoding="utf-8"))
     means: dict[str, float] = {}
     for split in ("test", "valid"):
@@ -61,10 +160,14 @@ def read_scores(folder: Path) -> RunScores:
                 means.setdefault(name["name"], float(stat["mean"]))
     if any(name in means for name in _PRECISE_PERPLEXITIES):
         means.pop("perplexity", None)
-    shown = [name for name in MAIN_METRICS if name in means][:MAX_SHOWN]
+    scores = {name: means[name] for name in [name for name in MAIN_METRICS if name in means][:MAX_SHOWN]}
     record = folder / "flexgen_run.json"
     run = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-    return RunScores(folder.name, {name: means[name] for name in shown}, run)
+    instances = pd.DataFrame()
+    with suppress(OSError, ValueError, KeyError):
+        per_instance = json.loads((folder / "per_instance_stats.json").read_text(encoding="utf-8"))
+        instances = _instances_frame(per_instance, scores)
+    return RunScores(folder.name, scores, run, instances)
 
 
 def read_finished_runs(suite: Path) -> list[RunScores]:
@@ -78,6 +181,49 @@ def read_finished_runs(suite: Path) -> list[RunScores]:
     return [run for run in runs if run.run]
 
 
+def pool(runs: Sequence[RunScores]) -> RunScores:
+    """Return runs of one scenario, model and precision as one run over all their instances.
+
+    Its scores are those that follow from the instances of every run, so larger runs count more, and its record has
+    the sums of tokens and seconds.
+    """
+    import pandas as pd
+
+    tokens = sum(run.num_tokens for run in runs)
+    padding = {
+        way: tokens / padded if (padded := sum(run.padded_tokens(way) for run in runs)) else 1.0
+        for way in runs[0].run.get("padding", {})
+    }
+    instances = pd.concat({run.entry: run.instances for run in runs})
+    common = [name for name in runs[0].scores if all(name in run.terms for run in runs)]
+    scores = {name: _value(name, terms) for name in common if (terms := _terms(name, instances)) is not None}
+    record: dict[str, Any] = {
+        **{key: runs[0].run[key] for key in ("model", "precision") if key in runs[0].run},
+        "workload": _sums([run.workload for run in runs]),
+        "padding": padding,
+        **_sums([{key: value for key, value in run.run.items() if key in _SUMMED} for run in runs]),
+    }
+    name = f"{runs[0].scenario} ({len(runs)} runs)"
+    return RunScores(name, scores, record, instances, len(runs))
+
+
+def by_scenario(runs: Iterable[RunScores]) -> list[RunScores]:
+    """Replace the runs of a model, precision and scenario by their pool if there are `_MIN_POOLED` or more."""
+    groups: dict[tuple[str, str, str], list[RunScores]] = {}
+    for run in runs:
+        groups.setdefault((run.scenario, run.model, run.precision), []).append(run)
+    pooled: list[RunScores] = []
+    for group in groups.values():
+        pooled += [pool(group)] if len(group) >= _MIN_POOLED else group
+    return pooled
+
+
+def precision_rank(precision: str) -> tuple[int, str]:
+    """Sort precisions in the order in which `PRECISIONS` names them."""
+    order = tuple(PRECISIONS)
+    return (order.index(precision) if precision in order else len(order), precision)
+
+
 def reused_note(runs: Iterable[RunScores]) -> str | None:
     """Return a note, without its full stop, on throughputs measured by earlier runs; None if there are none."""
     runs = list(runs)
@@ -88,3 +234,53 @@ def reused_note(runs: Iterable[RunScores]) -> str | None:
         f"{reused:,} of {sum(run.num_answers for run in runs):,} answers come from earlier runs; tokens/s marked * "
         "were measured then (--disable-cache measures again)"
     )
+
+
+def finite(content: Any) -> Any:
+    """Replace infinities and NaN, which JSON cannot hold, by None, at any depth."""
+    if isinstance(content, Mapping):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _value(metric: str, terms: pd.DataFrame) -> float:
+    return float(metric_named(metric).value(*terms.to_numpy().T))
+
+
+def _terms(metric: str, instances: pd.DataFrame) -> pd.DataFrame | None:
+    """Return numerators and denominators of a metric; None if an instance lacks one, or none counts."""
+    import pandas as pd
+
+    own = metric_named(metric)
+    if own.numerator not in instances or (own.denominator is not None and own.denominator not in instances):
+        return None
+    denominators = 1.0 if own.denominator is None else instances[own.denominator]
+    terms = pd.DataFrame({"numerator": instances[own.numerator], "denominator": denominators}, dtype=np.float64)
+    return terms if terms.notna().to_numpy().all() and terms["denominator"].sum() > 0 else None
+
+
+def _instances_frame(per_instance: Sequence[Mapping[str, Any]], scores: Iterable[str]) -> pd.DataFrame:
+    """Return a row per instance and a column per statistic that `scores` follow from, averaged over trials.
+
+    Of the split that HELM scores (test, else valid), without perturbations.
+    """
+    import pandas as pd
+
+    metrics = [metric_named(name) for name in scores]
+    wanted = {"num_references", *(name for metric in metrics for name in (metric.numerator, metric.denominator))}
+    rows = [
+        (stat["name"].get("split"), entry["instance_id"], stat["name"]["name"], float(stat["mean"]))
+        for entry in per_instance
+        for stat in entry["stats"]
+        if stat["name"]["name"] in wanted and "perturbation" not in stat["name"] and stat.get("count")
+    ]
+    stats = pd.DataFrame(rows, columns=["split", "instance", "statistic", "mean"])
+    split = "test" if (stats["split"] == "test").any() else "valid"
+    stats = stats[stats["split"] == split]
+    return stats.pivot_table("mean", "instance", "statistic", aggfunc="mean", sort=False)
+
+
+def _sums(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {key: sum(record.get(key, 0) for record in records) for key in dict.fromkeys(k for r in records for k in r)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,17 @@ from typing import Any
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import read_object
-from flexgen_helm.report.comparison import ModelComparison, compare_suite
-from flexgen_helm.report.scores import RunScores, read_finished_runs, reused_note
+from flexgen_helm.report.comparison import ModelComparison, compare_runs
+from flexgen_helm.report.scores import RunScores, describe_run, finite, read_finished_runs, reused_note
+from flexgen_helm.units import count
 
 SUITE_FILE = "flexgen_suite.json"
 BASELINE = "fp16"
 # HELM writes this into the folder names of our runs.
 _FLEXGEN_MODEL = "model=flexgen_"
-_RESUME = "the command that made the suite goes on with it"
+_RESUME = "run the command that made the suite again, and it continues with what is missing"
+# Names of runs that a note lists.
+_MAX_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def read_suite(folder: Path) -> SuiteReport:
     if others:
         notes.append(f"times and bytes of {', '.join(others)} are those of the last block alone")
     try:
-        compared: Sequence[ModelComparison] = compare_suite(folder, BASELINE)
+        compared: Sequence[ModelComparison] = compare_runs(runs, folder, BASELINE)
     except UsageError:
         compared = ()
     return SuiteReport(folder.name, runs, models | others, compared, notes)
@@ -61,25 +63,38 @@ def read_suite(folder: Path) -> SuiteReport:
 def suite_to_json(report: SuiteReport) -> dict[str, Any]:
     return {
         "suite": report.suite,
-        "runs": {run.name: {"scores": _finite(run.scores), **run.run} for run in report.runs},
+        "runs": {
+            run.name: {
+                "scores": finite(run.scores),
+                "standard_errors": run.standard_errors,
+                "num_scored": run.num_scored,
+                **run.run,
+            }
+            for run in report.runs
+        },
         "models": dict(report.models),
         "notes": list(report.notes),
     }
 
 
 def _missing_notes(folder: Path, finished: Set[str], failed: Sequence[str]) -> list[str]:
-    """Return a note for each run that has no scores, or none of the last call."""
+    """Return notes on the runs that have no scores, or none of the last call."""
     unfinished = sorted(path.name for path in folder.glob(f"*{_FLEXGEN_MODEL}*") if path.is_dir())
-    notes = [f"run {name} failed: {_RESUME}" for name in failed if name not in finished]
-    notes += [f"run {name} is unfinished: {_RESUME}" for name in unfinished if name not in {*finished, *failed}]
-    for name in failed:
+
+    def is_older(name: str) -> bool:
         # A plain helm-run may have finished it after the call in which it failed.
         scored, called = folder / name / "stats.json", folder / SUITE_FILE
-        if name in finished and scored.stat().st_mtime_ns < called.stat().st_mtime_ns:
-            notes.append(f"run {name} failed in the last call, and its scores are of an earlier one: {_RESUME}")
-    return notes
+        return name in finished and scored.stat().st_mtime_ns < called.stat().st_mtime_ns
+
+    notes = (
+        _runs_note("failed", [name for name in failed if name not in finished]),
+        _runs_note("did not finish", [name for name in unfinished if name not in {*finished, *failed}]),
+        _runs_note("failed in the last call, so the scores are older", [name for name in failed if is_older(name)]),
+    )
+    return [note for note in notes if note]
 
 
-def _finite(scores: Mapping[str, float]) -> dict[str, float | None]:
-    """Replace infinities and NaN, which JSON cannot hold, by None."""
-    return {name: score if math.isfinite(score) else None for name, score in scores.items()}
+def _runs_note(what: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    listed = ", ".join(map(describe_run, names[:_MAX_NAMES])) + more
+    return f"{count(len(names), 'run')} {what} ({listed}); {_RESUME}" if names else ""

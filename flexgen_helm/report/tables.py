@@ -1,25 +1,32 @@
-"""Tables of a report: DataFrames of numbers (for CSV and figures), and of text in human units (for readers).
+"""Tables of a report: DataFrames of numbers, for CSV, and tables of text in human units, for readers.
 
 A number's column has the name that it has in `flexgen_run.json` or `flexgen_suite.json`, such as 'time_s.compute'.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from textwrap import wrap
+from typing import Any, Literal
+from urllib.parse import quote
 
 import pandas as pd
 
+from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.report.comparison import Comparison, ModelComparison
-from flexgen_helm.report.scores import RunScores
+from flexgen_helm.report.metrics import metric_named
+from flexgen_helm.report.scores import RunScores, precision_rank
+from flexgen_helm.report.throughput import BUCKET
+from flexgen_helm.units import duration, size
 
 # Columns of `runs_table` that fit on a terminal.
 SUMMARY_COLUMNS = ["run", "scores", "requests", "tokens", "tokens/s", "efficiency"]
 _RUN_COLUMNS = [
-    "run", "model", "precision", "workload.num_requests", "workload.prompt_tokens", "workload.prompt_tokens_computed",
-    "workload.output_tokens", "latency_s", "padded_throughput", "actual_throughput", "efficiency",
-    "padding.to_longest", "padding.in_buckets", "num_reused",
+    "run", "entry", "model", "precision", "num_scored", "workload.num_requests", "workload.prompt_tokens",
+    "workload.prompt_tokens_computed", "workload.output_tokens", "latency_s", "padded_throughput", "actual_throughput",
+    "efficiency", "padding.to_longest", "padding.in_buckets", "num_reused",
 ]  # fmt: skip
 _COMPARISON_COLUMNS = [
     "model", "run", "metric", "precision", "instances", "baseline", "value", "kind", "change", "interval.low",
@@ -31,91 +38,70 @@ _TRANSFERS = {
     "cpu_to_gpu": "memory to GPU",
     "gpu_to_cpu": "GPU to memory",
 }
-_CELL_OF_NUMBER = r"([\d,.]+(%| GB| \*)?)?"
+TIERS = {"gpu": "in GPU memory", "cpu": "in memory", "disk": "on disk"}
+_TEXT_COLUMNS = ("run entry", "metric", "model", "precision")
 
 
-def _gigabytes(count: float) -> str:
-    return f"{count / 1e9:,.2f} GB" if count else "0"
+@dataclass(frozen=True)
+class Mark:
+    """A horizontal bar below a number, in percent of the cell's width. point: a dot on it, of an interval plot."""
+
+    low: float
+    high: float
+    point: float | None = None
 
 
-_whole, _tenths, _percent = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
-# Heading -> column, and the format of its cells.
-_Cells = Mapping[str, tuple[str, Callable[[Any], str]]]
-_RUN_CELLS: _Cells = {
-    "run": ("run", str),
-    "scores": ("scores", str),
-    "requests": ("workload.num_requests", _whole),
-    "tokens": ("tokens", _whole),
-    "prompt tokens computed": ("workload.prompt_tokens_computed", _whole),
-    "padded tokens/s": ("padded_throughput", _whole),
-    "tokens/s": ("actual_throughput", _whole),
-    "efficiency": ("efficiency", _percent),
-    "to the longest": ("padding.to_longest", _percent),
-    "in buckets": ("padding.in_buckets", _percent),
-}
-_MODEL_CELLS: _Cells = {
-    "model": ("model", str),
-    "schedule": ("schedule", str),
-    "seconds": ("busy_s", _tenths),
-    "predicted": ("predicted_latency_s", _tenths),
-    "compute": ("time_s.compute", _tenths),
-    "wait": ("time_s.wait", _tenths),
-    "of the roofline": ("of_roofline", _percent),
-    "read from disk": ("disk_bytes", _gigabytes),
-    "over the link": ("link_bytes", _gigabytes),
-    "peak gpu": ("peak_bytes.gpu", _gigabytes),
-    "peak cpu": ("peak_bytes.cpu", _gigabytes),
-    "peak disk": ("peak_bytes.disk", _gigabytes),
-}
-_SPEED_CELLS: _Cells = {
-    "precision": ("precision", str),
-    "instances": ("instances", _whole),
-    "tokens": ("tokens", _whole),
-    "seconds": ("latency_s", _whole),
-    "tokens/s": ("tokens_per_s", _whole),
-}
+@dataclass(frozen=True)
+class Table:
+    """A table for readers.
+
+    cells: text.
+    num_keys: leading columns whose cells are not repeated below each other.
+    links: column -> targets of its cells.
+    marks: column -> a mark or None per row.
+    collapsed: long, so a page shows it on demand.
+    """
+
+    cells: pd.DataFrame
+    title: str = ""
+    num_keys: int = 1
+    links: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    marks: Mapping[str, Sequence[Mark | None]] = field(default_factory=dict)
+    collapsed: bool = False
+
+    @property
+    def right_aligned(self) -> list[bool]:
+        return [place >= self.num_keys and name not in _TEXT_COLUMNS for place, name in enumerate(self.cells)]
+
+    @property
+    def repeats(self) -> list[list[bool]]:
+        """Return, for each row, which of its keys it has in common with the row above."""
+        rows = self.cells.iloc[:, : self.num_keys].to_numpy().tolist()
+        above = [[None] * self.num_keys, *rows]
+        return [[row[: n + 1] == last[: n + 1] for n in range(len(row))] for row, last in zip(rows, above)]
+
+
+# --- Numbers ---
 
 
 def runs_frame(runs: Iterable[RunScores]) -> pd.DataFrame:
-    """Return a row of numbers per run, with a column such as 'scores.exact_match' for every metric of any of them."""
-    frame = pd.json_normalize([{"run": run.name, **run.run, "scores": run.scores} for run in runs])
-    return frame.reindex(columns=[*_RUN_COLUMNS, *frame.filter(like="scores.")])
+    """Return a row of numbers per run.
 
-
-def runs_table(runs: Sequence[RunScores]) -> pd.DataFrame:
-    """Return a row of text per run; * marks throughputs that `reused_note` explains."""
-    frame = runs_frame(runs)
-    scores = ["  ".join(f"{name} {score:.3f}" for name, score in run.scores.items()) or "-" for run in runs]
-    tokens = frame["workload.prompt_tokens"] + frame["workload.output_tokens"]
-    return _text(frame.assign(scores=scores, tokens=tokens), _RUN_CELLS)
-
-
-def models_frame(models: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """Return a row of numbers per model. busy_s: compute and wait; disk_bytes, link_bytes: all kinds together."""
-    defaults = {"schedule": None, "predicted_latency_s": None, "roofline_s": None}
-    frame = pd.json_normalize([{**defaults, **usage, "model": name} for name, usage in models.items()])
-    busy_s = frame["time_s.compute"] + frame["time_s.wait"]
-    return frame.assign(
-        busy_s=busy_s,
-        of_roofline=frame["roofline_s"].astype(float) / busy_s,
-        disk_bytes=frame.filter(like="bytes.disk_to_cpu.").sum(axis="columns"),
-        link_bytes=frame.filter(regex=r"bytes\.(cpu_to_gpu|gpu_to_cpu)\.").sum(axis="columns"),
-    )
-
-
-def models_table(models: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    return _text(models_frame(models), _MODEL_CELLS)
-
-
-def transfers_frame(models: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """Return GB moved: a row per model and transfer that moved any, a column per kind of tensor."""
-    moved = {
-        f"{name}<br>{label}": {kind: count / 1e9 for kind, count in usage["bytes"][transfer].items()}
-        for name, usage in models.items()
-        for transfer, label in _TRANSFERS.items()
-        if any(usage["bytes"][transfer].values())
-    }
-    return pd.DataFrame.from_dict(moved, orient="index")
+    Every metric of any of them has the columns 'scores.exact_match' and 'standard_errors.exact_match'.
+    """
+    records = [
+        {
+            "run": run.name,
+            "entry": run.entry,
+            "num_scored": run.num_scored,
+            **run.run,
+            "scores": run.scores,
+            "standard_errors": run.standard_errors,
+        }
+        for run in runs
+    ]
+    frame = pd.json_normalize(records)
+    return frame.reindex(columns=[*_RUN_COLUMNS, *frame.filter(regex=r"^(scores|standard_errors)\.")])
 
 
 def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
@@ -127,77 +113,390 @@ def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
     return pd.json_normalize(records).reindex(columns=_COMPARISON_COLUMNS).convert_dtypes()
 
 
-def comparisons_table(comparisons: Iterable[Comparison], baseline: str) -> pd.DataFrame:
-    """Return text rows: each metric's baseline, then the other precisions.
-
-    The baseline's row is repeated if the next precision shares other instances with it.
-    """
-    rows: list[tuple[str, ...]] = []
-    previous = ("", "", "")
-    for comparison in comparisons:
-        label = f"{comparison.run} ({comparison.instances:,} instances)"
-        group = (label, comparison.metric, _score(comparison.baseline))
-        if group != previous:
-            next_metric = label == previous[0] and comparison.metric != previous[1]
-            rows.append(("" if next_metric else label, comparison.metric, baseline, group[2], "", ""))
-            previous = group
-        rows.append(("", "", comparison.precision, _score(comparison.value), _change(comparison), _test(comparison)))
-    return pd.DataFrame(rows, columns=["run", "metric", "precision", "score", "change (95 %)", "test"])
+# --- Scores ---
 
 
-def speeds_table(speeds: pd.DataFrame) -> pd.DataFrame:
-    """Return a row of text per precision; * marks throughputs that `reused_note` explains."""
-    return _text(speeds, _SPEED_CELLS)
+def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
+    """Return a row per run and metric."""
+    rows = [
+        (run.entry, metric, run.typed_model, run.precision, _score_and_error(run, metric),
+         f"{run.num_scored:,}" if run.num_scored else "", _whole(run.workload.get("num_requests")), run_link(run))
+        for run in runs
+        for metric in run.scores or ("-",)
+    ]  # fmt: skip
+    names = ["run entry", "metric", "model", "precision", "score", "scored", "requests", "link"]
+    frame = pd.DataFrame(rows, columns=names)
+    # Precisions, then models, below each other, in the order in which entries and metrics first appear.
+    order = {
+        "run entry": lambda column: column.map({name: place for place, name in enumerate(column.unique())}),
+        "metric": lambda column: column.map({name: place for place, name in enumerate(column.unique())}),
+        "model": lambda column: column,
+        "precision": lambda column: column.map(precision_rank),
+    }
+    frame = frame.sort_values(list(order), key=lambda column: order[str(column.name)](column), kind="stable")
+    links = {"precision": list(frame.pop("link"))}
+    if not show_model:
+        del frame["model"]
+    return Table(frame, num_keys=2, links=links)
 
 
-def right_aligned(table: pd.DataFrame) -> list[bool]:
-    """Return, for each column, whether all its cells are numbers, with or without a unit."""
-    return [bool(table[column].str.fullmatch(_CELL_OF_NUMBER).all()) for column in table]
+def _score_and_error(run: RunScores, metric: str) -> str:
+    if metric not in run.scores:
+        return ""
+    value, error = run.scores[metric], run.standard_errors.get(metric)
+    digits = _digits(value)
+    return f"{value:,.{digits}f}" + ("" if error is None else f" ± {error:,.{digits}f}")
 
 
-def markdown(table: pd.DataFrame) -> str:
+# --- Throughput and padding ---
+
+
+def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
+    """Return a row of tokens and seconds per run; * marks throughputs that `reused_note` explains."""
+    runs = _by_entry(runs)
+    rates = [run.num_tokens / run.latency_s if run.latency_s > 0 else 0.0 for run in runs]
+    cells = {
+        **_run_cells(runs, show_model),
+        "requests": [_whole(run.workload.get("num_requests")) for run in runs],
+        "prompt tokens": [_whole(run.workload.get("prompt_tokens")) for run in runs],
+        "computed": [_whole(run.workload.get("prompt_tokens_computed")) for run in runs],
+        "output tokens": [_whole(run.workload.get("output_tokens")) for run in runs],
+        "time": [_seconds(run.latency_s) for run in runs],
+        "tokens/s": [f"{rate:,.0f}" + " *" * (run.num_reused > 0) for run, rate in zip(runs, rates)],
+    }
+    return Table(pd.DataFrame(cells), links=_links(runs), marks={"tokens/s": _bars(rates)})
+
+
+def padding_table(runs: Sequence[RunScores], show_model: bool) -> Table:
+    """Return the tokens of each run without padding, and with two ways of padding; as it was run if it padded too."""
+    runs = [run for run in _by_entry(runs) if run.num_tokens]
+    columns = {
+        "no padding": [run.num_tokens for run in runs],
+        "as run": [run.padded_tokens() for run in runs],
+        f"in buckets of {BUCKET}": [run.padded_tokens("in_buckets") for run in runs],
+        "to the longest": [run.padded_tokens("to_longest") for run in runs],
+    }
+    if all(run.padded_tokens() <= run.num_tokens * 1.0005 for run in runs):
+        del columns["as run"]
+    largest = [max(values) for values in zip(*columns.values())]  # of each row
+    cells = {name: list(map(_whole, values)) for name, values in columns.items()}
+    marks = {name: [Mark(0, 100 * v / top) for v, top in zip(values, largest)] for name, values in columns.items()}
+    return Table(pd.DataFrame({**_run_cells(runs, show_model), **cells}), links=_links(runs), marks=marks)
+
+
+def _by_entry(runs: Sequence[RunScores]) -> list[RunScores]:
+    """Put the models and precisions of an entry next to each other."""
+    places = {entry: place for place, entry in enumerate(dict.fromkeys(run.entry for run in runs))}
+    return sorted(runs, key=lambda run: (places[run.entry], run.model, precision_rank(run.precision)))
+
+
+def _run_cells(runs: Sequence[RunScores], show_model: bool) -> dict[str, list[str]]:
+    models = {"model": [run.typed_model for run in runs]} if show_model else {}
+    return {"run entry": [run.entry for run in runs], **models, "precision": [run.precision for run in runs]}
+
+
+# --- Time, copies and memory of models ---
+
+
+def usage_tables(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Table]:
+    """Return a table per model, with a column per precision. models: name with its suffix -> usage record."""
+    groups: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for name, usage in models.items():
+        base, suffix = split_precision(name)
+        precision = usage.get("precision") or suffix
+        groups.setdefault(base if suffix == precision else name, {})[precision] = usage
+    return {name: _usage_table(usages) for name, usages in groups.items()}
+
+
+def _usage_table(usages: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Rows without a value in any precision are left out."""
+    precisions = sorted(usages, key=precision_rank)
+    rows: list[tuple[str, Callable[[Any], str], list[Any]]] = []
+
+    def add(label: str, fmt: Callable[[Any], str], value: Callable[[Mapping[str, Any]], Any]) -> None:
+        values = [value(usages[precision]) for precision in precisions]
+        if any(values):
+            rows.append((label, fmt, values))
+
+    def time(kind: str) -> Callable[[Mapping[str, Any]], Any]:
+        return lambda usage: usage["time_s"].get(kind)
+
+    add("schedule", str, lambda usage: usage.get("schedule"))
+    add("time, measured", _seconds, lambda usage: usage["time_s"]["compute"] + usage["time_s"]["wait"])
+    add("time, predicted", _seconds, lambda usage: usage.get("predicted_latency_s"))
+    add("roofline", _seconds, lambda usage: usage.get("roofline_s"))
+    add("computing", _seconds, time("compute"))
+    add("waiting for data", _seconds, time("wait"))
+    add("between batches", _seconds, time("other"))
+    for transfer, label in _TRANSFERS.items():
+        for kind in ("weights", "cache", "activations"):
+            add(f"{label}: {kind}", size, lambda usage, t=transfer, k=kind: usage["bytes"][t].get(k))  # type: ignore[misc]
+    for tier, label in TIERS.items():
+        add(f"peak {label}", size, lambda usage, t=tier: usage["peak_bytes"].get(t))  # type: ignore[misc]
+        if any(usages[precision]["peak_bytes"].get(tier) for precision in precisions):
+            add(f"limit {label}", size, lambda usage, t=tier: usage.get("limit_bytes", {}).get(t))  # type: ignore[misc]
+    add("peak workspace", size, lambda usage: usage.get("peak_workspace_bytes"))
+    largest: dict[str, float] = {}
+    for label, _, values in rows:
+        top = max((value for value in values if isinstance(value, (int, float))), default=0.0)
+        largest[_scale_of(label)] = max(largest.get(_scale_of(label), 0.0), top)
+    cells = {"": [label for label, _, _ in rows]}
+    marks: dict[str, list[Mark | None]] = {}
+    for place, precision in enumerate(precisions):
+        own = [(label, fmt, values[place]) for label, fmt, values in rows]
+        cells[precision] = [fmt(value) if value is not None else "" for _, fmt, value in own]
+        marks[precision] = [
+            Mark(0, 100 * value / largest[_scale_of(label)]) if value and isinstance(value, (int, float)) else None
+            for label, _, value in own
+        ]
+    return Table(pd.DataFrame(cells), marks=marks)
+
+
+def _scale_of(label: str) -> str:
+    """Return the scale of a row's bars: times share one, and so do bytes moved, and bytes held."""
+    if label.startswith(("peak", "limit")):
+        return "disk held" if label.endswith("disk") else "held"
+    return "moved" if ":" in label else "time"
+
+
+# --- Precisions compared ---
+
+
+def comparison_tables(
+    comparisons: Iterable[Comparison], baseline: str, links: Mapping[tuple[str, str], str] | None = None
+) -> list[Table]:
+    """Return a table per precision that is compared with `baseline`. links: (run entry, precision) -> folder."""
+    comparisons = list(comparisons)
+    precisions = sorted({each.precision for each in comparisons}, key=precision_rank)
+    return [
+        _comparison_table(
+            [each for each in comparisons if each.precision == precision], baseline, precision, links or {}
+        )
+        for precision in precisions
+    ]
+
+
+def _comparison_table(
+    comparisons: Sequence[Comparison], baseline: str, precision: str, links: Mapping[tuple[str, str], str]
+) -> Table:
+    rows = [
+        (each.run, each.metric, f"{each.instances:,}", _score(each.baseline), _score(each.value), _change(each),
+         _interval(each), _test(each))
+        for each in comparisons
+    ]  # fmt: skip
+    names = ["run entry", "metric", "n", baseline, precision, "change", "95 % interval", "p (lost : won)"]
+    # Changes in one unit share a scale, whose middle is no change.
+    largest: dict[str, float] = {}
+    for each in comparisons:
+        reach = max((abs(position) for position in _positions(each)), default=0.0)
+        largest[_unit(each)] = max(largest.get(_unit(each), 0.0), reach)
+
+    def mark(each: Comparison) -> Mark | None:
+        positions = _positions(each)
+        if not positions:
+            return None
+        scale = largest[_unit(each)] or 1.0
+        low, point, high = (50 + 48 * position / scale for position in positions)
+        return Mark(low, high, point)
+
+    return Table(
+        pd.DataFrame(rows, columns=names),
+        f"{precision} against {baseline}",
+        num_keys=2,
+        links={name: [links.get((each.run, name), "") for each in comparisons] for name in (baseline, precision)},
+        marks={"95 % interval": list(map(mark, comparisons))},
+    )
+
+
+def _positions(comparison: Comparison) -> list[float]:
+    """Return low end, change and high end, 0 where nothing changes; [] without an interval."""
+    if comparison.interval is None:
+        return []
+    low, high = comparison.interval
+    values = [low, comparison.change, high]
+    if comparison.kind == "ratio":
+        values = [math.log(value) if value > 0 else math.nan for value in values]
+    return values if all(map(math.isfinite, values)) else []
+
+
+def _unit(comparison: Comparison) -> str:
+    """Return what a change is counted in; metrics without a unit have a scale of their own."""
+    if comparison.kind == "ratio":
+        return "×"
+    return "pp" if metric_named(comparison.metric).is_share else comparison.metric
+
+
+def speeds_table(speeds: pd.DataFrame) -> Table:
+    """Return a row per precision; * marks throughputs that `reused_note` explains."""
+    cells = {
+        "precision": list(speeds["precision"]),
+        "instances": list(map(_whole, speeds["instances"])),
+        "tokens": list(map(_whole, speeds["tokens"])),
+        "time": list(map(_seconds, speeds["latency_s"])),
+        "tokens/s": [
+            f"{rate:,.0f}" + " *" * (reused > 0) for rate, reused in zip(speeds["tokens_per_s"], speeds["num_reused"])
+        ],
+    }
+    return Table(pd.DataFrame(cells), marks={"tokens/s": _bars(speeds["tokens_per_s"])})
+
+
+# --- The frontier of a plan ---
+
+
+def frontier_table(points: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row per point of `planner.frontier`, numbered as in the plot."""
+
+    def shares(point: Mapping[str, Any], kind: str) -> str:
+        policy = point["policy"]
+        return "/".join(f"{100 * policy[kind + tier]:.0f}" for tier in "gc")
+
+    policies = [point["policy"] for point in points]
+    cells = {
+        "point": [f"{number}" for number in range(1, len(points) + 1)],
+        "latency of a block": [_seconds(point["latency_s"]) for point in points],
+        "tokens/s": [f"{point['tokens_per_s']:,.3g}" for point in points],
+        "block": [f"{policy['gpu_batch_size']}x{policy['num_gpu_batches']}" for policy in policies],
+        "schedule": [policy["schedule"] for policy in policies],
+        "weights": [shares(point, "w") for point in points],
+        "KV cache": [shares(point, "c") for point in points],
+        "activations": [shares(point, "h") for point in points],
+    }
+    return Table(pd.DataFrame(cells))
+
+
+# --- Text ---
+
+
+def markdown(table: Table) -> str:
     """Return a markdown table whose columns also line up in a terminal."""
-    rows = [list(table.columns), *table.to_numpy().tolist()]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    right = right_aligned(table)
+    headings, right, rows = _printed(table)
+    widths = [max(map(len, column)) for column in zip(headings, *rows)]
     rule = "|".join("-" * (width + 1) + ("-", ":")[r] for width, r in zip(widths, right))
     lines = [
         "| " + " | ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right)) + " |"
-        for row in rows
+        for row in (headings, *rows)
     ]
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
 
 
-def _text(frame: pd.DataFrame, cells: _Cells) -> pd.DataFrame:
-    """Format the columns of `cells`; a missing number becomes an empty cell."""
-    table = pd.DataFrame(
-        {
-            heading: [fmt(value) if pd.notna(value) else "" for value in frame[column]]
-            for heading, (column, fmt) in cells.items()
-        }
-    )
-    if "num_reused" in frame:
-        table["tokens/s"] += frame["num_reused"].map(lambda count: " *" if count > 0 else "")
-    return table
+def text(table: Table, width: int) -> str:
+    """Return a table of at most `width` columns. In a narrow terminal numbers fold before metrics do."""
+    from io import StringIO
+
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table as Drawing
+
+    headings, right, rows = _printed(table)
+    drawing = Drawing(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    least = max((len(metric) + 2 for metric in table.cells.iloc[:, 1]), default=None) if table.num_keys == 2 else None
+    for place, (heading, *cells) in enumerate(zip(headings, *rows)):
+        lines = wrap(heading, max(10, *map(len, cells), 0)) if right[place] else [heading]
+        justify: Literal["left", "right"] = "right" if right[place] else "left"
+        drawing.add_column("\n".join(lines), justify=justify, overflow="fold", min_width=least if place == 0 else None)
+    for row in rows:
+        drawing.add_row(_wrapped(row[0]), *row[1:])
+    output = StringIO()
+    Console(file=output, width=width, color_system=None, highlight=False, markup=False, emoji=False).print(drawing)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+
+def _printed(table: Table) -> tuple[list[str], list[bool], list[list[str]]]:
+    """Return headings, alignment and rows of plain text. Keys are not repeated; a second one is below the first."""
+    stacked = table.num_keys == 2
+    rows = []
+    for row, repeated in zip(table.cells.to_numpy().tolist(), table.repeats):
+        if stacked and not repeated[0]:
+            rows.append([row[0], *[""] * (len(row) - 2)])
+        key = row[stacked] if not repeated[stacked] else ""
+        rows.append([f"  {key}" if stacked and key else key, *row[table.num_keys :]])
+    columns = [0, *range(table.num_keys, len(table.cells.columns))]
+    return [str(table.cells.columns[n]) for n in columns], [table.right_aligned[n] for n in columns], rows
+
+
+def _wrapped(name: str, width: int = 34) -> str:
+    """Break the name of a run entry after commas and colons."""
+    lines = [""]
+    for part in name.replace(":", ":\0").replace(",", ",\0").split("\0"):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("  ")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+# --- Cells ---
+
+
+def run_link(run: RunScores) -> str:
+    """Return the run's folder, seen from that of its suite; '' for a pool."""
+    return f"./{quote(run.name)}/" if run.num_runs == 1 else ""  # without './' a colon would end a scheme
+
+
+def _links(runs: Sequence[RunScores]) -> dict[str, list[str]]:
+    return {"precision": list(map(run_link, runs))}
+
+
+def _bars(values: Iterable[float]) -> list[Mark | None]:
+    values = list(values)
+    largest = max(values, default=0.0)
+    return [Mark(0, 100 * value / largest) if largest else None for value in values]
+
+
+def _whole(value: Any) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f} s" if value < 100 else duration(value)
+
+
+def _digits(value: float) -> int:
+    """Digits behind the point: of accuracies three, of large perplexities fewer."""
+    return 3 if abs(value) < 10 else 2 if abs(value) < 1000 else 1
 
 
 def _score(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 10 else f"{value:.3f}"
+    return f"{value:,.{_digits(value) + (abs(value) < 10)}f}"
 
 
 def _change(comparison: Comparison) -> str:
-    template = "×{:.4f}" if comparison.kind == "ratio" else "{:+.4f}"
-    change = template.format(comparison.change)
+    if not math.isfinite(comparison.change):
+        return ""
+    change = _in_unit(comparison, comparison.change)
+    return f"{change} pp" if _unit(comparison) == "pp" else change
+
+
+def _in_unit(comparison: Comparison, value: float) -> str:
+    if comparison.kind == "ratio":
+        return f"×{value:.4f}"
+    return f"{100 * value:+.2f}" if _unit(comparison) == "pp" else f"{value:+.4f}"
+
+
+def _interval(comparison: Comparison) -> str:
     if comparison.interval is None:
-        reason = "one instance" if comparison.instances == 1 else "not a mean over instances"
-        return f"{change} (no interval: {reason})"
-    low, high = map(template.format, comparison.interval)
-    return f"{change} ({low} … {high})"
+        if comparison.instances == 1:
+            return "none (1 instance)"
+        return "none (no mean)" if math.isfinite(comparison.change) else "none (not finite)"
+    return " … ".join(_in_unit(comparison, end) for end in comparison.interval)
 
 
 def _test(comparison: Comparison) -> str:
     test = comparison.test
     if test is None:
         return ""
-    p_value = "p < 0.0001" if test.p_value < 1e-4 else f"p = {test.p_value:.4f}"
-    return p_value if test.lost is None else f"{p_value}, {test.lost} lost, {test.won} won"
+    p_value = "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.4f}"
+    return p_value if test.lost is None else f"{p_value} ({test.lost} : {test.won})"
+
+
+def runs_table(runs: Sequence[RunScores]) -> pd.DataFrame:
+    """Return a row of text per run; * marks throughputs that `reused_note` explains."""
+    return pd.DataFrame(
+        {
+            "run": [run.name for run in runs],
+            "scores": ["  ".join(f"{name} {score:.3f}" for name, score in run.scores.items()) or "-" for run in runs],
+            "requests": [_whole(run.workload.get("num_requests")) for run in runs],
+            "tokens": [_whole(run.num_tokens) for run in runs],
+            "tokens/s": [_whole(run.run.get("actual_throughput")) + " *" * (run.num_reused > 0) for run in runs],
+            "efficiency": [f"{run.run['efficiency']:.1%}" if "efficiency" in run.run else "" for run in runs],
+        }
+    )

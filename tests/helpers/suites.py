@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+
+from flexgen_helm.report.throughput import throughput
+from flexgen_helm.request import Cost
+
 
 def stat(name, value, split="test"):
     return {"name": {"name": name, "split": split}, "count": 1, "sum": value, "mean": value}
@@ -40,3 +45,54 @@ def write_run(suite, name, precision, scores, instances, model="tiny", tokens=10
 
 def accuracies(right):
     return {f"id{i}": {"exact_match": float(x)} for i, x in enumerate(right)}
+
+
+def write_mmlu(suite, num_subjects=57, models=("tiny",), instances=12):
+    """Runs of many subjects in two precisions, with the records and the totals of the suite that the engine leaves."""
+    draw = np.random.default_rng(0)
+    for model in models:
+        for subject in range(num_subjects):
+            base = (draw.random(instances) < 0.5).astype(float)
+            entry = f"mmlu:subject=high_school_government_and_politics_{subject},method=multiple_choice_joint"
+            for precision in ("fp16", "4bit"):
+                right = base if precision == "fp16" else np.where(draw.random(instances) < 0.2, 0.0, base)
+                folder = write_run(suite, entry, precision, {"exact_match": right.mean()}, accuracies(right), model)
+                add_record(folder, [Cost(300 + 10 * i, 100.0, 2) for i in range(instances)], 1.5)
+    write_totals(suite)
+
+
+def add_record(folder, costs, seconds, **more):
+    """Complete the record of a run as the engine writes it."""
+    path = folder / "flexgen_run.json"
+    record = {
+        **json.loads(path.read_text()),
+        **throughput(costs, seconds),
+        "hardware": {"device": "cpu", "name": "A processor with a long name, 2.4 GHz, of a maker", "threads": 2,
+                     "compute_dtype": "float32", "matmul_flops": 1e11, "memory_bytes": 16 << 30},
+        "limit_bytes": {"gpu": 0, "cpu": 4 << 30, "disk": 50 << 30},
+        "versions": {"python": "3.11.7", "flexgen-helm": "0.1.0", "crfm-helm": "0.5.16", "torch": "2.10.0"},
+        "finished_at": "2026-01-02T03:04:05+00:00",
+        **more,
+    }  # fmt: skip
+    record["workload"] |= {"num_requests": len(costs), "num_unique": len(costs)}
+    path.write_text(json.dumps(record), encoding="utf-8")
+
+
+def write_totals(suite, failed=(), **more):
+    """Write `flexgen_suite.json`, with a usage record of every model that has runs."""
+    nothing = {"weights": 0, "cache": 0, "activations": 0}
+    moved = dict.fromkeys(("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"), nothing)
+    usage = {
+        "schedule": "zigzag",
+        "bytes": {**moved, "disk_to_cpu": {**nothing, "weights": 3 << 30}},
+        "time_s": {"compute": 12.0, "wait": 4.0, "other": 0.5},
+        "peak_bytes": {"gpu": 0, "cpu": 2 << 30, "disk": 5 << 30},
+        "limit_bytes": {"gpu": 0, "cpu": 4 << 30, "disk": 50 << 30},
+        "peak_workspace_bytes": 1 << 28,
+        "predicted_latency_s": 14.0,
+        "roofline_s": 8.0,
+        **more,
+    }
+    records = [json.loads(path.read_text()) for path in sorted(suite.glob("*/flexgen_run.json"))]
+    models = {record["model"]: {**usage, "precision": record["precision"]} for record in records}
+    (suite / "flexgen_suite.json").write_text(json.dumps({"models": models, "failed": list(failed)}))

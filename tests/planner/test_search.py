@@ -249,4 +249,4 @@ def test_a_frontier_rises_and_can_be_drawn():
     best = search(problem).prediction.tokens_per_s
     assert found[-1]["tokens_per_s"] == pytest.approx(best)
     html = frontier_page(found, problem).to_html()
-    assert "latency of a block" in html and html.count("Plotly.newPlot") == 1
+    assert "latency of a block" in html and html.count('class="point"') == len(found)

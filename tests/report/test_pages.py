@@ -1,0 +1,101 @@
+"""Pages in a real browser: three widths, light and dark; nothing overflows, overlaps, or is hard to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexgen_helm.planner.frontier import frontier_points
+from flexgen_helm.report.comparison import compare_runs
+from flexgen_helm.report.pages import comparison_page, frontier_page, suite_page
+from flexgen_helm.report.scores import read_finished_runs
+from flexgen_helm.report.suite import read_suite
+from tests.helpers.browser import MISSING, SCHEMES, WIDTHS, Browser, browser
+from tests.helpers.planning_problems import small
+from tests.helpers.suites import accuracies, write_mmlu, write_run, write_totals
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Browser]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Long names, two models, two to five precisions, 57 runs of a scenario, perplexities, a run that failed."""
+    folder = tmp_path_factory.mktemp("output") / "runs" / "a-suite"
+    draw = np.random.default_rng(0)
+    write_mmlu(folder, models=("org--a-model-with-a-long-name-70b-instruct",))
+    for precision in ("fp16", "fp16-s", "4bit", "4bit-s", "paper-4bit"):
+        pages = {f"id{i}": {"logprob": -draw.normal(9000, 500), "num_words": 3000.0} for i in range(9)}
+        mean = sum(page["logprob"] for page in pages.values()) / 27_000
+        write_run(folder, "wikitext", precision, {"word_perplexity": float(np.exp(-mean))}, pages)
+        right = draw.random(9) < 0.5
+        scores = {"exact_match": right.mean(), "classification_macro_f1": 0.123, "final_number_exact_match": np.nan}
+        write_run(folder, "boolq:only_contrast=True", precision, scores, accuracies(right))
+    write_totals(folder, failed=["imdb:model=flexgen_tiny-4bit"])
+    runs = read_finished_runs(folder)
+    compared = comparison_page(compare_runs(runs, folder), folder.name, "fp16", runs)
+    (folder / "flexgen_compare.html").write_text(compared.to_html(folder), encoding="utf-8")
+    (folder / "flexgen_report.html").write_text(suite_page(read_suite(folder)).to_html(folder), encoding="utf-8")
+    problem = small(64, 150, endless=True)
+    frontier = frontier_page(frontier_points(problem, 8), problem)
+    (folder / "frontier.html").write_text(frontier.to_html(), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["flexgen_report", "flexgen_compare", "frontier"])
+def test_a_page_is_readable(window: Browser, suite: Path, name: str) -> None:
+    window.open(suite / f"{name}.html")
+    found = {}
+    for width in WIDTHS:
+        for scheme in SCHEMES:
+            window.show(width, scheme)
+            found[width, scheme] = window.problems()
+    assert found == {(width, scheme): [] for width in WIDTHS for scheme in SCHEMES}
+    assert window.run("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_schemes_and_widths_are_really_shown(window: Browser, suite: Path) -> None:
+    window.open(suite / "flexgen_report.html")
+    backgrounds, heads = set(), set()
+    for width, scheme in ((390, "light"), (1440, "dark")):
+        window.show(width, scheme)
+        backgrounds.add(window.run("return getComputedStyle(document.body).backgroundColor"))
+        heads.add(window.run("return getComputedStyle(document.querySelector('thead')).display"))
+    assert len(backgrounds) == 2 and heads == {"none", "table-header-group"}
+
+
+def test_links_lead_to_the_runs(window: Browser, suite: Path) -> None:
+    window.open(suite / "flexgen_report.html")
+    window.run("document.querySelector('tbody a[href*=wikitext]').click()")
+    assert "per_instance_stats.json" in window.run("return document.body.textContent")
+
+
+@pytest.mark.parametrize(
+    "damage, problem",
+    [
+        (lambda html: html.replace("<h1>", '<h1 style="width:1500px">'), "wide"),
+        (lambda html: html.replace("</h1>", '</h1><p style="position:absolute;left:-9px">left</p>'), "outside: <P"),
+        (lambda html: html.replace("--text: #1f2328", "--text: #999"), "contrast 2.8"),
+        (lambda html: html.replace("--muted: #57606a", "--muted: #aab"), "contrast"),
+        (lambda html: html.replace("</style>", ".label { left: 0 !important; bottom: 0 !important; }</style>"),
+         "labels overlap"),
+    ],
+)  # fmt: skip
+def test_a_damaged_page_is_noticed(
+    window: Browser, suite: Path, tmp_path: Path, damage: Callable[[str], str], problem: str
+) -> None:
+    html = (suite / "frontier.html").read_text(encoding="utf-8")
+    damaged = damage(html)
+    assert damaged != html
+    (tmp_path / "page.html").write_text(damaged, encoding="utf-8")
+    window.open(tmp_path / "page.html")
+    window.show(820, "light")
+    assert any(problem in found for found in window.problems())
