@@ -5,16 +5,16 @@ A check never refuses what HELM would run. It knows the run specs of HELM and of
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -91,47 +91,25 @@ def check_entries(
                 _check_weights(resolved)
 
 
-def check_arguments(argv: Sequence[str], *, needs_weights: bool = True) -> list[str]:
+def check_arguments(given: Namespace, *, needs_weights: bool = True) -> list[str]:
     """Check all run entries and models of the arguments of `helm-run`; returns the hints for them.
 
-    Arguments that HELM would refuse are left to HELM, and so is what an unusual .conf file says.
+    given: those that `cli.helm_flags` parsed. What an unusual .conf file says is left to HELM.
     Raises `UsageError` as `check_entries` does.
     """
-    try:
-        args, _ = _parser().parse_known_args(list(argv))
-    except ValueError:
-        return []
-    run_entries = [*args.run_specs, *args.run_entries]
-    if args.priority is None:  # else HELM leaves entries out
-        for path in map(Path, args.conf_paths):
+    run_entries = [*(given.run_specs or ()), *(given.run_entries or ())]
+    if given.priority is None:  # else HELM leaves entries out
+        for path in map(Path, given.conf_paths or ()):
             with suppress(OSError, ValueError):  # HELM says why it cannot be read
                 run_entries += read_conf(path)
     check_entries(
         run_entries,
-        args.models_to_run or [],
-        local_path=Path(args.local_path),
-        has_plugins=bool(args.plugins or args.enable_huggingface_models or args.enable_local_huggingface_models),
+        given.models_to_run or [],
+        local_path=Path(given.local_path or "prod_env"),
+        has_plugins=bool(given.plugins or given.enable_huggingface_models or given.enable_local_huggingface_models),
         needs_weights=needs_weights,
     )
     return hints(run_entries)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def _parser() -> argparse.ArgumentParser:
-    """Return a parser of those flags of `helm-run` that decide which run entries and names there are."""
-    parser = _Parser(add_help=False)
-    for flag in ("--models-to-run", "--plugins", "--enable-huggingface-models", "--enable-local-huggingface-models"):
-        parser.add_argument(flag, nargs="+", default=[])
-    parser.add_argument("-c", "--conf-paths", nargs="+", default=[])
-    parser.add_argument("-r", "--run-entries", nargs="*", default=[])
-    parser.add_argument("--run-specs", nargs="*", default=[])
-    parser.add_argument("--priority", type=int)
-    parser.add_argument("--local-path", default="prod_env")
-    return parser
 
 
 def hints(run_entries: Sequence[str]) -> list[str]:

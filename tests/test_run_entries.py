@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm import run_entries
+from flexgen_helm.cli.helm_flags import parse_helm_flags
 from flexgen_helm.errors import CheckpointError, UnknownModelError, UsageError
 from flexgen_helm.run_entries import check_arguments, check_entries, hints, parse, read_conf, run_spec_names
 from tests.helpers.paths import ROOT
@@ -172,19 +173,22 @@ FLAGS = [
 @given(st.lists(st.sampled_from(FLAGS), max_size=8))
 def test_flags_are_read_as_helm_reads_them(flags: list[list[str]]) -> None:
     argv = ["--suite", "s", "-m", "1", *(word for flag in flags for word in flag)]
-    theirs, ours = vars(build_parser().parse_args(argv)), vars(run_entries._parser().parse_known_args(argv)[0])
-    assert {name: theirs[name] or None for name in ours} == {name: value or None for name, value in ours.items()}
+    theirs, ours = vars(build_parser().parse_args(argv)), vars(parse_helm_flags(argv))
+    given = {name: value for name, value in ours.items() if value}
+    assert given and given == {name: theirs[name] for name in given}
+    left_out = build_parser().parse_args(["--suite", "s", "-m", "1"])
+    assert {name for name, value in theirs.items() if value != getattr(left_out, name)} <= set(given)
 
 
 def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
     conf = tmp_path / "x.conf"
     conf.write_text('entries: [\n  {description: "simple_mcq:model=flexgen/opt-125m", priority: 2}\n]\n')
     with pytest.raises(UsageError, match="did you mean simple_mcqa"):
-        check_arguments(["-r", f"mmlu:model={MODEL}", "-c", str(conf), "-m", "10", "--suite", "s"])
+        check_arguments(parse_helm_flags(["-r", f"mmlu:model={MODEL}", "-c", str(conf), "-m", "10", "--suite", "s"]))
     with pytest.raises(UsageError, match="did you mean opt-125m"):
-        check_arguments(["-r", "mmlu", "--models-to-run", "flexgen/opt-126m"])
+        check_arguments(parse_helm_flags(["-r", "mmlu", "--models-to-run", "flexgen/opt-126m"]))
     with pytest.raises(UsageError, match="needs a prefix"):
-        check_arguments(["-r", "mmlu:model=gpt2"])
+        check_arguments(parse_helm_flags(["-r", "mmlu:model=gpt2"]))
     (tmp_path / "latin.conf").write_bytes(b'entries: [{description: "\xe9"}]')
     for accepted in (
         ["-c", str(tmp_path / "latin.conf"), str(tmp_path)],
@@ -192,11 +196,10 @@ def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
         ["-c", str(conf), "--plugins", "theirs"],
         ["-c", "no/such/file"],
         ["-r", "mmlu:model=gpt2", "--enable-huggingface-models", "gpt2"],
-        ["-r", "simple_mcq", "--priority", "first"],  # refused by HELM's own parser
         [],
     ):
-        assert check_arguments(accepted) == []
-    assert len(check_arguments(["-r", "mmlu:model=facebook/opt-6.7b", "-m", "1"])) == 1
+        assert check_arguments(parse_helm_flags(accepted)) == []
+    assert len(check_arguments(parse_helm_flags(["-r", "mmlu:model=facebook/opt-6.7b", "-m", "1"]))) == 1
 
 
 def test_other_plugins_may_know_more(monkeypatch: pytest.MonkeyPatch) -> None:

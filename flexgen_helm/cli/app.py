@@ -23,6 +23,7 @@ from flexgen_helm.cli.models import models
 from flexgen_helm.cli.perplexity import perplexity
 from flexgen_helm.cli.plan import plan
 from flexgen_helm.cli.profile import profile
+from flexgen_helm.cli.quickstart import quickstart
 from flexgen_helm.cli.report import compare, report
 from flexgen_helm.cli.run import run
 from flexgen_helm.cli.screen import Screen
@@ -65,6 +66,9 @@ def _add(panel: str, command: Callable[..., None], *, has_screen: bool = True, *
     app.command(help=help_text(command.__doc__ or ""), rich_help_panel=panel, **settings)(wrapper)
 
 
+_add("Start here", quickstart, has_screen=False)  # it shows that of each run
+_add("Start here", models)
+_add("Start here", entries)
 # Flags of helm-run are passed on, in the order given. Without -h, which would be found in words such as -ohome.
 _TO_HELM = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": ["--help"]}
 _add(
@@ -78,8 +82,6 @@ _add("Evaluate", report)
 _add("Evaluate", compare)
 _add("Plan", with_engine_flags(plan))
 _add("Plan", profile)
-_add("Find", models)
-_add("Find", entries)
 _add("Models", fetch)
 _add("Models", convert)
 _add("Without HELM", with_engine_flags(generate))

@@ -6,7 +6,7 @@ tests/cli/test_helm_flags.py compares them with HELM's own parser.
 from __future__ import annotations
 
 import inspect
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Annotated, Any, NamedTuple, NoReturn
@@ -81,8 +81,8 @@ class _Parser(ArgumentParser):
         raise UsageError(f"run: {message}")
 
 
-def check_helm_flags(context: typer.Context, args: Sequence[str]) -> None:
-    """Refuse flags of helm-run that HELM would refuse, before HELM is imported. -h prints the help of `run`."""
+def parse_helm_flags(args: Sequence[str]) -> Namespace:
+    """Parse flags of helm-run as HELM does, without its defaults; raises `UsageError` for what HELM would refuse."""
     parser = _Parser(add_help=False)
     parser.add_argument("-h", action="store_true")
     for flag in HELM_FLAGS:
@@ -90,7 +90,12 @@ def check_helm_flags(context: typer.Context, args: Sequence[str]) -> None:
             parser.add_argument(*flag.names, action="store_true")
         else:
             parser.add_argument(*flag.names, nargs=flag.nargs, type=flag.type)
-    given, _ = parser.parse_known_args(args)  # a flag that only a newer HELM knows is left to HELM
+    return parser.parse_known_args(args)[0]  # a flag that only a newer HELM knows is left to HELM
+
+
+def check_helm_flags(context: typer.Context, args: Sequence[str]) -> None:
+    """Refuse flags of helm-run that HELM would refuse, before HELM is imported. -h prints the help of `run`."""
+    given = parse_helm_flags(args)
     if given.h:
         typer.echo(context.get_help())
         raise typer.Exit

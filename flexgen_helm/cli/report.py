@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,9 +13,8 @@ from flexgen_helm.cli.console import print_csv, print_json, say, write_file, wri
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath, SuiteName
 
 if TYPE_CHECKING:
-    import pandas
-
     from flexgen_helm.report.pages import Page
+    from flexgen_helm.report.suite import SuiteReport
 
 
 def report(
@@ -23,23 +23,25 @@ def report(
     as_json: JsonFlag = False,
     as_csv: CsvFlag = False,
 ) -> None:
-    """Report throughput, padding, time, bytes and predictions of a suite, and compare its precisions. The suite's
-    folder also gets the report as a page, as JSON and as markdown.
+    """Report a suite's scores, throughput, padding, time, memory and predictions, and compare its precisions.
+
+    The suite's folder also gets the report as a page, as JSON and as markdown.
 
     Example: flexgen-helm report --suite first
     """
-    from flexgen_helm.report.pages import REPORT_FILE, suite_page
+    from flexgen_helm.report.pages import suite_page
     from flexgen_helm.report.suite import read_suite, suite_to_json
     from flexgen_helm.report.tables import runs_frame
 
     folder = output_path / "runs" / suite
     suite_report = read_suite(folder)
-    content, page = suite_to_json(suite_report), suite_page(suite_report)
-    _print(page, content, runs_frame(suite_report.runs), as_json, as_csv)
-    html = folder / REPORT_FILE
-    write_json(html.with_suffix(".json"), content)
-    write_file(html.with_suffix(".md"), page.to_markdown())
-    _write_page(page, html)
+    if as_json:
+        print_json(suite_to_json(suite_report))
+    elif as_csv:
+        print_csv(runs_frame(suite_report.runs))
+    else:
+        print_page(suite_page(suite_report))
+    write_report(suite_report, folder)
 
 
 def compare(
@@ -49,11 +51,13 @@ def compare(
     as_json: JsonFlag = False,
     as_csv: CsvFlag = False,
 ) -> None:
-    """Compare FP16 with other precisions of a model over the runs of a suite: differences by instance, 95 % intervals,
-    tests. The suite's folder also gets the comparison as a page.
+    """Compare FP16 with other precisions of a model: differences by instance, 95 % intervals, tests.
 
-    Example: flexgen-helm run --precision fp16,4bit -c runs/quickstart.conf -m 50 --suite first, and then
-    flexgen-helm compare --suite first
+    Stdout gets a table, as markdown if it is no terminal; the suite's folder gets the comparison as a page.
+
+    Example:
+      flexgen-helm run --precision fp16,4bit -c runs/quickstart.conf -m 50 --suite first
+      flexgen-helm compare --suite first
     """
     from flexgen_helm.report.comparison import compare_runs, comparison_to_json
     from flexgen_helm.report.pages import COMPARE_FILE, comparison_page
@@ -64,22 +68,36 @@ def compare(
     runs = read_finished_runs(folder)
     models = compare_runs(runs, folder, baseline)
     page = comparison_page(models, suite, baseline, runs)
-    _print(page, comparison_to_json(models, suite, baseline), comparisons_frame(models), as_json, as_csv)
+    if as_json:
+        print_json(comparison_to_json(models, suite, baseline))
+    elif as_csv:
+        print_csv(comparisons_frame(models))
+    elif sys.stdout.isatty():
+        print_page(page)
+    else:
+        print(page.to_markdown(), end="", flush=True)
     _write_page(page, folder / COMPARE_FILE)
 
 
-def _print(page: Page, content: Any, frame: pandas.DataFrame, as_json: bool, as_csv: bool) -> None:
-    if as_json:
-        print_json(content)
-    elif as_csv:
-        print_csv(frame)
-    else:
-        from flexgen_helm.report.pages import TEXT_WIDTH
+def write_report(suite_report: SuiteReport, folder: Path) -> None:
+    """Write a suite's report into its folder, as page, JSON and markdown."""
+    from flexgen_helm.report.pages import REPORT_FILE, suite_page
+    from flexgen_helm.report.suite import suite_to_json
 
-        columns = shutil.get_terminal_size((TEXT_WIDTH, 24)).columns
-        print(page.to_text(min(columns, TEXT_WIDTH)), end="", flush=True)
+    html, page = folder / REPORT_FILE, suite_page(suite_report)
+    write_json(html.with_suffix(".json"), suite_to_json(suite_report))
+    write_file(html.with_suffix(".md"), page.to_markdown())
+    _write_page(page, html)
+
+
+def print_page(page: Page) -> None:
+    """Print a page as text of at most 100 columns."""
+    from flexgen_helm.report.pages import TEXT_WIDTH
+
+    columns = shutil.get_terminal_size((TEXT_WIDTH, 24)).columns
+    print(page.to_text(min(columns, TEXT_WIDTH)), end="", flush=True)
 
 
 def _write_page(page: Page, path: Path) -> None:
     write_file(path, page.to_html(path.parent))
-    say(f"The same as a page: {path}")
+    say(f"As a page: {path}")

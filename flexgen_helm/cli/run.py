@@ -7,15 +7,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.cli.console import output, print_table, say
+from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import check_engine_flags
-from flexgen_helm.cli.helm_flags import check_helm_flags
+from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
+from flexgen_helm.cli.report import print_page
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.progress import Stage, report
@@ -56,7 +57,8 @@ def run_and_show(arguments: Sequence[str], engine: EngineOptions, verbose: bool 
     """Run a suite with a panel, print its scores and what went wrong; return the exit code."""
     began = time.monotonic()
     split_precisions(engine.get("precision", ""))
-    for hint in check_arguments(arguments, needs_weights=engine.get("weights") != "dummy"):
+    given = parse_helm_flags(arguments)
+    for hint in check_arguments(given, needs_weights=engine.get("weights") != "dummy"):
         say(hint)
     log = None if verbose else _new_log()
     with redirect_stdout(sys.stderr) if log is None else Screen(log):  # stdout is for the scores
@@ -92,18 +94,12 @@ def _new_log() -> Path:
 
 def _print_scores(outcome: SuiteOutcome) -> None:
     """Print the scores of the runs of this call that did not fail."""
-    from flexgen_helm.report.scores import read_scores, reused_note
-    from flexgen_helm.report.tables import SUMMARY_COLUMNS, runs_table
+    from flexgen_helm.report.pages import scores_page
+    from flexgen_helm.report.scores import read_scores
 
     finished = []
     for folder in outcome.finished:
-        try:
+        with suppress(OSError, ValueError, KeyError):  # a dry run, or nothing to score
             finished.append(read_scores(folder))
-        except (OSError, ValueError, KeyError):
-            continue  # a dry run, or nothing to score
-    if not finished:
-        return
-    table = runs_table(finished)[SUMMARY_COLUMNS]
-    print_table(table, title=f"{count(len(finished), 'run')} in {outcome.finished[0].parent}")
-    if (note := reused_note(finished)) is not None:
-        output().print(f"{note}.")
+    if finished:
+        print_page(scores_page(outcome.finished[0].parent, finished))

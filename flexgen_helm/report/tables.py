@@ -21,8 +21,6 @@ from flexgen_helm.report.scores import RunScores, precision_rank
 from flexgen_helm.report.throughput import BUCKET
 from flexgen_helm.units import duration, size
 
-# Columns of `runs_table` that fit on a terminal.
-SUMMARY_COLUMNS = ["run", "scores", "requests", "tokens", "tokens/s", "efficiency"]
 _RUN_COLUMNS = [
     "run", "entry", "model", "precision", "num_scored", "workload.num_requests", "workload.prompt_tokens",
     "workload.prompt_tokens_computed", "workload.output_tokens", "latency_s", "padded_throughput", "actual_throughput",
@@ -486,17 +484,3 @@ def _test(comparison: Comparison) -> str:
         return ""
     p_value = "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.4f}"
     return p_value if test.lost is None else f"{p_value} ({test.lost} : {test.won})"
-
-
-def runs_table(runs: Sequence[RunScores]) -> pd.DataFrame:
-    """Return a row of text per run; * marks throughputs that `reused_note` explains."""
-    return pd.DataFrame(
-        {
-            "run": [run.name for run in runs],
-            "scores": ["  ".join(f"{name} {score:.3f}" for name, score in run.scores.items()) or "-" for run in runs],
-            "requests": [_whole(run.workload.get("num_requests")) for run in runs],
-            "tokens": [_whole(run.num_tokens) for run in runs],
-            "tokens/s": [_whole(run.run.get("actual_throughput")) + " *" * (run.num_reused > 0) for run in runs],
-            "efficiency": [f"{run.run['efficiency']:.1%}" if "efficiency" in run.run else "" for run in runs],
-        }
-    )

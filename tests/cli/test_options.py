@@ -236,10 +236,24 @@ def test_run_passes_on_what_is_not_ours(monkeypatch):
         return suite.SuiteOutcome(1)
 
     monkeypatch.setattr(suite, "run_suite", run_suite)
-    argv = ["-r", "a:b=1", "c", "-m", "5", "--device", "cpu", "--suite", "s", "-n4", "--cpu-memory=1GB", "-o", "out"]
+    argv = [
+        "-r",
+        "mmlu:subject=b",
+        "gsm",
+        "-m",
+        "5",
+        "--device",
+        "cpu",
+        "--suite",
+        "s",
+        "-n4",
+        "--cpu-memory=1GB",
+        "-o",
+        "out",
+    ]
     assert cli.main(["run", *argv]) == 1
     passed, options = calls[0]
-    assert passed == ["-r", "a:b=1", "c", "-m", "5", "--suite", "s", "-n4", "-o", "out"]
+    assert passed == ["-r", "mmlu:subject=b", "gsm", "-m", "5", "--suite", "s", "-n4", "-o", "out"]
     assert options == {"device": "cpu", "limits": MemoryLimits(cpu=10**9)}
 
 

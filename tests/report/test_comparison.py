@@ -18,7 +18,9 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import compare_suite, comparison_to_json
 from flexgen_helm.report.pages import comparison_page
 from flexgen_helm.report.tables import comparison_tables, speeds_table
+from tests.helpers.console_script import SCRIPT
 from tests.helpers.suites import accuracies, write_run
+from tests.helpers.terminal import run_in_terminal
 
 
 def rows(model, baseline):
@@ -339,7 +341,10 @@ def test_the_command(tmp_path):
 
     done = compare("--suite", "mine")
     assert done.returncode == 0, done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 100 and "exact_match" in done.stdout
+    assert "| fp16 " in done.stdout and "exact_match" in done.stdout  # markdown, to be pasted
+    shown = run_in_terminal([str(SCRIPT), "compare", "-o", str(tmp_path), "--suite", "mine"], tmp_path, columns=120)
+    assert shown.exit_code == 0 and "exact_match" in shown.last and "|" not in shown.last
+    assert max(map(len, shown.last.splitlines()[:-1])) <= 100  # the last is the page's path
     assert (suite / "flexgen_compare.html").exists() and "flexgen_compare.html" in done.stderr
     content = json.loads(compare("--suite", "mine", "--json").stdout)
     (comparison,) = content["models"]["tiny"]["comparisons"]
