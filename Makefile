@@ -6,7 +6,6 @@ MODEL := smollm2-135m-instruct-q4_1
 INSTANCES ?= 50
 # LAMBADA and WikiText-2: the folder that FLEXGEN_HELM_DATA names, else shared/data beside the project.
 DATA := $(abspath $(or $(FLEXGEN_HELM_DATA),$(wildcard ../shared/data)))
-PAGES ?= 3
 PRECISIONS ?= fp16,4bit
 
 .PHONY: install model eval test lint docs docs-serve pages model-table bench gpu-check
@@ -26,17 +25,7 @@ model: install
 
 # All of LAMBADA and WikiText-2 is runs/accuracy.conf; here it is as many passages as instances, and a few pages.
 eval: model
-ifeq ($(DATA),)
-	@echo "make eval: LAMBADA and WikiText-2 are skipped, because FLEXGEN_HELM_DATA names no folder with their data"
-	$(BIN)/flexgen-helm run --precision $(PRECISIONS) -c runs/quickstart.conf --suite quickstart -m $(INSTANCES)
-else
-	FLEXGEN_HELM_DATA='$(DATA)' $(BIN)/flexgen-helm run --precision $(PRECISIONS) -c runs/quickstart.conf \
-		-r lambada:mode=accuracy,model=flexgen/$(MODEL) lambada:mode=perplexity,model=flexgen/$(MODEL) \
-		--suite quickstart -m $(INSTANCES)
-	FLEXGEN_HELM_DATA='$(DATA)' $(BIN)/flexgen-helm run --precision $(PRECISIONS) -r wikitext:model=flexgen/$(MODEL) \
-		--suite quickstart -m $(PAGES)
-endif
-	$(BIN)/flexgen-helm compare --suite quickstart
+	FLEXGEN_HELM_DATA='$(DATA)' $(BIN)/flexgen-helm quickstart --precision $(PRECISIONS) -m $(INSTANCES)
 
 # Without the model's package the tests that need it skip and say so; everything else still runs.
 test: install

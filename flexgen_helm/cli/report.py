@@ -80,13 +80,16 @@ def compare(
 
 
 def write_report(suite_report: SuiteReport, folder: Path) -> None:
-    """Write a suite's report into its folder, as page, JSON and markdown."""
-    from flexgen_helm.report.pages import REPORT_FILE, suite_page
-    from flexgen_helm.report.suite import suite_to_json
+    """Write a suite's report into its folder, as page, JSON and markdown; and its comparison as a page, if any."""
+    from flexgen_helm.report.pages import COMPARE_FILE, REPORT_FILE, comparison_page, suite_page
+    from flexgen_helm.report.suite import BASELINE, suite_to_json
 
     html, page = folder / REPORT_FILE, suite_page(suite_report)
     write_json(html.with_suffix(".json"), suite_to_json(suite_report))
     write_file(html.with_suffix(".md"), page.to_markdown())
+    if suite_report.compared:
+        comparison = comparison_page(suite_report.compared, suite_report.suite, BASELINE, suite_report.runs)
+        write_file(folder / COMPARE_FILE, comparison.to_html(folder, beside=[REPORT_FILE]))
     _write_page(page, html)
 
 

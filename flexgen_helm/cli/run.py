@@ -19,6 +19,7 @@ from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
 from flexgen_helm.cli.report import print_page
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineOptions
+from flexgen_helm.files import read_object
 from flexgen_helm.progress import Stage, report
 from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.run_entries import check_arguments
@@ -97,6 +98,14 @@ def _print_scores(outcome: SuiteOutcome) -> None:
     from flexgen_helm.report.pages import scores_page
     from flexgen_helm.report.scores import read_scores
 
+    if outcome.is_dry:
+        files = [folder / "scenario_state.json" for folder in outcome.finished]
+        requests = sum(len(read_object(file).get("request_states", ())) for file in files)
+        say(
+            f"Dry run: {count(requests, 'request')} of {count(len(files), 'run')} were made, and nothing was computed. "
+            "The prompts are in scenario_state.json of each run."
+        )
+        return
     finished = []
     for folder in outcome.finished:
         with suppress(OSError, ValueError, KeyError):  # a dry run, or nothing to score

@@ -164,8 +164,12 @@ class Engine:
         return cls.from_config(name_or_path, EngineConfig(**{**resolved.options, **given}))
 
     @classmethod
-    def from_config(cls, name_or_path: str | os.PathLike[str], config: EngineConfig) -> "Engine":
+    def from_config(
+        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, *, name: str | None = None
+    ) -> "Engine":
         """Load a model under exactly these options.
+
+        name: what the user calls the model; None for its own name.
 
         Raises `UnknownModelError`, `UnsupportedArchitectureError`, `CheckpointError`, `MemoryLimitError` and
         `UsageError`.
@@ -174,14 +178,15 @@ class Engine:
         if isinstance(precision, str):
             precision = precision_named(precision)
         resolved = resolve(name_or_path, config.revision)
-        report(ModelInUse(resolved.name, precision.name))
+        name = name or resolved.name
+        report(ModelInUse(name, precision.name))
         device, link = open_device(config.device, config.link_gb_s)
         checkpoint = open_checkpoint(resolved, weights=config.weights, seed=config.seed)
         return cls(
             checkpoint,
             Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None,
             config,
-            name=resolved.name,
+            name=name,
             precision=precision,
             device=device,
             link=link,

@@ -54,9 +54,10 @@ class EngineLoader:
 
     def load(self, model: ModelArguments) -> Engine:
         self.import_modules(model)
+        from flexgen_helm.checkpoint import names
         from flexgen_helm.engine.engine import Engine
 
-        return Engine.from_config(model.path, model.config)
+        return Engine.from_config(model.path, model.config, name=names.split_precision(model.name)[0])
 
 
 class Submission(NamedTuple):

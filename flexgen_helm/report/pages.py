@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,8 +116,11 @@ class Page:
             parts += [f"- {note}." for note in section.notes]
         return "\n\n".join(filter(None, parts)) + "\n"
 
-    def to_html(self, folder: Path | None = None) -> str:
-        """Return one HTML file that needs no other, and no script. It links to those of `links` that `folder` has."""
+    def to_html(self, folder: Path | None = None, *, beside: Collection[str] = ()) -> str:
+        """Return one HTML file that needs no other, and no script.
+
+        It links to those of `links` that `folder` has, or that are written `beside` it.
+        """
         from jinja2 import Environment, PackageLoader
         from markupsafe import Markup, escape
 
@@ -125,7 +128,11 @@ class Page:
             """Let names break after a comma, a colon, an underscore or a slash instead of within a word."""
             return Markup("<wbr>").join(escape(part) for part in re.split("(?<=[,:_/])", text))
 
-        links = {title: file for title, file in (self.links or {}).items() if folder and (folder / file).exists()}
+        links = {
+            title: file
+            for title, file in (self.links or {}).items()
+            if file in beside or (folder and (folder / file).exists())
+        }
         environment = Environment(loader=PackageLoader("flexgen_helm.report"), autoescape=True, trim_blocks=True)
         environment.filters["breakable"] = breakable
         return environment.get_template("page.html").render(page=replace(self, links=links))

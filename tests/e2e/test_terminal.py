@@ -1,0 +1,68 @@
+"""`flexgen-helm` as a user sees it: whole programs on a pseudo-terminal, whose screen must change all the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.helpers.console_script import SCRIPT
+from tests.helpers.terminal import Session, run_in_terminal
+from tests.helpers.tiny_models import TinyModel
+
+LONGEST_GAP_S = 2.0
+NOISE = ("Looking in path", "nltk_data", "it/s]", "Traceback", "UserWarning")
+ENTRIES = ("simple_mcqa_scored:model=flexgen/mine", "simple_mcqa:model=flexgen/mine")
+
+
+def run(folder: Path, *arguments: str, expect: int = 0) -> Session:
+    variables = {
+        "FLEXGEN_HELM_HOME": str(folder / "home"),
+        "FLEXGEN_HELM_MODELS": str(folder / "models.yaml"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    session = run_in_terminal([str(SCRIPT), *arguments], folder, variables)
+    assert session.exit_code == expect, session.last
+    assert session.longest_gap_s < LONGEST_GAP_S, [at for at, _ in session.frames]
+    for noise in NOISE:
+        assert not session.shown(noise), noise
+    return session
+
+
+def test_a_first_4_bit_run_that_is_offloaded_and_one_with_everything_cached(
+    tiny: Callable[[str], TinyModel], tmp_path: Path
+) -> None:
+    (tmp_path / "models.yaml").write_text(f"mine: {tiny('llama').path}\n")
+    command = ["run", "-r", *ENTRIES, "-m", "4", "--suite", "s", "--precision", "4bit"]
+    first = run(tmp_path, *command, "--policy", "4x2,0,0,0,0,0,100", "--cpu-memory", "64MiB", "--disk", "1GiB")
+    for stage in ("starting HELM", "reading data and making prompts", "computing metrics"):
+        assert first.shown(stage), stage
+    assert first.shown("mine  4bit") and first.shown("memory: ") and first.shown("log:")
+    assert first.shown("from disk") and first.shown("block of 8 in batches of 4")
+    for text in ("2 runs in benchmark_output/runs/s", "exact_match", " ± ", "scored", "HELM's own output"):
+        assert text in first.last, first.last
+    (log,) = (tmp_path / "home" / "logs").iterdir()
+    assert "Running simple_mcqa_scored" in log.read_text()
+
+    again = run(tmp_path, *command)
+    assert "12 of 12 answers come from earlier runs" in " ".join(again.last.split())
+    assert len(list((tmp_path / "home" / "logs").iterdir())) == 2
+
+    shorter = run(tmp_path, *command[:-4], "-m", "2", *command[-4:], "--skip-completed-runs")
+    assert "was completed with -m 4 and is kept" in " ".join(shorter.last.split())
+
+    dry = run(tmp_path, *command, "--dry-run")
+    assert "nothing was computed" in " ".join(dry.last.split())
+    assert not list((tmp_path / "benchmark_output/runs/s").glob("*/flexgen_run.json"))
+
+
+def test_quickstart(wheel_model: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home" / "models" / wheel_model.parent.name
+    home.parent.mkdir(parents=True)
+    home.symlink_to(wheel_model.parent)
+    (tmp_path / "models.yaml").write_text("")
+    session = run(tmp_path, "quickstart", "-m", "2", "--precision", "fp16,paper-4bit")
+    suite = tmp_path / "benchmark_output" / "runs" / "quickstart"
+    for text in ("paper-4bit against fp16", "flexgen_compare.html", "flexgen_report.html", "What next:"):
+        assert text in session.last, session.last
+    for page, other in (("report", "compare"), ("compare", "report")):
+        assert f'href="flexgen_{other}.html"' in (suite / f"flexgen_{page}.html").read_text()
