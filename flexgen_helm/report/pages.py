@@ -231,7 +231,7 @@ def _scores_section(runs: Sequence[RunScores]) -> Section:
         for precision, (tokens, seconds, reused) in sorted(totals.items(), key=lambda item: precision_rank(item[0]))
         if seconds > 0
     ]
-    notes += [f"Tokens/s: {', '.join(rates)}"] * bool(rates)
+    notes += [f"Tokens of prompts and answers per second: {', '.join(rates)}"] * bool(rates)
     return Section(title, levels, notes)
 
 
