@@ -66,7 +66,8 @@ class Screen:
         self._model: ModelInUse | None = None
         self._plan = ""
         self._newest: Progress | None = None
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()  # of what was reported; the panel's own thread takes it, so rich is not called
+        self._panel_lock = threading.RLock()
         self._live: Live | None = None
         self._ended = threading.Event()
 
@@ -93,7 +94,7 @@ class Screen:
     def close(self) -> None:
         """Remove the panel; print no more lines."""
         self._ended.set()
-        with self._lock:
+        with self._panel_lock:
             if self._live is not None:
                 self._live.stop()
                 self._live = None
@@ -126,7 +127,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Print a line above the panel."""
-        with self._lock:
+        with self._panel_lock:
             if self._live is not None:
                 self._live.console.print(text, soft_wrap=True)
             else:
@@ -159,7 +160,7 @@ class Screen:
 
         width = min(_MAX_WIDTH, Console(file=self.stderr).width)
         console = Console(file=self.stderr, highlight=False, markup=False, emoji=False, width=width)
-        with self._lock:
+        with self._panel_lock:
             if not self._ended.is_set():
                 self._live = Live(
                     get_renderable=self._draw,

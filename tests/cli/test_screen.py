@@ -134,3 +134,35 @@ def test_progress_is_described_without_empty_parts() -> None:
     assert describe(Progress(901.0000000000006, 3928, 1, 1, 1.0)).startswith("901 of at most 3,928 tokens, 1 of 1 req")
     assert describe(Stage("plan")) == "planning" and describe(ModelInUse("m", "fp16")) == "m in fp16"
     assert describe(PlanLine("p")) == "p" and Progress is PublicProgress
+
+
+BUSY = """
+import sys, threading
+from flexgen_helm.cli import screen
+from flexgen_helm.progress import Message, Stage, report
+
+screen._REFRESHES_PER_S, screen._PANEL_AFTER_S = 1000, 0.0
+
+def work(number):
+    for done in range(300):
+        report(Stage("convert", str(number), done, 300))
+        if not done % 10:
+            report(Message(f"{number} {done}"))
+
+for _ in range(10):
+    with screen.Screen():
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        work(4)
+        for thread in threads:
+            thread.join()
+print("the end")
+"""
+
+
+def test_many_threads_report_while_the_panel_is_drawn_and_closed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BUSY]
+    session = run_in_terminal(command, tmp_path, {"PYTHONPATH": str(ROOT)}, lines=100, timeout_s=60)
+    assert session.exit_code == 0, session.last
+    assert session.last.splitlines()[-1] == "the end" and "converting weights" not in session.last
