@@ -16,7 +16,9 @@ from typing import Literal
 from flexgen_helm.request import Progress
 from flexgen_helm.units import count, duration, size
 
-StageName = Literal["start", "fetch", "verify", "prompts", "convert", "load", "measure", "plan", "generate", "metrics"]
+StageName = Literal[
+    "start", "fetch", "verify", "prompts", "convert", "load", "measure", "plan", "generate", "metrics", "work"
+]
 _TITLES: dict[StageName, str] = {
     "start": "starting HELM",
     "fetch": "downloading",
@@ -28,6 +30,7 @@ _TITLES: dict[StageName, str] = {
     "plan": "planning",
     "generate": "computing",
     "metrics": "computing metrics",
+    "work": "working",
 }
 # Seconds between two looks at a folder that another program fills.
 _LOOK_EVERY_S = 0.25

@@ -147,7 +147,7 @@ class Screen:
 
     def _print_lines(self) -> None:
         while not self._ended.wait(LINE_EVERY_S):
-            active = "; ".join(map(describe, self._active())) or "working"
+            active = "; ".join(map(describe, self._active() or [Stage("work")]))
             self.say(f"{duration(self.elapsed_s)}  {active}")
 
     # Panel
@@ -186,7 +186,7 @@ class Screen:
         header.add_column(justify="right", no_wrap=True)
         header.add_row(title, Text(duration(self.elapsed_s), style="dim"))
         parts: list[RenderableType] = [header]
-        for activity in self._active() or [Stage("start" if self._newest is None else "metrics")]:
+        for activity in self._active() or [Stage("work")]:
             parts.append(self._row(activity))
         notes = []
         if (newest := self._newest) is not None:
