@@ -77,12 +77,12 @@ def run_suite(argv: Sequence[str], options: Mapping[str, Any] | None = None) -> 
     parser.error = _refuse  # argparse would print its usage and exit
     context = get_context()
     suite = context.suite = Suite(precisions)
-    exit_code, sentences, is_dry = 0, [], False
+    exit_code, sentences, is_dry, uses_cache = 0, [], False, True
     interrupt.install()
     with _helm_warnings() as warnings, observed_by(HelmLog()):
         try:
             args = parser.parse_args(list(argv))
-            is_dry = args.dry_run
+            is_dry, uses_cache = args.dry_run, not args.disable_cache
             helm_benchmark_run.setup_default_logging(args.log_config)
             helm_patches.install("flexgen-helm run")
             # Without precisions: these are in the models' names, so that two of them never share a folder.
@@ -90,7 +90,7 @@ def run_suite(argv: Sequence[str], options: Mapping[str, Any] | None = None) -> 
             context.service.resume()
             suite.run(args)
         except (KeyboardInterrupt, Interrupted):
-            exit_code, sentences = 130, [_interrupted(uses_cache="--disable-cache" not in argv)]
+            exit_code, sentences = 130, [_interrupted(uses_cache)]
         except FlexgenError as error:
             exit_code, sentences = error.exit_code, [str(error)]
         except Exception as error:
