@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.fetch import local_weights
 from flexgen_helm.checkpoint.names import (
     CATALOG,
@@ -34,6 +35,8 @@ from flexgen_helm.suggestions import closest, listed
 
 # By name, because importing the class would bring HELM's client machinery into every registration.
 CLIENT_CLASS = "flexgen_helm.plugin.client.FlexgenClient"
+# As HELM looks for one; `model_deployment=` alone is not enough.
+_NAMES_A_MODEL = re.compile(r"\bmodel=\b")
 _RUN_SPEC = re.compile(r"^@run_spec_function\(\s*[\"']([^\"']+)[\"']", re.MULTILINE)
 # An entry of a .conf file as HELM and we write them; a line that begins with '#' is a comment.
 _CONF_ENTRY = re.compile(r"^\s*\{?\s*\"?description\"?\s*[:=]\s*\"([^\"\\$]+)\"\s*[,}\n]", re.MULTILINE)
@@ -73,6 +76,12 @@ def check_entries(
     own_deployments = _deployments(local_path)
     has_plugins = has_plugins or _has_other_plugins()
     names = list(models)
+    if run_entries and not models and not any(map(_NAMES_A_MODEL.search, run_entries)):
+        first = run_entries[0]
+        raise UsageError(
+            f"the run entry {first!r} names no model: write {first}{',' if parse(first)[1] else ':'}model={PREFIX}"
+            f"{WHEEL_MODEL}, or another name that `flexgen-helm models` lists"
+        )
     for run_entry in run_entries:
         scenario, arguments = parse(run_entry)
         if not has_plugins:

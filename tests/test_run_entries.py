@@ -202,6 +202,17 @@ def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
     assert len(check_arguments(parse_helm_flags(["-r", "mmlu:model=facebook/opt-6.7b", "-m", "1"]))) == 1
 
 
+def test_an_entry_without_a_model_is_answered_with_one() -> None:
+    for entry, separator in (("mmlu:subject=anatomy", ","), ("simple_mcqa", ":")):
+        with pytest.raises(UsageError, match="names no model") as refused:
+            check_entries([entry], [])
+        advised = f"{entry}{separator}model=flexgen/smollm2-135m-instruct-q4_1"
+        assert f"write {advised}, or" in str(refused.value)
+        check_entries([advised], [])
+    check_entries(["simple_mcqa"], [MODEL])
+    check_entries(["simple_mcqa", f"gsm:model={MODEL}"], [])  # as HELM, which looks for one model in all of them
+
+
 def test_other_plugins_may_know_more(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = "theirs:model=opt-125m"
     check_entries([entry], [], has_plugins=True)

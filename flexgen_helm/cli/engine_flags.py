@@ -29,6 +29,9 @@ _FLAGS: dict[str, tuple[str, Flag]] = {
 }
 
 
+ENGINE_FLAGS = tuple(flag.name for _, flag in _FLAGS.values())
+
+
 def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the parameter `engine: EngineOptions` of a command by the engine flags.
 

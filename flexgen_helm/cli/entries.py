@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath
 from flexgen_helm.cli.models import say_example
+from flexgen_helm.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -29,16 +33,30 @@ class Row:
     is_here: bool
     folder: str | None
 
+    @property
+    def text(self) -> str:
+        return f"{self.run_entry} {self.source} {self.needs}".lower()
 
-def entries(output_path: OutputPath = DEFAULT_OUTPUT, as_json: JsonFlag = False, as_csv: CsvFlag = False) -> None:
+
+def entries(
+    pattern: Annotated[str | None, typer.Argument(help="Part of a run entry, file or data set.")] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Also the scenarios of HELM that nothing is known of here but the name.")
+    ] = False,
+    output_path: OutputPath = DEFAULT_OUTPUT,
+    as_json: JsonFlag = False,
+    as_csv: CsvFlag = False,
+) -> None:
     """List run entries that are shipped or need no download: the data each needs, and whether it is here.
 
     Append ,model=flexgen/NAME to an entry (:model=flexgen/NAME where it has no arguments), and give it to run -r.
-    HELM has many more entries, which download their data when they run.
+    HELM has some 300 scenarios more (--all), which download their data when they run, and have arguments of their own.
 
-    Example: flexgen-helm entries
+    Example: flexgen-helm entries mmlu --all
     """
-    rows = all_rows(output_path)
+    rows = [row for row in all_rows(output_path, every) if (pattern or "").lower() in row.text]
+    if not rows:
+        raise UsageError(f"no run entry has {pattern!r} in its name; `flexgen-helm entries --all` lists all scenarios")
     if as_json:
         print_json({"entries": [asdict(row) for row in rows]})
         return
@@ -63,9 +81,9 @@ def entries(output_path: OutputPath = DEFAULT_OUTPUT, as_json: JsonFlag = False,
     say_example(WHEEL_MODEL)
 
 
-def all_rows(output_path: Path) -> list[Row]:
-    """Return the entries of the files in runs/, then those of HELM that need no data."""
-    from flexgen_helm.run_entries import parse, read_conf
+def all_rows(output_path: Path, every: bool = False) -> list[Row]:
+    """Return the entries of the files in runs/, those of HELM that need no data, and `every` other scenario."""
+    from flexgen_helm.run_entries import parse, read_conf, run_spec_names
     from flexgen_helm.runs.data import DATA, HELM_ENTRIES
 
     sources: dict[str, str] = {}
@@ -87,4 +105,5 @@ def all_rows(output_path: Path) -> list[Row]:
         found = data.find(arguments, output_path)
         title, place = data.title.format_map(arguments), data.place(output_path)
         rows.append(Row(entry, source, title, place, found is not None, None if found is None else str(found)))
-    return rows
+    others = sorted(run_spec_names() - {parse(entry)[0] for entry in sources}) if every else []
+    return rows + [Row(name, "HELM", "its own data", None, False, None) for name in others]

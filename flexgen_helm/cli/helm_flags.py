@@ -14,8 +14,10 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 
 from flexgen_helm.cli.completion import complete_helm_models
+from flexgen_helm.cli.engine_flags import ENGINE_FLAGS
 from flexgen_helm.cli.help import Command
 from flexgen_helm.errors import UsageError
+from flexgen_helm.suggestions import closest, listed
 
 _PANEL, _RARE_PANEL = "HELM", "HELM, rarely needed"
 
@@ -90,7 +92,12 @@ def parse_helm_flags(args: Sequence[str]) -> Namespace:
             parser.add_argument(*flag.names, action="store_true")
         else:
             parser.add_argument(*flag.names, nargs=flag.nargs, type=flag.type)
-    return parser.parse_known_args(args)[0]  # a flag that only a newer HELM knows is left to HELM
+    given, unknown = parser.parse_known_args(args)
+    known = [*(name for flag in HELM_FLAGS for name in flag.names), *ENGINE_FLAGS]
+    for word in unknown:  # a flag that only a newer HELM knows is left to HELM
+        if word.startswith("--") and (close := closest(word.partition("=")[0], known)):
+            raise UsageError(f"run has no flag {word}; did you mean {listed(close)}?")
+    return given
 
 
 def check_helm_flags(context: typer.Context, args: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ import typer
 
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import check_engine_flags
+from flexgen_helm.cli.flags import DEFAULT_OUTPUT
 from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
 from flexgen_helm.cli.report import print_page
 from flexgen_helm.cli.screen import Screen
@@ -70,6 +72,8 @@ def run_and_show(arguments: Sequence[str], engine: EngineOptions, verbose: bool 
         say(f"{duration(time.monotonic() - began)} in all. HELM's own output{warnings}: {log}")
     for sentence in outcome.sentences:
         say(f"flexgen-helm: {sentence}")
+    if outcome.exit_code == 130:
+        say(f"Go on with: {shlex.join(['flexgen-helm', *sys.argv[1:]])}")
     return outcome.exit_code
 
 
@@ -111,4 +115,7 @@ def _print_scores(outcome: SuiteOutcome) -> None:
         with suppress(OSError, ValueError, KeyError):  # a dry run, or nothing to score
             finished.append(read_scores(folder))
     if finished:
-        print_page(scores_page(outcome.finished[0].parent, finished))
+        folder = outcome.finished[0].parent
+        print_page(scores_page(folder, finished))
+        output = [] if folder.parents[1] == DEFAULT_OUTPUT else ["-o", str(folder.parents[1])]
+        say(f"More about it: {shlex.join(['flexgen-helm', 'report', '--suite', folder.name, *output])}")

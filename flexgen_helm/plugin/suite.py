@@ -90,7 +90,7 @@ def run_suite(argv: Sequence[str], options: Mapping[str, Any] | None = None) -> 
             context.service.resume()
             suite.run(args)
         except (KeyboardInterrupt, Interrupted):
-            exit_code, sentences = 130, [_interrupted(uses_cache)]
+            exit_code, sentences = 130, [_interrupted(suite.num_answers, uses_cache)]
         except FlexgenError as error:
             exit_code, sentences = error.exit_code, [str(error)]
         except Exception as error:
@@ -105,12 +105,14 @@ def _refuse(message: str) -> NoReturn:
     raise UsageError(f"{message}; `flexgen-helm run --help` lists the flags")
 
 
-def _interrupted(uses_cache: bool) -> str:
+def _interrupted(num_answers: tuple[int, int], uses_cache: bool) -> str:
     if uses_cache:
-        return "Interrupted. Finished results are stored: the same command continues where this one stopped."
+        done, total = num_answers
+        stored = f"{done:,} of {total:,} answers are stored" if total else "finished answers are stored"
+        return f"interrupted: {stored}, and the same command computes the rest"
     return (
-        "Interrupted. Finished runs are in the suite's folder; with --disable-cache nothing else is kept, so the same "
-        "command with --skip-completed-runs repeats the unfinished ones from their start."
+        "interrupted: finished runs are in the suite's folder; with --disable-cache nothing else is kept, so the same "
+        "command with --skip-completed-runs repeats the unfinished ones from their start"
     )
 
 
@@ -135,6 +137,7 @@ class Suite:
     is_collecting: the first pass is in progress.
     executed: runs that HELM has executed, in order, also if their metrics failed.
     finished: folders of the runs of this call that did not fail, skipped ones too.
+    num_answers: how many of this call's unfinished runs were there at its end, of how many.
     failures: run name -> error.
     """
 
@@ -143,6 +146,7 @@ class Suite:
         self.is_collecting = False
         self.executed: list[HelmRun] = []
         self.failures: dict[str, Exception] = {}
+        self.num_answers = (0, 0)
         self._folders: list[Path] = []  # one per run, set when the runs begin
         self._stages: dict[str, float] = {}
         self._tried: list[str] = []  # runs of the second pass
@@ -160,6 +164,8 @@ class Suite:
         try:
             helm_benchmark_run.helm_run(args)
         finally:
+            counts = [(len(block.responses()), len({*block.keys})) for block in self._blocks.values()]
+            self.num_answers = sum(done for done, _ in counts), sum(total for _, total in counts)
             while self._blocks:
                 self._blocks.popitem()[1].close()
             if self.executed:

@@ -26,12 +26,7 @@ TEXT_WIDTH = 100
 # A longer table is collapsed if the page has a shorter one above it.
 _MAX_ROWS = 30
 
-_SCORES_NOTE = (
-    "HELM scores one split of the instances only (test, else valid), and an instance may have several requests"
-)
-_ERRORS_NOTE = (
-    "± is one standard error over the scored instances; for perplexities and bits per byte by the delta method"
-)
+_SCORES_NOTE = "HELM scores one split of the instances only (test, else valid); ± is one standard error"
 _POOLED_NOTE = "A row such as 'mmlu (57 runs)' is over all instances of these runs, so larger runs count more"
 _PADDING_NOTE = (
     "Tokens of prompts and outputs, and how many they would be if every request were padded to the longest of 32 of "
@@ -220,7 +215,7 @@ def _scores_section(runs: Sequence[RunScores]) -> Section:
     models = {run.typed_model for run in runs}
     title = f"Scores of {models.pop()}" if len(models) == 1 else "Scores"
     levels = _levels(runs, tables.scores_table)
-    notes = [_SCORES_NOTE, _ERRORS_NOTE] + [_POOLED_NOTE] * (len(levels) > 1)
+    notes = [_SCORES_NOTE] + [_POOLED_NOTE] * (len(levels) > 1)
     totals: dict[str, list[float]] = {}
     for run in runs:
         total = totals.setdefault(run.precision, [0.0, 0.0, 0.0])

@@ -105,3 +105,12 @@ def test_data_is_found_where_the_scenarios_look_for_it(
     assert rows(capsys)["lambada:mode=accuracy"]["is_here"]
     assert cli.main(["entries"]) == 0
     assert str(tmp_path / "data") in capsys.readouterr().out.replace("\n", "")
+
+
+def test_entries_are_filtered_and_all_scenarios_have_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(rows(capsys, "LAMBADA")) == {"lambada:mode=accuracy", "lambada:mode=perplexity"}
+    every = rows(capsys, "--all")
+    assert len(every) > 250 and every["gsm"]["needs"] == "its own data" and "mmlu" not in every
+    assert "gsm" in rows(capsys, "gsm", "--all")
+    assert cli.main(["entries", "no-such"]) == 2
+    assert "--all" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_the_help_lists_them_beside_the_engine_flags(columns):
 @pytest.mark.parametrize("form", [["-m", "5"], ["-m5"], ["--max-eval-instances=5"], ["--max-eval", "5"], ["-dm", "5"]])
 def test_all_forms_that_argparse_knows_are_passed_on_as_they_are(form, monkeypatch):
     calls = record_suites(monkeypatch)
-    argv = [*form, "-r", "mmlu:subject=b", "gsm", "-ohome", "--of-a-newer-helm"]
+    argv = [*form, "-r", "mmlu:model=flexgen/opt-125m", "gsm", "-ohome", "--of-a-newer-helm"]
     assert cli.main(["run", *argv, "--device", "cpu"]) == 0
     assert calls == [(argv, {"device": "cpu"})]
 
@@ -85,3 +85,12 @@ def test_what_helm_would_refuse_is_a_sentence_before_helm_is_imported(arguments,
     assert refused.code == 2 and not refused.out and not refused.heavy
     (line,) = refused.err.splitlines()
     assert says in line
+
+
+@pytest.mark.parametrize(
+    "flag, meant", [("--max-latancy=5", "--max-latency"), ("--precison=4bit", "--precision"), ("--suites", "--suite")]
+)
+def test_a_misspelt_flag_is_answered_with_the_right_one(flag, meant):
+    refused = run_script("run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", flag)
+    assert refused.code == 2 and not refused.heavy
+    assert f"run has no flag {flag}; did you mean {meant}" in refused.err

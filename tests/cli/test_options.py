@@ -238,7 +238,7 @@ def test_run_passes_on_what_is_not_ours(monkeypatch):
     monkeypatch.setattr(suite, "run_suite", run_suite)
     argv = [
         "-r",
-        "mmlu:subject=b",
+        "mmlu:model=flexgen/opt-125m",
         "gsm",
         "-m",
         "5",
@@ -253,7 +253,7 @@ def test_run_passes_on_what_is_not_ours(monkeypatch):
     ]
     assert cli.main(["run", *argv]) == 1
     passed, options = calls[0]
-    assert passed == ["-r", "mmlu:subject=b", "gsm", "-m", "5", "--suite", "s", "-n4", "-o", "out"]
+    assert passed == ["-r", "mmlu:model=flexgen/opt-125m", "gsm", "-m", "5", "--suite", "s", "-n4", "-o", "out"]
     assert options == {"device": "cpu", "limits": MemoryLimits(cpu=10**9)}
 
 
