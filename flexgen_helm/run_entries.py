@@ -76,6 +76,10 @@ def check_entries(
     own_deployments = _deployments(local_path)
     has_plugins = has_plugins or _has_other_plugins()
     names = list(models)
+    for run_entry in run_entries:
+        named = parse(run_entry)[1].get("model", "")
+        if named.startswith(("/", ".", "~")):
+            raise UsageError(naming_advice(named))
     if run_entries and not models and not any(map(_NAMES_A_MODEL.search, run_entries)):
         first = run_entries[0]
         raise UsageError(
@@ -109,6 +113,8 @@ def check_arguments(given: Namespace, *, needs_weights: bool = True) -> list[str
     run_entries = [*(given.run_specs or ()), *(given.run_entries or ())]
     if given.priority is None:  # else HELM leaves entries out
         for path in map(Path, given.conf_paths or ()):
+            if not path.exists():
+                raise UsageError(f"-c {path}: there is no such file")
             with suppress(OSError, ValueError):  # HELM says why it cannot be read
                 run_entries += read_conf(path)
     check_entries(
@@ -122,13 +128,14 @@ def check_arguments(given: Namespace, *, needs_weights: bool = True) -> list[str
 
 
 def hints(run_entries: Sequence[str]) -> list[str]:
-    """Return a sentence for each model of HELM's own clients that flexgen_helm has too."""
+    """Return a sentence for each model that is none of ours, with our name for it if there is one."""
     repositories = {entry.hub_repo: entry.name for entry in CATALOG.values() if entry.hub_repo}
     models = dict.fromkeys(parse(run_entry)[1].get("model", "") for run_entry in run_entries)
     return [
-        f"model={model} is for HELM's own clients; write model={PREFIX}{repositories[model]} for flexgen_helm"
+        f"model={model} is computed by HELM's own client"
+        + (f"; write model={PREFIX}{repositories[model]} for flexgen_helm" if model in repositories else "")
         for model in models
-        if model in repositories
+        if "/" in model and not model.startswith(PREFIX)
     ]
 
 

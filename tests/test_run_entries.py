@@ -189,12 +189,13 @@ def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
         check_arguments(parse_helm_flags(["-r", "mmlu", "--models-to-run", "flexgen/opt-126m"]))
     with pytest.raises(UsageError, match="needs a prefix"):
         check_arguments(parse_helm_flags(["-r", "mmlu:model=gpt2"]))
+    with pytest.raises(UsageError, match="there is no such file"):
+        check_arguments(parse_helm_flags(["-c", "no/such/file"]))
     (tmp_path / "latin.conf").write_bytes(b'entries: [{description: "\xe9"}]')
     for accepted in (
         ["-c", str(tmp_path / "latin.conf"), str(tmp_path)],
         ["-c", str(conf), "--priority", "1"],  # HELM leaves the entry out
         ["-c", str(conf), "--plugins", "theirs"],
-        ["-c", "no/such/file"],
         ["-r", "mmlu:model=gpt2", "--enable-huggingface-models", "gpt2"],
         [],
     ):
@@ -319,8 +320,9 @@ def test_what_is_no_model_folder_gets_no_name(tmp_path: Path) -> None:
         check_entries([f"mmlu:model=flexgen/{tmp_path}"], [])
 
 
-def test_a_model_of_helm_that_we_have_too_is_hinted_at() -> None:
+def test_a_model_of_helms_own_clients_is_hinted_at() -> None:
     assert hints(["mmlu:model=facebook/opt-6.7b", "gsm:model=facebook/opt-6.7b", "gsm:model=openai/gpt2", "gsm"]) == [
-        "model=facebook/opt-6.7b is for HELM's own clients; write model=flexgen/opt-6.7b for flexgen_helm"
+        "model=facebook/opt-6.7b is computed by HELM's own client; write model=flexgen/opt-6.7b for flexgen_helm",
+        "model=openai/gpt2 is computed by HELM's own client",
     ]
     assert hints([f"mmlu:model={MODEL}"]) == []

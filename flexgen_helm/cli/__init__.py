@@ -6,6 +6,7 @@ HELM when it needs them, so `--help` answers at once.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -22,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flexgen_helm.cli.console import say
     from flexgen_helm.cli.engine_flags import complete_dummy_weights
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows '?' instead of ending the program
     arguments = complete_dummy_weights(sys.argv[1:] if argv is None else list(argv))
     is_debugging = bool(os.environ.get("FLEXGEN_HELM_DEBUG"))
     try:
@@ -34,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         say(f"flexgen-helm: {error}")
         return error.exit_code
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python says so again at its end
+        return 0
     except KeyboardInterrupt:
         say("flexgen-helm: interrupted")
         return 130

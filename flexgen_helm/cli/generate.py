@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -17,7 +19,9 @@ from flexgen_helm.cli.flags import ModelName
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.files import replace_text
+from flexgen_helm.progress import Message, report
 from flexgen_helm.request import GenerationRequest, GenerationResult
+from flexgen_helm.units import count
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -43,7 +47,8 @@ def generate(
       out  completions, prompt_token_ids, prompt_logprobs, error
 
     A bad line fails alone; the exit code is then 1. With --out, each finished line is appended to FILE.partial at once,
-    with the number of its input line, so an interruption loses nothing. At the end, FILE has all lines.
+    with the number of its input line. After an interruption the same command computes the rest. At the end, FILE has
+    all lines.
 
     Example:
       echo '{"prompt": "The capital of France is", "max_tokens": 8}' > in.jsonl
@@ -51,18 +56,26 @@ def generate(
     """
     content = read_input("--prompts", prompts).split(b"\n")
     lines = [(number, parse_line(line)) for number, line in enumerate(content, start=1) if line.strip()]
-    places = [place for place, (_, request) in enumerate(lines) if isinstance(request, GenerationRequest)]
-    requests = [request for _, request in lines if isinstance(request, GenerationRequest)]
     with _Output(out, [number for number, _ in lines]) as output, load_engine(model, engine) as loaded:
+        output.resume([_key(loaded.fingerprint, content[number - 1]) for number, _ in lines])
+        places, requests = [], []
         for place, (_, request) in enumerate(lines):
             if isinstance(request, RequestError):
                 output.add(place, GenerationResult(error=request))
+            elif not output.has(place):
+                places.append(place)
+                requests.append(request)
         if requests:
             loaded.run(requests, on_result=lambda i, result: output.add(places[i], result))
         output.finish()
     if output.failed:
         say(f"flexgen-helm: {output.failed} of {len(lines)} requests failed; each says why in its error")
         raise typer.Exit(1)
+
+
+def _key(fingerprint: str, line: bytes) -> str:
+    """Return what an answer depends on: all of the engine that decides results, and the input line."""
+    return hashlib.sha256(fingerprint.encode() + b"\n" + line).hexdigest()[:16]
 
 
 @cache
@@ -108,7 +121,26 @@ class _Output:
         self.failed = 0
         self._out, self._numbers = out, numbers
         self._lines = [""] * len(numbers)
+        self._keys = [""] * len(numbers)
         self._partial: TextIO | None = None
+
+    def has(self, place: int) -> bool:
+        return bool(self._lines[place])
+
+    def resume(self, keys: Sequence[str]) -> None:
+        """Take over the lines without errors that an interrupted call left in FILE.partial; keys: of all lines."""
+        self._keys = list(keys)
+        if self._partial is None:
+            return
+        places = {(number, key): place for place, (number, key) in enumerate(zip(self._numbers, keys))}
+        for text in Path(self._partial.name).read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, TypeError, AttributeError):  # the last line of a killed process may be cut
+                line = json.loads(text)
+                place = places.get((line.pop("line"), line.pop("key", None)))
+                if place is not None and line["error"] is None:
+                    self._lines[place] = json.dumps(line, allow_nan=False) + "\n"
+        if done := sum(map(bool, self._lines)):
+            report(Message(f"{count(done, 'line')} of {len(keys):,} are there already, in {self._partial.name}"))
 
     def add(self, place: int, result: GenerationResult) -> None:
         number = self._numbers[place]
@@ -121,7 +153,7 @@ class _Output:
         self.failed += result.error is not None
         self._lines[place] = json.dumps(line, allow_nan=False) + "\n"
         if self._partial is not None:
-            self._partial.write(json.dumps({"line": number, **line}, allow_nan=False) + "\n")
+            self._partial.write(json.dumps({"line": number, "key": self._keys[place], **line}, allow_nan=False) + "\n")
             self._partial.flush()
 
     def finish(self) -> None:
@@ -137,7 +169,7 @@ class _Output:
         if self._out is not None:
             path = self._out.with_name(self._out.name + ".partial")
             try:
-                self._partial = open(path, "w", encoding="utf-8")
+                self._partial = open(path, "a", encoding="utf-8")
             except OSError as error:
                 raise UsageError(f"--out: {path} cannot be written: {error.strerror}") from error
         return self

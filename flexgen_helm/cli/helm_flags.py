@@ -9,6 +9,7 @@ import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
@@ -113,6 +114,12 @@ def check_helm_flags(context: typer.Context, args: Sequence[str]) -> None:
         )
     if given.max_eval_instances is None:
         raise UsageError("run needs -m, the largest number of instances per scenario, for example -m 100")
+    if given.max_eval_instances < 1:
+        raise UsageError(f"-m {given.max_eval_instances}: it must be 1 or more")
+    if given.suite is not None and (not given.suite.strip() or ".." in Path(given.suite).parts):
+        raise UsageError(f"--suite {given.suite!r} names no folder below the output's; write for example --suite first")
+    if given.output_path is not None and Path(given.output_path).is_file():
+        raise UsageError(f"-o {given.output_path} is a file; name a folder")
 
 
 def with_helm_flags(command: Callable[..., None]) -> Callable[..., None]:

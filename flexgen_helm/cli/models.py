@@ -98,7 +98,8 @@ def models(
     free = f"{size(machine.limits['cpu'])} of memory and {size(machine.limits['disk'])} of disk"
     output().print(
         f"'in' says where the weights are during a run: in GPU memory, in memory, or on the disk, from which each pass "
-        f"reads what does not fit. This machine is counted with {free}, which are free now; {machine.gpu}.",
+        f"reads what does not fit. This machine is counted with {free}, which are free now; a model "
+        f"that is not here also needs disk for its download. {machine.gpu[0].upper()}{machine.gpu[1:]}.",
         width=100,
     )
     say_example(rows[0].name)

@@ -373,7 +373,7 @@ def _search_frontier(problem: PlanningProblem, model: str, picture: Path | None,
     if picture is not None:
         from flexgen_helm.report.pages import frontier_page
 
-        write_file(picture, frontier_page(points, problem).to_html())
+        write_file(picture, frontier_page(points, problem, model).to_html())
         say(f"the picture is in {picture}")
 
 

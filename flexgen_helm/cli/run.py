@@ -103,11 +103,11 @@ def _print_scores(outcome: SuiteOutcome) -> None:
     from flexgen_helm.report.scores import read_scores
 
     if outcome.is_dry:
-        files = [folder / "scenario_state.json" for folder in outcome.finished]
+        files = [folder / "dry_run" / "scenario_state.json" for folder in outcome.finished]
         requests = sum(len(read_object(file).get("request_states", ())) for file in files)
         say(
             f"Dry run: {count(requests, 'request')} of {count(len(files), 'run')} were made, and nothing was computed. "
-            "The prompts are in scenario_state.json of each run."
+            "The prompts are in dry_run/scenario_state.json of each run."
         )
         return
     finished = []

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from helm.common.hierarchical_logger import hwarn
@@ -38,6 +41,7 @@ class PluginContext:
     facts: sizes and nature of a model; read once per model.
     engine_options: client arguments that win over every deployment's own; the flags of `flexgen-helm run`.
     run: the HELM run in progress, if it is one of ours.
+    dry_run: folder of the HELM run in progress, if it is one of ours and computes nothing.
     suite: the `flexgen-helm run` in progress; None under `helm-run`.
     generated: what our generators of HELM's registries made; called with the function and a name.
     completed: deployments in HELM's registry that a user's file names and the plugin completed.
@@ -53,6 +57,7 @@ class PluginContext:
         self.facts = single_flight(read_facts)
         self.engine_options: Mapping[str, Any] = {}
         self.run: HelmRun | None = None
+        self.dry_run: Path | None = None
         self.suite: Suite | None = None
         self.completed: set[str] = set()
         self.warn_once = cache(hwarn)
@@ -99,6 +104,8 @@ def set_context(context: PluginContext) -> PluginContext:
 
 @atexit.register
 def _close_at_exit() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would end in a traceback
     _context.service.close()
     # Python searches all that is left for cycles before it ends, 1.5 s with HELM's and PyTorch's modules. Triton needs
     # that search: without it, it prints a page of objects that it takes for leaked.

@@ -36,10 +36,11 @@ from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.helm_log import HelmLog
 from flexgen_helm.plugin.models import PREFIX, ModelArguments
 from flexgen_helm.plugin.service import Submission
-from flexgen_helm.plugin.usage import RUN_FILE, HelmRun
+from flexgen_helm.plugin.usage import HelmRun
 from flexgen_helm.progress import observed_by
 
 FIRST_FILE, LAST_FILE = "run_spec.json", "per_instance_stats.json"
+DRY_RUN_FOLDER = "dry_run"
 METRIC_CLASS = "flexgen_helm.plugin.metrics.FlexgenThroughputMetric"
 Command = Literal["helm-run", "flexgen-helm run"]
 
@@ -203,6 +204,10 @@ def model_of(adapter_spec: AdapterSpec) -> ModelArguments | None:
         return None  # HELM meets the same error where it reports it
 
 
+def _is_ours(run_spec: RunSpec) -> bool:
+    return model_of(run_spec.adapter_spec) is not None
+
+
 def import_classes(names: Iterable[str]) -> None:
     """Import what HELM will import for its metrics (scikit-learn, NLTK: seconds) while the worker loads the model."""
     for name in dict.fromkeys(names):
@@ -217,8 +222,7 @@ def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -
     model = model_of(run_spec.adapter_spec) if _is_executed(runner.executor.execution_spec) else None
     with observed_by(HelmLog()) if context.suite is None else context.suite.watched(runner, run_spec):
         if model is None:
-            if runner.dry_run and not runner.skip_completed_runs:
-                (folder / RUN_FILE).unlink(missing_ok=True)  # of work that the files written now do not show
+            context.dry_run = folder if runner.dry_run and _is_ours(run_spec) else None
             return original(runner, run_spec)
         if not (runner.skip_completed_runs or runner.cache_instances_only):  # else perhaps nothing is computed
             context.service.preload(model)
@@ -253,9 +257,14 @@ PATCHES.append(
 def _write(original: Callable[[str, str], None], file_path: str, content: str) -> None:
     """Replaces each file of a run of ours whole, removes the old last file before it writes the first, and writes
     `flexgen_run.json` before the last. So `--skip-completed-runs`, which tests only whether files exist, does not skip
-    a run that was killed in between.
+    a run that was killed in between. The files of a dry run go into a folder of their own, so that they neither
+    replace results nor pass for them.
     """
     run, path = get_context().run, Path(file_path)
+    if path.parent == get_context().dry_run:
+        path = path.parent / DRY_RUN_FOLDER / path.name
+        path.parent.mkdir(exist_ok=True)
+        return original(str(path), content)
     if run is None or path.parent != run.folder:
         return original(file_path, content)
     if path.name == FIRST_FILE:

@@ -35,7 +35,7 @@ _PADDING_NOTE = (
 _COMPUTED_NOTE = "Fewer prompt tokens are computed than asked for where prompts share a prefix"
 _USAGE_NOTE = (
     "The roofline is the time of the same operations at the rate of this machine's fastest matrix product; bars of "
-    "times share a scale, and so do bars of bytes moved and of bytes held"
+    "times share a scale, and so do bars of bytes moved and of bytes held. Times are of what this suite computed itself"
 )
 _COMPARISON_LEGEND = (
     "Changes are on the same n instances: pp are percentage points, × is a ratio, the others are differences of the "
@@ -173,7 +173,7 @@ def comparison_page(
     return Page(f"{suite}: {baseline} and other precisions", legend, sections, _run_facts(compared), links=links)
 
 
-def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem) -> Page:
+def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem, model: str) -> Page:
     """Build the page of `flexgen-helm plan --frontier --picture`; points: from `planner.frontier`."""
     workload, hardware = problem.workload, problem.hardware
     limits = {tier: problem.usable(tier) for tier in ("gpu", "cpu", "disk")}
@@ -181,8 +181,9 @@ def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem)
         "machine": hardware.name,
         "limits": _limits_text({tier: [limit] for tier, limit in limits.items()}),
         "precision": problem.precision.name,
-        "model": f"{count(problem.config.num_layers, 'layer')}, {size(problem.stored_bytes)} of weights",
-        "work": f"prompts of {workload.prompt:.0f} tokens, {workload.output:.0f} tokens generated for each",
+        "model": f"{model}: {count(problem.config.num_layers, 'layer')}, {size(problem.stored_bytes)} of weights",
+        "work": ("" if problem.endless else f"{workload.num_sequences:,} ")
+        + f"prompts of {workload.prompt:.0f} tokens, {workload.output:.0f} tokens generated for each",
     }
     seconds, rates = ([float(point[key]) for point in points] for key in ("latency_s", "tokens_per_s"))
     (x_ticks, xs), (y_ticks, ys) = _log_axis(seconds), _log_axis(rates)
@@ -204,8 +205,8 @@ def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem)
     )
     notes = (
         "Each point is the policy with the most throughput that the latency allows",
-        "A block is batch size x batches; weights, KV cache and activations are the percentages on GPU/in memory, and "
-        "the rest is on disk",
+        "A block is batch size x batches; weights, KV cache and hidden states are the percentages on GPU/in memory, "
+        "and the rest is on disk",
     )
     section = Section("Throughput over latency", [tables.frontier_table(points)], notes, plot)
     return Page(f"Plans for {hardware.name}: throughput against latency", "", [section], facts)

@@ -18,6 +18,7 @@ from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.errors import UsageError
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
+from flexgen_helm.suggestions import closest, listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -173,7 +174,10 @@ def read_scores(folder: Path) -> RunScores:
 def read_finished_runs(suite: Path) -> list[RunScores]:
     """Read the finished runs of flexgen models in the folder of a suite; raises `UsageError` if there is no folder."""
     if not suite.is_dir():
-        raise UsageError(f"there is no suite in {suite}; run one first, or name another folder with -o")
+        known = [path.name for path in suite.parent.iterdir() if path.is_dir()] if suite.parent.is_dir() else []
+        close = closest(suite.name, known)
+        question = f"did you mean {listed(close)}?" if close else "run one first, or name another folder with -o"
+        raise UsageError(f"there is no suite in {suite}; {question}")
     runs = []
     for folder in sorted(suite.iterdir()):
         with suppress(OSError, ValueError, KeyError):

@@ -357,7 +357,7 @@ def frontier_table(points: Sequence[Mapping[str, Any]]) -> Table:
         "schedule": [policy["schedule"] for policy in policies],
         "weights": [shares(point, "w") for point in points],
         "KV cache": [shares(point, "c") for point in points],
-        "activations": [shares(point, "h") for point in points],
+        "hidden states": [shares(point, "h") for point in points],
     }
     return Table(pd.DataFrame(cells))
 
@@ -378,7 +378,15 @@ def markdown(table: Table) -> str:
 
 
 def text(table: Table, width: int) -> str:
-    """Return a table of at most `width` columns. In a narrow terminal numbers fold before metrics do."""
+    """Return a table of at most `width` columns, or as many as it needs to lose nothing."""
+    wanted = sum(len("".join(cell.split())) for row in _printed(table)[2] for cell in row)
+    while len("".join((drawn := _drawn(table, width)).partition("\n─")[2].replace("─", "").split())) < wanted:
+        width += 1
+    return drawn
+
+
+def _drawn(table: Table, width: int) -> str:
+    """Return a table of at most `width` columns. Numbers fold before metrics do; what does not fit is cut."""
     from io import StringIO
 
     from rich.box import SIMPLE_HEAD

@@ -119,6 +119,29 @@ def test_an_interruption_keeps_finished_lines(tiny, tmp_path, monkeypatch, error
     (kept,) = read_lines(tmp_path / "out.jsonl.partial")
     assert kept["line"] == 1 and len(kept["completions"][0]["token_ids"]) <= 1
 
+    # The same command computes the rest; a line that has changed, or another model, is computed anew.
+    monkeypatch.undo()
+    asked_for = []
+
+    def count(self, requests, *, on_result):
+        asked_for.append(len(requests))
+        return whole(self, requests, on_result=on_result)
+
+    with open(tmp_path / "out.jsonl.partial", "a") as file:
+        file.write('{"line": 2, "key"')  # of a process that was killed
+    monkeypatch.setattr(Engine, "run", count)
+    command = ["generate", str(tiny("opt").path), "--prompts", str(asked), "--out", str(out)]
+    partial = (tmp_path / "out.jsonl.partial").read_bytes()
+    assert cli.main(command) == 0 and asked_for == [1]
+    answers = read_lines(out)
+    assert answers[0]["completions"] == kept["completions"] and len(answers) == 2 and "key" not in answers[0]
+    assert not (tmp_path / "out.jsonl.partial").exists()
+    for change in ([str(tiny("opt").path), [{"prompt": "the slow", "max_tokens": 1}, {"prompt": "x", "max_tokens": 5}]],
+                   [str(tiny("llama").path), [{"prompt": "the quick", "max_tokens": k} for k in (1, 5)]]):  # fmt: skip
+        (tmp_path / "out.jsonl.partial").write_bytes(partial)
+        write_lines(asked, change[1])
+        assert cli.main(["generate", change[0], *command[2:]]) == 0 and asked_for.pop() == 2
+
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_model_loads(tiny, tmp_path, capsys):
     asked = write_lines(tmp_path / "in", [{"prompt": "x"}])

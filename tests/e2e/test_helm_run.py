@@ -195,9 +195,16 @@ def test_a_rerun_computes_nothing_unless_the_cache_is_disabled(plain: Place) -> 
 
 def test_a_dry_run_loads_no_engine(tmp_path: Path) -> None:
     place = Place(tmp_path)
+    for kind in ("suite", "run"):
+        place.run(kind, "--dry-run", entries=ENTRIES[:1])
+        assert place.events() == {}
+        assert (place.run_folder("simple_mcqa") / "dry_run" / "stats.json").is_file()
+    # It neither passes for results nor replaces them.
+    place.run("suite", "--skip-completed-runs", entries=ENTRIES[:1])
+    assert place.events()["answer"] and (place.run_folder("simple_mcqa") / "flexgen_run.json").is_file()
+    before = {path: path.read_bytes() for path in place.run_folder("simple_mcqa").glob("*.json")}
     place.run("suite", "--dry-run", entries=ENTRIES[:1])
-    assert place.events() == {}
-    assert (place.run_folder("simple_mcqa") / "stats.json").is_file()
+    assert before == {path: path.read_bytes() for path in place.run_folder("simple_mcqa").glob("*.json")}
 
 
 @pytest.mark.parametrize("kind, threads, code", [("run", "1", None), ("run", "64", None), ("suite", "4", 130)])

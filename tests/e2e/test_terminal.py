@@ -52,7 +52,8 @@ def test_a_first_4_bit_run_that_is_offloaded_and_one_with_everything_cached(
 
     dry = run(tmp_path, *command, "--dry-run")
     assert "nothing was computed" in " ".join(dry.last.split())
-    assert not list((tmp_path / "benchmark_output/runs/s").glob("*/flexgen_run.json"))
+    suite = tmp_path / "benchmark_output" / "runs" / "s"
+    assert len(list(suite.glob("*/dry_run/scenario_state.json"))) == len(list(suite.glob("*/flexgen_run.json"))) == 2
 
 
 def test_quickstart(wheel_model: Path, tmp_path: Path) -> None:

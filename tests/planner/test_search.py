@@ -248,5 +248,5 @@ def test_a_frontier_rises_and_can_be_drawn():
     assert [p["tokens_per_s"] for p in found] == sorted(p["tokens_per_s"] for p in found)
     best = search(problem).prediction.tokens_per_s
     assert found[-1]["tokens_per_s"] == pytest.approx(best)
-    html = frontier_page(found, problem).to_html()
+    html = frontier_page(found, problem, "opt-30b").to_html()
     assert "latency of a block" in html and html.count('class="point"') == len(found)

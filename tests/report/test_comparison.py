@@ -346,6 +346,10 @@ def test_the_command(tmp_path):
     assert shown.exit_code == 0 and "exact_match" in shown.last and "|" not in shown.last
     assert max(map(len, shown.last.splitlines()[:-1])) <= 100  # the last is the page's path
     assert (suite / "flexgen_compare.html").exists() and "flexgen_compare.html" in done.stderr
+    for columns in (60, 80):  # nothing is cut, whatever the terminal does with long lines
+        text = comparison_page(compare_suite(suite), "mine", "fp16").to_text(columns)
+        words = " ".join(text.split())
+        assert all(value in words for value in ("1.0000", "1)", "won)", "0.6667", "pp")), text
     content = json.loads(compare("--suite", "mine", "--json").stdout)
     (comparison,) = content["models"]["tiny"]["comparisons"]
     assert comparison["test"] == {"name": "McNemar", "p_value": 1.0, "lost": 1, "won": 1}
