@@ -103,16 +103,18 @@ def _print_scores(outcome: SuiteOutcome) -> None:
     from flexgen_helm.report.scores import read_scores
 
     if outcome.is_dry:
-        files = [folder / "dry_run" / "scenario_state.json" for folder in outcome.finished]
+        from flexgen_helm.plugin.helm_patches import DRY_RUN_FOLDER
+
+        files = [folder / DRY_RUN_FOLDER / "scenario_state.json" for folder in outcome.finished]
         requests = sum(len(read_object(file).get("request_states", ())) for file in files)
         say(
             f"Dry run: {count(requests, 'request')} of {count(len(files), 'run')} were made, and nothing was computed. "
-            "The prompts are in dry_run/scenario_state.json of each run."
+            f"The prompts are in {DRY_RUN_FOLDER}/scenario_state.json of each run."
         )
         return
     finished = []
     for folder in outcome.finished:
-        with suppress(OSError, ValueError, KeyError):  # a dry run, or nothing to score
+        with suppress(OSError, ValueError, KeyError):  # nothing to score
             finished.append(read_scores(folder))
     if finished:
         folder = outcome.finished[0].parent
