@@ -27,10 +27,11 @@ model: install
 eval: model
 	FLEXGEN_HELM_DATA='$(DATA)' $(BIN)/flexgen-helm quickstart --precision $(PRECISIONS) -m $(INSTANCES)
 
-# Without the model's package the tests that need it skip and say so; everything else still runs.
+# Without the model's package the tests that need it skip and say so; everything else still runs. Two workers of one thread
+# each: threads of two would wait for each other on two cores.
 test: install
 	-$(BIN)/flexgen-helm fetch $(MODEL)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: install docs
 	$(BIN)/ruff check .

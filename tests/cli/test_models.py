@@ -150,7 +150,7 @@ def test_what_fits_is_said_in_words(capsys: pytest.CaptureFixture[str], monkeypa
     assert cli.main(["models", "opt-13b"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].split() == ["opt-13b", "13B", "opt", "23.9", "GiB", "disk", "7.1", "GiB", "GPU"]
-    assert "the GPU has 14 GiB" in " ".join(lines)
+    assert "The GPU has 14 GiB" in " ".join(lines)
 
 
 def test_names_are_whole_on_a_narrow_terminal(
