@@ -323,3 +323,10 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2() -> None:
     for arguments, said in ((["-m", "1", "--no-such-flag"], "--no-such-flag"), ([], "required")):
         outcome = suite.run_suite(arguments)
         assert outcome.exit_code == 2 and len(outcome.sentences) == 1 and said in outcome.sentences[0]
+
+
+def test_an_interruption_promises_only_what_is_kept() -> None:
+    assert "20 of 60 answers are stored" in suite._interrupted((20, 60), uses_cache=True)
+    assert "finished answers are stored" in suite._interrupted((0, 0), uses_cache=True)
+    said = suite._interrupted((20, 60), uses_cache=False)
+    assert "stored" not in said and "20" not in said and "--skip-completed-runs" in said
