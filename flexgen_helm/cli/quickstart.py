@@ -33,6 +33,7 @@ def quickstart(
 
     Example: flexgen-helm quickstart
     """
+    from flexgen_helm.report.pages import suite_page
     from flexgen_helm.report.suite import read_suite
 
     model = f"model=flexgen/{WHEEL_MODEL}"
@@ -52,7 +53,8 @@ def quickstart(
     if "," in precisions:
         compare(SUITE, output_path)
     folder = output_path / "runs" / SUITE
-    write_report(read_suite(folder), folder)
+    suite_report = read_suite(folder)
+    write_report(suite_report, suite_page(suite_report), folder)
     say(_NEXT)
 
 

@@ -35,13 +35,14 @@ def report(
 
     folder = output_path / "runs" / suite
     suite_report = read_suite(folder)
+    page = suite_page(suite_report)
     if as_json:
         print_json(suite_to_json(suite_report))
     elif as_csv:
         print_csv(runs_frame(suite_report.runs))
     else:
-        print_page(suite_page(suite_report))
-    write_report(suite_report, folder)
+        print_page(page)
+    write_report(suite_report, page, folder)
 
 
 def compare(
@@ -79,12 +80,12 @@ def compare(
     _write_page(page, folder / COMPARE_FILE)
 
 
-def write_report(suite_report: SuiteReport, folder: Path) -> None:
+def write_report(suite_report: SuiteReport, page: Page, folder: Path) -> None:
     """Write a suite's report into its folder, as page, JSON and markdown; and its comparison as a page, if any."""
-    from flexgen_helm.report.pages import COMPARE_FILE, REPORT_FILE, comparison_page, suite_page
+    from flexgen_helm.report.pages import COMPARE_FILE, REPORT_FILE, comparison_page
     from flexgen_helm.report.suite import BASELINE, suite_to_json
 
-    html, page = folder / REPORT_FILE, suite_page(suite_report)
+    html = folder / REPORT_FILE
     write_json(html.with_suffix(".json"), suite_to_json(suite_report))
     write_file(html.with_suffix(".md"), page.to_markdown())
     if suite_report.compared:

@@ -14,6 +14,8 @@ from flexgen_helm.quant.precisions import FP16, Precision
 
 Tier = Literal["gpu", "cpu", "disk"]
 TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
+# Where something is, for people.
+TIER_PLACES: Mapping[Tier, str] = {"gpu": "in GPU memory", "cpu": "in memory", "disk": "on disk"}
 Kind = Literal["weights", "cache", "activations"]
 KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
 

@@ -9,13 +9,9 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.linear_program import Solution
 from flexgen_helm.planner.memory import Fractions, MemoryPlan, RunMemory, RunSize, SchedulerLimits
-from flexgen_helm.planner.placement import Tier, tier_fractions
+from flexgen_helm.planner.placement import TIER_PLACES, Tier, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.quant.precisions import CacheFormat
-
-# Where something is, for people.
-_PLACES: Mapping[Tier, str] = {"gpu": "in GPU memory", "cpu": "in memory", "disk": "on disk"}
-_SOURCES: Mapping[Tier, str] = {"gpu": "GPU memory", "cpu": "memory", "disk": "disk"}
 
 
 @dataclass(frozen=True)
@@ -55,13 +51,13 @@ class RunPlan:
         num_sequences: of the whole run.
         """
         streams = [
-            f"{share:.0%} of the weights from {_SOURCES[tier]}"
+            f"{share:.0%} of the weights from {TIER_PLACES[tier].partition(' ')[2]}"
             for tier, share in weights.items()
             if tier != compute_tier and share >= 0.005
         ]
-        parts = [f"streams {' and '.join(streams)}" if streams else f"keeps all weights {_PLACES[compute_tier]}"]
+        parts = [f"streams {' and '.join(streams)}" if streams else f"keeps all weights {TIER_PLACES[compute_tier]}"]
         if self.cache[compute_tier] < 0.995:
-            cache = [f"{share:.0%} {_PLACES[tier]}" for tier, share in self.cache.items() if share >= 0.005]
+            cache = [f"{share:.0%} {TIER_PLACES[tier]}" for tier, share in self.cache.items() if share >= 0.005]
             parts.append(f"KV cache {' and '.join(cache)}")
         block = max(1, min(self.limits.max_sequences, num_sequences))
         batch = min(self.limits.batch_sequences, block)

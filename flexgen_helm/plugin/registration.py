@@ -189,7 +189,7 @@ def _drop(entries: list[Any], by_name: dict[str, Any], is_unwanted: Callable[[An
 def complete_file_deployments() -> None:
     """Complete entries of `prod_env/model_deployments.yaml`, which need only a name and our client.
 
-    A process that only shows results takes them as they are: what a name means now does not matter there.
+    A process that only shows results uses the entries unchanged: they describe the models of those results.
 
     HELM reads that file before it loads plugins. Values that the user wrote stay. Entries that `flexgen-helm run`
     wrote are dropped, and generated when they are looked up.

@@ -290,7 +290,7 @@ def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
 def _limits_text(limits: Mapping[str, Sequence[float]]) -> str:
     """Return limits by tier; a range if runs had several, because what is free was not always the same."""
     texts = []
-    for tier, label in tables.TIERS.items():
+    for tier, label in tables.TIER_PLACES.items():
         ends = dict.fromkeys(size(end) for end in (min(limits.get(tier, [0])), max(limits.get(tier, [0]))) if end)
         if ends:
             texts.append(f"{' to '.join(ends)} {label}")

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import pandas as pd
 
 from flexgen_helm.checkpoint.names import split_precision
+from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.report.comparison import Comparison, ModelComparison
 from flexgen_helm.report.metrics import metric_named
 from flexgen_helm.report.scores import RunScores, precision_rank
@@ -36,7 +37,6 @@ _TRANSFERS = {
     "cpu_to_gpu": "memory to GPU",
     "gpu_to_cpu": "GPU to memory",
 }
-TIERS = {"gpu": "in GPU memory", "cpu": "in memory", "disk": "on disk"}
 _TEXT_COLUMNS = ("run entry", "metric", "model", "precision")
 
 
@@ -229,7 +229,7 @@ def _usage_table(usages: Mapping[str, Mapping[str, Any]]) -> Table:
     for transfer, label in _TRANSFERS.items():
         for kind in ("weights", "cache", "activations"):
             add(f"{label}: {kind}", size, lambda usage, t=transfer, k=kind: usage["bytes"][t].get(k))  # type: ignore[misc]
-    for tier, label in TIERS.items():
+    for tier, label in TIER_PLACES.items():
         add(f"peak {label}", size, lambda usage, t=tier: usage["peak_bytes"].get(t))  # type: ignore[misc]
         if any(usages[precision]["peak_bytes"].get(tier) for precision in precisions):
             add(f"limit {label}", size, lambda usage, t=tier: usage.get("limit_bytes", {}).get(t))  # type: ignore[misc]

@@ -30,7 +30,7 @@ RUNS = {
     "wikitext": "wikitext:model=flexgen/wheel",
 }
 RELATIVE = 1e-3
-PASSAGES = 250
+PASSAGES = 500
 PAGES = (0, 1, 2)
 
 

@@ -36,6 +36,7 @@ def test_no_policy_of_a_grid_is_predicted_to_be_faster(gpu, cpu):
         found = predict(problem, policy, draw.choice(["zigzag", "row", "diagonal"]))
         if found.feasible:
             seen += 1
+            # Both are rounded to whole matrices and cache blocks: no engine can place a part of one.
             assert found.tokens_per_s <= best.prediction.tokens_per_s * 1.02, policy
     assert seen >= 10
 
