@@ -13,6 +13,7 @@ from flexgen_helm.cli.console import say
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT, OutputPath
 from flexgen_helm.cli.report import compare, write_report
 from flexgen_helm.cli.run import run_and_show
+from flexgen_helm.cli.screen import Screen
 
 SUITE = "quickstart"
 # Run entries whose data are not generated, and the pages of the second: a page is long.
@@ -51,10 +52,12 @@ def quickstart(
             if code := run_and_show([*arguments, *common], options):
                 raise typer.Exit(code)
     if "," in precisions:
-        compare(SUITE, output_path)
+        with Screen():
+            compare(SUITE, output_path)
     folder = output_path / "runs" / SUITE
-    suite_report = read_suite(folder)
-    write_report(suite_report, suite_page(suite_report), folder)
+    with Screen():
+        suite_report = read_suite(folder)
+        write_report(suite_report, suite_page(suite_report), folder)
     say(_NEXT)
 
 

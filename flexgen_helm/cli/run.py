@@ -66,7 +66,8 @@ def run_and_show(arguments: Sequence[str], engine: EngineOptions, verbose: bool 
     log = None if verbose else _new_log()
     with redirect_stdout(sys.stderr) if log is None else Screen(log):  # stdout is for the scores
         outcome = _run(arguments, engine)
-    _print_scores(outcome)
+    with Screen():  # pandas takes a second to import
+        _print_scores(outcome)
     if log is not None:
         warnings = f", {count(outcome.num_warnings, 'warning')} included" if outcome.num_warnings else ""
         say(f"{duration(time.monotonic() - began)} in all. HELM's own output{warnings}: {log}")
