@@ -19,6 +19,8 @@ BLOCK_SEQUENCES = 32
 LARGE_BLOCK_SEQUENCES = 128
 # Sequences that decode together with resident weights: a CPU's products are near their full rate at a hundred.
 MAX_SEQUENCES: Mapping[Tier, int] = {"cpu": 128, "gpu": 512}
+# The same for long answers: the one that ends last decides how many passes a run takes, so all begin early.
+LONG_MAX_SEQUENCES = 512
 
 # --- Tokens ---
 # Tokens of one batch with resident weights: enough for the full product rate, few enough to stay in the CPU's caches.

@@ -29,6 +29,7 @@ from flexgen_helm.planner.constants import (
     COPIES_SHARE,
     LARGE_BLOCK_SEQUENCES,
     LONG_ANSWER_TOKENS,
+    LONG_MAX_SEQUENCES,
     LONG_PAGE_TOKENS,
     MAX_BATCH_TOKENS,
     MAX_SEQUENCES,
@@ -244,6 +245,8 @@ class RunMemory:
         else:
             batch_tokens = batch_sequences = BATCH_TOKENS
             max_sequences = MAX_SEQUENCES[self.compute_tier]
+            if self._page_tokens:
+                max_sequences = max(max_sequences, LONG_MAX_SEQUENCES)
             block_sequences = block_sequences if self._is_staged else LARGE_BLOCK_SEQUENCES
         return SchedulerLimits(
             batch_tokens,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,7 @@ import pytest
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.kv_cache.cache import KVCache
+from tests.helpers.console_script import SCRIPT
 from tests.helpers.tiny_models import VOCABULARY, llama_config, save_random, save_tokenizer
 
 MOST = 200
@@ -164,3 +169,33 @@ def test_the_expected_end_follows_what_was_drawn(model):
     assert seen[-1].total_tokens <= drawn
     assert abs(seen[len(seen) // 2].total_tokens - drawn) < 0.35 * drawn
     assert seen[0].total_tokens < 24 * (MOST + 57)
+
+
+def test_a_killed_process_loses_only_answers_in_progress(model, tmp_path):
+    """After SIGKILL the second call finds the finished answers, and computes the others again, the same."""
+    asked, out = requests(), tmp_path / "out.jsonl"
+    sizes = limits_for(model, "fp16", 4)
+    lines = [{key: value for key, value in asdict(request).items() if value not in (None, ())} for request in asked]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [
+        str(SCRIPT), "generate", str(model), "--prompts", str(tmp_path / "in.jsonl"),
+        "--out", str(out), "--cpu-memory", f"{sizes['weights'] + sizes['cache']}B",
+    ]  # fmt: skip
+    partial = tmp_path / "out.jsonl.partial"
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while process.poll() is None and num_lines(partial) < 3:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert 3 <= num_lines(partial) < len(asked), "it was to be killed before the end"
+    kept = {json.loads(line)["line"]: json.loads(line) for line in partial.read_text().splitlines()[:3]}
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    got = [json.loads(line) for line in out.read_text().splitlines()]
+    with Engine.from_pretrained(model) as engine:
+        expected = answers(engine, asked)
+    assert [[tuple(line["completions"][0]["token_ids"])] for line in got] == expected
+    assert all(got[number - 1]["completions"] == line["completions"] for number, line in kept.items())
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
