@@ -21,6 +21,9 @@ LARGE_BLOCK_SEQUENCES = 128
 MAX_SEQUENCES: Mapping[Tier, int] = {"cpu": 128, "gpu": 512}
 # The same for long answers: the one that ends last decides how many passes a run takes, so all begin early.
 LONG_MAX_SEQUENCES = 512
+# Blocks of a searched policy that run at once: the search counts every answer with its expected length, and on average
+# running answers have half of it.
+LONG_BLOCKS = 2
 
 # --- Tokens ---
 # Tokens of one batch with resident weights: enough for the full product rate, few enough to stay in the CPU's caches.

@@ -29,6 +29,7 @@ from flexgen_helm.planner.constants import (
     COPIES_SHARE,
     LARGE_BLOCK_SEQUENCES,
     LONG_ANSWER_TOKENS,
+    LONG_BLOCKS,
     LONG_MAX_SEQUENCES,
     LONG_PAGE_TOKENS,
     MAX_BATCH_TOKENS,
@@ -186,6 +187,7 @@ class RunMemory:
     """Divides the free memory of a run between hidden states and KV cache.
 
     policy: None if the rule of thumb decides.
+    is_searched: the policy is the search's and not the user's.
     free: bytes left on each tier once the weights are loaded.
     hidden_bytes: of one token's hidden state.
     """
@@ -198,6 +200,7 @@ class RunMemory:
     compute_tier: Tier
     cache: CacheSizes
     hidden_bytes: int
+    is_searched: bool = False
 
     def activation_fractions(self) -> Fractions:
         """Place hidden states: as planned, but for prefill-only as close to the compute device as they fit.
@@ -239,6 +242,8 @@ class RunMemory:
         block_sequences = self._block_sequences
         if policy is not None:
             batch_tokens, batch_sequences, max_sequences = MAX_BATCH_TOKENS, policy.gpu_batch_size, policy.block_size
+            if self.is_searched and self._page_tokens:
+                max_sequences *= LONG_BLOCKS
         elif plan.streams_weights:
             batch_tokens = batch_sequences = STREAMED_BATCH_TOKENS
             max_sequences = UNLIMITED
