@@ -22,7 +22,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def records(place: Place) -> dict[str, Any]:
     """What each run's record says of its prompts, by the end of the run's name."""
-    files = (place.folder / "benchmark_output" / "runs" / "s").glob("*/flexgen_run.json")
+    files = (place.folder / "benchmark_output" / "runs" / "s").glob("simple_mcqa:*/flexgen_run.json")
     return {file.parent.name.split("opt-125m")[-1]: json.loads(file.read_text())["chat_template"] for file in files}
 
 
@@ -36,6 +36,8 @@ def test_two_settings_are_one_engine_and_two_sets_of_answers(place: Place) -> No
     events = place.events()
     # Six generated answers a setting; the twelve scores are of the same texts, and computed once.
     assert (events["load"], events["block"], events["answer"]) == (1, 1, 6 + 6 + 12)
+    scored = place.run_folder("simple_mcqa_scored") / "flexgen_run.json"
+    assert json.loads(scored.read_text())["chat_template"] is None
     said = records(place)
     assert {name: record["applied"] for name, record in said.items()} == {"-with-template": True, "-no-template": False}
     assert said["-with-template"]["template"] == said["-no-template"]["template"]
