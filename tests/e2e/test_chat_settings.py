@@ -91,3 +91,14 @@ def test_a_setting_that_a_name_or_an_entry_decides_is_not_mislabelled(place: Pla
     assert place.events()["load"] == 0
     place.run("suite", "--chat-template", "false", entries=entries("lab/mine"))  # as the entry says
     assert not next(iter(records(place).values()))["applied"]
+
+
+def test_a_missing_template_is_refused_by_name_and_costs_no_score(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FAKE_TEMPLATE")
+    both = [*entries(MODEL), *entries(MODEL, scenario="simple_mcqa_scored")]
+    said = place.run("suite", "--chat-template", "true", entries=both, expect=2)
+    assert "the tokenizer of opt-125m-with-template has no chat template" in said
+    assert (place.run_folder("simple_mcqa_scored") / "stats.json").exists()
+    assert place.events()["answer"] == 12
