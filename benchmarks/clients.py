@@ -33,7 +33,8 @@ from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 REPEATS = 3
 QUICK_INSTANCES, QUICK_REPEATS = 5, 1
-OURS, REFERENCE = f"flexgen/{WHEEL_MODEL}", "reference/huggingface"
+# Prompts are sent as they are on both sides.
+OURS, REFERENCE = f"flexgen/{WHEEL_MODEL}-no-template", "reference/huggingface"
 PADDED_BATCH = 16
 # Scores are equal if log-probability metrics differ by at most this, relatively, and all others not at all.
 TOLERANCE = 1e-4
