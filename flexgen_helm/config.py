@@ -10,6 +10,7 @@ A field states the option's name, type, default, help text, flags and check. Thr
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.policy import SCHEDULES, Policy, Schedule
 from flexgen_helm.quant.precisions import PRECISIONS, Precision, precision_named
 from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tokenizer.chat import ChatOptions, TemplateChoice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,11 +30,15 @@ T = TypeVar("T")
 # Keyword arguments of `EngineConfig`, only those that were given.
 EngineOptions = Mapping[str, Any]
 WeightSource = Literal["pretrained", "dummy"]
+# Options that change requests, and neither weights nor how they are computed.
+PROMPT_OPTIONS = ("apply_chat_template", "chat_template_kwargs", "system_prompt", "thinking_budget")
 
 _UNITS = {"b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+# Commands that send prompts.
+_PROMPTING = ("run", "generate")
 _DEVICE = re.compile(r"auto|sim|(cpu|cuda)(:\d+)?")
 
 
@@ -45,6 +51,7 @@ class Flag:
     help: None for the option's
     key: the part of the option that the flag sets; None for all of it
     implies: (option, value) pairs that the flag sets as well
+    commands: those that have the flag; empty for all that run an engine
     """
 
     name: str
@@ -53,6 +60,7 @@ class Flag:
     help: str | None = None
     key: str | None = None
     implies: tuple[tuple[str, str], ...] = ()
+    commands: tuple[str, ...] = ()
 
 
 def parse_size(value: str | int) -> int:
@@ -128,6 +136,36 @@ def _parse_bool(value: bool) -> bool:
     return value
 
 
+def _parse_template_choice(value: TemplateChoice) -> TemplateChoice:
+    choice = {"auto": "auto", "true": True, "false": False}.get(str(value).lower())
+    if choice is None:
+        raise ValueError("is not known; take auto, true or false")
+    return cast(TemplateChoice, choice)
+
+
+def _parse_template_kwargs(value: Mapping[str, Any] | str) -> dict[str, Any]:
+    try:
+        variables = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(variables, Mapping):
+            raise TypeError
+        return cast(dict[str, Any], json.loads(json.dumps(variables, allow_nan=False)))  # what a template can be given
+    except (TypeError, ValueError):
+        raise ValueError('must be a JSON object, for example {"enable_thinking": false}') from None
+
+
+def _parse_budget(value: str | int) -> int:
+    tokens = _parse_seed(value)
+    if tokens < 0:
+        raise ValueError("must be 0 or more")
+    return tokens
+
+
+def _parse_text(value: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("must be a text")
+    return value
+
+
 def _listed(names: Iterable[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} or {last}"
@@ -142,13 +180,16 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def option(default: Any, help: str, *flags: Flag, parse: Callable[[Any], Any] = os.fspath) -> Any:
+def option(
+    default: Any, help: str, *flags: Flag, parse: Callable[[Any], Any] = os.fspath, is_hashed: bool = True
+) -> Any:
     """Declare a field of `EngineConfig`.
 
     parse: turns text, a value of YAML or a Python value into the field's value. It raises ValueError with the
         predicate of a sentence whose subject is the option and its value.
+    is_hashed: False for a value without a hash.
     """
-    return field(default=default, metadata={"help": help, "flags": flags, "parse": parse})
+    return field(default=default, hash=is_hashed, metadata={"help": help, "flags": flags, "parse": parse})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +285,32 @@ class EngineConfig:
         Flag("--max-latency", "SECONDS"),
         parse=_parse_seconds,
     )
+    apply_chat_template: TemplateChoice | None = option(
+        None,
+        "Send plain prompts as a user's turn of the chat template: auto, true or false. auto: if the tokenizer has a "
+        "template and the model is no base model. Default: auto under HELM, else false. Scored prompts never get one.",
+        Flag("--chat-template", "CHOICE", ("auto", "true", "false"), commands=_PROMPTING),
+        parse=_parse_template_choice,
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        'Variables of the chat template, as a JSON object, for example {"enable_thinking": false}.',
+        Flag("--chat-template-kwargs", "JSON", commands=_PROMPTING),
+        parse=_parse_template_kwargs,
+        is_hashed=False,
+    )
+    system_prompt: str | None = option(
+        None,
+        "System message in front of every chat that has none.",
+        Flag("--system-prompt", "TEXT", commands=_PROMPTING),
+        parse=_parse_text,
+    )
+    thinking_budget: int | None = option(
+        None,
+        "Most tokens that a thinking model thinks before it must answer; they count in max_tokens. Default: no limit.",
+        Flag("--thinking-budget", "TOKENS", commands=_PROMPTING),
+        parse=_parse_budget,
+    )
 
     def __post_init__(self) -> None:
         for name, spec in OPTIONS.items():
@@ -255,6 +322,13 @@ class EngineConfig:
             raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
         if self.device != "sim" and self.link_gb_s is not None:
             raise UsageError("only the simulated gpu takes a link's bandwidth; add --device sim or leave --link out")
+
+    @property
+    def chat(self) -> ChatOptions:
+        """What was said about chat templates."""
+        return ChatOptions(
+            self.apply_chat_template, self.chat_template_kwargs or {}, self.system_prompt, self.thinking_budget
+        )
 
     @property
     def fixed_policy(self) -> Policy | None:

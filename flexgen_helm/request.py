@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from flexgen_helm.errors import RequestError
 
@@ -12,11 +12,26 @@ FinishReason = Literal["length", "stop", "endoftext"]
 
 
 @dataclass(frozen=True)
+class ThinkingFormat:
+    """What the engine must know of a request whose model thinks: its stop strings count in the answer only.
+
+    begins_inside: the prompt ends inside thinking.
+    budget: tokens of thinking after which its end is forced; None for no limit.
+    end_ids: the tokens of that end.
+    """
+
+    begins_inside: bool = False
+    budget: int | None = None
+    end_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """What a caller asks for.
 
     prompt: text, encoded as the tokenizer does by default (with BOS if the model was trained with one).
-    prompt_token_ids: taken as they are. Exactly one of the two is given.
+    prompt_token_ids: taken as they are.
+    messages: a chat, {'role': …, 'content': …} each, rendered by the chat template. Exactly one of the three is given.
     max_tokens: most tokens to generate; 0 with `echo_logprobs` only scores the prompt.
     temperature: 0 takes the most probable token.
     top_p: probability mass of the nucleus, in (0, 1].
@@ -25,10 +40,12 @@ class GenerationRequest:
     n: completions wanted.
     echo_logprobs: also return log-probabilities of the prompt's tokens.
     ignore_eos: generate through EOS, for throughput work with random weights.
+    thinking: set by whoever renders a prompt for a model that thinks.
     """
 
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
     max_tokens: int = 16
     temperature: float = 0.0
     top_p: float = 1.0
@@ -37,11 +54,12 @@ class GenerationRequest:
     n: int = 1
     echo_logprobs: bool = False
     ignore_eos: bool = False
+    thinking: ThinkingFormat | None = None
 
     def validate(self) -> None:
         """Raise `RequestError` if the request contradicts itself; needs no model."""
-        if (self.prompt is None) == (self.prompt_token_ids is None):
-            raise RequestError("a request needs exactly one of prompt and prompt_token_ids")
+        if sum(given is not None for given in (self.prompt, self.prompt_token_ids, self.messages)) != 1:
+            raise RequestError("a request needs exactly one of prompt, prompt_token_ids and messages")
         if self.max_tokens < 0:
             raise RequestError(f"max_tokens is {self.max_tokens}; it must be 0 or more")
         if self.n < 1:

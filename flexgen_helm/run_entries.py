@@ -24,11 +24,11 @@ from flexgen_helm.checkpoint.names import (
     CATALOG,
     PREFIX,
     ResolvedModel,
+    base_name,
     is_hub_name,
     known_names,
     naming_advice,
     resolve,
-    split_precision,
 )
 from flexgen_helm.errors import UsageError
 from flexgen_helm.suggestions import closest, listed
@@ -174,7 +174,7 @@ def _has_other_plugins() -> bool:
 
 def _check_prefix(run_entry: str, model: str) -> None:
     """Refuse a name of ours without `flexgen/`. All names of HELM have a slash, but for groups such as `text`."""
-    if "/" not in model and {model, split_precision(model)[0]} & set(known_names().values()):
+    if "/" not in model and {model, base_name(model)} & set(known_names().values()):
         raise UsageError(f"the model {model!r} of {run_entry} needs a prefix: write model={PREFIX}{model}")
 
 

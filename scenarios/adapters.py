@@ -22,7 +22,7 @@ from helm.common.request import Request
 from helm.common.tokenization_request import TokenizationToken
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.plugin.convert import TokenRequest
+from flexgen_helm.plugin.convert import PlainTextRequest, TokenRequest
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class LastWordAdapter(Adapter):
         context, target = token_counts(instance, self.window_service)
         generates = self.adapter_spec.method == ADAPT_GENERATION
         text = instance.input.text
-        request = Request(
+        request = PlainTextRequest(
             model=self.adapter_spec.model,
             model_deployment=self.adapter_spec.model_deployment,
             prompt=text if generates else text + reference_text(instance),

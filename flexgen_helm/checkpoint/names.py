@@ -25,6 +25,16 @@ Kind = Literal["wheel", "hub", "folder", "gguf", "unpublished"]
 
 # Longest first: "-4bit" is also the end of "-paper-4bit".
 _SUFFIXES = sorted(set(PRECISIONS) - {"fp16"}, key=len, reverse=True)
+# Endings that say whether plain prompts go through the chat template; they come before a precision's.
+TEMPLATE_SUFFIXES: Mapping[bool, str] = {True: "-with-template", False: "-no-template"}
+# Before the digest of other settings of prompts, which one call of `flexgen-helm run` knows.
+DIGEST_SUFFIX = "-chat-"
+_DIGEST = re.compile(DIGEST_SUFFIX + r"[0-9a-f]{6}$")
+# What names of models say about their kind.
+_INSTRUCT_NAME = re.compile(r"instruct|chat|[-_]it\b|[-_]iml[-_]")
+_BASE_NAME = re.compile(r"[-_](base|pt|pretrained)\b")
+# Families whose instruct models say so in their names, and whose base models have a chat template too.
+_BASE_FAMILY = re.compile(r"(qwen(1\.5|2|2\.5)|smollm2?)(?![\d.])")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/|--)[A-Za-z0-9][\w.-]*")
 # An ending that other programs use for a precision: '-8bit', '-int4', '-bf16', '-q4_0'.
 _FOREIGN_PRECISION = re.compile(r"-((?:paper-)?\d+-?bit\S*|int\d+|b?fp?\d+\S*|i?q\d\w*|awq|gptq)$", re.IGNORECASE)
@@ -38,11 +48,12 @@ _KINDS_OF_NAMES = (
 class ResolvedModel:
     """What a model name means. Filled by `resolve`.
 
-    name: without `flexgen/` and without the precision suffix.
+    name: without `flexgen/` and without the suffixes of precision and chat template.
     kind: where the weights come from; 'unpublished' has only dummy weights.
     path: the local folder or file (kinds 'folder' and 'gguf').
     revision: of the hub repository, None for its default branch.
     arguments: client arguments of the user's own models file.
+    apply_chat_template: what the name's suffix says, None without one.
     """
 
     name: str
@@ -53,12 +64,37 @@ class ResolvedModel:
     revision: str | None = None
     entry: CatalogEntry | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    apply_chat_template: bool | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of the engine that the name stands for; its suffix goes before the models file."""
-        suffix = {} if self.precision == "fp16" else {"precision": self.precision}
-        return {**self.arguments, **suffix}
+        """Options of the engine that the name stands for; its suffixes go before the models file."""
+        options = dict(self.arguments)
+        if self.precision != "fp16":
+            options["precision"] = self.precision
+        if self.apply_chat_template is not None:
+            options["apply_chat_template"] = self.apply_chat_template
+        return options
+
+    @property
+    def is_instruct(self) -> bool:
+        """Whether the catalog or the name says that the model is tuned to follow instructions."""
+        if self.entry is not None:
+            return self.entry.instruct
+        return any(_INSTRUCT_NAME.search(name) for name in self._names)
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the catalog or the name says that it is not; a chat template proves nothing."""
+        if self.entry is not None or self.is_instruct:
+            return not self.is_instruct
+        return any(_BASE_NAME.search(name) or _BASE_FAMILY.match(name) for name in self._names)
+
+    @property
+    def _names(self) -> list[str]:
+        """The model's name, and that of its folder, file or repository, without the organization."""
+        given = (self.name, self.path.name if self.path is not None else "", self.hub_repo or "")
+        return [re.split(r"/|--", name.lower())[-1] for name in given]
 
 
 def split_precision(name: str) -> tuple[str, str]:
@@ -70,28 +106,52 @@ def split_precision(name: str) -> tuple[str, str]:
     return name, "fp16"
 
 
+def split_template(name: str) -> tuple[str, bool | None]:
+    """Split a name without precision, `opt-125m-no-template`, into (`opt-125m`, False); None without a suffix."""
+    for choice, suffix in TEMPLATE_SUFFIXES.items():
+        base = name.removesuffix(suffix)
+        if base and base != name:
+            return base, choice
+    return name, None
+
+
+def base_name(name: str) -> str:
+    """Return a name without its suffixes, for people; a name that exists as a whole may look as if it had some."""
+    return split_template(_DIGEST.sub("", split_precision(name)[0]))[0]
+
+
+def with_suffixes(base: str, template: bool | None, precision: str) -> str:
+    """Return the name of a model under these settings."""
+    suffix = "" if template is None else TEMPLATE_SUFFIXES[template]
+    return base + suffix + ("" if precision == "fp16" else f"-{precision}")
+
+
 def resolve(name: str | os.PathLike[str], revision: str | None = None) -> ResolvedModel:
     """Find out what a name means, without the network.
 
     A name that exists as a whole (in the user's models file, in the catalog, on disk) wins over the same name split
-    into base and precision suffix. `revision` wins over the models file's. Raises `UnknownModelError` with the closest
+    into base and suffixes. `revision` wins over the models file's. Raises `UnknownModelError` with the closest
     names, `UsageError` if the models file cannot be used.
     """
     text = os.fspath(name).removeprefix(PREFIX)
     user_models = _read_user_models()
-    base, suffix = split_precision(text)
-    candidates: dict[str, str] = {text: "fp16", base: suffix}
-    for candidate, precision in candidates.items():
+    longer, suffix = split_precision(text)
+    base, template = split_template(longer)
+    candidates = {text: ("fp16", None), longer: (suffix, None), base: (suffix, template)}
+    for candidate, (precision, choice) in candidates.items():
         if candidate in user_models:
-            return _resolve_user_model(candidate, precision, revision, user_models[candidate])
+            user_model = _resolve_user_model(candidate, precision, revision, user_models[candidate])
+            return replace(user_model, apply_chat_template=choice)
         if (model := _resolve_known(candidate, precision, revision)) is not None:
-            return model
-    # Any org/repo may exist on the hub, so the hub comes last, and there the suffix is ours.
+            return replace(model, apply_chat_template=choice)
+    # Any org/repo may exist on the hub, so the hub comes last, and there the suffixes are ours.
     if is_hub_name(base):
         repo = base.replace("--", "/")
         entry = next((entry for entry in CATALOG.values() if entry.hub_repo == repo), None)
-        return ResolvedModel(repo.replace("/", "--"), suffix, "hub", hub_repo=repo, revision=revision, entry=entry)
-    raise UnknownModelError(_unknown_model(base, suffix))
+        return ResolvedModel(
+            repo.replace("/", "--"), suffix, "hub", None, repo, revision, entry, apply_chat_template=template
+        )
+    raise UnknownModelError(_unknown_model(base, template, suffix))
 
 
 def is_hub_name(name: str) -> bool:
@@ -211,7 +271,7 @@ def naming_advice(path: str) -> str:
         file = os.environ.get("FLEXGEN_HELM_MODELS")
         lines = [f"echo {shlex.quote(line)} >> {shlex.quote(file or 'models.yaml')}"]
         lines += [] if file else ["export FLEXGEN_HELM_MODELS=models.yaml"]
-    advice = f"write model={PREFIX}{_with_precision(name, model.precision)}"
+    advice = f"write model={PREFIX}{with_suffixes(name, None, model.precision)}"
     if lines:
         advice = "\n  ".join([f"paste these lines, and {advice}:", *lines])
     return f"HELM takes no path as a model name; {advice}"
@@ -221,19 +281,15 @@ def _no_such_path(path: str) -> str:
     return f"there is no model file or folder {path}; {_KINDS_OF_NAMES}"
 
 
-def _unknown_model(name: str, precision: str) -> str:
+def _unknown_model(name: str, template: bool | None, precision: str) -> str:
     if name.endswith((".gguf", ".safetensors")) or name.startswith((".", "/", "~")):
         return _no_such_path(name)
     unknown = f"model {name!r} is not known"
     ending = _FOREIGN_PRECISION.search(name)
     if ending is not None and (base := name[: ending.start()]) in known_names():
-        names = listed(_with_precision(base, known) for known in PRECISIONS)
+        names = listed(with_suffixes(base, template, known) for known in PRECISIONS)
         return f"{unknown}: {ending[1]!r} is no precision of flexgen_helm; write {names}"
     if close := close_names(name):
-        names = listed(_with_precision(known, precision) for known in close)
+        names = listed(with_suffixes(known, template, precision) for known in close)
         return f"{unknown}; did you mean {names}? `flexgen-helm models` lists all names"
     return f"{unknown}; {_KINDS_OF_NAMES}; `flexgen-helm models` lists the catalog"
-
-
-def _with_precision(base: str, precision: str) -> str:
-    return base if precision == "fp16" else f"{base}-{precision}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,18 +34,17 @@ ENGINE_FLAGS = tuple(flag.name for _, flag in _FLAGS.values())
 
 
 def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `engine: EngineOptions` of a command by the engine flags.
+    """Replace the parameter `engine: EngineOptions` of a command by the engine flags that it has.
 
     The command gets the options of the flags that were given. A value that cannot be parsed is refused before.
     """
+    flags = [name for name, (_, flag) in _FLAGS.items() if command.__name__ in (flag.commands or (command.__name__,))]
     own = [known for known in inspect.signature(command, eval_str=True).parameters.values() if known.name != "engine"]
-    parameters = [
-        known.replace(kind=inspect.Parameter.KEYWORD_ONLY) for known in (*own, *map(_typer_parameter, _FLAGS))
-    ]
+    parameters = [known.replace(kind=inspect.Parameter.KEYWORD_ONLY) for known in (*own, *map(_typer_parameter, flags))]
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
-        command(engine=_options({name: values.pop(name) for name in _FLAGS}), **values)
+        command(engine=_options({name: values.pop(name) for name in flags}), **values)
 
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -58,7 +58,7 @@ def _typer_parameter(name: str) -> inspect.Parameter:
         metavar=flag.metavar,
         help=flag.help or OPTIONS[option].metadata["help"],
         show_default=False,
-        rich_help_panel="Engine",
+        rich_help_panel="Prompts" if flag.commands else "Engine",
         autocompletion=complete_from(flag.choices) if flag.choices else None,
     )
     kind: Any = bool if flag.metavar is None else str | None
@@ -71,8 +71,8 @@ def _typer_parameter(name: str) -> inspect.Parameter:
 def _options(values: Mapping[str, str | bool | None]) -> EngineOptions:
     """Return the options of the flags that were given. The command checks the precision, for `run` takes several."""
     options: dict[str, Any] = {}
-    for name, (option, flag) in _FLAGS.items():
-        value = values[name]
+    for name, value in values.items():
+        option, flag = _FLAGS[name]
         if flag.metavar is None:
             options |= {option: False} if value else {}
         elif value is not None:
@@ -112,8 +112,15 @@ def to_arguments(options: EngineOptions) -> list[str]:
         if flag.metavar is None:
             words += [flag.name] if value is False else []
         elif value is not None:
-            words += [flag.name, ",".join(f"{rate:g}" for rate in value) if isinstance(value, tuple) else str(value)]
+            words += [flag.name, _text_of(value)]
     return words
+
+
+def _text_of(value: Any) -> str:
+    """Write the value of an option as its flag reads it."""
+    if isinstance(value, tuple):
+        return ",".join(f"{rate:g}" for rate in value)
+    return json.dumps(value) if isinstance(value, bool | Mapping) else str(value)
 
 
 def load_engine(model: str, options: EngineOptions) -> Engine:

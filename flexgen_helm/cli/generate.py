@@ -42,8 +42,8 @@ def generate(
     A line is a JSON object, in the input and in the output, and the order is the same.
 
     Keys of a line:
-      in   prompt or prompt_token_ids; optional: max_tokens, temperature, top_p,
-           seed, stop, n, echo_logprobs, ignore_eos
+      in   prompt, messages, or prompt_token_ids; optional: max_tokens,
+           temperature, top_p, seed, stop, n, echo_logprobs, ignore_eos
       out  completions, prompt_token_ids, prompt_logprobs, error
 
     A bad line fails alone; the exit code is then 1. With --out, each finished line is appended to FILE.partial at once,
@@ -57,7 +57,10 @@ def generate(
     content = read_input("--prompts", prompts).split(b"\n")
     lines = [(number, parse_line(line)) for number, line in enumerate(content, start=1) if line.strip()]
     with _Output(out, [number for number, _ in lines]) as output, load_engine(model, engine) as loaded:
-        output.resume([_key(loaded.fingerprint, content[number - 1]) for number, _ in lines])
+        settings = loaded.fingerprint
+        if loaded.chat is not None:
+            settings += f"{loaded.chat.applied}{loaded.chat.identity}"
+        output.resume([_key(settings, content[number - 1]) for number, _ in lines])
         places, requests = [], []
         for place, (_, request) in enumerate(lines):
             if isinstance(request, RequestError):
@@ -73,9 +76,9 @@ def generate(
         raise typer.Exit(1)
 
 
-def _key(fingerprint: str, line: bytes) -> str:
-    """Return what an answer depends on: all of the engine that decides results, and the input line."""
-    return hashlib.sha256(fingerprint.encode() + b"\n" + line).hexdigest()[:16]
+def _key(settings: str, line: bytes) -> str:
+    """Return what an answer depends on: all of engine and chat template that decides results, and the input line."""
+    return hashlib.sha256(settings.encode() + b"\n" + line).hexdigest()[:16]
 
 
 @cache
@@ -83,7 +86,9 @@ def _line_model() -> type[BaseModel]:
     """`GenerationRequest` as JSON: every key is optional, and null counts as left out."""
     from pydantic import ConfigDict, create_model
 
-    keys: dict[str, Any] = {key: (kind | None, None) for key, kind in get_type_hints(GenerationRequest).items()}
+    kinds = get_type_hints(GenerationRequest)
+    del kinds["thinking"]  # the chat template decides it
+    keys: dict[str, Any] = {key: (kind | None, None) for key, kind in kinds.items()}
     return create_model("Line", __config__=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False), **keys)
 
 

@@ -24,7 +24,7 @@ from flexgen_helm.engine.device import open_device, tier_capacities
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.run import OnResult, Run
 from flexgen_helm.engine.run_record import EngineIdentity, predicted, run_record
-from flexgen_helm.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.rates import compute_dtype
@@ -48,6 +48,7 @@ from flexgen_helm.quant.precisions import FP16, Precision, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from flexgen_helm.scheduling.prepare import PreparedRequests, planned_workload, prepare
+from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # Seconds that a batch takes in one layer for one more segment of keys: a few small operations.
@@ -78,9 +79,11 @@ class Engine:
         precision: Precision,
         device: torch.device,
         link: CopyEngine | None,
+        chat: ChatFormat | None = None,
     ) -> None:
         began = time.perf_counter()
         self.name, self.config, self.tokenizer, self.precision = name, checkpoint.config, tokenizer, precision.name
+        self.chat = chat  # how prompts and messages are rendered, None without a tokenizer
         self.last_run: dict[str, Any] = {}
         self._options = options
         self._cache_format = precision.cache
@@ -182,14 +185,18 @@ class Engine:
         report(ModelInUse(name, precision.name))
         device, link = open_device(config.device, config.link_gb_s)
         checkpoint = open_checkpoint(resolved, weights=config.weights, seed=config.seed)
+        tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
+        if tokenizer is None and config.apply_chat_template is True:
+            raise UsageError(f"the model {name} has no tokenizer files, and so no chat template")
         return cls(
             checkpoint,
-            Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None,
+            tokenizer,
             config,
             name=name,
             precision=precision,
             device=device,
             link=link,
+            chat=None if tokenizer is None else chat_format(tokenizer, config.chat, name, resolved.is_base),
         )
 
     def run(
@@ -217,7 +224,8 @@ class Engine:
             report(ModelInUse(self.name, self.precision))
             report(Stage("plan"))
             self._tiers.reset()
-            prepared = prepare(requests, self.config, self.tokenizer, self._options.fixed_schedule or "zigzag")
+            schedule = self._options.fixed_schedule or "zigzag"
+            prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
             prefix_cost = self._prefix_cost()
             # Only a search must know beforehand what will be shared; the run plans that with its own room.
             workload = planned_workload(prepared.distinct, prefix_cost, self._searches, self._cache_format)

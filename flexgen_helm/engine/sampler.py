@@ -16,7 +16,9 @@ def sample_tokens(logits: Tensor, sampling: list[SamplingParams]) -> Tensor:
     """
     tokens = logits.argmax(dim=-1)
     for row, params in enumerate(sampling):
-        if params.temperature > 0.0:
+        if params.forced is not None:
+            tokens[row] = params.forced
+        elif params.temperature > 0.0:
             tokens[row] = _sample(logits[row], params)
     return tokens
 

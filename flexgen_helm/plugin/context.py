@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,10 +22,12 @@ from helm.common.request import Request
 
 from flexgen_helm.concurrency import single_flight
 from flexgen_helm.plugin import models
-from flexgen_helm.plugin.convert import PreparedRequest, to_generation_request
+from flexgen_helm.plugin.convert import PreparedRequest, may_be_rendered, to_generation_request
 from flexgen_helm.plugin.models import ModelArguments, ModelFacts
 from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.plugin.service import EngineLoader, Service
+from flexgen_helm.progress import Message, report
+from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 
 if TYPE_CHECKING:
     from flexgen_helm.plugin.suite import Suite
@@ -39,6 +42,7 @@ class PluginContext:
 
     service: the engine and its queue.
     facts: sizes and nature of a model; read once per model.
+    chat: the chat format of a model; decided once per model. Raises `UsageError` where its template cannot be used.
     engine_options: client arguments that win over every deployment's own; the flags of `flexgen-helm run`.
     run: the HELM run in progress, if it is one of ours.
     dry_run: folder of the HELM run in progress, if it is one of ours and computes nothing.
@@ -61,6 +65,7 @@ class PluginContext:
         self.suite: Suite | None = None
         self.completed: set[str] = set()
         self.warn_once = cache(hwarn)
+        self.tell_once = cache(lambda text: report(Message(text)))
 
         @single_flight
         def generated(make: Callable[[str], T], name: str) -> T:
@@ -70,7 +75,14 @@ class PluginContext:
         def encoder(path: str, revision: str | None) -> PromptEncoder:
             return PromptEncoder(load_tokenizer(ModelArguments(path, path, revision)))
 
-        self.generated, self._encoder = generated, encoder
+        @single_flight
+        def chat(model: ModelArguments) -> ChatFormat:
+            options = model.config.chat
+            if options.apply_chat_template is None:
+                options = replace(options, apply_chat_template="auto")
+            return chat_format(self.encoder(model).tokenizer, options, model.name, self.facts(model).is_base)
+
+        self.generated, self._encoder, self.chat = generated, encoder, chat
 
     def find_model(self, name: str, arguments: Mapping[str, Any] | None = None) -> ModelArguments:
         """Return the model behind a deployment's name; `arguments` are those of its entry. See `models.find_model`."""
@@ -85,7 +97,8 @@ class PluginContext:
 
         Raises `NonRetriableException` for a field that is not supported.
         """
-        return to_generation_request(request, self.encoder(model), self.facts(model).max_positions)
+        chat = self.chat(model) if may_be_rendered(request) else None  # a broken template costs no score
+        return to_generation_request(request, self.encoder(model), self.facts(model).max_positions, chat)
 
 
 _context = PluginContext()

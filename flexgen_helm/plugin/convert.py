@@ -7,6 +7,7 @@ token, so what HELM sees of an echoed prompt is exactly its own encoding:
     prompt_logprobs     None  lp0    lp1    lp2
     returned tokens           t0     t1     t2          lp0 = 0.0 where t0 had no context
 
+A plain prompt that generates goes through the chat template where its `ChatFormat` applies. A scored prompt never does.
 The ids of a `TokenRequest` are used unchanged.
 """
 
@@ -22,6 +23,7 @@ from helm.common.request import (
     GeneratedOutput,
     Request,
     RequestResult,
+    Thinking,
     Token,
 )
 from helm.proxy.retry import NonRetriableException
@@ -29,12 +31,19 @@ from helm.proxy.retry import NonRetriableException
 from flexgen_helm.errors import NumericalError, RequestError
 from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
+from flexgen_helm.tokenizer.chat import ChatFormat
+from flexgen_helm.tokenizer.thinking import split_thinking
 
 _UNSUPPORTED = "presence_penalty frequency_penalty multimodal_prompt image_generation_parameters response_format"
 
 
 @dataclass(frozen=True)
-class TokenRequest(Request):
+class PlainTextRequest(Request):
+    """A request that never gets a chat template, and whose `max_tokens` is exact: the model continues a text."""
+
+
+@dataclass(frozen=True)
+class TokenRequest(PlainTextRequest):
     """A request by token ids, for prompts that text cannot carry: a window of a document may begin inside a word.
 
     HELM hands requests on unchanged, and writes the ids beside the prompt into its files.
@@ -53,30 +62,54 @@ class PreparedRequest:
     key: equal for requests whose results must be equal, whatever run, file or process they come from.
     echo_ids: the tokens that HELM gets back if the prompt is echoed: its own encoding, without the context token.
     num_copies: greedy completions are identical, so one is computed and returned `num_copies` times.
+    is_clipped: the window leaves fewer tokens than the request asks for.
     """
 
     request: GenerationRequest
     key: str
     echo_ids: tuple[int, ...]
     num_copies: int
+    is_clipped: bool = False
 
 
-def to_generation_request(request: Request, encoder: PromptEncoder, max_positions: int) -> PreparedRequest:
-    """Translate a request. Raises `NonRetriableException` with one sentence for a field that is not supported."""
+def is_rendered(request: Request, chat: ChatFormat | None) -> bool:
+    """Whether a request goes through the chat template."""
+    return bool(request.messages) or (chat is not None and chat.applied and may_be_rendered(request))
+
+
+def may_be_rendered(request: Request) -> bool:
+    """Whether a request goes through the chat template if the model's format says so."""
+    generates = request.max_tokens > 0 and not request.echo_prompt
+    return bool(request.messages) or (generates and not isinstance(request, PlainTextRequest))
+
+
+def to_generation_request(
+    request: Request, encoder: PromptEncoder, max_positions: int, chat: ChatFormat | None = None
+) -> PreparedRequest:
+    """Translate a request. Raises `NonRetriableException` with one sentence for a field that is not supported.
+
+    chat: renders messages and, where it applies, plain prompts; None where the request can need neither.
+    """
     _refuse_unsupported(request)
+    rendered = is_rendered(request, chat)
     try:
-        text, prompt_ids = _prompt(request, encoder)
+        text, prompt_ids = _prompt(request, encoder, chat)
     except RequestError as error:  # text that is no Unicode, a template that refuses the messages
         raise NonRetriableException(str(error)) from error
-    # The last token of a request is never fed, hence the + 1. A full window of running text (the later windows of
-    # language modelling) has no room for BOS and starts in the middle of a document anyway.
-    has_room = len(prompt_ids) + request.max_tokens < max_positions + 1
-    is_plain_text = not (request.messages or isinstance(request, TokenRequest))  # a chat template spells its own BOS
-    context = encoder.context_tokens(prompt_ids) if is_plain_text and has_room else ()
+    # The last token of a request is never fed, hence the + 1.
+    window = max_positions + 1
+    is_clippable = may_be_rendered(request)
+    # A full window of running text (the later windows of language modelling) has no room for BOS and starts in the
+    # middle of a document anyway.
+    has_room = len(prompt_ids) + (1 if is_clippable else request.max_tokens) < window
+    context = encoder.context_tokens(prompt_ids) if has_room and not isinstance(request, TokenRequest) else ()
+    max_tokens, room = request.max_tokens, window - len(context + prompt_ids)
+    if is_clippable and 0 < room < max_tokens:
+        max_tokens = room
     greedy = request.temperature == 0
     generation = GenerationRequest(
         prompt_token_ids=context + prompt_ids,
-        max_tokens=request.max_tokens,
+        max_tokens=max_tokens,
         # `top_k_per_token` asks for alternatives, which no field carries; it must not restrict sampling.
         temperature=float(request.temperature),
         top_p=float(request.top_p),
@@ -84,6 +117,7 @@ def to_generation_request(request: Request, encoder: PromptEncoder, max_position
         stop=tuple(request.stop_sequences),
         n=1 if greedy else request.num_completions,
         echo_logprobs=request.echo_prompt,
+        thinking=chat.thinking(text) if chat is not None and rendered and request.max_tokens else None,
     )
     try:
         generation.validate()
@@ -93,9 +127,10 @@ def to_generation_request(request: Request, encoder: PromptEncoder, max_position
         raise NonRetriableException(str(error)) from error
     return PreparedRequest(
         request=generation,
-        key=_request_key(generation),
+        key=_request_key(generation, chat.identity if chat is not None and rendered else None),
         echo_ids=() if request.messages else prompt_ids,
         num_copies=request.num_completions if greedy else 1,
+        is_clipped=max_tokens < request.max_tokens,
     )
 
 
@@ -109,15 +144,17 @@ def _refuse_unsupported(request: Request) -> None:
             raise NonRetriableException(f"flexgen models are plain text models: {name} is not supported")
 
 
-def _prompt(request: Request, encoder: PromptEncoder) -> tuple[str, tuple[int, ...]]:
+def _prompt(request: Request, encoder: PromptEncoder, chat: ChatFormat | None) -> tuple[str, tuple[int, ...]]:
     """Return the text that identifies the prompt (for the seed), and its ids without a context token."""
     if isinstance(request, TokenRequest):
         return request.prompt, request.prompt_token_ids
     text = request.prompt
     if request.messages:
-        if not encoder.tokenizer.chat_template:
+        if chat is None or not encoder.tokenizer.chat_template:
             raise NonRetriableException("the request is a chat, but this model's tokenizer has no chat template")
-        text = encoder.tokenizer.apply_chat_template(request.messages)
+        text = chat.render_messages(request.messages)
+    elif chat is not None and is_rendered(request, chat):
+        text = chat.render_prompt(request.prompt)
     return text, encoder.encode(text)
 
 
@@ -127,9 +164,11 @@ def _seed(random: str | None, prompt: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1  # fits a signed 64-bit integer
 
 
-def _request_key(r: GenerationRequest) -> str:
+def _request_key(r: GenerationRequest, chat: str | None = None) -> str:
+    """Return the digest of a request. chat: identity of the chat format that rendered it."""
     ids, stop = tuple(r.prompt_token_ids or ()), tuple(r.stop)
     fields = [ids, r.max_tokens, r.temperature, r.top_p, r.seed, stop, r.n, r.echo_logprobs]
+    fields += [] if chat is None else [chat]
     return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 
@@ -146,7 +185,8 @@ def to_request_result(
         success=True,
         cached=is_cached,
         embedding=[],
-        completions=[_output(request, echoed, completion) for completion in result.completions] * prepared.num_copies,
+        completions=[_output(request, prepared, echoed, completion) for completion in result.completions]
+        * prepared.num_copies,
         request_time=seconds,
         request_datetime=int(time.time()),
         # HELM divides the batch's time by its size ('denoised runtime'); a request knows its own share of that time.
@@ -168,13 +208,20 @@ def _echoed_tokens(prepared: PreparedRequest, result: GenerationResult, encoder:
     ]
 
 
-def _output(request: Request, echoed: list[Token], completion: Completion) -> GeneratedOutput:
+def _output(
+    request: Request, prepared: PreparedRequest, echoed: list[Token], completion: Completion
+) -> GeneratedOutput:
+    """Return a completion; what a model thought is apart, and counts in no metric of the answer."""
+    thinking = None
+    if prepared.request.thinking is not None:
+        thinking, completion = split_thinking(completion, prepared.request.thinking.begins_inside)
     tokens = echoed + [Token(text, float(logprob)) for text, logprob in zip(completion.tokens, completion.logprobs)]
     return GeneratedOutput(
         text=request.prompt + completion.text if request.echo_prompt else completion.text,
         logprob=float(sum(token.logprob for token in tokens)),
         tokens=tokens,
         finish_reason={"reason": completion.finish_reason},
+        thinking=None if thinking is None else Thinking(text=thinking),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, reduce, wraps
@@ -28,17 +28,20 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 from helm.benchmark.window_services.tokenizer_service import TokenizerService
 from helm.common.object_spec import get_class_by_name
+from helm.common.request import Request
 from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import replace_text
 from flexgen_helm.plugin import deployment_files, interrupt, registration
 from flexgen_helm.plugin.context import get_context
+from flexgen_helm.plugin.convert import PreparedRequest, may_be_rendered
 from flexgen_helm.plugin.helm_log import HelmLog
 from flexgen_helm.plugin.models import PREFIX, ModelArguments
 from flexgen_helm.plugin.service import Submission
 from flexgen_helm.plugin.usage import HelmRun
 from flexgen_helm.progress import observed_by
+from flexgen_helm.units import count
 
 FIRST_FILE, LAST_FILE = "run_spec.json", "per_instance_stats.json"
 DRY_RUN_FOLDER = "dry_run"
@@ -169,6 +172,8 @@ def _execute(original: Callable[..., ScenarioState], executor: Executor, *args: 
         import_classes(run.metric_classes)
         state = original(executor, *args, **kwargs)
         run.record_block(context.service, block)
+        with suppress(FlexgenError):  # only scores were asked for, and the template cannot be used
+            run.chat_template = context.chat(run.model).as_json()
         if context.suite is not None:
             context.suite.executed.append(run)
     return state
@@ -187,9 +192,24 @@ def prepare_run(executor: Executor, state: ScenarioState) -> Submission | None:
                 requests.append(context.prepare(model, request_state.request))
     except (FlexgenError, ValueError):
         return None  # the client fails in the same way, where HELM reports it
+    _tell_prompts(model, [state.request for state in state.request_states], requests)
     interrupt.install()
     use_cache = bool(spec.sqlite_cache_backend_config or spec.mongo_cache_backend_config)
     return Submission(model, requests, use_cache)
+
+
+def _tell_prompts(model: ModelArguments, requests: Sequence[Request], prepared: Sequence[PreparedRequest]) -> None:
+    """Tell the user once what becomes of prompts."""
+    context = get_context()
+    if any(map(may_be_rendered, requests)):
+        with suppress(FlexgenError):  # the requests fail in the same way
+            context.tell_once(context.chat(model).describe(model.name))
+    if clipped := sum(request.is_clipped for request in prepared):
+        name = context.run.name if context.run is not None else model.name
+        context.tell_once(
+            f"{clipped:,} of {count(len(prepared), 'request')} of {name} ask for more tokens than the model's window "
+            "leaves, so their max_tokens is lowered to what is left"
+        )
 
 
 def _is_executed(spec: ExecutionSpec) -> bool:

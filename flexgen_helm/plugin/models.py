@@ -1,20 +1,22 @@
 """Model names of HELM deployments and the models behind them. Imports neither HELM nor torch.
 
 A name is `flexgen/` and then a catalog name, `<org>--<repo>` of the hub, or a name of the user's own file
-(`FLEXGEN_HELM_MODELS`). A precision suffix such as `-4bit` may follow.
+(`FLEXGEN_HELM_MODELS`). Suffixes may follow: of the chat template (`-no-template`), of other settings of prompts
+(`-chat-1f09ab`, which one call of `flexgen-helm run` knows), and of the precision (`-4bit`).
 """
 
 from __future__ import annotations
 
-import re
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.checkpoint.names import PREFIX
-from flexgen_helm.config import OPTIONS, EngineConfig, EngineOptions
+from flexgen_helm.config import OPTIONS, PROMPT_OPTIONS, EngineConfig, EngineOptions
 from flexgen_helm.errors import UnknownModelError, UsageError
 
 if TYPE_CHECKING:
@@ -22,16 +24,15 @@ if TYPE_CHECKING:
 
 # What the `args` of a deployment and an entry of the user's own file may contain.
 ARGUMENTS = ("path", *OPTIONS)
-_INSTRUCT_NAME = re.compile(r"instruct|chat|[-_]it\b|[-_]iml[-_]")
 
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """The model of a deployment. Equal records share one engine.
+    """The model of a deployment.
 
     name: as the user wrote it, without `flexgen/`
-    path: name, folder or file for `Engine.from_config`, without precision suffix
-    options: of the engine, only those given
+    path: name, folder or file for `Engine.from_config`, without suffixes
+    options: those of `EngineConfig` that were given
     """
 
     name: str
@@ -44,15 +45,25 @@ class ModelArguments:
         """Check the options. Raises UsageError, on use and not before: other models of the suite are still run."""
         return EngineConfig(revision=self.revision, **self.options)
 
+    @cached_property
+    def engine_key(self) -> ModelArguments:
+        """What decides the engine: models with equal keys share it, whatever their names and settings of prompts."""
+        options = {name: value for name, value in self.options.items() if name not in PROMPT_OPTIONS}
+        return replace(self, name=self.path, options=options)
+
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What HELM must know before the model is loaded."""
+    """What must be known before the model is loaded.
+
+    instruct, is_base: tuned to follow instructions, or not; both are false where neither catalog nor name says it.
+    """
 
     display_name: str
     max_positions: int
     num_parameters: int
     instruct: bool
+    is_base: bool = False
 
 
 def find_model(
@@ -70,6 +81,10 @@ def find_model(
     short = name.removeprefix(PREFIX)
     given = {key: value for key, value in (arguments or {}).items() if value is not None}
     path, revision = given.pop("path", None), given.pop("revision", None)
+    base, precision = names.split_precision(short)
+    if digest := prompt_digest(overrides or {}):
+        base = base.removesuffix(names.DIGEST_SUFFIX + digest)
+    template = names.split_template(base)[1]
     if path is None and "/" in short:
         if not names.is_hub_name(short) or Path(short).is_dir():
             raise UnknownModelError(names.naming_advice(short))
@@ -77,16 +92,18 @@ def find_model(
             f"'{name}' has one slash too many for HELM, which would mix its results up with those of another "
             f"client; write '{PREFIX}{short.replace('/', '--')}'"
         )
-    resolved = names.resolve(path or short, revision)
+    resolved = names.resolve(path or names.with_suffixes(base, None, precision), revision)
     options = {"precision": "fp16", **resolved.options}
-    if path is not None and (suffix := names.split_precision(short)[1]) != "fp16":
-        options["precision"] = suffix
+    if path is not None and precision != "fp16":
+        options["precision"] = precision
+    if path is not None and template is not None:
+        options["apply_chat_template"] = template
     options |= {**given, **(overrides or {})}
     unknown = sorted(set(options) - set(ARGUMENTS))
     if unknown:
         raise UsageError(f"the model {name} has the unknown argument {unknown[0]!r}; known are {', '.join(ARGUMENTS)}")
     options = {option: value for option, value in options.items() if value is not None}
-    # The shortest name or path by which the engine finds the same weights, without suffix or arguments.
+    # The shortest name or path by which the engine finds the same weights, without suffixes or arguments.
     target = resolved.path or (resolved.entry.name if resolved.entry is not None else resolved.hub_repo)
     return ModelArguments(short, str(target), resolved.revision, options)
 
@@ -96,13 +113,12 @@ def read_facts(model: ModelArguments) -> ModelFacts:
     from flexgen_helm.checkpoint import names
 
     resolved = names.resolve(model.path, model.revision)
-    entry = resolved.entry
     if resolved.path is not None and model.options.get("weights") != "dummy":
         from flexgen_helm.checkpoint.fetch import local_weights
 
         local_weights(resolved)  # refuses a folder without weights before HELM reads data
-    if entry is not None:
-        config, instruct = entry.config, entry.instruct
+    if resolved.entry is not None:
+        config = resolved.entry.config
     else:
         path = _fetch(model)
         if path.is_dir():
@@ -113,9 +129,8 @@ def read_facts(model: ModelArguments) -> ModelFacts:
             from flexgen_helm.checkpoint.open import open_checkpoint
 
             config = open_checkpoint(path).config
-        # A chat template proves nothing: base models have one too.
-        instruct = bool(_INSTRUCT_NAME.search(f"{model.name} {model.path}".lower()))
-    return ModelFacts(model.name, config.max_positions, config.num_parameters, instruct)
+    named = replace(resolved, name=names.base_name(model.name))
+    return ModelFacts(model.name, config.max_positions, config.num_parameters, named.is_instruct, named.is_base)
 
 
 def needs_download(model: ModelArguments) -> bool:
@@ -144,11 +159,29 @@ def _fetch(model: ModelArguments) -> Path:
     return path.parent if path.suffix == ".safetensors" else path
 
 
-def with_precision(name: str, precision: str) -> str:
-    """Return `name` with the suffix of `precision`: results of two precisions must not share a directory."""
-    from flexgen_helm.checkpoint.names import split_precision
+def prompt_digest(options: Mapping[str, Any]) -> str:
+    """Return a digest of those settings of prompts that have no suffix of their own; '' without any."""
+    given = {name: options[name] for name in PROMPT_OPTIONS if name != "apply_chat_template" and name in options}
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:6] if given else ""
 
-    base, own = split_precision(name.removeprefix(PREFIX))
-    if own not in ("fp16", precision):
-        raise UsageError(f"the model name {name} says {own}, the command line says {precision}")
-    return PREFIX + base + ("" if precision == "fp16" else f"-{precision}")
+
+def with_settings(name: str, precision: str | None, template: bool | None, digest: str = "") -> str:
+    """Return `name` with the suffixes of settings: results of two settings must not share a directory.
+
+    precision, template: None keeps what the name says. digest: as `prompt_digest` returns it.
+    Raises `UsageError` where the name says otherwise.
+    """
+    from flexgen_helm.checkpoint import names
+
+    short = name.removeprefix(PREFIX)
+    base, own_precision = names.split_precision(short)
+    if precision is not None and own_precision not in ("fp16", precision):
+        raise UsageError(f"the model name {name} says {own_precision}, the command line says {precision}")
+    end = f"{names.DIGEST_SUFFIX}{digest}" if digest else ""
+    base, own_template = names.split_template(base.removesuffix(end))
+    if template is not None and own_template not in (None, template):
+        raise UsageError(f"the model name {name} and --chat-template {str(template).lower()} contradict each other")
+    template = own_template if template is None else template
+    return PREFIX + names.with_suffixes(
+        names.with_suffixes(base, template, "fp16") + end, None, precision or own_precision
+    )

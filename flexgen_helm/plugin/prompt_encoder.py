@@ -7,6 +7,8 @@ from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from flexgen_helm.tokenizer.chat import missing_bos
+
 if TYPE_CHECKING:
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
@@ -46,5 +48,4 @@ class PromptEncoder:
 
     def context_tokens(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Return BOS if the model was trained with one and a prompt with these ids has none, else nothing."""
-        bos = self.tokenizer.bos_id
-        return (bos,) if self.tokenizer.adds_bos and bos is not None and ids[:1] != (bos,) else ()
+        return missing_bos(self.tokenizer, ids)

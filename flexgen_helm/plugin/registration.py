@@ -6,7 +6,7 @@ HELM calls a generator at every look-up and does not cache what it returns, so t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -137,6 +137,11 @@ def model_of(deployment_name: str) -> ModelArguments | None:
     """Return the model behind a deployment, None if it is not ours."""
     entry = deployments.get_model_deployment(deployment_name)
     return _model_of_entry(entry) if entry.client_spec.class_name == CLIENT_CLASS else None
+
+
+def entry_arguments(name: str) -> Mapping[str, Any]:
+    """Return the client arguments of the entry of a deployment."""
+    return deployments.get_model_deployment(name).client_spec.args or {}
 
 
 def model_of_tokenizer(name: str) -> ModelArguments:

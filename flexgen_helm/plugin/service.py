@@ -57,7 +57,7 @@ class EngineLoader:
         from flexgen_helm.checkpoint import names
         from flexgen_helm.engine.engine import Engine
 
-        return Engine.from_config(model.path, model.config, name=names.split_precision(model.name)[0])
+        return Engine.from_config(model.path, model.engine_key.config, name=names.base_name(model.name))
 
 
 class Submission(NamedTuple):
@@ -108,16 +108,22 @@ class Job:
 
     @property
     def identity(self) -> tuple[ModelArguments, str, bool]:
-        return self.model, self.request.key, self.use_cache
+        return self.model.engine_key, self.request.key, self.use_cache
 
 
 class SubmittedBlock:
     """Requests submitted together. Keeps their results until it is closed. A context manager."""
 
-    def __init__(self, service: Service, model: ModelArguments, keys: list[str], jobs: list[Job]) -> None:
+    def __init__(
+        self, service: Service, model: ModelArguments, requests: Sequence[PreparedRequest], jobs: list[Job]
+    ) -> None:
         self.model = model
-        self.keys = keys  # one per request, in the order submitted
+        self.requests = requests  # in the order submitted, repeated where they are equal
         self._service, self._jobs = service, jobs
+
+    @property
+    def keys(self) -> list[str]:
+        return [request.key for request in self.requests]
 
     def wait(self) -> None:
         """Wait until every request has a result or an error. Raises `Interrupted`."""
@@ -150,6 +156,7 @@ class Service:
 
     def __init__(self, loader: EngineLoader) -> None:
         self._loader = loader
+        # By `ModelArguments.engine_key`, as all that is kept per engine.
         self._loaded: dict[ModelArguments, LoadedModel] = {}
         self._changed = threading.Condition()
         self._jobs: dict[tuple[ModelArguments, str, bool], Job] = {}
@@ -166,9 +173,9 @@ class Service:
 
     def preload(self, model: ModelArguments) -> None:
         """Load `model` in the background unless another one is loaded. Errors are raised to those who need it."""
-        if model in self._preloaded or self._interrupted.is_set():
+        if model.engine_key in self._preloaded or self._interrupted.is_set():
             return
-        self._preloaded.add(model)
+        self._preloaded.add(model.engine_key)
         with suppress(Exception):
             self._loader.import_modules(model)  # in HELM's thread, which imports metrics while the worker loads
         with self._changed:
@@ -180,7 +187,7 @@ class Service:
     ) -> SubmittedBlock:
         """Queue `requests` as one block."""
         jobs = self._enqueue(model, requests, use_cache, is_block=True)
-        return SubmittedBlock(self, model, [request.key for request in requests], jobs)
+        return SubmittedBlock(self, model, requests, jobs)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -216,11 +223,11 @@ class Service:
 
         The last result of a block is handed out after `last_run` is set, so whoever has all results finds it here.
         """
-        return self._loaded.get(model)
+        return self._loaded.get(model.engine_key)
 
     def loading_s(self, model: ModelArguments, since: float) -> float:
         """Return the seconds from `since` (`time.monotonic()`) until the model was loaded, 0 if it was before."""
-        loaded = self._loaded.get(model)
+        loaded = self.loaded(model)
         return max(0.0, loaded.loaded_at - since) if loaded else 0.0
 
     def close(self) -> None:
@@ -298,9 +305,10 @@ class Service:
 
     def _take_block(self) -> list[Job]:
         loaded = self._engine[0] if self._engine else None
-        model = loaded if any(job.model == loaded for job in self._queue) else self._queue[0].model
-        block = [job for job in self._queue if job.model == model]
-        self._queue = [job for job in self._queue if job.model != model]
+        keys = [job.model.engine_key for job in self._queue]
+        key = loaded if loaded in keys else keys[0]
+        block = [job for job in self._queue if job.model.engine_key == key]
+        self._queue = [job for job in self._queue if job.model.engine_key != key]
         for job in block:
             job.is_started = True
         return block
@@ -360,19 +368,20 @@ class Service:
             results = engine.run(requests, on_result=on_result, should_stop=should_stop)
             for index, result in enumerate(results):
                 on_result(index, result)
-            model = jobs[0].model
-            self._loaded[model] = replace(self._loaded[model], last_run=dict(engine.last_run))
+            key = jobs[0].model.engine_key
+            self._loaded[key] = replace(self._loaded[key], last_run=dict(engine.last_run))
         finally:
             for job, response in last:
                 self._complete(job, response)
 
     def _engine_of(self, model: ModelArguments) -> Engine:
-        if self._engine is None or self._engine[0] != model:
+        key = model.engine_key
+        if self._engine is None or self._engine[0] != key:
             self._evict()
             engine = self._loader.load(model)
-            self._engine = (model, engine)
-            last_run = self._loaded[model].last_run if model in self._loaded else {}
-            self._loaded[model] = LoadedModel(engine.fingerprint, time.monotonic(), last_run)
+            self._engine = (key, engine)
+            last_run = self._loaded[key].last_run if key in self._loaded else {}
+            self._loaded[key] = LoadedModel(engine.fingerprint, time.monotonic(), last_run)
         return self._engine[1]
 
     def _evict(self) -> None:

@@ -30,12 +30,14 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 
 from flexgen_helm.checkpoint.names import split_precision
+from flexgen_helm.config import OPTIONS, PROMPT_OPTIONS, parse_option
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.files import read_object
 from flexgen_helm.plugin import deployment_files, helm_patches, interrupt, models, registration
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.failures import data_folder, explain_failure
 from flexgen_helm.plugin.helm_log import HelmLog
+from flexgen_helm.plugin.models import prompt_digest
 from flexgen_helm.plugin.service import Submission, SubmittedBlock
 from flexgen_helm.plugin.usage import HelmRun, suite_usage, write_json
 from flexgen_helm.progress import Message, Stage, observed_by, report
@@ -73,10 +75,11 @@ def run_suite(argv: Sequence[str], options: Mapping[str, Any] | None = None) -> 
     """
     options = {key: value for key, value in (options or {}).items() if value is not None}
     precisions = split_precisions(options.pop("precision", ""))
+    template = options.pop("apply_chat_template", None)
     parser = helm_benchmark_run.build_parser()
     parser.error = _refuse  # argparse would print its usage and exit
     context = get_context()
-    suite = context.suite = Suite(precisions)
+    suite = context.suite = Suite(precisions, template if isinstance(template, bool) else None, prompt_digest(options))
     exit_code, sentences, is_dry, uses_cache = 0, [], False, True
     interrupt.install()
     with _helm_warnings() as warnings, observed_by(HelmLog()):
@@ -85,7 +88,7 @@ def run_suite(argv: Sequence[str], options: Mapping[str, Any] | None = None) -> 
             is_dry, uses_cache = args.dry_run, not args.disable_cache
             helm_benchmark_run.setup_default_logging(args.log_config)
             helm_patches.install("flexgen-helm run")
-            # Without precisions: these are in the models' names, so that two of them never share a folder.
+            # Without what is in the models' names, so that two settings never share a folder.
             context.engine_options = options
             context.service.resume()
             suite.run(args)
@@ -141,8 +144,10 @@ class Suite:
     failures: run name -> error.
     """
 
-    def __init__(self, precisions: Sequence[str]) -> None:
+    def __init__(self, precisions: Sequence[str], chat_template: bool | None = None, prompt_digest: str = "") -> None:
+        """Take the flags that change models' names. prompt_digest: of other settings of prompts."""
         self.precisions = list(dict.fromkeys(precisions))
+        self.chat_template, self.prompt_digest = chat_template, prompt_digest
         self.is_collecting = False
         self.executed: list[HelmRun] = []
         self.failures: dict[str, Exception] = {}
@@ -180,7 +185,7 @@ class Suite:
         models_to_run: list[str] | None = None,
         **filters: Any,
     ) -> list[RunSpec]:
-        """Make the run specs of `run_entries` with our models' names in every precision of the flags."""
+        """Make the run specs of `run_entries` with our models' names under the settings of the flags."""
         # HELM loads plugins after it has read `prod_env`, but this one was there before and has registered nothing.
         registration.complete_file_deployments()
         entries = [
@@ -191,7 +196,7 @@ class Suite:
         wanted = [name for model in models_to_run or [] for name in self.names(model)]
         run_specs = make(run_entries=entries, models_to_run=wanted or None, **filters)
         for run_spec in run_specs:
-            self._check_precision(run_spec.adapter_spec.model_deployment)
+            self._check_settings(run_spec.adapter_spec.model_deployment)
         return run_specs
 
     def collect(self, runner: Runner, run_specs: list[RunSpec]) -> None:
@@ -277,7 +282,7 @@ class Suite:
             if run_spec.name in self._blocks:
                 self._blocks.pop(run_spec.name).close()
 
-    # Names and precisions
+    # Names and settings
 
     def names(self, text: str) -> list[str]:
         """Write our models' names as HELM needs them: without a second slash, once per precision of the flags.
@@ -286,21 +291,26 @@ class Suite:
         """
         text = _SLASH_NAME.sub(r"flexgen/\1--\2", text)
 
-        def in_precision(precision: str) -> str:
+        def in_precision(precision: str | None) -> str:
             def name(match: re.Match[str]) -> str:
-                return match[0] if _has_entry(match[0]) else models.with_precision(match[0], precision)
+                if _has_entry(match[0]):
+                    return match[0]
+                return models.with_settings(match[0], precision, self.chat_template, self.prompt_digest)
 
             return _NAME.sub(name, text)
 
-        return list(dict.fromkeys(map(in_precision, self.precisions))) or [text]
+        precisions: Sequence[str | None] = self.precisions or [None]
+        return list(dict.fromkeys(map(in_precision, precisions)))
 
-    def _check_precision(self, name: str) -> None:
-        """Raise `UsageError` if `--precision` differs from what an entry says of the deployment `name`.
+    def _check_settings(self, name: str) -> None:
+        """Raise `UsageError` if a flag differs from what an entry says of the deployment `name`.
 
-        Its runs would be computed in one precision and filed under another, or written over those of another.
+        Its runs would be computed under one setting and filed under another, or written over those of another.
         """
-        model = registration.model_of(name) if self.precisions else None
-        if model is None:
+        model = registration.model_of(name)
+        if model is not None and _has_entry(name):
+            self._check_prompts(name, model)
+        if model is None or not self.precisions:
             return
         own, flag = model.config.precision or "fp16", ",".join(self.precisions)
         if _has_entry(name):
@@ -315,6 +325,18 @@ class Suite:
                 f"--precision {flag} cannot change {name}, which the file that FLEXGEN_HELM_MODELS names says is "
                 f"{own}; take `precision` out of its entry there, or leave out --precision"
             )
+
+    def _check_prompts(self, name: str, model: models.ModelArguments) -> None:
+        # The flags of the digest are among the model's options already; the entry alone says what its name stands for.
+        own = registration.entry_arguments(name)
+        flags = {**get_context().engine_options, "apply_chat_template": self.chat_template}
+        for option in PROMPT_OPTIONS:
+            flag = flags.get(option)
+            if flag is not None and (own.get(option) is None or parse_option(option, own[option]) != flag):
+                raise UsageError(
+                    f"{OPTIONS[option].metadata['flags'][0].name} cannot change {name}, which has an entry in "
+                    f"model_deployments.yaml; write `{option}` into the args of an entry with a name of its own"
+                )
 
     # What is left of it
 

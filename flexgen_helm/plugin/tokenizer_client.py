@@ -18,18 +18,14 @@ from helm.tokenizers.tokenizer import Tokenizer
 from flexgen_helm.errors import RequestError
 from flexgen_helm.plugin import registration
 from flexgen_helm.plugin.context import get_context
-from flexgen_helm.plugin.prompt_encoder import PromptEncoder
-
-
-def _encoder(tokenizer_name: str) -> PromptEncoder:
-    return get_context().encoder(registration.model_of_tokenizer(tokenizer_name))
+from flexgen_helm.plugin.models import ModelArguments
 
 
 class FlexgenTokenizer(Tokenizer):
     """Same ids and texts as HELM's HuggingFaceTokenizer; no special tokens are added, special texts are parsed."""
 
     def __init__(self, tokenizer_name: str) -> None:
-        self._encoder = _encoder(tokenizer_name)
+        self._encoder = get_context().encoder(registration.model_of_tokenizer(tokenizer_name))
         self._tokenizer = self._encoder.tokenizer
         # A sentencepiece vocabulary puts a space in front of a text, and decoding a text takes it away again.
         self._adds_space = self._tokenizer.decode(self._encoder.encode("a")) == " a"
@@ -58,25 +54,30 @@ class FlexgenTokenizer(Tokenizer):
 
 
 class FlexgenWindowService(LocalWindowService):
-    """HELM's window arithmetic, which knows no BOS, with a position reserved for it where the model gets one.
+    """HELM's window arithmetic with room for what the client adds to a prompt: BOS, and the chat template's tokens.
 
     Language modelling does not use it: its windows are full, and it adds the prefix token itself.
     """
 
     @cached_property
-    def _encoder(self) -> PromptEncoder:
-        return _encoder(self.tokenizer_name)
+    def _model(self) -> ModelArguments:
+        return registration.model_of_tokenizer(self.tokenizer_name)
 
-    def _num_context_tokens(self, text: str) -> int:
-        return len(self._encoder.context_tokens(self._encoder.encode(text)))
+    def _num_added_tokens(self, text: str, generates: bool) -> int:
+        encoder, chat = get_context().encoder(self._model), get_context().chat(self._model) if generates else None
+        plain = ids = encoder.encode(text)
+        if chat is not None and chat.applied:
+            ids = encoder.encode(chat.render_prompt(text))
+        return len(encoder.context_tokens(ids)) + len(ids) - len(plain)
 
     def fits_within_context_window(self, text: str, expected_completion_token_length: int = 0) -> bool:
-        num_tokens = expected_completion_token_length + self._num_context_tokens(text)
-        return super().fits_within_context_window(text, num_tokens)
+        added = self._num_added_tokens(text, expected_completion_token_length > 0)
+        return super().fits_within_context_window(text, expected_completion_token_length + added)
 
     def truncate_from_right(self, text: str, expected_completion_token_length: int = 0) -> str:
         # The inherited method reserves nothing when it cuts; its loop reserves by `fits_within_context_window`.
-        max_length = self.max_request_length - expected_completion_token_length - self._num_context_tokens(text)
+        added = self._num_added_tokens(text, expected_completion_token_length > 0)
+        max_length = self.max_request_length - expected_completion_token_length - added
         result = self.decode(self.encode(text, truncation=True, max_length=max_length).tokens)
         while not self.fits_within_context_window(result, expected_completion_token_length):
             result = result[:-1]

@@ -40,6 +40,8 @@ class HelmRun:
     metric_classes: full names of the classes that HELM will score the run with.
     keys: one per request, repeated where requests are equal.
     block: `Engine.last_run` of the block that computed the run; empty if nothing was computed.
+    chat_template: what was decided about it; None where it cannot be used.
+    num_clipped: requests whose `max_tokens` the window did not leave.
     """
 
     name: str
@@ -55,12 +57,15 @@ class HelmRun:
     responses: dict[str, Response] = field(default_factory=dict)
     block: dict[str, Any] = field(default_factory=dict)
     fingerprint: str | None = None
+    chat_template: dict[str, Any] | None = None
+    num_clipped: int = 0
 
     def record_block(self, service: Service, block: SubmittedBlock) -> None:
         """Take the responses of the executed run from its block."""
         self.execute_ended = time.monotonic()
         self.load_s = service.loading_s(self.model, self.execute_started or self.execute_ended)
         self.keys, self.responses = block.keys, block.responses()
+        self.num_clipped = sum(request.is_clipped for request in block.requests)
         if (loaded := service.loaded(self.model)) is not None:
             self.fingerprint = loaded.fingerprint
             if any(not response.is_cached for response in self.responses.values()):
@@ -94,6 +99,8 @@ class HelmRun:
             "model": self.model.name,
             "fingerprint": self.fingerprint,
             "precision": self.model.config.precision,
+            "chat_template": self.chat_template,
+            "num_clipped": self.num_clipped,
             **self.usage(),
             "num_reused": sum(response.is_cached for response in self.responses.values()),
             "wall_s": self.wall_s(),
@@ -134,8 +141,10 @@ def requests_usage(keys: Sequence[Hashable], costs: Mapping[Any, Cost]) -> dict[
 
 def runs_usage(runs: Sequence[HelmRun]) -> dict[str, Any]:
     """Return the usage of several runs; a request that occurs in two of them was computed once."""
-    keys = [(run.model, key) for run in runs for key in run.keys]
-    costs = {(run.model, key): response.result.cost for run in runs for key, response in run.responses.items()}
+    keys = [(run.model.engine_key, key) for run in runs for key in run.keys]
+    costs = {
+        (run.model.engine_key, key): response.result.cost for run in runs for key, response in run.responses.items()
+    }
     return requests_usage(keys, costs)
 
 
@@ -214,7 +223,9 @@ def _model_usage(
         block = dict(before)
     elif not is_all_computed:  # else (`--disable-cache`) what the earlier computation took is replaced
         block = _add_blocks(before, block)
-    return {**block, "fingerprint": fingerprint, **add_usage([runs_usage(executed), *earlier])}
+    chat_template = executed[-1].chat_template
+    usage = add_usage([runs_usage(executed), *earlier])
+    return {**block, "fingerprint": fingerprint, "chat_template": chat_template, **usage}
 
 
 def _add_blocks(before: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.request import GenerationRequest
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, Prompt, plan_prefixes, prefixes_of
 from flexgen_helm.scheduling.sequence import Request, Sequence, SequenceKind
+from flexgen_helm.tokenizer.chat import ChatFormat
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 
@@ -30,23 +31,35 @@ class PreparedRequests:
 
 
 def prepare(
-    requests: abc.Sequence[GenerationRequest], config: ModelConfig, tokenizer: Tokenizer | None, schedule: Schedule
+    requests: abc.Sequence[GenerationRequest],
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    schedule: Schedule,
+    chat: ChatFormat | None = None,
 ) -> PreparedRequests:
-    """Encode requests, check them against model and schedule, and join equal ones; a bad request fails alone."""
+    """Encode requests, check them against model and schedule, and join equal ones; a bad request fails alone.
+
+    chat: renders messages, and plain prompts that generate if it applies; None without a tokenizer.
+    """
     refused: dict[int, Exception] = {}
     texts: dict[str, None] = {}
+    rendered: dict[int, str] = {}
     for place, request in enumerate(requests):
         try:
             request.validate()
-            if tokenizer is None and (request.prompt is not None or request.stop):
-                what = "a text prompt" if request.prompt is not None else "stop strings"
+            if tokenizer is None and (request.prompt_token_ids is None or request.stop):
+                what = "stop strings" if request.prompt_token_ids is not None else "a text prompt"
                 raise RequestError(
                     f"this model has no tokenizer files, so {what} cannot be used; give prompt_token_ids"
                 )
+            if chat is not None and (text := chat.render(request)) is not None:
+                rendered[place] = text
+            elif request.messages is not None:
+                raise RequestError("this model has no chat template; send a prompt instead of messages")
         except RequestError as error:
             refused[place] = error
             continue
-        if request.prompt is not None:
+        if request.prompt is not None and place not in rendered:
             texts[request.prompt] = None
     encoded = _encode(list(texts), tokenizer) if tokenizer and texts else {}
 
@@ -56,9 +69,16 @@ def prepare(
         if place in refused:
             continue
         try:
-            ids = encoded[request.prompt] if request.prompt is not None else list(request.prompt_token_ids or ())
+            if chat is not None and place in rendered:
+                ids: list[int] | RequestError = chat.token_ids(rendered[place])
+            elif request.prompt is not None:
+                ids = encoded[request.prompt]
+            else:
+                ids = list(request.prompt_token_ids or ())
             if isinstance(ids, RequestError):
                 raise ids
+            if chat is not None and place in rendered:
+                request = replace(request, thinking=chat.thinking(rendered[place]))
             prepared = Request(request, *_with_context(ids, request, tokenizer), token_bytes)
             _check(prepared, config, schedule)
         except RequestError as error:
@@ -226,5 +246,5 @@ def _identity(request: Request) -> tuple[object, ...]:
     randomness = (r.top_p, r.seed) if r.temperature else ()
     return (
         tuple(request.tokens), request.num_context, r.max_tokens, r.temperature, randomness, tuple(r.stop), r.n,
-        r.echo_logprobs, r.ignore_eos,
+        r.echo_logprobs, r.ignore_eos, r.thinking,
     )  # fmt: skip

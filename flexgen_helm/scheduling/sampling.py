@@ -15,11 +15,13 @@ class SamplingParams:
     temperature: 0 takes the most probable token.
     top_p: probability mass of the nucleus, in (0, 1].
     uniform: the random number in [0, 1); ignored at temperature 0.
+    forced: the token to take whatever its probability; None for none.
     """
 
     temperature: float
     top_p: float
     uniform: float
+    forced: int | None = None
 
 
 def uniform_draw(seed: int, completion: int, step: int) -> float:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from flexgen_helm.request import Completion, Cost, FinishReason, GenerationRequest, GenerationResult
 from flexgen_helm.scheduling.sampling import SamplingParams, uniform_draw
 from flexgen_helm.tokenizer.stop_strings import StopMatcher
+from flexgen_helm.tokenizer.thinking import ThinkingTracker
 
 
 class CompletionState:
@@ -32,30 +33,44 @@ class CompletionState:
         self._index = index
         self._ids: list[int] = []
         self._logprobs: list[float] = []
-        self._matcher = StopMatcher(token_bytes, request.stop) if token_bytes else None
+        self._thinking = ThinkingTracker(request.thinking.begins_inside) if request.thinking and token_bytes else None
+        self._forced_from: int | None = None  # the draw from which on the end of thinking is forced
+        self._matcher = StopMatcher(token_bytes, request.stop, self._thinking) if token_bytes else None
         self.finish_reason: FinishReason | None = None
         self.num_drawn = 0
 
     def next_sampling(self) -> SamplingParams:
         """Return how the next token is drawn."""
         request = self._request
+        if (forced := self._forced()) is not None:
+            return SamplingParams(0.0, 1.0, 0.0, forced)
         if request.temperature == 0.0:
             return SamplingParams(0.0, 1.0, 0.0)
         uniform = uniform_draw(request.seed, self._index, self.num_drawn)
         return SamplingParams(request.temperature, request.top_p, uniform)
 
+    def _forced(self) -> int | None:
+        """Return the next token of a forced end of thinking; asked again for a token, the answer is the same."""
+        thinking, tracker = self._request.thinking, self._thinking
+        if thinking is None or tracker is None or thinking.budget is None:
+            return None
+        if self._forced_from is None and tracker.is_thinking and tracker.num_thinking_tokens >= thinking.budget:
+            self._forced_from = self.num_drawn
+        place = len(thinking.end_ids) if self._forced_from is None else self.num_drawn - self._forced_from
+        return thinking.end_ids[place] if place < len(thinking.end_ids) else None
+
     def push(self, token: int, logprob: float, eos_ids: Collection[int]) -> bool:
         """Append a drawn token; return whether the completion has ended."""
         self.num_drawn += 1
         if token in eos_ids and not self._request.ignore_eos:
-            self.finish_reason = "endoftext"
+            self.finish_reason = "stop" if self._matcher is not None and self._matcher.finish() else "endoftext"
             return True
         self._ids.append(token)
         self._logprobs.append(logprob)
         if self._matcher is not None and self._matcher.push(token):
             self.finish_reason = "stop"
         elif self.num_drawn == self._request.max_tokens:
-            self.finish_reason = "length"
+            self.finish_reason = "stop" if self._matcher is not None and self._matcher.finish() else "length"
         return self.finish_reason is not None
 
     def result(self) -> Completion:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from flexgen_helm.errors import RequestError
+from flexgen_helm.tokenizer.thinking import ThinkingTracker
 from flexgen_helm.tokenizer.token_bytes import helm_text
 
 
@@ -42,10 +43,17 @@ class StopMatcher:
     stop string could reach back to, so a completion costs time linear in its length.
     """
 
-    __slots__ = ("_cut", "_data", "_reach", "_starts", "_stops", "_token_bytes", "_token_ids")
+    __slots__ = ("_cut", "_data", "_reach", "_starts", "_stops", "_thinking", "_token_bytes", "_token_ids")
 
-    def __init__(self, token_bytes: Callable[[int], bytes], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        stops: Sequence[str] = (),
+        thinking: ThinkingTracker | None = None,
+    ) -> None:
         """token_bytes: maps an id to the bytes it contributes. stops: non-empty strings, possibly none.
+
+        thinking: of a model that thinks; stop strings then count in its answer only.
 
         Raises `RequestError` for an empty stop string and for one that is not valid Unicode.
         """
@@ -55,6 +63,7 @@ class StopMatcher:
         self._data = bytearray()
         self._starts: list[int] = []  # byte offset at which each token begins
         self._token_ids: list[int] = []
+        self._thinking = thinking
         self._cut: int | None = None  # byte offset at which the stop string begins
 
     def push(self, token_id: int) -> bool:
@@ -70,7 +79,25 @@ class StopMatcher:
         self._starts.append(begin)
         self._token_ids.append(token_id)
         self._data += self._token_bytes(token_id)
-        matches = (self._data.find(stop, max(0, begin - self._reach)) for stop in self._stops)
+        first = max(0, begin - self._reach)
+        if (tracker := self._thinking) is not None:
+            was_answer = tracker.answer_start is not None
+            tracker.push(self._data)
+            if tracker.answer_start is None:
+                return False
+            # The token with which the answer begins may have shown that earlier ones belong to it.
+            first = max(first, tracker.answer_start) if was_answer else tracker.answer_start
+        return self._search(first)
+
+    def finish(self) -> bool:
+        """Search what was put off in a completion that has ended; return True if it contains a stop string."""
+        if self._thinking is None or self._thinking.answer_start is not None:
+            return False
+        self._thinking.finish()
+        return self._thinking.answer_start is not None and self._search(self._thinking.answer_start)
+
+    def _search(self, first: int) -> bool:
+        matches = (self._data.find(stop, first) for stop in self._stops)
         self._cut = min((match for match in matches if match >= 0), default=None)
         return self._cut is not None
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 from flexgen_helm.errors import UnsupportedArchitectureError
 
 SPACE_MARK = "\u2581"  # sentencepiece writes a space as this lower one eighth block
+_HELM_BYTES = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -21,6 +22,12 @@ def helm_text(data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def helm_bytes(text: str) -> bytes:
+    """Invert `helm_text`."""
+    spelt = _HELM_BYTES.fullmatch(text)
+    return bytes.fromhex(text.removeprefix("bytes:").replace("\\x", "")) if spelt else text.encode("utf-8")
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -133,29 +133,30 @@ class Tokenizer:
             ]
         return batch
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """Render `messages` ({'role': …, 'content': …} each) with the checkpoint's own template, in a sandbox.
 
-        The text carries its own special tokens: encode it with `add_special_tokens=False`. Raises `RequestError`
-        if the checkpoint has no template or the template refuses these messages.
+        The text carries its own special tokens: encode it with `add_special_tokens=False`. As in `transformers`,
+        `variables` win over special tokens, and a key of a message whose value is None is left out. Raises
+        `RequestError` if the checkpoint has no template or the template fails for these messages.
         """
         if self.chat_template is None:
             raise RequestError("the checkpoint has no chat template; send a prompt instead of messages")
         # The renderer behind `PreTrainedTokenizer.apply_chat_template`, which needs no tokenizer of `transformers`.
-        from jinja2 import TemplateError
-
         with import_lock("transformers"):
             from transformers.utils import chat_template_utils
 
         render: Any = chat_template_utils.render_jinja_template  # annotated as a string, but returns two lists
         try:
             texts, _ = render(
-                [list(messages)],
+                [[{key: value for key, value in message.items() if value is not None} for message in messages]],
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                **{**self._special_tokens, **variables},
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # the template is a program of the checkpoint's author
             raise RequestError(f"the checkpoint's chat template refuses these messages: {error}") from error
         return str(texts[0])
 

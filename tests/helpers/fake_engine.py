@@ -50,8 +50,11 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))
 
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str:
-        return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+    def apply_chat_template(self, messages: Sequence[dict[str, str]], **variables: Any) -> str:
+        if self.chat_template is None:
+            raise RequestError("the checkpoint has no chat template")
+        turns = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return turns + "".join(f"<{name}={value}>" for name, value in variables.items()) + "<assistant>"
 
 
 def _draw(state: int, token: int) -> int:
@@ -155,14 +158,16 @@ class FakeLoader:
         return self.engines[-1]
 
 
-def fake_context(loader: FakeLoader | None = None, adds_bos: bool = False) -> PluginContext:
+def fake_context(
+    loader: FakeLoader | None = None, adds_bos: bool = False, chat_template: str | None = None
+) -> PluginContext:
     """A context of the plugin whose engines and tokenizers are fakes."""
     from flexgen_helm.plugin.context import PluginContext
     from flexgen_helm.plugin.models import ModelFacts
 
     return PluginContext(
         loader or FakeLoader(),  # type: ignore[arg-type]
-        load_tokenizer=lambda model: FakeTokenizer(adds_bos),  # type: ignore[arg-type, return-value]
+        load_tokenizer=lambda model: FakeTokenizer(adds_bos, chat_template),  # type: ignore[arg-type, return-value]
         read_facts=lambda model: ModelFacts(model.name, MAX_POSITIONS, 1, False),
     )
 

@@ -23,6 +23,7 @@ from flexgen_helm.plugin.convert import (
 )
 from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.request import GenerationResult
+from flexgen_helm.tokenizer.chat import ChatOptions, chat_format
 from tests.helpers.fake_engine import MAX_POSITIONS, POISON, FakeTokenizer, answer
 
 PLAIN = Request(model="flexgen/x", model_deployment="flexgen/x", prompt="Is 2 even?", temperature=0, max_tokens=8)
@@ -34,7 +35,8 @@ def encoder(tokenizer: FakeTokenizer | None = None) -> PromptEncoder:
 
 
 def prepared(request: Request, tokenizer: FakeTokenizer | None = None) -> PreparedRequest:
-    return to_generation_request(request, encoder(tokenizer), MAX_POSITIONS)
+    own = encoder(tokenizer)
+    return to_generation_request(request, own, MAX_POSITIONS, chat_format(own.tokenizer, ChatOptions(), "x", False))
 
 
 def result(request: Request, tokenizer: FakeTokenizer | None = None) -> RequestResult:
@@ -81,7 +83,7 @@ def test_greedy_completions_are_copies_and_sampled_ones_are_not() -> None:
 def test_chat_goes_through_the_template_without_a_second_bos() -> None:
     chat = replace(PLAIN, prompt="", messages=[{"role": "user", "content": "Hi"}])
     engine_request = prepared(chat, FakeTokenizer(adds_bos=True, chat_template="yes"))
-    assert engine_request.request.prompt_token_ids == tuple(map(ord, "<user>Hi<assistant>"))
+    assert engine_request.request.prompt_token_ids == tuple(map(ord, "\x01<user>Hi<assistant>"))
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,10 @@ def test_what_a_name_means(name: str, path: str, precision: str) -> None:
 
 def test_precisions_are_different_engines() -> None:
     assert find_model("flexgen/opt-125m") != find_model("flexgen/opt-125m-4bit")
-    assert models.with_precision("flexgen/opt-125m", "4bit") == "flexgen/opt-125m-4bit"
-    assert models.with_precision("flexgen/opt-125m-4bit", "4bit") == "flexgen/opt-125m-4bit"
+    assert models.with_settings("flexgen/opt-125m", "4bit", None) == "flexgen/opt-125m-4bit"
+    assert models.with_settings("flexgen/opt-125m-4bit", "4bit", None) == "flexgen/opt-125m-4bit"
     with pytest.raises(UsageError, match="says 4bit, the command line says paper-4bit"):
-        models.with_precision("flexgen/opt-125m-4bit", "paper-4bit")
+        models.with_settings("flexgen/opt-125m-4bit", "paper-4bit", None)
 
 
 @pytest.mark.parametrize("look_up", [get_model_deployment, get_default_model_deployment_for_model])

@@ -1,0 +1,203 @@
+"""Chat templates: which prompts get one, and how messages become the text that is encoded. No torch.
+
+`chat_format` decides once per model. The Python API and HELM's client then render prompts by its `ChatFormat`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from flexgen_helm.errors import RequestError, UsageError
+from flexgen_helm.request import GenerationRequest, ThinkingFormat
+from flexgen_helm.tokenizer.thinking import END, FORCED_END
+
+if TYPE_CHECKING:
+    from flexgen_helm.tokenizer.tokenizer import Tokenizer
+
+TemplateChoice = Literal["auto"] | bool
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What the user said.
+
+    apply_chat_template: 'auto', True or False; None leaves the choice to the caller.
+    chat_template_kwargs: variables of the template, such as `enable_thinking`.
+    system_prompt: goes in front of every chat that has no system message.
+    thinking_budget: most tokens of thinking; None for no limit but `max_tokens`.
+    """
+
+    apply_chat_template: TemplateChoice | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+    thinking_budget: int | None = None
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """What was decided for a model.
+
+    applied: plain prompts become the turn of a user.
+    reason: why, or why not, as a part of a sentence.
+    """
+
+    tokenizer: Tokenizer = field(repr=False)
+    applied: bool
+    reason: str
+    options: ChatOptions
+
+    def render(self, request: GenerationRequest) -> str | None:
+        """Return the text of a request that goes through the template; None for one that does not.
+
+        Plain prompts do if the format applies to them, and if they generate: a score is of the text itself.
+        """
+        if request.messages is not None:
+            return self.render_messages(request.messages)
+        if self.applied and request.prompt is not None and request.max_tokens and not request.echo_logprobs:
+            return self.render_prompt(request.prompt)
+        return None
+
+    def render_prompt(self, text: str) -> str:
+        """Return a plain prompt as the turn of a user. Raises `RequestError` where the template refuses it."""
+        return self.render_messages([{"role": "user", "content": text}])
+
+    def render_messages(self, messages: Sequence[Message]) -> str:
+        """Return the text of a chat, ready for the answer.
+
+        Raises `RequestError` where the template refuses it, and for a part that is no text.
+        """
+        messages = [self._checked(message) for message in messages]
+        if not messages:
+            raise RequestError("a chat needs at least one message")
+        system = self.options.system_prompt
+        if system is None or any(message["role"] == "system" for message in messages):
+            return self._render(messages)
+        text = self._render([{"role": "system", "content": system}, *messages])
+        if system.strip() not in text:
+            raise RequestError("the template leaves the system prompt out")
+        return text
+
+    def thinking(self, text: str) -> ThinkingFormat | None:
+        """Return what the engine must know of a rendered prompt; None for a model that does not think."""
+        if not self._thinks:
+            return None
+        begins_inside = text.rfind("<think>") > text.rfind("</think>")
+        return ThinkingFormat(begins_inside, self.options.thinking_budget, self._end_ids)
+
+    def token_ids(self, text: str) -> list[int]:
+        """Return the ids of a rendered text, with BOS once if the tokenizer adds one."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return [*missing_bos(self.tokenizer, ids), *ids]
+
+    def describe(self, model: str) -> str:
+        """Return the decision as a sentence without its full stop; model: the name in it."""
+        if self.applied:
+            way = "; --chat-template false sends them as they are"
+            return f"prompts of {model} go through its chat template ({self.reason}){way}"
+        way = "; --chat-template true sends them through its chat template" if self.tokenizer.chat_template else ""
+        return f"prompts of {model} are sent as they are ({self.reason}){way}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry `chat_template` of `flexgen_run.json`."""
+        return {"applied": self.applied, "reason": self.reason, **self._content}
+
+    @cached_property
+    def identity(self) -> str:
+        """What the answers to rendered prompts depend on, besides the model."""
+        return json.dumps(self._content, sort_keys=True)
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        template = self.tokenizer.chat_template
+        return {
+            "template": template and hashlib.sha256(template.encode()).hexdigest()[:12],
+            "kwargs": dict(self.options.chat_template_kwargs),
+            "system_prompt": self.options.system_prompt,
+            "thinking_budget": self.options.thinking_budget if self._thinks else None,
+        }
+
+    @cached_property
+    def _thinks(self) -> bool:
+        """Whether template or vocabulary know the end of thinking."""
+        end = END.decode()
+        in_vocabulary = len(self.tokenizer.encode(end, add_special_tokens=False)) == 1
+        return in_vocabulary or end in (self.tokenizer.chat_template or "")
+
+    @cached_property
+    def _end_ids(self) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(FORCED_END, add_special_tokens=False))
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return self.tokenizer.apply_chat_template(messages, **self.options.chat_template_kwargs)
+
+    def _checked(self, message: Message) -> Message:
+        """Return a message whose content the template can render; parts are joined where it knows only text."""
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError("a message of the chat has no role; write {'role': 'user', 'content': '…'}")
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            return message
+        if not isinstance(content, Sequence):
+            raise RequestError(f"the content of a message is a {type(content).__name__}, not text")
+        texts = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise RequestError(f"the chat has a part of type {kind!r}, and flexgen models take text only")
+            texts.append(part["text"])
+        return message if self._renders_parts else {**message, "content": "\n".join(texts)}
+
+    @cached_property
+    def _renders_parts(self) -> bool:
+        """Whether the template renders a list of parts, and not its Python representation."""
+        try:
+            contents = "text", [{"type": "text", "text": "text"}]
+            plain, listed = (self._render([{"role": "user", "content": content}]) for content in contents)
+        except RequestError:
+            return False
+        return plain == listed
+
+
+def chat_format(tokenizer: Tokenizer, options: ChatOptions, model: str, is_base: bool) -> ChatFormat:
+    """Decide whether plain prompts of a model go through its chat template, and try the template once if so.
+
+    model: its name in messages.
+    is_base: the catalog or its name says that it is no chat model.
+    Raises `UsageError` for a template that is missing or fails, with the way out.
+    """
+    choice, has_template = options.apply_chat_template, bool(tokenizer.chat_template)
+    if choice is True and not has_template:
+        raise UsageError(
+            f"the tokenizer of {model} has no chat template; leave --chat-template true out, or put the template of "
+            "its instruct model beside it as chat_template.jinja"
+        )
+    if choice is None:
+        applied, reason = False, "not asked for"
+    elif choice == "auto":
+        applied = has_template and not is_base
+        reason = f"auto: the tokenizer has {'one' if has_template else 'no chat template'}"
+        if has_template and is_base:
+            reason = "auto: it is a base model"
+    else:
+        applied, reason = choice, "asked for" if choice else "switched off"
+    decided = ChatFormat(tokenizer, applied, reason, options)
+    if applied:
+        try:
+            decided.render_prompt("Hello")
+        except RequestError as error:
+            ways = ["take --chat-template false"]
+            ways += [] if options.system_prompt is None else ["leave the system prompt out"]
+            raise UsageError(f"the chat template of {model} cannot be used: {error}; {' or '.join(ways)}") from error
+    return decided
+
+
+def missing_bos(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, ...]:
+    """Return BOS if the tokenizer adds one to plain text and a text with these ids has none, else nothing."""
+    bos = tokenizer.bos_id
+    return (bos,) if tokenizer.adds_bos and bos is not None and tuple(ids[:1]) != (bos,) else ()

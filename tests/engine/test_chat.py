@@ -1,0 +1,75 @@
+"""Chats and thinking through a real engine."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+
+from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm.errors import RequestError, UsageError
+from flexgen_helm.tokenizer.thinking import FORCED_END
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+    "[assistant] {% if think is defined %}<think>{% endif %}"
+)
+CHAT = [{"role": "user", "content": "the quick"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    """A tiny model whose tokenizer has a template."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(tiny("llama").path, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_messages_and_prompts_are_rendered_as_asked(tiny, folder):
+    plain, chat = GenerationRequest(prompt="the quick", max_tokens=4), GenerationRequest(messages=CHAT, max_tokens=4)
+    scored = GenerationRequest(prompt="the quick", max_tokens=0, echo_logprobs=True)
+    with Engine.from_pretrained(folder) as engine:
+        text = engine.tokenizer.encode("[user] the quick\n[assistant] ")
+        as_asked = engine.run([plain, chat, scored])
+    with Engine.from_pretrained(folder, apply_chat_template="auto") as engine:
+        rendered = engine.run([plain, chat, scored])
+    assert list(as_asked[1].prompt_token_ids) == text
+    assert as_asked[0].prompt_token_ids == as_asked[2].prompt_token_ids != as_asked[1].prompt_token_ids
+    assert rendered[0].prompt_token_ids == rendered[1].prompt_token_ids == as_asked[1].prompt_token_ids
+    assert rendered[1].completions[0].token_ids == as_asked[1].completions[0].token_ids
+    assert rendered[2].prompt_logprobs[1:] == pytest.approx(
+        as_asked[2].prompt_logprobs[1:], rel=1e-4
+    )  # a score is of the text itself
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        (refused,) = engine.run([chat])
+    assert isinstance(refused.error, RequestError) and "no chat template" in str(refused.error)
+
+
+def test_a_template_that_is_missing_is_refused_before_weights_are_loaded(tiny):
+    with pytest.raises(UsageError, match="has no chat template"):
+        Engine.from_pretrained(tiny("llama").path, apply_chat_template=True)
+
+
+@pytest.mark.parametrize("temperature, n", [(0.0, 1), (1.0, 3)])
+def test_a_budget_ends_thinking_with_the_models_own_probabilities(tiny, folder, temperature, n):
+    request = GenerationRequest(
+        messages=CHAT, max_tokens=40, temperature=temperature, n=n, ignore_eos=True, stop=("\n</think>",)
+    )
+    options = {"chat_template_kwargs": {"think": True}}
+    with Engine.from_pretrained(folder, thinking_budget=3, **options) as engine:
+        end = engine.tokenizer.encode(FORCED_END)
+        (result,) = engine.run([request])
+    with Engine.from_pretrained(folder, **options) as engine:
+        (free,) = engine.run([request])
+    assert len({c.token_ids for c in result.completions}) == n
+    for completion, unlimited in zip(result.completions, free.completions):
+        ids = list(completion.token_ids)
+        assert ids[:3] == list(unlimited.token_ids[:3])
+        assert ids[3 : 3 + len(end)] == end != list(unlimited.token_ids[3 : 3 + len(end)])
+        assert len(ids) == 40 and completion.finish_reason == "length"
+        logprobs = tiny("llama").logprobs([*result.prompt_token_ids, *ids])
+        for place, token in enumerate(ids):
+            want = logprobs[len(result.prompt_token_ids) - 1 + place, token].item()
+            assert math.isclose(completion.logprobs[place], want, abs_tol=1e-3)

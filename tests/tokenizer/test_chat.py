@@ -1,0 +1,179 @@
+"""Which prompts get a chat template, how messages become text, and how often BOS is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.errors import RequestError, UsageError
+from flexgen_helm.request import GenerationRequest
+from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions, TemplateChoice, chat_format
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.chat_models import CHAT_MODELS
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    loaded = {}
+    for name, model in CHAT_MODELS.items():
+        tokenizer = Tokenizer.from_path(model.write(tmp_path_factory.mktemp("chat") / "model"))
+        assert tokenizer is not None
+        loaded[name] = tokenizer
+    return loaded
+
+
+def decide(tokenizer: Any, choice: TemplateChoice | None = "auto", is_base: bool = False, **options: Any) -> ChatFormat:
+    return chat_format(tokenizer, ChatOptions(choice, **options), "acme", is_base)
+
+
+class Template:
+    """A tokenizer that has only a template."""
+
+    bos_id, adds_bos = None, False
+
+    def __init__(self, render: Any) -> None:
+        self.chat_template, self._render = "yes", render
+
+    def apply_chat_template(self, messages: Any, **variables: Any) -> str:
+        return str(self._render(messages))
+
+
+# The decision
+
+
+@pytest.mark.parametrize(
+    "name, choice, is_base, applied, reason",
+    [
+        ("instruct", "auto", False, True, "auto: the tokenizer has one"),
+        ("instruct", "auto", True, False, "auto: it is a base model"),
+        ("instruct", True, True, True, "asked for"),
+        ("instruct", False, False, False, "switched off"),
+        ("instruct", None, False, False, "not asked for"),
+        ("base", "auto", False, False, "auto: the tokenizer has no chat template"),
+        ("base", "auto", True, False, "auto: the tokenizer has no chat template"),
+    ],
+)
+def test_the_decision_and_its_reason(
+    tokenizers: dict[str, Tokenizer], name: str, choice: Any, is_base: bool, applied: bool, reason: str
+) -> None:
+    decided = decide(tokenizers[name], choice, is_base)
+    assert (decided.applied, decided.reason) == (applied, reason)
+
+
+@pytest.mark.parametrize(
+    "name, is_base",
+    [
+        ("smollm2-135m", True), ("smollm2-135m-instruct-q4_1", False), ("qwen3-8b", False),
+        ("qwen3-8b-base-4bit", True), ("gemma-3-1b-pt-no-template", True), ("phi-4", False),
+        ("Qwen/Qwen3-8B", False), ("Qwen/Qwen2.5-7B", True), ("Qwen/Qwen2.5-7B-Instruct-1M", False),
+        ("Qwen/Qwen1.5-0.5B-Chat", False), ("Qwen/Qwen2-0.5B", True), ("Qwen--QwQ-32B", False),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", False), ("HuggingFaceTB/SmolLM3-3B", False),
+        ("HuggingFaceTB/SmolLM3-3B-Base", True), ("HuggingFaceTB/SmolLM-360M", True),
+        ("google/gemma-3n-E2B-it", False), ("chat-lab/model-pt", True), ("acme/unknown", False),
+    ],
+)  # fmt: skip
+def test_base_models_are_known_by_catalog_or_name(name: str, is_base: bool) -> None:
+    assert resolve(name).is_base == is_base
+
+
+def test_a_template_that_is_missing_or_fails_says_so_by_name(tokenizers: dict[str, Tokenizer]) -> None:
+    with pytest.raises(UsageError, match="the tokenizer of acme has no chat template; leave --chat-template true out"):
+        decide(tokenizers["base"], True)
+    with pytest.raises(UsageError, match="chat template of acme cannot be used: .*System role.*leave the system prom"):
+        decide(tokenizers["without system role"], system_prompt="Be brief.")
+    with pytest.raises(UsageError, match="leaves the system prompt out; take --chat-template false"):
+        decide(Template(lambda messages: messages[-1]["content"]), system_prompt="Be brief.")
+    broken = Tokenizer(tokenizers["instruct"]._backend, chat_template="{{ messages[7].content.nothing }}")
+    for choice in ("auto", True):
+        with pytest.raises(UsageError, match="chat template of acme cannot be used.*--chat-template false"):
+            decide(broken, choice)
+    assert not decide(broken, False).applied  # tried only where it is needed
+    assert not decide(tokenizers["without system role"], False, system_prompt="Be brief.").applied
+
+
+# Rendering
+
+
+def test_kwargs_reach_the_template_and_win_over_special_tokens(tokenizers: dict[str, Tokenizer]) -> None:
+    thinking = decide(tokenizers["thinking"]).render_prompt("Hi")
+    answering = decide(tokenizers["thinking"], chat_template_kwargs={"enable_thinking": False}).render_prompt("Hi")
+    assert thinking.endswith("<think>\n") and answering == thinking + "\n</think>\n\n"
+    own_bos = decide(tokenizers["without system role"], chat_template_kwargs={"bos_token": "<eos>"})
+    assert own_bos.render_prompt("Hi").startswith("<eos><start_of_turn>user\nHi")
+
+
+def test_a_system_prompt_goes_in_front_of_chats_that_have_none(tokenizers: dict[str, Tokenizer]) -> None:
+    decided = decide(tokenizers["instruct"], system_prompt="Be brief.")
+    user = {"role": "user", "content": "Hi"}
+    own = {"role": "system", "content": "Be long."}
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    plain = decide(tokenizers["instruct"])
+    assert decided.render_prompt("Hi") == decided.render_messages([user]) == system + plain.render_messages([user])
+    assert decided.render_messages([own, user]) == plain.render_messages([own, user])
+
+
+def test_parts_of_text_are_joined_where_the_template_knows_only_text(tokenizers: dict[str, Tokenizer]) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    message = {"role": "user", "content": parts}
+    for name in ("instruct", "thinking", "BOS by the tokenizer"):
+        decided = decide(tokenizers[name])
+        assert decided.render_messages([message]) == decided.render_prompt("one\ntwo")
+    seen: list[Any] = []
+    knowing = Template(lambda messages: seen.append(messages) or "the same")
+    decide(knowing).render_messages([message])
+    assert seen[-1] == [message]  # handed on as it is
+
+
+@pytest.mark.parametrize(
+    "messages, says",
+    [
+        ([], "at least one message"),
+        ([{"content": "Hi"}], "has no role"),
+        (["Hi"], "has no role"),
+        ([{"role": "user", "content": 7}], "is a int, not text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "'image_url'.*take text only"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}], "'str'.*take text only"),
+    ],
+)
+def test_what_is_no_chat_of_texts_is_refused(tokenizers: dict[str, Tokenizer], messages: list[Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        decide(tokenizers["instruct"]).render_messages(messages)
+
+
+@given(st.text(max_size=60))
+def test_bos_is_there_once_whoever_writes_it(tokenizers: dict[str, Tokenizer], text: str) -> None:
+    for name in ("without system role", "BOS by the tokenizer"):
+        decided = decide(tokenizers[name])
+        ids, bos = decided.token_ids(decided.render_prompt(text)), tokenizers[name].bos_id
+        assert ids[0] == bos and ids.count(bos) == 1 + text.count(str(tokenizers[name].bos_text))
+    decided = decide(tokenizers["instruct"])
+    rendered = decided.render_prompt(text)
+    assert decided.token_ids(rendered) == tokenizers["instruct"].encode(rendered, add_special_tokens=False)
+
+
+def test_only_generating_prompts_are_rendered(tokenizers: dict[str, Tokenizer]) -> None:
+    applied, plain = decide(tokenizers["instruct"]), decide(tokenizers["instruct"], False)
+    prompt, chat = GenerationRequest(prompt="Hi"), GenerationRequest(messages=[{"role": "user", "content": "Hi"}])
+    assert applied.render(prompt) == applied.render(chat) == plain.render(chat)
+    assert plain.render(prompt) is None
+    for other in (GenerationRequest(prompt="Hi", echo_logprobs=True), GenerationRequest(prompt="Hi", max_tokens=0),
+                  GenerationRequest(prompt_token_ids=[1])):  # fmt: skip
+        assert applied.render(other) is None
+
+
+def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers: dict[str, Tokenizer]) -> None:
+    auto = decide(tokenizers["instruct"])
+    assert auto.identity == decide(tokenizers["instruct"], True).identity
+    others = [
+        decide(tokenizers["instruct"], system_prompt="Be brief."),
+        decide(tokenizers["instruct"], chat_template_kwargs={"a": 1}),
+        decide(tokenizers["thinking"]),
+    ]
+    assert len({other.identity for other in (auto, *others)}) == 4
+    record = auto.as_json()
+    assert (record["applied"], record["reason"], record["kwargs"]) == (True, auto.reason, {})
+    assert len(record["template"]) == 12

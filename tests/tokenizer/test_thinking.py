@@ -1,0 +1,199 @@
+"""Thinking: told from the answer, whatever the tokens; stop strings, budgets, and thinking without an end."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_helm.request import Completion, GenerationRequest, ThinkingFormat
+from flexgen_helm.scheduling.sequence import CompletionState
+from flexgen_helm.tokenizer.thinking import FORCED_END, split_thinking
+from flexgen_helm.tokenizer.token_bytes import helm_bytes, helm_text
+
+
+def helms_parsers() -> dict[str, Callable[[str], tuple[str, str]]]:
+    """HELM's parsers of thinking, from the source of a module that needs a package which is not installed."""
+    spec = find_spec("helm")
+    source = Path(next(iter(spec.submodule_search_locations or ()))) / "clients" / "together_client.py"  # type: ignore
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    tree.body = [part for part in tree.body if getattr(part, "name", "").startswith("_parse_thinking_")]
+    namespace: dict[str, Any] = {"re": re, "Tuple": tuple}
+    exec(compile(tree, str(source), "exec"), namespace)
+    return {name: parse for name, parse in namespace.items() if name.startswith("_parse")}
+
+
+PARSERS = helms_parsers()
+EOS = 10**6
+THOUGHT = "<think>\nThe user\nasks é👍.\n</think>\n\nParis.\nAnd so on"
+
+
+def cut(text: str, borders: list[int]) -> list[bytes]:
+    """The bytes of a text as tokens, cut anywhere, within characters too."""
+    data = text.encode()
+    places = sorted({0, len(data), *(border % (len(data) + 1) for border in borders)})
+    return [data[start:end] for start, end in pairwise(places)]
+
+
+def completion(pieces: list[bytes], reason: str = "endoftext") -> Completion:
+    text = b"".join(pieces).decode(errors="replace")
+    ids = tuple(range(len(pieces)))
+    return Completion(text, tuple(map(helm_text, pieces)), ids, tuple(-1.0 - i for i in ids), reason)  # type: ignore
+
+
+def run(pieces: list[bytes], *, inside: bool = False, stop: tuple[str, ...] = (), **settings: int) -> CompletionState:
+    """Draw the pieces, as far as nothing ends the completion and no token is forced."""
+    request = GenerationRequest(prompt_token_ids=[1], max_tokens=10**4, stop=stop, thinking=ThinkingFormat(inside))
+    state = CompletionState(request, 0, pieces.__getitem__)
+    for token in range(len(pieces)):
+        if state.push(token, -1.0, {EOS}):
+            return state
+    state.push(EOS, -1.0, {EOS})
+    return state
+
+
+def reference(text: str, inside: bool, stop: str) -> str:
+    """The text up to its stop string, by one regular expression over the whole text."""
+    begin = r"" if inside else r"\s*<think>"
+    match = re.match(begin + r".*?</think>\s*", text, re.DOTALL)
+    if match is None and (inside or re.match(r"\s*<think>", text)):
+        return text
+    start = match.end() if match else 0
+    place = text.find(stop, start)
+    return text if place < 0 else text[:place]
+
+
+# Stop strings
+
+borders = st.lists(st.integers(0, 10**6), max_size=40)
+
+
+@pytest.mark.parametrize(
+    "text, inside",
+    [
+        (THOUGHT, False),
+        (THOUGHT.removeprefix("<think>\n"), True),
+        ("\n" + THOUGHT, False),
+        ("plain answer\nand more", False),
+        ("\n\nplain", False),
+        ("<thinking> is a word\nhere", False),
+        ("\n<thi", False),
+        ("<think>never\nends", False),
+        ("no end\nhere", True),
+        ("</think>\n \nanswer\n", True),
+        ("</think>", True),
+        ("<think></think>\n\n", False),
+    ],
+)
+@given(borders=borders)
+def test_stop_strings_count_in_the_answer_only(text: str, inside: bool, borders: list[int]) -> None:
+    got = run(cut(text, borders), inside=inside, stop=("\n",)).result()
+    want = reference(text, inside, "\n")
+    assert got.text == want
+    assert got.finish_reason == ("endoftext" if want == text else "stop")
+
+
+def test_without_a_thinking_format_the_first_stop_string_ends_everything() -> None:
+    request = GenerationRequest(prompt_token_ids=[1], max_tokens=99, stop=("\n",))
+    pieces = cut(THOUGHT, list(range(99)))
+    state = CompletionState(request, 0, pieces.__getitem__)
+    assert any(state.push(token, -1.0, {EOS}) for token in range(len(pieces)))
+    assert state.result().text == "<think>"
+    assert run(pieces, stop=("\n",)).result().text.endswith("Paris.")
+
+
+# HELM's result
+
+
+@pytest.mark.parametrize(
+    "parse, text",
+    [
+        ("_parse_thinking_deepseek_r1", "<think>\nWhy.\n</think>\n\nParis."),
+        ("_parse_thinking_deepseek_r1", "<think>\nWhy.\nBecause.\n</think>\nParis.\n\nYes."),
+        ("_parse_thinking_qwen3", "<think>\n\n</think>\n\nParis."),
+        ("_parse_thinking_qwen3", "<think>\nnever ends\n"),
+        ("_parse_thinking_deepseek_r1", "<think>never"),
+        ("_parse_thinking_glm_4_5", "\n<think>Why.</think>Paris."),
+        ("_parse_thinking_glm_4_5", "\n<think>never"),
+    ],
+)
+@given(borders=borders)
+def test_parts_are_those_of_helms_parsers(parse: str, text: str, borders: list[int]) -> None:
+    thinking, answer = split_thinking(completion(cut(text, borders)), begins_inside=False)
+    assert (thinking, answer.text) == PARSERS[parse](text)
+
+
+@given(borders=borders)
+def test_tokens_and_log_probabilities_are_those_of_the_answer(borders: list[int]) -> None:
+    whole = completion(cut(THOUGHT, borders))
+    thinking, answer = split_thinking(whole, begins_inside=False)
+    assert (thinking, answer.text) == ("The user\nasks é👍.", "Paris.\nAnd so on")
+    assert b"".join(map(helm_bytes, answer.tokens)).decode() == answer.text
+    kept = len(answer.tokens)
+    assert 0 < kept == len(answer.token_ids) == len(answer.logprobs)
+    assert (answer.token_ids, answer.logprobs) == (whole.token_ids[-kept:], whole.logprobs[-kept:])
+    assert answer.tokens[1:] == whole.tokens[len(whole.tokens) - kept + 1 :]
+
+
+@pytest.mark.parametrize(
+    "text, inside, thinking, answer",
+    [
+        ("Why.\n</think>\n\nParis.", True, "Why.", "Paris."),
+        ("<think>\nWhy.\n</think>\n\nParis.", True, "Why.", "Paris."),  # begins twice
+        ("Why.\n</think>\n\nParis.", False, "Why.", "Paris."),  # the template does not say where it begins
+        ("still thinking", True, "still thinking", ""),
+        ("<think>\nstill thinking", False, "still thinking", ""),
+        ("Paris.", False, None, "Paris."),
+        ("I <think> so", False, None, "I <think> so"),
+        ("Why.\n</think>\n\n", True, "Why.", ""),
+    ],
+)
+def test_where_thinking_begins_and_ends(text: str, inside: bool, thinking: str | None, answer: str) -> None:
+    got, rest = split_thinking(completion([text.encode()], "length"), inside)
+    assert (got, rest.text, rest.finish_reason) == (thinking, answer, "length")
+    assert bool(rest.tokens) == bool(answer)
+
+
+# The budget
+
+END_IDS = (900, 901, 902)
+VOCABULARY = {900: b"\n</", 901: b"think>", 902: b"\n\n", 1: b"<think>", 2: b"hm ", 3: b"Paris", 4: b"</think>"}
+
+
+def forced(tokens: list[int], budget: int, inside: bool = False, max_tokens: int = 50) -> list[int | None]:
+    """What is forced at each draw of a completion whose model would draw `tokens`."""
+    assert b"".join(VOCABULARY[i] for i in END_IDS).decode() == FORCED_END
+    thinking = ThinkingFormat(inside, budget, END_IDS)
+    request = GenerationRequest(prompt_token_ids=[1], max_tokens=max_tokens, thinking=thinking, temperature=1.0)
+    state, seen = CompletionState(request, 0, VOCABULARY.__getitem__), []
+    for token in tokens:
+        params = state.next_sampling()
+        assert state.next_sampling() == params  # a pass may be computed again
+        seen.append(params.forced)
+        if state.push(token if params.forced is None else params.forced, -1.0, {EOS}):
+            break
+    return seen
+
+
+def test_a_spent_budget_forces_the_end_of_thinking() -> None:
+    no = None
+    assert forced([1, 2, 2, 2, 2, 2, 2, 3], 2) == [no, no, no, 900, 901, 902, no, no]
+    assert forced([2, 2, 2, 2, 2, 3], 2, inside=True) == [no, no, 900, 901, 902, no]
+    assert forced([2, 2, 2, 2], 0, inside=True) == [900, 901, 902, no]
+    assert forced([1, 2, 4, 3, 3, 3], 2) == [no] * 6  # ended by itself
+    assert forced([3, 3, 3, 3], 0) == [no] * 4  # never thought
+    assert forced([1, 2, 2, 2, 2, 2], 2, max_tokens=4) == [no, no, no, 900]  # it counts in max_tokens
+
+
+@given(st.text(), st.binary())
+def test_helms_spelling_of_bytes_is_inverted(text: str, data: bytes) -> None:
+    assert helm_bytes(helm_text(data)) == data or data.decode(errors="replace").startswith("bytes:")
+    assert helm_bytes("bytes:\\xe2\\x82") == b"\xe2\x82"
