@@ -85,9 +85,13 @@ class PlanLine:
 
 @dataclass(frozen=True)
 class Message:
-    """A sentence for the user."""
+    """A sentence for the user.
+
+    is_warning: False for one that only says what is done.
+    """
 
     text: str
+    is_warning: bool = True
 
 
 Event = Stage | ModelInUse | PlanLine | Message | Progress

@@ -48,6 +48,7 @@ class PluginContext:
     dry_run: folder of the HELM run in progress, if it is one of ours and computes nothing.
     suite: the `flexgen-helm run` in progress; None under `helm-run`.
     generated: what our generators of HELM's registries made; called with the function and a name.
+    warn_once, tell_once: say a sentence to the user once.
     completed: deployments in HELM's registry that a user's file names and the plugin completed.
     """
 
@@ -65,7 +66,7 @@ class PluginContext:
         self.suite: Suite | None = None
         self.completed: set[str] = set()
         self.warn_once = cache(hwarn)
-        self.tell_once = cache(lambda text: report(Message(text)))
+        self.tell_once = cache(lambda text, is_warning: report(Message(text, is_warning)))
 
         @single_flight
         def generated(make: Callable[[str], T], name: str) -> T:

@@ -72,11 +72,6 @@ class PreparedRequest:
     is_clipped: bool = False
 
 
-def is_rendered(request: Request, chat: ChatFormat | None) -> bool:
-    """Whether a request goes through the chat template."""
-    return bool(request.messages) or (chat is not None and chat.applied and may_be_rendered(request))
-
-
 def may_be_rendered(request: Request) -> bool:
     """Whether a request goes through the chat template if the model's format says so."""
     generates = request.max_tokens > 0 and not request.echo_prompt
@@ -91,7 +86,8 @@ def to_generation_request(
     chat: renders messages and, where it applies, plain prompts; None where the request can need neither.
     """
     _refuse_unsupported(request)
-    rendered = is_rendered(request, chat)
+    if chat is not None and not (request.messages or (chat.applied and may_be_rendered(request))):
+        chat = None
     try:
         text, prompt_ids = _prompt(request, encoder, chat)
     except RequestError as error:  # text that is no Unicode, a template that refuses the messages
@@ -117,7 +113,7 @@ def to_generation_request(
         stop=tuple(request.stop_sequences),
         n=1 if greedy else request.num_completions,
         echo_logprobs=request.echo_prompt,
-        thinking=chat.thinking(text) if chat is not None and rendered and request.max_tokens else None,
+        thinking=chat.thinking(text) if chat is not None and request.max_tokens else None,
     )
     try:
         generation.validate()
@@ -127,7 +123,7 @@ def to_generation_request(
         raise NonRetriableException(str(error)) from error
     return PreparedRequest(
         request=generation,
-        key=_request_key(generation, chat.identity if chat is not None and rendered else None),
+        key=_request_key(generation, chat.identity if chat is not None else None),
         echo_ids=() if request.messages else prompt_ids,
         num_copies=request.num_completions if greedy else 1,
         is_clipped=max_tokens < request.max_tokens,
@@ -145,16 +141,17 @@ def _refuse_unsupported(request: Request) -> None:
 
 
 def _prompt(request: Request, encoder: PromptEncoder, chat: ChatFormat | None) -> tuple[str, tuple[int, ...]]:
-    """Return the text that identifies the prompt (for the seed), and its ids without a context token."""
+    """Return the text that identifies the prompt (for the seed), and its ids without a context token.
+
+    chat: None for a request that is not rendered.
+    """
     if isinstance(request, TokenRequest):
         return request.prompt, request.prompt_token_ids
     text = request.prompt
-    if request.messages:
-        if chat is None or not encoder.tokenizer.chat_template:
-            raise NonRetriableException("the request is a chat, but this model's tokenizer has no chat template")
-        text = chat.render_messages(request.messages)
-    elif chat is not None and is_rendered(request, chat):
-        text = chat.render_prompt(request.prompt)
+    if request.messages and (chat is None or not encoder.tokenizer.chat_template):
+        raise RequestError("the request is a chat, but this model's tokenizer has no chat template")
+    if chat is not None:
+        text = chat.render_messages(request.messages) if request.messages else chat.render_prompt(text)
     return text, encoder.encode(text)
 
 

@@ -23,7 +23,7 @@ class HelmLog:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Message):
-            hwarn(event.text)
+            (hwarn if event.is_warning else self._say)(event.text)
         elif isinstance(event, ModelInUse):
             self._model = describe(event)
         elif isinstance(event, PlanLine):

@@ -203,12 +203,13 @@ def _tell_prompts(model: ModelArguments, requests: Sequence[Request], prepared: 
     context = get_context()
     if any(map(may_be_rendered, requests)):
         with suppress(FlexgenError):  # the requests fail in the same way
-            context.tell_once(context.chat(model).describe(model.name))
+            context.tell_once(context.chat(model).describe(model.name), False)
     if clipped := sum(request.is_clipped for request in prepared):
         name = context.run.name if context.run is not None else model.name
         context.tell_once(
             f"{clipped:,} of {count(len(prepared), 'request')} of {name} ask for more tokens than the model's window "
-            "leaves, so their max_tokens is lowered to what is left"
+            "leaves, so their max_tokens is lowered to what is left",
+            True,
         )
 
 

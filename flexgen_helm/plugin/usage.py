@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm.files import read_object, replace_text
+from flexgen_helm.plugin.convert import PreparedRequest
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.service import Response, Service, SubmittedBlock
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.request import Cost
+from flexgen_helm.tokenizer.thinking import is_unfinished
 
 RUN_FILE = "flexgen_run.json"
 _COUNTS = ("num_requests", "num_unique")
@@ -42,6 +44,7 @@ class HelmRun:
     block: `Engine.last_run` of the block that computed the run; empty if nothing was computed.
     chat_template: what was decided about it; None where it cannot be used.
     num_clipped: requests whose `max_tokens` the window did not leave.
+    unfinished_thinking: requests with an answer that ended while the model was still thinking.
     """
 
     name: str
@@ -59,6 +62,7 @@ class HelmRun:
     fingerprint: str | None = None
     chat_template: dict[str, Any] | None = None
     num_clipped: int = 0
+    unfinished_thinking: int = 0
 
     def record_block(self, service: Service, block: SubmittedBlock) -> None:
         """Take the responses of the executed run from its block."""
@@ -66,10 +70,17 @@ class HelmRun:
         self.load_s = service.loading_s(self.model, self.execute_started or self.execute_ended)
         self.keys, self.responses = block.keys, block.responses()
         self.num_clipped = sum(request.is_clipped for request in block.requests)
+        self.unfinished_thinking = sum(map(self._is_unfinished, block.requests))
         if (loaded := service.loaded(self.model)) is not None:
             self.fingerprint = loaded.fingerprint
             if any(not response.is_cached for response in self.responses.values()):
                 self.block = loaded.last_run
+
+    def _is_unfinished(self, request: PreparedRequest) -> bool:
+        thinking, response = request.request.thinking, self.responses.get(request.key)
+        if thinking is None or response is None:
+            return False
+        return any(is_unfinished(completion, thinking.begins_inside) for completion in response.result.completions)
 
     def usage(self) -> dict[str, Any]:
         return runs_usage([self])
@@ -101,6 +112,7 @@ class HelmRun:
             "precision": self.model.config.precision,
             "chat_template": self.chat_template,
             "num_clipped": self.num_clipped,
+            "unfinished_thinking": self.unfinished_thinking,
             **self.usage(),
             "num_reused": sum(response.is_cached for response in self.responses.values()),
             "wall_s": self.wall_s(),

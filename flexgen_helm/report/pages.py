@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.report import tables
 from flexgen_helm.report.comparison import ModelComparison
-from flexgen_helm.report.scores import RunScores, by_scenario, precision_rank, reused_note
+from flexgen_helm.report.scores import RunScores, by_scenario, precision_rank, prompt_notes, reused_note
 from flexgen_helm.report.suite import BASELINE, SuiteReport
 from flexgen_helm.report.tables import Table
 from flexgen_helm.units import count, size
@@ -138,7 +138,7 @@ def scores_page(folder: Path, runs: Sequence[RunScores]) -> Page:
     title = f"{count(len(runs), 'run')} in {folder}"
     section, reused = _scores_section(runs), reused_note(runs)
     # The last lines are those that a terminal shows: scenarios come after their runs.
-    notes = [*section.notes, *([reused] if reused else [])]
+    notes = [*section.notes, *([reused] if reused else []), *prompt_notes(runs)]
     section = replace(section, tables=section.tables[::-1], notes=notes)
     return Page(f"{title}: {section.title[0].lower()}{section.title[1:]}", "", [section], {})
 
@@ -278,6 +278,7 @@ def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
     )
     facts = {
         "model": _distinct(run.typed_model for run in runs),
+        "prompts": _distinct(run.prompts for run in runs if run.prompts),
         "precisions": ", ".join(sorted({run.precision for run in runs}, key=precision_rank)),
         "machine": _distinct(machines),
         "limits": _limits_text(limits),

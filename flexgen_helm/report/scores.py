@@ -29,7 +29,14 @@ _MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
 # Runs of one scenario, such as the subjects of MMLU, that are also shown together.
 _MIN_POOLED = 3
 # What a pool adds up of the runs' records, beside the workload.
-_SUMMED = ("latency_s", "padded_prompt_tokens", "padded_output_tokens", "num_reused")
+_SUMMED = (
+    "latency_s",
+    "padded_prompt_tokens",
+    "padded_output_tokens",
+    "num_reused",
+    "num_clipped",
+    "unfinished_thinking",
+)
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,20 @@ class RunScores:
     def num_reused(self) -> int:
         """Number of answers that an earlier run computed."""
         return int(self.run.get("num_reused", 0))
+
+    @property
+    def prompts(self) -> str:
+        """What became of plain prompts, in words; '' if the record does not say."""
+        chat = self.run.get("chat_template")
+        if not chat:
+            return ""
+        if not chat["applied"]:
+            return "as they are"
+        settings = [f"{name}={json.dumps(value)}" for name, value in chat.get("kwargs", {}).items()]
+        settings += ["a system prompt"] if chat.get("system_prompt") else []
+        if chat.get("thinking_budget") is not None:
+            settings.append(f"a thinking budget of {chat['thinking_budget']:,}")
+        return "through the chat template" + (f", with {', '.join(settings)}" if settings else "")
 
     @property
     def num_answers(self) -> int:
@@ -238,6 +259,29 @@ def reused_note(runs: Iterable[RunScores]) -> str | None:
         f"{reused:,} of {sum(run.num_answers for run in runs):,} answers come from earlier runs; tokens/s marked * "
         "were measured then (--disable-cache measures again)"
     )
+
+
+def prompt_notes(runs: Sequence[RunScores]) -> list[str]:
+    """Return notes, without full stops, on prompts that differ between models, and on answers without room."""
+    models: dict[str, list[str]] = {}
+    for run in runs:
+        names = models.setdefault(run.prompts, []) if run.prompts else []
+        if run.typed_model not in names:
+            names.append(run.typed_model)
+    notes = []
+    if len(models) > 1:
+        ways = "; ".join(f"{', '.join(names)} {way}" for way, names in models.items())
+        notes.append(f"Models differ in how prompts were sent: {ways}")
+    for run in by_scenario(runs):
+        of = f"of {run.workload.get('num_requests', run.num_answers):,} answers of {run.entry} of {run.typed_model}"
+        if unfinished := run.run.get("unfinished_thinking"):
+            notes.append(
+                f"{unfinished:,} {of} ended while still thinking, and count as empty; raise max_tokens (run entries: "
+                "increase_max_tokens=2048) or set a thinking budget (--thinking-budget)"
+            )
+        if clipped := run.run.get("num_clipped"):
+            notes.append(f"{clipped:,} {of} had less room in the model's window than max_tokens")
+    return notes
 
 
 def finite(content: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import read_object
 from flexgen_helm.report.comparison import ModelComparison, compare_runs
-from flexgen_helm.report.scores import RunScores, describe_run, finite, read_finished_runs, reused_note
+from flexgen_helm.report.scores import RunScores, describe_run, finite, prompt_notes, read_finished_runs, reused_note
 from flexgen_helm.units import count
 
 SUITE_FILE = "flexgen_suite.json"
@@ -48,6 +48,7 @@ def read_suite(folder: Path) -> SuiteReport:
     notes = _missing_notes(folder, {run.name for run in runs}, last_call.get("failed", []))
     if (reused := reused_note(runs)) is not None:
         notes.append(reused)
+    notes += prompt_notes(runs)
     models = {name: usage for name, usage in last_call.get("models", {}).items() if "bytes" in usage}
     # After a plain or resumed helm-run, every run's own record holds the usage of its model's last batch of runs.
     others = {run.run["model"]: run.run for run in runs if "bytes" in run.run and run.run["model"] not in models}

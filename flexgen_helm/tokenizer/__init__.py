@@ -1,1 +1,1 @@
-"""Tokenizers, byte-exact token texts, stop strings."""
+"""Tokenizers, chat templates, byte-exact token texts, stop strings, thinking."""

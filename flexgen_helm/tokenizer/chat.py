@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.request import GenerationRequest, ThinkingFormat
-from flexgen_helm.tokenizer.thinking import END, FORCED_END
+from flexgen_helm.tokenizer.thinking import BEGIN, END, FORCED_END
 
 if TYPE_CHECKING:
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 TemplateChoice = Literal["auto"] | bool
 Message = Mapping[str, Any]
+_TRIAL = "Hello"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ class ChatFormat:
         """Return what the engine must know of a rendered prompt; None for a model that does not think."""
         if not self._thinks:
             return None
-        begins_inside = text.rfind("<think>") > text.rfind("</think>")
+        # What the template writes behind the last turn: a turn itself may speak of <think>.
+        ending = self._ending if self._ending and text.endswith(self._ending) else text
+        begins_inside = ending.rfind(BEGIN.decode()) > ending.rfind(END.decode())
         return ThinkingFormat(begins_inside, self.options.thinking_budget, self._end_ids)
 
     def token_ids(self, text: str) -> list[int]:
@@ -128,6 +131,14 @@ class ChatFormat:
         end = END.decode()
         in_vocabulary = len(self.tokenizer.encode(end, add_special_tokens=False)) == 1
         return in_vocabulary or end in (self.tokenizer.chat_template or "")
+
+    @cached_property
+    def _ending(self) -> str:
+        """What the template writes behind a user's turn; '' if it cannot be known."""
+        try:
+            return self.render_prompt(_TRIAL).rpartition(_TRIAL)[2]
+        except RequestError:
+            return ""
 
     @cached_property
     def _end_ids(self) -> tuple[int, ...]:
@@ -189,7 +200,7 @@ def chat_format(tokenizer: Tokenizer, options: ChatOptions, model: str, is_base:
     decided = ChatFormat(tokenizer, applied, reason, options)
     if applied:
         try:
-            decided.render_prompt("Hello")
+            decided.render_prompt(_TRIAL)
         except RequestError as error:
             ways = ["take --chat-template false"]
             ways += [] if options.system_prompt is None else ["leave the system prompt out"]

@@ -104,5 +104,10 @@ def split_thinking(completion: Completion, begins_inside: bool) -> tuple[str | N
     return _text(data[start:end]).removeprefix("\n").removesuffix("\n"), answered
 
 
+def is_unfinished(completion: Completion, begins_inside: bool) -> bool:
+    """Whether a completion ended while the model was still thinking."""
+    return split_thinking(completion, begins_inside)[0] is not None and END.decode() not in completion.text
+
+
 def _text(data: bytes) -> str:
     return data.decode("utf-8", errors="replace")

@@ -16,6 +16,7 @@ from flexgen_helm.cli import checks
 from flexgen_helm.cli.perplexity import windows
 from flexgen_helm.engine.engine import Engine
 from flexgen_helm.errors import Interrupted
+from tests.helpers.chat_models import add_template
 
 
 def write_lines(path, lines):
@@ -79,6 +80,51 @@ def test_generate_answers_in_order_and_a_bad_line_fails_alone(tiny, tmp_path, ca
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.jsonl"]
     captured = capsys.readouterr()
     assert captured.out == "" and "9 of 12 requests failed" in captured.err
+
+
+def test_generate_renders_chats_and_computes_each_setting_anew(tiny, tmp_path, monkeypatch):
+    folder = add_template(tiny("llama").path, tmp_path / "model")
+    content = "the quick"
+    parts = [{"type": "text", "text": content}]
+    asked = write_lines(
+        tmp_path / "in",
+        [
+            {"prompt": content, "max_tokens": 3},
+            {"messages": [{"role": "user", "content": content}], "max_tokens": 3},
+            {"messages": [{"role": "user", "content": parts}], "max_tokens": 3},
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            {"prompt": content, "messages": []},
+        ],
+    )
+    out = tmp_path / "out.jsonl"
+    command = ["generate", str(folder), "--prompts", str(asked), "--out", str(out)]
+    assert cli.main(command) == 1
+    plain, chat, listed, image, both = read_lines(out)
+    with Engine.from_pretrained(folder) as engine:
+        rendered = engine.tokenizer.encode(f"[user] {content}\n[assistant] ")
+    assert chat["prompt_token_ids"] == listed["prompt_token_ids"] == rendered != plain["prompt_token_ids"]
+    assert "text only" in image["error"] and "exactly one" in both["error"]
+    assert cli.main([*command, "--chat-template", "auto"]) == 1
+    assert read_lines(out)[0]["prompt_token_ids"] == rendered
+
+    # Lines of an interrupted call are taken over under its own settings only.
+    asked.write_text("\n".join(asked.read_text().splitlines()[:2]))
+    whole, asked_for = Engine.run, []
+
+    def stop_after_one(self, requests, *, on_result):
+        asked_for.append(len(requests))
+        whole(self, requests[:1], on_result=on_result)
+        raise Interrupted("interrupted")
+
+    monkeypatch.setattr(Engine, "run", stop_after_one)
+    for settings in (
+        [],
+        ["--chat-template", "auto"],
+        ["--chat-template", "auto", "--chat-template-kwargs", '{"a": 1}'],
+    ):
+        assert cli.main([*command, *settings]) == 130
+    assert asked_for == [2, 2, 2]
+    assert cli.main([*command, "--chat-template", "auto"]) == 130 and asked_for[-1] == 1
 
 
 def test_generate_reads_stdin_and_writes_stdout(tiny, monkeypatch, capsys):

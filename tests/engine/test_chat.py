@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import math
-import shutil
 
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.tokenizer.thinking import FORCED_END
+from tests.helpers.chat_models import add_template
 
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content.split('</think>')[-1] }}\n{% endfor %}"
-    "[assistant] {% if think is defined %}<think>{% endif %}"
-)
 CHAT = [{"role": "user", "content": "the quick"}]
 
 
 @pytest.fixture(scope="module")
 def folder(tiny, tmp_path_factory):
     """A tiny model whose tokenizer has a template."""
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(tiny("llama").path, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return add_template(tiny("llama").path, tmp_path_factory.mktemp("chat") / "model")
 
 
 def test_messages_and_prompts_are_rendered_as_asked(tiny, folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,19 @@ NO_SYSTEM = (
     "{{ '<start_of_turn>' + m['role'] + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{{ '<start_of_turn>model\n' }}"
 )
+# Thinks if it is told to; every tokenizer can write it.
+TURNS = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+    "[assistant] {% if think is defined %}<think>{% endif %}"
+)
 PLAIN_TURNS = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
+
+
+def add_template(model: Path, folder: Path) -> Path:
+    """Copy a model's folder, with the template `TURNS`."""
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(TURNS, encoding="utf-8")
+    return folder
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ As a script it is `helm-run` (or `flexgen-helm run`) on that engine, in a proces
     python fake_engine.py run|suite ARGUMENTS OF helm-run
 
 Environment: FAKE_LOG names a file that gets one JSON line for every model loaded, block run and answer computed;
-FAKE_DELAY_S is the time an answer takes.
+FAKE_DELAY_S is the time an answer takes; FAKE_TEMPLATE gives the tokenizer a chat template.
 """
 
 from __future__ import annotations
@@ -162,13 +162,15 @@ def fake_context(
     loader: FakeLoader | None = None, adds_bos: bool = False, chat_template: str | None = None
 ) -> PluginContext:
     """A context of the plugin whose engines and tokenizers are fakes."""
+    from flexgen_helm.checkpoint.catalog import CATALOG
     from flexgen_helm.plugin.context import PluginContext
     from flexgen_helm.plugin.models import ModelFacts
 
+    base = {name for name, entry in CATALOG.items() if not entry.instruct}
     return PluginContext(
         loader or FakeLoader(),  # type: ignore[arg-type]
         load_tokenizer=lambda model: FakeTokenizer(adds_bos, chat_template),  # type: ignore[arg-type, return-value]
-        read_facts=lambda model: ModelFacts(model.name, MAX_POSITIONS, 1, False),
+        read_facts=lambda model: ModelFacts(model.name, MAX_POSITIONS, 1, False, model.path in base),
     )
 
 
@@ -176,7 +178,7 @@ def install(adds_bos: bool = False) -> None:
     """Make this process use fakes."""
     from flexgen_helm.plugin.context import set_context
 
-    set_context(fake_context(adds_bos=adds_bos))
+    set_context(fake_context(adds_bos=adds_bos, chat_template=os.environ.get("FAKE_TEMPLATE")))
 
 
 def main() -> int:

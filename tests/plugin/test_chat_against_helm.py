@@ -61,6 +61,7 @@ class Pair:
     arguments: ModelArguments
     context: PluginContext
     helm: HuggingFaceClient
+    helm_decides: bool
 
     def ours(self, request: Request) -> list[int]:
         return list(self.context.prepare(self.arguments, request).request.prompt_token_ids or ())
@@ -81,7 +82,7 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
     # HELM's client takes any template for a chat model's, and asks to be told of base models like this.
     asked = False if model.template is not None and not model.applied else None
     helm = HuggingFaceClient(BlackHoleCacheConfig(), tokenizer, str(folder), apply_chat_template=asked)
-    yield Pair(model, ModelArguments(model.name, str(folder)), context, helm)
+    yield Pair(model, ModelArguments(model.name, str(folder)), context, helm, helm._apply_chat_template)
 
 
 def _is_base(name: str) -> bool:
@@ -116,13 +117,15 @@ def test_the_ids_are_those_of_helms_client(pair: Pair, kind: str, text: str) -> 
 
 
 def test_what_helms_client_decides_by_itself_is_what_auto_decides(pair: Pair) -> None:
-    assert pair.context.chat(pair.arguments).applied == pair.model.applied == pair.helm._apply_chat_template
+    assert pair.context.chat(pair.arguments).applied == pair.model.applied == pair.helm_decides
 
 
 def test_the_comparison_can_fail(pair: Pair) -> None:
-    """Without the template, or with another system prompt, the ids are others."""
+    """With the other decision, or for another text, the ids are others."""
     request = KINDS["plain"](TEXTS[0])
-    if not pair.model.applied:
-        pytest.skip("prompts of base models are the same in both ways")
-    untemplated = replace(pair.arguments, options={"apply_chat_template": False})
-    assert pair.context.prepare(untemplated, request).request.prompt_token_ids != tuple(pair.theirs(request))
+    pair.helm._apply_chat_template = pair.model.applied
+    theirs = tuple(pair.theirs(request))
+    assert tuple(pair.ours(replace(request, prompt=TEXTS[1]))) != theirs
+    if pair.model.template is not None:
+        other = replace(pair.arguments, options={"apply_chat_template": not pair.model.applied})
+        assert pair.context.prepare(other, request).request.prompt_token_ids != theirs

@@ -16,13 +16,15 @@ from helm.proxy.retry import NonRetriableException
 from flexgen_helm.errors import MemoryLimitError, RequestError
 from flexgen_helm.plugin.client import FlexgenClient
 from flexgen_helm.plugin.convert import (
+    PlainTextRequest,
     PreparedRequest,
+    TokenRequest,
     failed_result,
     to_generation_request,
     to_request_result,
 )
 from flexgen_helm.plugin.prompt_encoder import PromptEncoder
-from flexgen_helm.request import GenerationResult
+from flexgen_helm.request import Completion, GenerationResult, ThinkingFormat
 from flexgen_helm.tokenizer.chat import ChatOptions, chat_format
 from tests.helpers.fake_engine import MAX_POSITIONS, POISON, FakeTokenizer, answer
 
@@ -188,3 +190,88 @@ def test_other_failures_are_flagged_too() -> None:
         assert not got.success
         assert got.error_flags is not None
         assert (got.error_flags.is_retriable, got.error_flags.is_fatal) == (False, True)
+
+
+# Chat templates
+
+
+def rendered(request: Request, chat_template: str | None = "yes", **options: Any) -> PreparedRequest:
+    """As `prepared`, by a format that applies."""
+    own = encoder(FakeTokenizer(chat_template=chat_template))
+    return to_generation_request(
+        request, own, MAX_POSITIONS, chat_format(own.tokenizer, ChatOptions("auto", **options), "x", False)
+    )
+
+
+def text_of(prepared: PreparedRequest) -> str:
+    return "".join(map(chr, prepared.request.prompt_token_ids or ()))
+
+
+def test_plain_prompts_that_generate_are_a_users_turn_and_no_others() -> None:
+    assert text_of(rendered(PLAIN)) == "<user>Is 2 even?<assistant>"
+    untouched = [
+        SCORE,
+        replace(SCORE, max_tokens=3),
+        replace(PLAIN, max_tokens=0),
+        PlainTextRequest(**vars(PLAIN)),
+        TokenRequest(**vars(PLAIN), prompt_token_ids=(7, 8)),
+    ]
+    for request in untouched:
+        assert rendered(request) == prepared(request)  # key and all
+    assert rendered(PLAIN, chat_template=None) == prepared(PLAIN)
+
+
+def test_keys_tell_settings_of_the_template_apart() -> None:
+    settings: list[dict[str, Any]] = [
+        {}, {"system_prompt": "s"}, {"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 2}},
+    ]  # fmt: skip
+    keys = [prepared(PLAIN).key, *(rendered(PLAIN, **options).key for options in settings)]
+    assert len(set(keys)) == len(keys)
+    # The ids alone do not decide: another template may lead to the same ones.
+    spelt = prepared(replace(PLAIN, prompt=text_of(rendered(PLAIN))))
+    assert spelt.request == rendered(PLAIN).request and spelt.key != rendered(PLAIN).key
+    assert rendered(PLAIN).key == rendered(PLAIN).key
+
+
+@pytest.mark.parametrize("prompt_tokens", [MAX_POSITIONS - 5, MAX_POSITIONS])
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_what_the_window_leaves_is_generated(prompt_tokens: int, adds_bos: bool) -> None:
+    tokenizer = FakeTokenizer(adds_bos)
+    length = prompt_tokens - adds_bos
+    clipped = prepared(replace(PLAIN, prompt="a" * length, max_tokens=MAX_POSITIONS), tokenizer)
+    assert clipped.request.max_tokens == MAX_POSITIONS + 1 - prompt_tokens  # the last token is never fed
+    assert clipped.is_clipped and len(clipped.request.prompt_token_ids or ()) == prompt_tokens
+    fits = prepared(replace(PLAIN, prompt="a" * length, max_tokens=MAX_POSITIONS + 1 - prompt_tokens), tokenizer)
+    assert fits.request == clipped.request and not fits.is_clipped
+    for exact in (PlainTextRequest(**vars(PLAIN)), replace(SCORE)):  # neither may be shorter than it asks for
+        kept = prepared(replace(exact, prompt="a" * length, max_tokens=MAX_POSITIONS), tokenizer)
+        assert kept.request.max_tokens == MAX_POSITIONS and not kept.is_clipped
+    full = prepared(replace(PLAIN, prompt="a" * (MAX_POSITIONS + 1)), tokenizer)
+    assert full.request.max_tokens == PLAIN.max_tokens  # and refused by the engine
+
+
+def test_a_chat_is_clipped_too() -> None:
+    chat = replace(PLAIN, prompt="", messages=[{"role": "user", "content": "Hi"}], max_tokens=8 * MAX_POSITIONS)
+    got = prepared(chat, FakeTokenizer(chat_template="yes"))
+    assert got.is_clipped and got.request.max_tokens == MAX_POSITIONS + 1 - len("<user>Hi<assistant>")
+
+
+def test_thinking_is_no_part_of_the_answer() -> None:
+    asked = rendered(PLAIN, chat_template="{{ '</think>' }}")
+    assert asked.request.thinking == ThinkingFormat(False, None, tuple(map(ord, "\n</think>\n\n")))
+    assert rendered(PLAIN).request.thinking is None  # no thinking model
+    assert rendered(SCORE, chat_template="</think>").request.thinking is None
+
+    def output(text: str) -> Any:
+        ids = tuple(map(ord, text))
+        completion = Completion(text, tuple(text), ids, (-0.5,) * len(text), "length")
+        answered = GenerationResult((completion,), asked.request.prompt_token_ids or ())  # type: ignore[arg-type]
+        return to_request_result(PLAIN, asked, answered, False, encoder()).completions[0]
+
+    thought = output("<think>\nWhy.\n</think>\n\nYes.")
+    assert (thought.text, thought.thinking.text, thought.logprob) == ("Yes.", "Why.", -2.0)
+    assert [token.text for token in thought.tokens] == list("Yes.")
+    unfinished = output("<think>\nWhy")
+    assert (unfinished.text, unfinished.tokens, unfinished.thinking.text) == ("", [], "Why")
+    assert unfinished.finish_reason == {"reason": "length"} and unfinished.logprob == 0.0
+    assert output("Yes.").thinking is None

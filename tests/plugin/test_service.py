@@ -98,6 +98,21 @@ def test_blocks_on_hold_run_together(bench: Bench) -> None:
     second.close()
 
 
+def test_settings_of_prompts_share_the_engine_and_its_responses(bench: Bench) -> None:
+    plain = ModelArguments("m", "m", options={"device": "cpu"})
+    chat = ModelArguments("m-with-template", "m", options={"device": "cpu", "apply_chat_template": True})
+    other = ModelArguments("m", "m", options={"device": "cuda"})
+    with bench.service.hold():
+        requests = [(plain, "a"), (chat, "<user>a"), (chat, "b"), (plain, "b"), (other, "c")]
+        blocks = [bench.service.submit(model, [prepared(prompt)]) for model, prompt in requests]
+    for block in blocks:
+        block.wait()
+        block.close()
+    assert bench.blocks == [3, 1]  # a score is of the same text under both settings, and computed once
+    assert bench.service.loaded(plain) is bench.service.loaded(chat) is not None
+    assert bench.service.loaded(chat) is not bench.service.loaded(other)
+
+
 def test_models_take_turns_and_one_is_in_memory(bench: Bench) -> None:
     with bench.service.hold():
         blocks = [bench.service.submit(m, [prepared(p)]) for p in "ab" for m in (MODEL, OTHER)]

@@ -166,3 +166,19 @@ def test_the_window_reserves_the_place_of_bos(
     assert window.fits_within_context_window("\x01" + "a" * 7, 3)
     assert window.truncate_from_right("a" * 20, 3) == "a" * (7 if adds_bos else 8)
     assert window.truncate_from_right("\x01" + "a" * 20, 3) == "\x01" + "a" * 7
+
+
+def test_the_window_reserves_the_tokens_of_the_template(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> None:
+    context = use_context(fake_context(adds_bos=True, chat_template="yes"))
+    monkeypatch.setattr(context, "find_model", lambda name, arguments=None: ModelArguments(name, name))
+    service: Any = Service(FlexgenTokenizer("flexgen/x"))
+    window = FlexgenWindowService(service, "flexgen/x", max_sequence_length=40, max_request_length=41)
+    added = len("\x01<user><assistant>")
+    assert window.fits_within_context_window("a" * (41 - 3 - added), 3)
+    assert not window.fits_within_context_window("a" * (41 - 3 - added + 1), 3)
+    assert window.truncate_from_right("a" * 60, 3) == "a" * (41 - 3 - added)
+    # A scored prompt gets BOS alone.
+    assert window.fits_within_context_window("a" * 40) and not window.fits_within_context_window("a" * 41)
+    longest = Request(prompt=window.truncate_from_right("a" * 60, 3), temperature=0, max_tokens=3)
+    prepared = context.prepare(ModelArguments("flexgen/x", "x"), longest)
+    assert len(prepared.request.prompt_token_ids or ()) + prepared.request.max_tokens == 41

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flexgen_helm.plugin.convert import PreparedRequest
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.service import Response
 from flexgen_helm.plugin.usage import HelmRun, requests_usage, suite_usage
-from flexgen_helm.request import Cost, GenerationResult
+from flexgen_helm.request import Completion, Cost, GenerationRequest, GenerationResult, ThinkingFormat
 
 
 def test_a_repetition_counts_its_tokens_and_costs_nothing() -> None:
@@ -66,3 +68,31 @@ def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
     assert other["time_s"]["compute"] == 9.0 and other["workload"]["num_requests"] == 1
     (tmp_path / "flexgen_suite.json").write_text('{"runs": 3, "models": []}')
     assert call(run_of(tmp_path, "one", 10, block(4.0, 7, 3.0)))["models"] == first["models"]
+
+
+def test_requests_without_room_and_thinking_without_an_end_are_counted(tmp_path: Path) -> None:
+    def request(key: str, thinking: ThinkingFormat | None, is_clipped: bool = False) -> PreparedRequest:
+        return PreparedRequest(GenerationRequest(prompt_token_ids=(1,), thinking=thinking), key, (), 1, is_clipped)
+
+    def response(*texts: str) -> Response:
+        completions = (Completion(text, (text,), (1,), (-1.0,), "length") for text in texts)
+        return Response(GenerationResult(tuple(completions)), is_cached=False)
+
+    inside, thinks = ThinkingFormat(begins_inside=True), ThinkingFormat()
+    requests = [
+        request("done", inside, is_clipped=True), request("half", inside), request("half", inside),
+        request("answers", thinks), request("begun", thinks), request("several", inside), request("plain", None),
+        request("failed", inside),
+    ]  # fmt: skip
+    responses = {
+        "done": response("so\n</think>\n\n"), "half": response("so"), "answers": response("Yes."),
+        "begun": response("<think>so"), "several": response("so</think>Yes.", "so"), "plain": response("<think>"),
+    }  # fmt: skip
+    block: Any = SimpleNamespace(
+        requests=requests, keys=[request.key for request in requests], responses=lambda: responses
+    )
+    service: Any = SimpleNamespace(loading_s=lambda *args: 0.0, loaded=lambda model: None)
+    run = HelmRun("r", tmp_path, ModelArguments("m", "opt-125m"))
+    run.record_block(service, block)
+    record = run.as_json()
+    assert (record["num_clipped"], record["unfinished_thinking"]) == (1, 4)

@@ -273,3 +273,44 @@ def test_efficiency_of_padding():
     assert efficiency["to_longest"] == pytest.approx(70 / (3 * 36)) == efficiency["in_buckets"]
     efficiency = padding([cost(10, 1) for _ in range(32)] + [cost(40, 1) for _ in range(32)])
     assert efficiency["in_buckets"] == 1.0 and efficiency["to_longest"] == pytest.approx((11 + 41) / 82)
+
+
+def chat_record(applied=True, **settings):
+    return {"chat_template": {"applied": applied, "reason": "auto", "kwargs": {}, "system_prompt": None, **settings}}
+
+
+def test_how_prompts_were_sent_and_which_answers_had_no_room(tmp_path):
+    folder = tmp_path / "runs" / "chats"
+    cost = [Cost(10, 10, 2)] * 4
+
+    def write(model, **more):
+        path = write_run(folder, "mc:mode=a", "fp16", {"exact_match": 0.5}, accuracies([1, 0, 1, 0]), model)
+        add_record(path, cost, 1.0, **more)
+
+    write("one", **chat_record(), unfinished_thinking=3, num_clipped=0)
+    write_totals(folder)
+    page = suite_page(read_suite(folder))
+    assert page.facts["prompts"] == "through the chat template"
+    assert [note for note in page.notes if "Models differ" in note] == []
+    assert any(
+        note.startswith("3 of 4 answers of mc:mode=a of flexgen/one ended while still thinking") for note in page.notes
+    )
+    settings = {"kwargs": {"enable_thinking": False}, "system_prompt": "s", "thinking_budget": 1000}
+    write("two", **chat_record(**settings))
+    write("three", **chat_record(False), num_clipped=2)
+    write_totals(folder)
+    notes = suite_page(read_suite(folder)).notes
+    assert (
+        "Models differ in how prompts were sent: flexgen/one through the chat template; flexgen/three as they are; "
+        "flexgen/two through the chat template, with enable_thinking=false, a system prompt, a thinking budget of 1,000"
+    ) in notes
+    assert any("2 of 4 answers of mc:mode=a of flexgen/three had less room" in note for note in notes)
+
+
+def test_settings_of_a_model_are_compared_each_with_its_own_precisions(tmp_path):
+    folder = tmp_path / "runs" / "settings"
+    for model, right in (("one", [1, 1, 0]), ("one-no-template", [0, 1, 0])):
+        for precision in ("fp16", "4bit"):
+            write_run(folder, "mc:mode=a", precision, {"exact_match": sum(right) / 3}, accuracies(right), model)
+    compared = {model.model: model.comparisons[0].baseline for model in read_suite(folder).compared}
+    assert compared == {"one": pytest.approx(2 / 3), "one-no-template": pytest.approx(1 / 3)}

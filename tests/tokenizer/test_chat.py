@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import RequestError, UsageError
-from flexgen_helm.request import GenerationRequest
+from flexgen_helm.request import GenerationRequest, ThinkingFormat
 from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions, TemplateChoice, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
-from tests.helpers.chat_models import CHAT_MODELS
+from tests.helpers.chat_models import CHAT_MODELS, CHATML
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +177,19 @@ def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers
     record = auto.as_json()
     assert (record["applied"], record["reason"], record["kwargs"]) == (True, auto.reason, {})
     assert len(record["template"]) == 12
+
+
+def test_a_thinking_model_is_known_and_so_is_where_it_begins(tokenizers: dict[str, Tokenizer]) -> None:
+    thinks = decide(tokenizers["thinking"], thinking_budget=7)
+    answers = decide(tokenizers["thinking"], chat_template_kwargs={"enable_thinking": False})
+    end = tuple(tokenizers["thinking"].encode("\n</think>\n\n"))
+    for text in ("Hi", "What is <think>?", "<think>", "</think>", "Hello"):
+        assert thinks.thinking(thinks.render_prompt(text)) == ThinkingFormat(True, 7, end)
+        assert answers.thinking(answers.render_prompt(text)) == ThinkingFormat(False, None, end)
+    itself = Tokenizer(tokenizers["instruct"]._backend, chat_template=f"{CHATML}{{# </think> #}}")
+    for text in ("Hi", "What is <think>?"):  # the model writes <think> itself, whatever the user speaks of
+        decided = decide(itself)
+        thinking = decided.thinking(decided.render_prompt(text))
+        assert thinking is not None and not thinking.begins_inside
+    plain = decide(tokenizers["instruct"])
+    assert plain.thinking(plain.render_prompt("</think>")) is None
