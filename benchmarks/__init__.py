@@ -31,6 +31,7 @@ class Options:
     entry: HELM run entry, without a model
     instances: of the entry
     repeats: measurements of each side
+    chat: `clients` puts prompts through the chat template
     quick: a smoke test, whose figures mean nothing
     python: one with lm-evaluation-harness, for `accuracy`
     reference: folder of the harness's results, for `accuracy`
@@ -42,6 +43,7 @@ class Options:
     instances: int | None = None
     repeats: int | None = None
     quick: bool = False
+    chat: bool = False
     python: str | None = None
     reference: str | None = None
     tell: Callable[[str], None] = lambda line: None

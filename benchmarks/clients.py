@@ -1,8 +1,9 @@
 """`bench clients`: whole HELM runs with our client and with HELM's own Hugging Face client.
 
 HELM's client gets its best settings: float32 (its default, float16, is far slower on CPUs), the better of one and four
-threads, no chat template, and our very weights and tokenizer, already dequantized. Each measurement is a new process
-with nothing to reuse. MMLU's prompts also go through `transformers` alone, in padded batches of 16, longest first.
+threads, and our very weights and tokenizer, already dequantized. Each measurement is a new process with nothing to
+reuse. Prompts are sent as they are, or with `chat` through the model's chat template by both clients. MMLU's prompts
+also go through `transformers` alone, in padded batches of 16, longest first.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from flexgen_helm.benchmarks.padded_task import padded
 from flexgen_helm.benchmarks.reference import export_checked, tokenizer_of
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.checkpoint.names import TEMPLATE_SUFFIXES
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir
 from flexgen_helm.errors import UsageError
 from flexgen_helm.report.throughput import versions
+from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 REPEATS = 3
 QUICK_INSTANCES, QUICK_REPEATS = 5, 1
-# Prompts are sent as they are on both sides.
-OURS, REFERENCE = f"flexgen/{WHEEL_MODEL}-no-template", "reference/huggingface"
+OURS, REFERENCE = f"flexgen/{WHEEL_MODEL}", "reference/huggingface"
+CHAT_REFERENCE = f"{REFERENCE}-chat"
 PADDED_BATCH = 16
 # Scores are equal if log-probability metrics differ by at most this, relatively, and all others not at all.
 TOLERANCE = 1e-4
@@ -49,6 +52,7 @@ class Task:
     entries: run entries, without a model.
     data: file or folder that must be in the data folder.
     padded: compare with `transformers` in padded batches too.
+    chat: prompts go through the chat template.
     """
 
     name: str
@@ -56,22 +60,34 @@ class Task:
     instances: int
     data: str | None = None
     padded: bool = False
+    chat: bool = False
+
+    def model(self, is_ours: bool) -> str:
+        """Return the model of our client or of HELM's."""
+        if is_ours:
+            return OURS if self.chat else f"{OURS}{TEMPLATE_SUFFIXES[False]}"
+        return CHAT_REFERENCE if self.chat else REFERENCE
 
 
+_MMLU = ("mmlu:subject=abstract_algebra", "mmlu:subject=us_foreign_policy")
 TASKS = (
-    Task("mmlu", ("mmlu:subject=abstract_algebra", "mmlu:subject=us_foreign_policy"), 1000, "mmlu", padded=True),
+    Task("mmlu", _MMLU, 1000, "mmlu", padded=True),
     Task("natural", ("synthetic_reasoning_natural:difficulty=easy",), 100),
     Task("pattern_match", ("synthetic_reasoning:mode=pattern_match",), 100),
     Task("lambada", ("lambada:mode=accuracy", "lambada:mode=perplexity"), 500, "lambada_openai_test.jsonl"),
 )
-# Side -> program, model, threads.
-SIDES: Mapping[str, tuple[Sequence[str], str, int | None]] = {
-    "flexgen-helm run": (SUITE, OURS, None),
-    "helm-run with flexgen": (HELM, OURS, None),
-    "huggingface -n 1": (HELM, REFERENCE, 1),
-    "huggingface -n 4": (HELM, REFERENCE, 4),
+CHAT_TASKS = (
+    Task("mmlu_chat", _MMLU, 1000, "mmlu", chat=True),
+    Task("pattern_match_chat", ("synthetic_reasoning:mode=pattern_match",), 100, chat=True),
+)
+# Side -> program, whether the client is ours, threads.
+SIDES: Mapping[str, tuple[Sequence[str], bool, int | None]] = {
+    "flexgen-helm run": (SUITE, True, None),
+    "helm-run with flexgen": (HELM, True, None),
+    "huggingface -n 1": (HELM, False, 1),
+    "huggingface -n 4": (HELM, False, 4),
 }
-FLEXGEN = [side for side, (_, model, _) in SIDES.items() if model == OURS]
+FLEXGEN = [side for side, (_, is_ours, _) in SIDES.items() if is_ours]
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -96,9 +112,9 @@ def run(options: Options) -> dict[str, Any]:
             runs: dict[str, list[HelmRun]] = {label: [] for label in SIDES}
             batches: list[float] = []
             for repeat in range(repeats):
-                for label, (program, model, threads) in SIDES.items():
+                for label, (program, is_ours, threads) in SIDES.items():
                     folder = scratch / f"{task.name}.{label.replace(' ', '')}.{repeat}"
-                    entries = [with_model(entry, model) for entry in task.entries]
+                    entries = [with_model(entry, task.model(is_ours)) for entry in task.entries]
                     helm = helm_run(entries, task.instances, folder, configs, threads, program=program)
                     runs[label].append(helm)
                     options.tell(f"{task.name}, {label}: {helm.seconds:.1f} s ({repeat + 1} of {repeats})")
@@ -112,9 +128,10 @@ def run(options: Options) -> dict[str, Any]:
 def _tasks(options: Options) -> tuple[list[Task], list[str]]:
     """Return the tasks to measure, and notes on those without data."""
     if options.entry:
-        return [Task(options.entry.partition(":")[0], (options.entry,), options.instances or 50)], []
+        name = options.entry.partition(":")[0]
+        return [Task(name, (options.entry,), options.instances or 50, chat=options.chat)], []
     tasks, notes = [], []
-    for task in TASKS:
+    for task in CHAT_TASKS if options.chat else TASKS:
         instances = options.instances or (QUICK_INSTANCES if options.quick else task.instances)
         folder = data_dir()
         if task.data is not None and (folder is None or not (folder / task.data).exists()):
@@ -128,34 +145,54 @@ def with_model(entry: str, model: str) -> str:
     return f"{entry}{',' if ':' in entry else ':'}model={model}"
 
 
-def helm_configs(folder: Path, max_positions: int) -> dict[str, Any]:
-    """Return HELM's configuration files (name -> content) for the reference copy in `folder`."""
+def helm_configs(folder: Path, max_positions: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return HELM's configuration files (name -> content) for the reference copy in `folder`.
+
+    It is there twice: `REFERENCE` without a chat template, `CHAT_REFERENCE` with it. Windows are as long as ours.
+    tokenizer: that of the copy, read by us.
+    """
     source = {"pretrained_model_name_or_path": str(folder)}
-    client = {**source, "torch_dtype": "torch.float32", "apply_chat_template": False}
-    deployment = {
-        "name": REFERENCE,
-        "model_name": REFERENCE,
-        "tokenizer_name": REFERENCE,
-        "max_sequence_length": max_positions,
-        "client_spec": {"class_name": "helm.clients.huggingface_client.HuggingFaceClient", "args": client},
-    }
-    metadata = {
-        "name": REFERENCE,
-        "creator_organization_name": "reference",
-        "display_name": "Hugging Face client",
-        "description": "the same weights under HELM's own client",
-        "access": "open",
-        "release_date": None,
-        "tags": ["TEXT_MODEL_TAG", "FULL_FUNCTIONALITY_TEXT_MODEL_TAG", "INSTRUCTION_FOLLOWING_MODEL_TAG"],
-    }
-    tokenizer: dict[str, Any] = {
+    deployments = [
+        {
+            "name": name,
+            "model_name": name,
+            "tokenizer_name": REFERENCE,
+            "max_sequence_length": max_positions,
+            "max_request_length": max_positions + 1,
+            "client_spec": {
+                "class_name": "helm.clients.huggingface_client.HuggingFaceClient",
+                "args": {
+                    **source,
+                    "torch_dtype": "torch.float32",
+                    "apply_chat_template": name == CHAT_REFERENCE,
+                    "end_of_text_token": tokenizer.eos_text,  # otherwise it stays in the completion
+                },
+            },
+        }
+        for name in (REFERENCE, CHAT_REFERENCE)
+    ]
+    models = [
+        {
+            "name": name,
+            "creator_organization_name": "reference",
+            "display_name": "Hugging Face client",
+            "description": "the same weights under HELM's own client",
+            "access": "open",
+            "release_date": None,
+            "tags": ["TEXT_MODEL_TAG", "FULL_FUNCTIONALITY_TEXT_MODEL_TAG", "INSTRUCTION_FOLLOWING_MODEL_TAG"],
+        }
+        for name in (REFERENCE, CHAT_REFERENCE)
+    ]
+    tokenizer_config: dict[str, Any] = {
         "name": REFERENCE,
         "tokenizer_spec": {"class_name": "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer", "args": source},
+        "end_of_text_token": tokenizer.eos_text,
+        "prefix_token": tokenizer.bos_text or tokenizer.eos_text,
     }
     return {
-        "model_deployments.yaml": {"model_deployments": [deployment]},
-        "model_metadata.yaml": {"models": [metadata]},
-        "tokenizer_configs.yaml": {"tokenizer_configs": [tokenizer]},
+        "model_deployments.yaml": {"model_deployments": deployments},
+        "model_metadata.yaml": {"models": models},
+        "tokenizer_configs.yaml": {"tokenizer_configs": [tokenizer_config]},
     }
 
 
@@ -163,9 +200,7 @@ def _prepare(scratch: Path, checkpoint: Checkpoint) -> Path:
     """Write the reference copy and HELM's configuration files for it; returns the folder of the latter."""
     folder, configs = scratch / "reference", scratch / "configs"
     tokenizer = export_checked(checkpoint, folder)
-    content = helm_configs(folder, checkpoint.config.max_positions)
-    special_tokens = {"end_of_text_token": tokenizer.eos_text, "prefix_token": tokenizer.bos_text or tokenizer.eos_text}
-    content["tokenizer_configs.yaml"]["tokenizer_configs"][0].update(special_tokens)
+    content = helm_configs(folder, checkpoint.config.max_positions, tokenizer)
     configs.mkdir()
     for name, entries in content.items():
         (configs / name).write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
@@ -187,8 +222,10 @@ def _result(
     typical, reference = by_duration[(len(by_duration) - 1) // 2], runs[theirs][-1]  # of an even number, the faster one
     assert typical.records, "our runs write flexgen_run.json"
     tokenizer = tokenizer_of(checkpoint)
-    prompts = prompt_tokens(typical.records, [_computed_ids(request, tokenizer) for request in typical.requests])
+    chat = ChatFormat(tokenizer, task.chat, "", ChatOptions())
+    prompts = prompt_tokens(typical.records, [_computed_ids(request, chat) for request in typical.requests])
     bound = bound_of(typical, prompts, checkpoint.config.linear_flops_per_token)
+    compared = len(typical.stats.keys() | reference.stats.keys())
     differing = differences(typical.stats, reference.stats)
     unexplained = [line for line in differing if line["why"] is None]
     equal = sum(a == b for a, b in zip(typical.texts, reference.texts))
@@ -207,17 +244,17 @@ def _result(
         "ratios": ratios,
         "prompts": prompts,
         "bound": bound,
-        "scores": {"compared": len(typical.stats), "differing": differing, "equal_completions": equal},
+        "scores": {"compared": compared, "differing": differing, "equal_completions": equal},
         "notes": [
             f"{task.name}: {ours} against {theirs}; {prompts['computed']:.0f} of {prompts['asked']:.0f} requested "
             f"prompt tokens were computed, the trie has {prompts['nodes']} "
             f"({prompts['computed'] / prompts['nodes']:.2f}x); efficiency {prompts['efficiency']:.1%}",
             f"  bound: {bound['flops']:.3g} operations at {bound['flops_per_s']:.3g}/s take {bound['seconds']:.1f} s; "
             f"the run takes {bound['of_bound']:.2f} times that after a start-up of {bound['start_up_s']:.1f} s",
-            f"  completions: {equal} of {len(typical.texts)} equal; metrics: {len(typical.stats) - len(differing)} "
+            f"  completions: {equal} of {len(typical.texts)} equal; metrics: {compared - len(differing)} "
             f"equal, {len(differing) - len(unexplained)} differ as HELM's client must, {len(unexplained)} otherwise",
             *dict.fromkeys(f"    {line['why']}" for line in differing if line["why"]),
-            *(f"    {line['metric']}: {line['ours']:g}, reference {line['reference']:g}" for line in unexplained),
+            *(f"    {line['metric']}: {line['ours']}, reference {line['reference']}" for line in unexplained),
         ],
     }
 
@@ -255,10 +292,12 @@ def _row(task: Task, label: str, runs: Sequence[HelmRun]) -> dict[str, Any]:
     }
 
 
-def _computed_ids(request: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+def _computed_ids(request: Mapping[str, Any], chat: ChatFormat) -> tuple[int, ...]:
     """Return the prompt tokens that go through the model: without the last, if no token may follow it."""
-    ids = tuple(tokenizer.encode(request["prompt"], add_special_tokens=False))
-    return ids if request["max_tokens"] else ids[:-1]
+    if not request["max_tokens"]:
+        return tuple(chat.tokenizer.encode(request["prompt"], add_special_tokens=False))[:-1]
+    text = chat.render_prompt(request["prompt"]) if chat.applied else request["prompt"]
+    return tuple(chat.tokenizer.encode(text, add_special_tokens=False))
 
 
 def prompt_tokens(records: Sequence[Mapping[str, Any]], prompts: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -302,23 +341,32 @@ def bound_of(run: HelmRun, prompts: Mapping[str, float], flops_per_token: float)
 
 
 def differences(ours: Mapping[str, float], reference: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return the metrics of both sides that are not equal; `why` is None if no known defect of HELM explains it."""
-    return [
-        {"metric": name, "ours": ours[name], "reference": reference[name], "why": _why(name, reference[name])}
-        for name in sorted(ours.keys() & reference.keys())
-        if not _equal(name, ours[name], reference[name])
-    ]
+    """Return the metrics that are not equal, or that one side lacks (None).
+
+    `why` is None if no known defect of HELM's client explains it.
+    """
+    found = []
+    for name in sorted(ours.keys() | reference.keys()):
+        a, b, metric = ours.get(name), reference.get(name), name.rpartition(": ")[2]  # without the run's entry
+        if a is None or b is None or not _equal(metric, a, b):
+            found.append({"metric": name, "ours": a, "reference": b, "why": _why(metric, a, b)})
+    return found
 
 
 def _equal(name: str, a: float, b: float) -> bool:
     return a == b or (name.startswith(tuple(_CERTAIN_VALUES)) and math.isclose(a, b, rel_tol=TOLERANCE))
 
 
-def _why(name: str, reference: float) -> str | None:
+def _why(name: str, ours: float | None, reference: float | None) -> str | None:
     """Return the defect of HELM's client that explains its value `reference`."""
     if name.startswith("finish_reason_"):
         return "finish_reason: HELM's Hugging Face client reports none"
+    if reference is None:
+        is_calibration = name.startswith(("ece_", "platt_", "selective_"))
+        return "calibration: HELM leaves it out where all probabilities are 1" if is_calibration else None
     metric = next((metric for metric in _CERTAIN_VALUES if name.startswith(metric)), None)
     if metric is not None and math.isclose(reference, _CERTAIN_VALUES[metric], abs_tol=1e-6):
         return "log-probabilities: HELM's client takes them after dividing by a temperature of 1e-7, so all are 0"
+    if name.startswith("num_bytes") and ours is not None and reference > ours:
+        return "num_bytes: HELM's client decodes token by token, and counts 3 bytes for each part of a character"
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -82,12 +83,15 @@ def helm_run(
 
 
 def read_runs(directories: Sequence[Path], seconds: float, started: float = 0.0) -> HelmRun:
-    """Read HELM's run directories in the order of their names. started: `time.time()` at the process's start."""
+    """Read HELM's run directories in the order of their entries. started: `time.time()` at the process's start.
+
+    Of several directories, the names of statistics begin with the entry, without its model.
+    """
     stats: dict[str, float] = {}
     states: list[Any] = []
     records, ready = [], []
-    for directory in sorted(directories):
-        prefix = f"{directory.name}: " if len(directories) > 1 else ""
+    for directory in sorted(directories, key=_entry_of):
+        prefix = f"{_entry_of(directory)}: " if len(directories) > 1 else ""
         stats.update({prefix + name: value for name, value in scores(_read(directory / "stats.json")).items()})
         own_states = _read(directory / "scenario_state.json")["request_states"]
         states += own_states
@@ -118,6 +122,10 @@ def read_runs(directories: Sequence[Path], seconds: float, started: float = 0.0)
         requests=[state["request"] for state in states if "request" in state],
         ready_s=min(ready) - started if ready else 0.0,
     )
+
+
+def _entry_of(directory: Path) -> str:
+    return re.sub(r"[,:]model=[^,]*", "", directory.name)
 
 
 def scores(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -80,6 +80,6 @@ def _export_tokenizer(tokenizer: Tokenizer, source: Path, folder: Path) -> None:
         return
     tokenizer.save(folder / "tokenizer.json")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    special_tokens = {"bos_token": tokenizer.bos_text, "eos_token": tokenizer.eos_text}
-    settings |= {name: text for name, text in special_tokens.items() if text is not None}
+    texts = {"bos_token": tokenizer.bos_text, "eos_token": tokenizer.eos_text, "chat_template": tokenizer.chat_template}
+    settings |= {name: text for name, text in texts.items() if text is not None}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,19 +15,29 @@ from helm.benchmark import run_spec as helm_run_specs
 from helm.benchmark.presentation.run_entry import read_run_entries
 from helm.benchmark.run import build_parser
 from helm.benchmark.run_expander import RUN_EXPANDERS, ModelRunExpander
+from helm.benchmark.run_spec_factory import construct_run_specs
 from helm.common.object_spec import parse_object_spec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm import run_entries
+from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.cli.helm_flags import parse_helm_flags
 from flexgen_helm.errors import CheckpointError, UnknownModelError, UsageError
 from flexgen_helm.run_entries import check_arguments, check_entries, hints, parse, read_conf, run_spec_names
+from tests.helpers.data_sets import write_legalbench_settings
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
 
 MODEL = "flexgen/opt-125m"
+# Run file -> priority -> number of entries.
+LEADERBOARD_PRIORITIES = {
+    "helm_lite.conf": {1: 4, 2: 24},
+    "helm_lite_instruct.conf": {1: 4, 2: 24},
+    "helm_capabilities.conf": {1: 5},
+    "helm_safety.conf": {1: 3, 2: 2},
+}
 
 
 @given(st.text("ab:=,/1.-", max_size=20))
@@ -87,6 +98,33 @@ def test_shipped_files_are_read_as_helm_reads_them(conf: Path) -> None:
     entries = [entry.description for entry in read_run_entries([str(conf)]).entries]
     assert read_conf(conf) == entries and entries
     check_entries(entries, [])
+
+
+@pytest.mark.parametrize("conf", sorted((ROOT / "runs").glob("*.conf")), ids=lambda path: path.name)
+def test_helm_makes_a_run_of_every_shipped_entry(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline; LegalBench's run specs need a file, which the test writes."""
+    monkeypatch.setattr("helm.benchmark.runner._BENCHMARK_OUTPUT_PATH", str(tmp_path))
+    write_legalbench_settings(tmp_path)
+    runs = {}
+    for entry in read_conf(conf):
+        (spec,) = construct_run_specs(parse_object_spec(entry))
+        assert spec.adapter_spec.model == spec.adapter_spec.model_deployment == f"flexgen/{WHEEL_MODEL}"
+        assert "follow_format_instructions" not in entry or "critical to follow" in spec.adapter_spec.global_suffix
+        assert not {annotator.class_name for annotator in spec.annotators or []}, f"{entry} needs a judge"
+        runs[spec.name] = entry
+    assert len(runs) == len(read_conf(conf))  # no two in one folder
+
+
+@pytest.mark.parametrize("conf, priorities", LEADERBOARD_PRIORITIES.items())
+def test_leaderboards_have_the_runs_of_helms_own_files(conf: str, priorities: dict[int, int]) -> None:
+    """Counted in the files of HELM's repository, which its package leaves out; entries with a judge are comments."""
+    text = (ROOT / "runs" / conf).read_text(encoding="utf-8")
+    counted = Counter(int(found) for found in re.findall(r'\{description: "[^"]+", priority: (\d)\}', text))
+    assert counted == priorities
+    commented = [line for line in text.splitlines() if line.strip().startswith("# {")]
+    for line in commented:
+        (spec,) = construct_run_specs(parse_object_spec(line.split('"')[1]))
+        assert spec.annotators, f"{line} needs no judge"
 
 
 def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> None:

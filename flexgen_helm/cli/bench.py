@@ -34,6 +34,9 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="Only try it out: few instances, one repeat. The figures mean nothing.")
     ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="clients: put prompts through the model's chat template, in both clients.")
+    ] = False,
     python: Annotated[
         str | None,
         typer.Option(
@@ -64,7 +67,7 @@ def bench(
 
     from flexgen_helm.benchmarks import Options, load
 
-    options = Options(engine, entry, instances, repeats, quick, python, reference, tell=say)
+    options = Options(engine, entry, instances, repeats, quick, chat, python, reference, tell=say)
     result = load(name)(options)
     # The table leaves out what is no plain value, such as the seconds of each repetition.
     rows = [

@@ -14,6 +14,10 @@ from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath
 from flexgen_helm.cli.models import say_example
 from flexgen_helm.errors import UsageError
 
+FILES = ("quickstart.conf", "accuracy.conf", "data_wrangling.conf", "paper_helm7.conf")
+# Long; listed where their names are asked for.
+LEADERBOARDS = ("helm_capabilities.conf", "helm_safety.conf", "helm_lite.conf", "helm_lite_instruct.conf")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -41,7 +45,8 @@ class Row:
 def entries(
     pattern: Annotated[str | None, typer.Argument(help="Part of a run entry, file or data set.")] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Also the scenarios of HELM that nothing is known of here but the name.")
+        bool,
+        typer.Option("--all", help="Also HELM's leaderboards, and scenarios of which only the name is known here."),
     ] = False,
     output_path: OutputPath = DEFAULT_OUTPUT,
     as_json: JsonFlag = False,
@@ -50,11 +55,13 @@ def entries(
     """List run entries that are shipped or need no download: the data each needs, and whether it is here.
 
     Append ,model=flexgen/NAME to an entry (:model=flexgen/NAME where it has no arguments), and give it to run -r.
+    With follow_format_instructions the model comes first. `flexgen-helm entries helm_` lists HELM's leaderboards.
     HELM has some 300 scenarios more (--all), which download their data when they run, and have arguments of their own.
 
     Example: flexgen-helm entries mmlu --all
     """
-    rows = [row for row in all_rows(output_path, every) if (pattern or "").lower() in row.text]
+    listed = all_rows(output_path, every, leaderboards=every or pattern is not None)
+    rows = [row for row in listed if (pattern or "").lower() in row.text]
     if not rows:
         raise UsageError(f"no run entry has {pattern!r} in its name; `flexgen-helm entries --all` lists all scenarios")
     if as_json:
@@ -81,14 +88,17 @@ def entries(
     say_example(WHEEL_MODEL)
 
 
-def all_rows(output_path: Path, every: bool = False) -> list[Row]:
-    """Return the entries of the files in runs/, those of HELM that need no data, and `every` other scenario."""
+def all_rows(output_path: Path, every: bool = False, leaderboards: bool = False) -> list[Row]:
+    """Return the entries of the files in runs/, those of HELM that need no data, and `every` other scenario.
+
+    leaderboards: with the files of HELM's leaderboards.
+    """
     from flexgen_helm.run_entries import parse, read_conf, run_spec_names
     from flexgen_helm.runs.data import DATA, HELM_ENTRIES
 
     sources: dict[str, str] = {}
     folder = files("flexgen_helm.runs")
-    for name in ("quickstart.conf", "accuracy.conf", "data_wrangling.conf", "paper_helm7.conf"):
+    for name in FILES + LEADERBOARDS * leaderboards:
         for entry in read_conf(Path(str(folder / name))):
             scenario, arguments = parse(entry)
             arguments.pop("model", None)

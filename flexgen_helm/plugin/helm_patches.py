@@ -22,6 +22,7 @@ from helm.benchmark.adaptation.adapters.adapter import Adapter
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import ExecutionSpec, Executor
 from helm.benchmark.metrics.metric import MetricSpec
+from helm.benchmark.model_deployment_registry import get_model_deployment
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
@@ -311,6 +312,19 @@ def _get_adapter(
     # HELM's specs have no such function; those of `flexgen_helm.scenarios.adapters` do.
     make_adapter = getattr(adapter_spec, "make_adapter", None)
     return original(adapter_spec, tokenizer_service) if make_adapter is None else make_adapter(tokenizer_service)
+
+
+@_replaces(
+    "helm-run",
+    "run_expander:ModelRunExpander.replace_model_in_run_spec",
+    "self model_deployment_name run_spec",
+    "Run entries with `follow_format_instructions=instruct`, as those of HELM Lite, stop with an error.",
+)
+def _replace_model(original: Callable[..., RunSpec], expander: Any, name: str, run_spec: RunSpec) -> RunSpec:
+    """Registers the model before the next expander reads its tags. HELM looks a deployment up after all expanders."""
+    if name.startswith(PREFIX):
+        get_model_deployment(name)
+    return original(expander, name, run_spec)
 
 
 PATCHES += [

@@ -16,14 +16,16 @@ Vector = NDArray[np.float64]
 # Metrics in order of precedence; a run shows the first `MAX_SHOWN` that it has.
 MAIN_METRICS = (
     "exact_match", "quasi_exact_match", "prefix_exact_match", "exact_set_match", "f1_set_match", "iou_set_match",
-    "f1_score", "rouge_l", "rouge_2", "final_number_exact_match", "math_equiv", "pass", "classification_macro_f1",
-    "target_perplexity", "word_perplexity", "token_perplexity", "perplexity", "bits_per_byte", "logprob_per_byte",
+    "f1_score", "rouge_l", "rouge_2", "final_number_exact_match", "math_equiv", "math_equiv_chain_of_thought",
+    "chain_of_thought_correctness", "ifeval_strict_accuracy", "safety_score", "wildbench_score_rescaled",
+    "omni_math_accuracy", "pass", "classification_macro_f1", "target_perplexity", "word_perplexity", "token_perplexity",
+    "perplexity", "bits_per_byte", "logprob_per_byte",
 )  # fmt: skip
 MAX_SHOWN = 3
 # Of each instance these are 0 or 1, so the metric is a share of the instances.
 _SHARES = frozenset({
     "exact_match", "quasi_exact_match", "prefix_exact_match", "exact_set_match", "final_number_exact_match",
-    "math_equiv", "pass",
+    "math_equiv", "math_equiv_chain_of_thought", "chain_of_thought_correctness", "pass",
 })  # fmt: skip
 
 

@@ -52,20 +52,24 @@ def test_another_architecture_is_refused(tiny, tmp_path):
         export(open_checkpoint(tiny("opt").path), tmp_path)
 
 
-def test_helm_reads_the_entries(tmp_path):
+def test_helm_reads_the_entries(tiny, tmp_path):
     import cattrs
     import yaml
     from helm.benchmark.model_deployment_registry import ModelDeployments
     from helm.benchmark.model_metadata_registry import ModelMetadataList
     from helm.benchmark.tokenizer_config_registry import TokenizerConfigs
 
-    content = yaml.safe_load(yaml.safe_dump(clients.helm_configs(tmp_path, 96)))
-    (deployment,) = cattrs.structure(content["model_deployments.yaml"], ModelDeployments).model_deployments
+    content = yaml.safe_load(
+        yaml.safe_dump(clients.helm_configs(tmp_path, 96, Tokenizer.from_path(tiny("llama").path)))
+    )
+    raw, chat = cattrs.structure(content["model_deployments.yaml"], ModelDeployments).model_deployments
     (tokenizer,) = cattrs.structure(content["tokenizer_configs.yaml"], TokenizerConfigs).tokenizer_configs
-    (metadata,) = cattrs.structure(content["model_metadata.yaml"], ModelMetadataList).models
-    assert deployment.name == deployment.tokenizer_name == tokenizer.name == metadata.name == clients.REFERENCE
-    assert deployment.client_spec.args["torch_dtype"] == "torch.float32"
-    assert deployment.client_spec.args["apply_chat_template"] is False
+    models = cattrs.structure(content["model_metadata.yaml"], ModelMetadataList).models
+    assert (raw.name, chat.name) == (clients.REFERENCE, clients.CHAT_REFERENCE)
+    assert [model.name for model in models] == [raw.name, chat.name]
+    assert raw.tokenizer_name == chat.tokenizer_name == tokenizer.name
+    assert raw.client_spec.args["torch_dtype"] == "torch.float32"
+    assert raw.client_spec.args["apply_chat_template"] is False and chat.client_spec.args["apply_chat_template"] is True
 
 
 def test_entries_get_a_model():
@@ -94,7 +98,11 @@ def test_differences_follow_the_definition_of_equal_scores():
     ours = {"exact_match": 0.5, "logprob": -1.0, "perplexity": 2.0, "only_ours": 1.0, "f1": 0.1}
     theirs = {"exact_match": 0.5, "logprob": -1.00005, "perplexity": 2.1, "f1": 0.1000001}
     found = clients.differences(ours, theirs)
-    assert [(line["metric"], line["why"]) for line in found] == [("f1", None), ("perplexity", None)]
+    assert [(line["metric"], line["why"]) for line in found] == [
+        ("f1", None),
+        ("only_ours", None),
+        ("perplexity", None),
+    ]
 
 
 def test_only_known_defects_explain_a_difference():
@@ -104,6 +112,9 @@ def test_only_known_defects_explain_a_difference():
         "logprob": -1.0,
         "finish_reason_stop": 1.0,
         "exact_match": 1.0,
+        "ece_10_bin": 0.2,
+        "num_bytes": 5.0,
+        "num_bytes test": 7.0,
     }
     theirs = {
         "logprob_per_byte test": 0.0,
@@ -111,9 +122,14 @@ def test_only_known_defects_explain_a_difference():
         "logprob": -2.0,
         "finish_reason_stop": 0.0,
         "exact_match": 0.0,
+        "num_bytes": 9.0,
+        "num_bytes test": 5.0,
     }
     unexplained = [line["metric"] for line in clients.differences(ours, theirs) if line["why"] is None]
-    assert unexplained == ["exact_match", "logprob"]
+    of_a_suite = [{f"mmlu:subject=a: {name}": value for name, value in side.items()} for side in (ours, theirs)]
+    in_a_suite = [line["metric"] for line in clients.differences(*of_a_suite) if line["why"] is None]
+    assert in_a_suite == [f"mmlu:subject=a: {name}" for name in unexplained]
+    assert unexplained == ["exact_match", "logprob", "num_bytes test"]
 
 
 def write_run(folder, texts, record=None, began=None):
@@ -159,11 +175,11 @@ def tiny_checkpoint(tiny):
 
 def test_a_tasks_result(tmp_path, tiny_checkpoint):
     """One command has two runs: their records add up, and the first that was ready counts."""
-    write_run(tmp_path / "ours1", ["a", "b"], RECORD)
-    write_run(tmp_path / "ours2", ["a"], {**RECORD, "wall_s": {"generate": 1.0, "metrics": 1.0}})
-    write_run(tmp_path / "theirs1", ["a", "c"], began=1010)
-    write_run(tmp_path / "theirs2", ["a"], began=1020)
-    ours, theirs = ([tmp_path / f"{side}{i}" for i in (1, 2)] for side in ("ours", "theirs"))
+    write_run(tmp_path / "a,model=ours", ["a", "b"], RECORD)
+    write_run(tmp_path / "b:model=ours", ["a"], {**RECORD, "wall_s": {"generate": 1.0, "metrics": 1.0}})
+    write_run(tmp_path / "a,model=theirs", ["a", "c"], began=1010)
+    write_run(tmp_path / "b:model=theirs", ["a"], began=1020)
+    ours, theirs = ([tmp_path / f"{name}model={side}" for name in ("a,", "b:")] for side in ("ours", "theirs"))
     runs = {
         "flexgen-helm run": [helm_runs.read_runs(ours, seconds, 1000.0) for seconds in (10.0, 12.0, 11.0)],
         "helm-run with flexgen": [helm_runs.read_runs(ours, 13.0, 1000.0)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm import cli
 from flexgen_helm.runs.data import DATA
 from flexgen_helm.scenarios import error_detection, lambada, wikitext
-from tests.helpers.data_sets import FAKE_PASSAGES, PAGES, write_data
+from tests.helpers.data_sets import FAKE_PASSAGES, PAGES, write_data, write_legalbench_settings
 from tests.helpers.paths import ROOT
 
 
@@ -34,11 +35,17 @@ def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[
 
 
 def with_model(entry: str) -> str:
-    return f"{entry}{',' if ':' in entry else ':'}model=flexgen/opt-125m"
+    """The entry with its model first, because follow_format_instructions reads the model's tags."""
+    name, _, arguments = entry.partition(":")
+    return f"{name}:model=flexgen/opt-125m{',' if arguments else ''}{arguments}"
 
 
-def test_helm_can_run_every_entry(capsys: pytest.CaptureFixture[str]) -> None:
-    for entry, row in rows(capsys).items():
+def test_helm_can_run_every_entry(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("helm.benchmark.runner._BENCHMARK_OUTPUT_PATH", str(tmp_path / "output"))
+    write_legalbench_settings(tmp_path / "output")
+    for entry, row in (rows(capsys) | rows(capsys, "helm_")).items():
         specs = construct_run_specs(parse_object_spec(with_model(entry)))
         assert len(specs) == 1, entry
         scenario = get_class_by_name(specs[0].scenario_spec.class_name)
@@ -63,14 +70,14 @@ def test_what_needs_nothing_generates_its_instances(capsys: pytest.CaptureFixtur
 
 
 def test_every_shipped_entry_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    by_default, found = rows(capsys), rows(capsys, "--all")
+    leaderboards = {row["source"] for row in found.values()} - {row["source"] for row in by_default.values()}
+    assert leaderboards == {path.name for path in (ROOT / "runs").glob("helm_*.conf")}
     shipped = {
-        entry.description.replace(",model=flexgen/smollm2-135m-instruct-q4_1", "").replace(
-            ":model=flexgen/smollm2-135m-instruct-q4_1", ""
-        )
+        re.sub(r"model=flexgen/smollm2-135m-instruct-q4_1,?", "", entry.description).rstrip(",:")
         for conf in (ROOT / "runs").glob("*.conf")
         for entry in read_run_entries([str(conf)]).entries
     }
-    found = rows(capsys)
     assert shipped <= set(found)
     assert {"lambada:mode=accuracy", "wikitext", "simple_mcqa_scored", "error_detection:dataset=Hospital"} <= shipped
     assert all(row["source"] == "HELM" for entry, row in found.items() if entry not in shipped)
@@ -99,6 +106,13 @@ def test_data_is_found_where_the_scenarios_look_for_it(
         "mmlu:subject=us_foreign_policy",
     }
     assert found["wikitext"]["folder"] == str(tmp_path / "data") and len(wikitext.read_pages()) == len(PAGES)
+    for folder in ("hf/datasets/wmt14/cs-en", "elsewhere/scenarios/ifeval/data/google___if_eval"):
+        (tmp_path / folder).mkdir(parents=True)
+    found = rows(capsys, "helm_", "-o", "elsewhere")
+    here = {entry for entry, row in found.items() if row["is_here"] and row["source"] != "helm_lite_instruct.conf"}
+    assert here == {"ifeval", "wmt_14:language_pair=cs-en,follow_format_instructions=instruct"}
+    assert found["ifeval"]["place"] == "elsewhere/scenarios/ifeval"
+    assert found["mmlu_pro:subject=all"]["place"] == str(tmp_path / "hf" / "datasets")
     (tmp_path / "data" / lambada.FILE).unlink()
     assert not rows(capsys)["lambada:mode=accuracy"]["is_here"]
     (tmp_path / "hf" / "datasets" / "EleutherAI___lambada_openai").mkdir(parents=True)
@@ -110,7 +124,7 @@ def test_data_is_found_where_the_scenarios_look_for_it(
 def test_entries_are_filtered_and_all_scenarios_have_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(rows(capsys, "LAMBADA")) == {"lambada:mode=accuracy", "lambada:mode=perplexity"}
     every = rows(capsys, "--all")
-    assert len(every) > 250 and every["gsm"]["needs"] == "its own data" and "mmlu" not in every
-    assert "gsm" in rows(capsys, "gsm", "--all")
+    assert len(every) > 250 and every["boolq"]["needs"] == "its own data" and "mmlu" not in every
+    assert "boolq" in rows(capsys, "boolq", "--all")
     assert cli.main(["entries", "no-such"]) == 2
     assert "--all" in capsys.readouterr().err

@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from helm.benchmark.scenarios.legalbench_scenario import SUBSETS
+
 from flexgen_helm.scenarios import lambada, wikitext
 from tests.helpers.helm_runs import MODEL
 
@@ -51,6 +53,14 @@ FAKE_ENTRIES = [
     f"wikitext:model={MODEL}",
     f"wikitext:max_length=50,model={MODEL}",
 ]
+
+
+def write_legalbench_settings(output_path: Path) -> None:
+    """The file that HELM otherwise fetches to make a run spec of LegalBench: five lines, each a JSON object."""
+    values: Sequence[object] = ([["Text", "text"]], "Is it so?", "answer", "Label", None)
+    path = output_path / "scenarios" / "legalbench" / "prompt_construction_settings.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("\n".join(json.dumps(dict.fromkeys(SUBSETS, value)) for value in values))
 
 
 COLUMNS = ["index", "name", "city", "state", "note"]

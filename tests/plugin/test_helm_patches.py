@@ -276,6 +276,21 @@ def test_every_patch_fits_the_installed_helm_and_says_why() -> None:
             assert getattr(owner, name).flexgen_helm
 
 
+def test_an_expander_reads_the_tags_of_a_model_that_is_looked_up_later() -> None:
+    """Entries as HELM Lite has them, for a model that nothing has looked up before."""
+    for name, is_instruct in (("opt-iml-max-30b-paper-4bit", True), ("opt-30b-paper-4bit", False)):
+        entry = f"gsm:model=flexgen/{name},follow_format_instructions=instruct"
+        (spec,) = construct_run_specs(parse_object_spec(entry))
+        assert bool(spec.adapter_spec.global_prefix) == is_instruct
+
+
+def test_without_the_patch_helm_does_not_know_the_model(unpatched: list[str]) -> None:
+    with pytest.raises(ValueError, match="No model metadata"):
+        construct_run_specs(
+            parse_object_spec("gsm:model=flexgen/opt-13b-paper-4bit,follow_format_instructions=instruct")
+        )
+
+
 def test_a_helm_that_changed_refuses_suites(unpatched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "run_all", run_one_of_tomorrow)
     arguments = ["-r", f"simple_mcqa:model={MODEL}", "-m", "1", "--suite", "s"]
