@@ -60,6 +60,8 @@ def generate(
         settings = loaded.fingerprint
         if loaded.chat is not None:
             settings += f"{loaded.chat.applied}{loaded.chat.identity}"
+            if "apply_chat_template" in engine:
+                report(Message(loaded.chat.describe(loaded.name), is_warning=False))
         output.resume([_key(settings, content[number - 1]) for number, _ in lines])
         places, requests = [], []
         for place, (_, request) in enumerate(lines):

@@ -172,7 +172,7 @@ def _execute(original: Callable[..., ScenarioState], executor: Executor, *args: 
         import_classes(run.metric_classes)
         state = original(executor, *args, **kwargs)
         run.record_block(context.service, block)
-        with suppress(FlexgenError):  # only scores were asked for, and the template cannot be used
+        if any(may_be_rendered(request_state.request) for request_state in state.request_states):
             run.chat_template = context.chat(run.model).as_json()
         if context.suite is not None:
             context.suite.executed.append(run)

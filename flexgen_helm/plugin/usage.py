@@ -42,7 +42,7 @@ class HelmRun:
     metric_classes: full names of the classes that HELM will score the run with.
     keys: one per request, repeated where requests are equal.
     block: `Engine.last_run` of the block that computed the run; empty if nothing was computed.
-    chat_template: what was decided about it; None where it cannot be used.
+    chat_template: what was decided about it; None for a run that only scores or continues texts.
     num_clipped: requests whose `max_tokens` the window did not leave.
     unfinished_thinking: requests with an answer that ended while the model was still thinking.
     """
@@ -235,7 +235,8 @@ def _model_usage(
         block = dict(before)
     elif not is_all_computed:  # else (`--disable-cache`) what the earlier computation took is replaced
         block = _add_blocks(before, block)
-    chat_template = executed[-1].chat_template
+    decisions = [run.chat_template for run in executed if run.chat_template is not None]
+    chat_template = decisions[-1] if decisions else before.get("chat_template")
     usage = add_usage([runs_usage(executed), *earlier])
     return {**block, "fingerprint": fingerprint, "chat_template": chat_template, **usage}
 

@@ -71,14 +71,13 @@ def prepare(
         try:
             if chat is not None and place in rendered:
                 ids: list[int] | RequestError = chat.token_ids(rendered[place])
+                request = replace(request, thinking=chat.thinking(rendered[place]))
             elif request.prompt is not None:
                 ids = encoded[request.prompt]
             else:
                 ids = list(request.prompt_token_ids or ())
             if isinstance(ids, RequestError):
                 raise ids
-            if chat is not None and place in rendered:
-                request = replace(request, thinking=chat.thinking(rendered[place]))
             prepared = Request(request, *_with_context(ids, request, tokenizer), token_bytes)
             _check(prepared, config, schedule)
         except RequestError as error:

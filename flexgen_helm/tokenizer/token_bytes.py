@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
-
-from tokenizers import Tokenizer as Backend
+from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 SPACE_MARK = "\u2581"  # sentencepiece writes a space as this lower one eighth block
 _HELM_BYTES = re.compile(r"bytes:(\\x[0-9a-f]{2})+")

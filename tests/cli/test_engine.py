@@ -82,7 +82,7 @@ def test_generate_answers_in_order_and_a_bad_line_fails_alone(tiny, tmp_path, ca
     assert captured.out == "" and "9 of 12 requests failed" in captured.err
 
 
-def test_generate_renders_chats_and_computes_each_setting_anew(tiny, tmp_path, monkeypatch):
+def test_generate_renders_chats_and_computes_each_setting_anew(tiny, tmp_path, monkeypatch, capsys):
     folder = add_template(tiny("llama").path, tmp_path / "model")
     content = "the quick"
     parts = [{"type": "text", "text": content}]
@@ -104,8 +104,10 @@ def test_generate_renders_chats_and_computes_each_setting_anew(tiny, tmp_path, m
         rendered = engine.tokenizer.encode(f"[user] {content}\n[assistant] ")
     assert chat["prompt_token_ids"] == listed["prompt_token_ids"] == rendered != plain["prompt_token_ids"]
     assert "text only" in image["error"] and "exactly one" in both["error"]
+    assert "chat template" not in capsys.readouterr().err
     assert cli.main([*command, "--chat-template", "auto"]) == 1
     assert read_lines(out)[0]["prompt_token_ids"] == rendered
+    assert "go through its chat template (auto: the tokenizer has one)" in capsys.readouterr().err
 
     # Lines of an interrupted call are taken over under its own settings only.
     asked.write_text("\n".join(asked.read_text().splitlines()[:2]))

@@ -22,7 +22,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def records(place: Place) -> dict[str, Any]:
     """What each run's record says of its prompts, by the end of the run's name."""
-    files = (place.folder / "benchmark_output" / "runs" / "s").glob("*/flexgen_run.json")
+    files = (place.folder / "benchmark_output" / "runs" / "s").glob("simple_mcqa:*/flexgen_run.json")
     return {file.parent.name.split("opt-125m")[-1]: json.loads(file.read_text())["chat_template"] for file in files}
 
 
@@ -36,6 +36,8 @@ def test_two_settings_are_one_engine_and_two_sets_of_answers(place: Place) -> No
     events = place.events()
     # Six generated answers a setting; the twelve scores are of the same texts, and computed once.
     assert (events["load"], events["block"], events["answer"]) == (1, 1, 6 + 6 + 12)
+    scored = place.run_folder("simple_mcqa_scored") / "flexgen_run.json"
+    assert json.loads(scored.read_text())["chat_template"] is None
     said = records(place)
     assert {name: record["applied"] for name, record in said.items()} == {"-with-template": True, "-no-template": False}
     assert said["-with-template"]["template"] == said["-no-template"]["template"]
@@ -89,3 +91,14 @@ def test_a_setting_that_a_name_or_an_entry_decides_is_not_mislabelled(place: Pla
     assert place.events()["load"] == 0
     place.run("suite", "--chat-template", "false", entries=entries("lab/mine"))  # as the entry says
     assert not next(iter(records(place).values()))["applied"]
+
+
+def test_a_missing_template_is_refused_by_name_and_costs_no_score(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FAKE_TEMPLATE")
+    both = [*entries(MODEL), *entries(MODEL, scenario="simple_mcqa_scored")]
+    said = place.run("suite", "--chat-template", "true", entries=both, expect=2)
+    assert "the tokenizer of opt-125m-with-template has no chat template" in said
+    assert (place.run_folder("simple_mcqa_scored") / "stats.json").exists()
+    assert place.events()["answer"] == 12

@@ -12,6 +12,8 @@ from helm.common.cache import BlackHoleCacheConfig
 from helm.common.request import Request
 from helm.proxy.retry import NonRetriableException
 from helm.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flexgen_helm.plugin.context import PluginContext
 from flexgen_helm.plugin.models import ModelArguments, ModelFacts
@@ -114,6 +116,14 @@ def test_the_ids_are_those_of_helms_client(pair: Pair, kind: str, text: str) -> 
         theirs = theirs[1:]
         assert ours[0] != ours[1]
     assert ours == theirs
+
+
+@given(text=st.text(max_size=80))
+def test_the_ids_are_those_of_helms_client_for_any_text(pair: Pair, text: str) -> None:
+    pair.helm._apply_chat_template = pair.model.applied
+    request = KINDS["plain"](text)
+    theirs = pair.theirs(request)
+    assert pair.ours(request) == theirs[1 if pair.model.doubles_bos else 0 :]
 
 
 def test_what_helms_client_decides_by_itself_is_what_auto_decides(pair: Pair) -> None:
