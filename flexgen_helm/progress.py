@@ -144,7 +144,7 @@ def watched(stage: Stage, folder: Path) -> Iterator[None]:
 
 
 def describe(event: Event) -> str:
-    """Return an event as a line for a log; of `Progress`, the number of tokens is an upper bound."""
+    """Return an event as a line for a log; of `Progress`, the total number of tokens is an expectation."""
     match event:
         case Stage():
             parts = (event.title, event.detail, event.amount)
@@ -153,7 +153,7 @@ def describe(event: Event) -> str:
             return f"{event.name} in {event.precision}"
         case Progress():
             return (
-                f"{event.done_tokens:,.0f} of at most {event.total_tokens:,} tokens, {event.done_requests:,} of "
+                f"{event.done_tokens:,.0f} of about {event.total_tokens:,} tokens, {event.done_requests:,} of "
                 f"{count(event.total_requests, 'request')}, {event.tokens_per_s:,.3g} tokens/s, {time_left(event)}"
             )
         case _:

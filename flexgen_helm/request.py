@@ -151,7 +151,7 @@ class Progress:
     """How far a run is.
 
     done_tokens: computed so far, prompts included; of a batch that is half way through the layers, half its tokens.
-    total_tokens: an upper bound: it counts every `max_tokens` in full.
+    total_tokens: expected, from the lengths of the answers so far; at first half of every `max_tokens`.
     elapsed_s: seconds since the run began.
     memory_bytes: held now by each tier that holds anything.
     """

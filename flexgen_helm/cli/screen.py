@@ -210,7 +210,7 @@ class Screen:
         done: float
         if isinstance(activity, Progress):
             done, total = activity.done_tokens, float(activity.total_tokens)
-            amount = f"{done:,.0f} of at most {total:,.0f} tokens"
+            amount = f"{done:,.0f} of about {total:,.0f} tokens"
             text.append(f" {Stage('generate').title}")
         else:
             done, total, amount = activity.done, activity.total, activity.amount

@@ -47,7 +47,7 @@ from flexgen_helm.progress import ModelInUse, PlanLine, Stage, report
 from flexgen_helm.quant.precisions import FP16, Precision, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
-from flexgen_helm.scheduling.prepare import PreparedRequests, planned_workload, prepare
+from flexgen_helm.scheduling.prepare import PreparedRequests, drawn_workload, planned_workload, prepare
 from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
@@ -266,10 +266,11 @@ class Engine:
                 seconds=time.perf_counter() - began,
                 placement=placement,
                 halvings=run.halvings,
+                preemptions=run.num_preempted,
                 workspace_bytes=executor.peak_workspace_bytes,
             )
             if workload is not None:
-                self._compare(plan, replace(workload, saved_tokens=run.saved_tokens))
+                self._compare(plan, drawn_workload(prepared.distinct, run.saved_tokens))
             return results
 
     def close(self) -> None:
@@ -298,6 +299,7 @@ class Engine:
         size = RunSize(
             max((request.num_fed for request in prepared.distinct), default=1),
             sum(max(len(request.tokens), request.num_completions) for request in prepared.distinct),
+            max((request.length_group or 0 for request in prepared.distinct), default=0),
         )
         return plan_run(
             self._memory,
@@ -314,7 +316,7 @@ class Engine:
         )
 
     def _compare(self, plan: RunPlan, workload: Workload) -> None:
-        """Record the prediction with the measurement, and correct the rates by the difference."""
+        """Record the prediction for what was computed, and correct the rates by how far it is from the measurement."""
         policy = plan.comparable_policy(self._weight_fractions(), workload.num_sequences, self._tiers.compute_tier)
         measure = self._searches or self.last_run["latency_s"] > _MEASURE_FROM_S
         prediction = self._planner.predict(workload, policy, plan.schedule, measure=measure)

@@ -16,6 +16,7 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
+from flexgen_helm.scheduling.answer_lengths import AnswerLengths
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import PreparedRequests, make_sequences, shared_prefixes
 from flexgen_helm.scheduling.sampling import SamplingParams
@@ -32,6 +33,7 @@ class Run:
     """State of one call of `Engine.run`. A result is reported as soon as its request is finished.
 
     halvings: how often batches were halved because memory ran out.
+    num_preempted: how often a sequence gave its cache back and was computed again.
     saved_tokens: prompt tokens that were not computed because sequences share them.
     """
 
@@ -52,6 +54,10 @@ class Run:
         self.halvings = 0
         self.saved_tokens = 0
 
+    @property
+    def num_preempted(self) -> int:
+        return self._scheduler.num_preempted
+
     def answer(
         self,
         requests: abc.Sequence[GenerationRequest],
@@ -70,9 +76,9 @@ class Run:
         for place, error in prepared.refused.items():
             self._deliver(place, GenerationResult(error=error))
         waiting = self._queue(prepared.distinct)
-        self._total_tokens = sum(sequence.num_fed for sequence in waiting)
-        self._scheduler = Scheduler(waiting, self._limits)
-        while batches := self._scheduler.next_pass():
+        self._lengths = AnswerLengths()
+        self._scheduler = Scheduler(waiting, self._limits, self._lengths)
+        while batches := self._next_pass():
             self._pass(batches, self._scheduler.another_pass_follows(batches), should_stop)
         missing = [place for place, result in enumerate(self._results) if result is None]
         assert not missing, f"requests {missing[:5]} were never answered"
@@ -180,6 +186,23 @@ class Run:
 
     # Passes
 
+    def _next_pass(self) -> list[Batch]:
+        """Make room in the cache for the next tokens and return the batches of the next pass."""
+        changes = self._scheduler.make_room()
+        for block in changes.freed:
+            self._cache.free(block)
+        for regroup in changes.regroups:
+            try:
+                self._cache.regroup(regroup.block, regroup.sources)
+            except (MemoryError, MemoryLimitError, RuntimeError) as error:
+                if not isinstance(error, MemoryLimitError) and not _is_out_of_memory(error):
+                    raise
+                if not self._scheduler.preempt_block(regroup.block):
+                    raise MemoryLimitError(f"the KV cache of one sequence does not fit any more: {error}") from error
+        batches = self._scheduler.next_pass()
+        self._expected_tokens = self._done_tokens + self._scheduler.expected_tokens()
+        return batches
+
     def _pass(self, batches: abc.Sequence[Batch], another_pass: bool, should_stop: Callable[[], bool]) -> None:
         """Run one pass; where memory runs out, go on in half batches, and so in all later passes."""
         done: set[Batch] = set()
@@ -226,10 +249,9 @@ class Run:
             requests = item.sequence.requests
             share = 1 / len(requests)
             seconds = output.seconds * own_flops / total
+            is_prompt = output.batch.is_prefill and not item.sequence.is_recomputed
             for request in requests:
-                request.charge(
-                    output.batch.is_prefill, item.count * share, own_flops * share, seconds * share, len(items)
-                )
+                request.charge(is_prompt, item.count * share, own_flops * share, seconds * share, len(items))
             self._done_tokens += item.count
             self._advance(item.sequence, own)
         self._report()
@@ -242,7 +264,8 @@ class Run:
         begun = sum(batch.num_tokens * max(0, items - 1) for batch, items in self._items_begun.items())
         tokens = self._done_tokens + begun / self._executor.num_stages
         elapsed_s = self._reported_at - self._began
-        self._progress(Progress(tokens, self._total_tokens, self._num_finished, len(self._results), elapsed_s))
+        total = max(tokens, self._expected_tokens)
+        self._progress(Progress(tokens, round(total), self._num_finished, len(self._results), elapsed_s))
 
     def _advance(self, sequence: Sequence, output: SequenceOutput) -> None:
         if output.nonfinite_stage is not None:
@@ -264,8 +287,12 @@ class Run:
         alive = []  # completions that go on, with their newest token
         for offset, (token, logprob) in enumerate(output.drawn):
             index = sequence.completion + offset
-            if not request.completions[index].push(token, logprob, self._eos_ids):
+            completion = request.completions[index]
+            self._lengths.count_token(request.length_group)
+            if not completion.push(token, logprob, self._eos_ids):
                 alive.append((index, token))
+            elif completion.finish_reason != "length":
+                self._lengths.count_end(request.length_group)
         if sequence.is_shared:
             self._branch(sequence, alive)
         elif alive:
@@ -288,6 +315,7 @@ class Run:
                 num_draws=1,
                 completion=index,
                 needs_cache=True,
+                length_group=prompt.length_group,
             )
             for index, token in alive
         ]

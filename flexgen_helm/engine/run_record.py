@@ -48,6 +48,7 @@ def run_record(
     seconds: float,
     placement: Mapping[str, Mapping[Tier, float]],
     halvings: int,
+    preemptions: int,
     workspace_bytes: int,
 ) -> dict[str, Any]:
     """Return the record as plain values; bytes, seconds and fractions.
@@ -55,6 +56,7 @@ def run_record(
     num_unique: distinct requests.
     placement: fractions by tier that weights, cache and activations really had.
     halvings: how often batches were halved because memory ran out.
+    preemptions: how often a sequence gave its cache back and was computed again.
     """
     figures = throughput((result.cost for result in results), seconds)
     rate = matmul_flops(engine.device, engine.dtype)
@@ -88,6 +90,7 @@ def run_record(
         "limit_bytes": {tier: ledger.limit for tier, ledger in tiers.ledgers.items()},
         "peak_workspace_bytes": workspace_bytes + tiers.peak_transfer_bytes,
         "halvings": halvings,
+        "preemptions": preemptions,
         "predicted_latency_s": None,
         "roofline_s": figures["flops"] / rate,
         "achieved_placement": {kind: dict(fractions) for kind, fractions in placement.items()},

@@ -9,6 +9,7 @@ are explained in `kv_cache.codec`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,16 @@ from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import KeysValues, Planes, make_codec
 from flexgen_helm.kv_cache.residual_window import ResidualWindow
-from flexgen_helm.kv_cache.storage import DeviceStorage, DiskStorage, HostStorage, MemoryPlanes, Storage, file_layout
+from flexgen_helm.kv_cache.storage import (
+    DeviceStorage,
+    DiskStorage,
+    HostStorage,
+    MemoryPlanes,
+    SlotSource,
+    Storage,
+    file_layout,
+    joined,
+)
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.sparse import TopK
@@ -32,15 +42,13 @@ from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
 class _BlockCache:
     """An open block.
 
-    units: room of every slot.
-    claims: of the storage, on its tier; window_claim: on the compute tier.
+    claim: of the storage, on its tier; window_claim: on the compute tier.
     attends_on_host: attention over it is computed there.
     """
 
     storage: Storage
     window: ResidualWindow | None
-    units: int
-    claims: list[Allocation]
+    claim: Allocation
     window_claim: Allocation
     attends_on_host: bool
 
@@ -115,7 +123,6 @@ class KVCache:
     def append(self, block: CacheBlock, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """Store one token [B, Hk, D] of each sequence, at `positions` [B] of its own tokens."""
         layer, cache = self._stored_layer(layer), self._open(block)
-        self._grow(block, cache, layer)
         if cache.window is None:
             cache.storage.prefetch(layer)
             cache.storage.append(layer, torch.arange(len(positions)), positions, self.codec.encode(k, v))
@@ -193,16 +200,42 @@ class KVCache:
             cache.window.move(source, target)
         cache.storage.move(source, target, tokens // size, stale_tokens // size)
 
+    def regroup(self, block: CacheBlock, sources: SequenceOf[tuple[CacheBlock, int]]) -> None:
+        """Move sequences into a new block in memory, and free the blocks that they come from.
+
+        sources: block and slot that each sequence of `block` comes from.
+        If memory runs out, the caches of these sequences are lost, and the error is raised.
+        """
+        old = {source: self._blocks.pop(source) for source, _ in sources if source in self._blocks}
+        if not old:  # nothing was written yet
+            return
+        for cache in old.values():
+            self._release(cache)
+        num_bytes, tier = self._storage_bytes(block), block.tier
+        if tier is None or self._tiers.ledgers[tier].free < num_bytes:
+            tier = block.tier = self._tier_for(num_bytes)
+        slots = [
+            SlotSource(old[source].storage.settled(), slot, 1, sequence.num_computed // self.codec.group_tokens)
+            for sequence, (source, slot) in zip(block.sequences, sources, strict=True)
+        ]
+        new = self._blocks[block] = self._claimed(block, tier, num_bytes, slots)
+        for target, (source, slot) in enumerate(sources):
+            if new.window is not None and (window := old[source].window) is not None:
+                new.window.copy_slot(target, window, slot)
+        for cache in old.values():
+            cache.storage.close()
+
     def free(self, block: CacheBlock) -> None:
         """Give a block's memory back; harmless for one that never wrote."""
         cache = self._blocks.pop(block, None)
-        if cache is None:
-            return
-        cache.storage.close()
+        if cache is not None:
+            cache.storage.close()
+            self._release(cache)
+
+    def _release(self, cache: _BlockCache) -> None:
         tier, ledgers = cache.storage.tier, self._tiers.ledgers
-        for claim in cache.claims:
-            ledgers[tier].release(claim)
-            self._held[tier] -= claim.num_bytes
+        ledgers[tier].release(cache.claim)
+        self._held[tier] -= cache.claim.num_bytes
         ledgers[self._tiers.compute_tier].release(cache.window_claim)
 
     def cancel(self) -> None:
@@ -224,12 +257,21 @@ class KVCache:
         return cache
 
     def _new(self, block: CacheBlock) -> _BlockCache:
-        codec, home, layers = self.codec, self._tiers.compute_tier, self._num_layers
-        units = self._units(block, max(sequence.prompt_len for sequence in block.sequences))
-        num_bytes = layers * block.num_slots * units * codec.unit_bytes
-        tier = self._tier_for(num_bytes)
+        tier = self._tier_for(self._storage_bytes(block))
+        block.tier = tier
+        return self._claimed(block, tier, self._storage_bytes(block, tier))
+
+    def _storage_bytes(self, block: CacheBlock, tier: Tier | None = None) -> int:
+        """Return the bytes of a block's storage; a file has whole pages."""
         if tier == "disk":
-            num_bytes = file_layout(block, codec, layers).num_bytes
+            return file_layout(block, self.codec, self._num_layers).num_bytes
+        return self._num_layers * block.num_slots * self._units(block) * self.codec.unit_bytes
+
+    def _claimed(
+        self, block: CacheBlock, tier: Tier, num_bytes: int, sources: SequenceOf[SlotSource] = ()
+    ) -> _BlockCache:
+        """Claim memory on a tier and open the block there, with copies of slots if given."""
+        codec, home, layers = self.codec, self._tiers.compute_tier, self._num_layers
         window_values = 2 * codec.window_copies * codec.window_tokens * codec.token_elements
         window_bytes = layers * block.num_slots * window_values * self._dtype.itemsize
         ledgers = self._tiers.ledgers
@@ -237,7 +279,7 @@ class KVCache:
             ledgers[home].claimed("cache", window_bytes) as window_claim,
             ledgers[tier].claimed("cache", num_bytes) as claim,
         ):
-            storage = self._new_storage(block, tier, units, claim)
+            storage = self._new_storage(block, tier, claim, sources)
             try:
                 window = None
                 if codec.window_tokens:
@@ -245,46 +287,35 @@ class KVCache:
             except BaseException:
                 storage.close()
                 raise
-        self._count(tier, num_bytes)
+        self._held[tier] += num_bytes
+        self.placed[tier] += num_bytes
         on_host = self._cpu_attention and tier == "cpu" != home
-        return _BlockCache(storage, window, units, [claim], window_claim, on_host)
+        return _BlockCache(storage, window, claim, window_claim, on_host)
 
-    def _new_storage(self, block: CacheBlock, tier: Tier, units: int, claim: Allocation) -> Storage:
+    def _new_storage(
+        self, block: CacheBlock, tier: Tier, claim: Allocation, sources: SequenceOf[SlotSource]
+    ) -> Storage:
         tiers, codec, layers = self._tiers, self.codec, self._num_layers
         if tier == "disk":
             layout = file_layout(block, codec, layers)
             file = tiers.directory().scratch(f"cache-{claim.serial}", claim.num_bytes)
             return DiskStorage(tiers, codec, block, layout, file)
         device = tiers.device if tier == tiers.compute_tier else torch.device("cpu")
-        planes = MemoryPlanes(codec, block.num_slots, layers, units, device)
+        if sources:
+            planes = MemoryPlanes.gathered(codec, block.num_slots, self._units(block), device, joined(sources))
+        else:
+            planes = MemoryPlanes(codec, block.num_slots, layers, self._units(block), device)
         if tier == tiers.compute_tier or self._cpu_attention:
             return DeviceStorage(tier, codec, planes)
         return HostStorage(tiers, codec, block, planes)
 
-    def _grow(self, block: CacheBlock, cache: _BlockCache, layer: int) -> None:
-        """Make room for the token that is about to be appended, a page at a time; a file has all of it already."""
-        units = self._units(block, max(sequence.num_computed for sequence in block.sequences))
-        tier = cache.storage.tier
-        if tier == "disk":
-            return
-        if units > cache.units:
-            num_bytes = self._num_layers * block.num_slots * (units - cache.units) * self.codec.unit_bytes
-            cache.claims.append(self._tiers.ledgers[tier].claim("cache", num_bytes))
-            self._count(tier, num_bytes)
-            cache.units = units
-        cache.storage.grow(layer, cache.units)
-
-    def _units(self, block: CacheBlock, tokens: int) -> int:
-        """Units of room that a slot has while its next token is the one behind `tokens`."""
-        return block.allocated_tokens(tokens + 1) // self.codec.group_tokens
+    def _units(self, block: CacheBlock) -> int:
+        """Return the units of a slot."""
+        return block.capacity // self.codec.group_tokens
 
     def _read(self, cache: _BlockCache, layer: int, slots: slice, units: slice) -> Planes:
         indices = [(slots, *[slice(None)] * (plane.unit_axis - 1), units) for plane in self.codec.planes]
         return tuple(data[index] for data, index in zip(cache.storage.read(layer), indices))
-
-    def _count(self, tier: Tier, num_bytes: int) -> None:
-        self._held[tier] += num_bytes
-        self.placed[tier] += num_bytes
 
     def _tier_for(self, num_bytes: int) -> Tier:
         """Return where most is missing, of those tiers that have room: the blocks of a run rarely divide exactly."""

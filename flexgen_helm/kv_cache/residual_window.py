@@ -90,6 +90,11 @@ class ResidualWindow:
         keys, values = self._plain[layer][:, slot : slot + 1, places].transpose(2, 3)
         return keys, values
 
+    def copy_slot(self, target: int, other: ResidualWindow, source: int) -> None:
+        """Make a slot a copy of another block's."""
+        for own, theirs in zip((*self._plain, *self._quantized), (*other._plain, *other._quantized)):
+            own[:, target] = theirs[:, source]
+
     def move(self, source: int, target: int) -> None:
         """Copy a slot to another."""
         for tensor in (*self._plain, *self._quantized):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -62,9 +63,9 @@ class Storage(ABC):
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
         """Make slot `target`, which has `stale_units`, a copy of the first `units` of slot `source`."""
 
-    def grow(self, layer: int, units: int) -> None:
-        """Make room for so many units a slot."""
-        return None
+    def settled(self) -> MemoryPlanes:
+        """Return the tensors once all stores are done, to be copied into another block; nothing uses them meanwhile."""
+        raise NotImplementedError(f"a cache block on the {self.tier} tier has its whole size from the beginning")
 
     def prefetch(self, layer: int) -> None:
         """Begin to bring what `read` returns."""
@@ -82,20 +83,46 @@ class Storage(ABC):
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class SlotSource:
+    """A run of slots to copy: `count` from `first` on, of each the first `units`."""
+
+    planes: MemoryPlanes
+    first: int
+    count: int
+    units: int
+
+
 class MemoryPlanes:
-    """The tensors of a block in one memory; they grow by copying, a layer at a time."""
+    """The tensors of a block in one memory, one for each plane and layer."""
 
     def __init__(self, codec: Codec, num_slots: int, num_layers: int, units: int, device: torch.device) -> None:
-        self._planes, self._num_slots, self._device = codec.planes, num_slots, device
+        self._planes = codec.planes
         self._layers = [empty_planes(codec.planes, num_slots, units, device) for _ in range(num_layers)]
 
-    def grow(self, layer: int, units: int) -> None:
-        if self.has_room(layer, units):
-            return
-        wider = empty_planes(self._planes, self._num_slots, units, self._device)
-        for plane, new, old in zip(self._planes, wider, self._layers[layer]):
-            plane.by_unit(new)[:, : old.shape[plane.unit_axis]] = plane.by_unit(old)
-        self._layers[layer] = wider
+    @classmethod
+    def gathered(
+        cls, codec: Codec, num_slots: int, units: int, device: torch.device, sources: SequenceOf[SlotSource]
+    ) -> MemoryPlanes:
+        """Copy slots of other blocks, one behind the other; these lose their tensors.
+
+        At most one layer exists twice at any time.
+        """
+        made = cls(codec, num_slots, 0, units, device)
+        others = list(dict.fromkeys(source.planes for source in sources))
+        for layer in range(len(others[0]._layers)):
+            wider = empty_planes(codec.planes, num_slots, units, device)
+            slot = 0
+            for source in sources:
+                slots = slice(source.first, source.first + source.count)
+                for plane, new, old in zip(codec.planes, wider, source.planes._layers[layer]):
+                    target = plane.by_unit(new)[slot : slot + source.count]
+                    target[:, : source.units] = plane.by_unit(old)[slots, : source.units]
+                slot += source.count
+            for planes in others:
+                planes._layers[layer] = ()
+            made._layers.append(wider)
+        return made
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
         for plane, stored, new in zip(self._planes, self._layers[layer], planes):
@@ -121,8 +148,17 @@ class MemoryPlanes:
                 by_unit[target, :units] = by_unit[source, :units]
                 by_unit[target, units:stale_units] = 0
 
-    def has_room(self, layer: int, units: int) -> bool:
-        return self._layers[layer][0].shape[self._planes[0].unit_axis] >= units
+
+def joined(sources: SequenceOf[SlotSource]) -> list[SlotSource]:
+    """Join sources of neighbouring slots, so that they are copied as one."""
+    runs: list[SlotSource] = []
+    for source in sources:
+        last = runs[-1] if runs else None
+        if last is not None and last.planes is source.planes and last.first + last.count == source.first:
+            runs[-1] = replace(last, count=last.count + source.count, units=max(last.units, source.units))
+        else:
+            runs.append(source)
+    return runs
 
 
 def put_units(
@@ -156,8 +192,8 @@ class DeviceStorage(Storage):
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
         self._planes.move(source, target, units, stale_units)
 
-    def grow(self, layer: int, units: int) -> None:
-        self._planes.grow(layer, units)
+    def settled(self) -> MemoryPlanes:
+        return self._planes
 
 
 class HostStorage(Storage):
@@ -189,12 +225,10 @@ class HostStorage(Storage):
         self._transfers.finish_stores()
         self._planes.move(source, target, units, stale_units)
 
-    def grow(self, layer: int, units: int) -> None:
-        if not self._planes.has_room(layer, units):
-            self._transfers.finish_stores(layer)
-            if self._transfers.is_fetching(layer):
-                self._transfers.fetched(layer)  # the copy is made before the tensors change
-            self._planes.grow(layer, units)
+    def settled(self) -> MemoryPlanes:
+        self._transfers.cancel()
+        self._transfers.finish_stores()
+        return self._planes
 
     def prefetch(self, layer: int) -> None:
         codec, extent = self._codec, stored_extent(self._block, self._codec)

@@ -19,6 +19,11 @@ BLOCK_SEQUENCES = 32
 LARGE_BLOCK_SEQUENCES = 128
 # Sequences that decode together with resident weights: a CPU's products are near their full rate at a hundred.
 MAX_SEQUENCES: Mapping[Tier, int] = {"cpu": 128, "gpu": 512}
+# The same for long answers: the one that ends last decides how many passes a run takes, so all begin early.
+LONG_MAX_SEQUENCES = 512
+# Blocks of a searched policy that run at once: the search counts every answer with its expected length, and on average
+# running answers have half of it.
+LONG_BLOCKS = 2
 
 # --- Tokens ---
 # Tokens of one batch with resident weights: enough for the full product rate, few enough to stay in the CPU's caches.
@@ -32,6 +37,11 @@ MAX_BATCH_TOKENS = 4096
 PASS_TOKENS = 4 * BATCH_TOKENS
 # Tokens of a page of a growing cache: copying a cache once a page costs a sixteenth of reading it at every step.
 PAGE_TOKENS = 16
+# The same for long answers, whose caches are large: a page is a small part of them, and copying costs 2 to 5 %.
+LONG_PAGE_TOKENS = 64
+# Answers that may end early and may have more tokens than this get their cache by pages. Shorter ones get it at once:
+# there is little to be gained, and reserving never has to be taken back.
+LONG_ANSWER_TOKENS = 128
 
 # --- Bytes ---
 # Direct I/O requires addresses, offsets and lengths that are multiples of this.
@@ -49,5 +59,7 @@ UPCAST_ELEMENTS = 2 << 20
 # --- Shares of a tier ---
 # Free bytes that hidden states of waiting batches may take where no policy says so.
 ACTIVATIONS_SHARE = 0.1
+# Two layers of an offloaded cache block on the compute tier, where answers may become long.
+STAGED_CACHE_SHARE = 0.25
 # Weights in the compute dtype; the KV cache keeps the rest.
 COPIES_SHARE = 0.5

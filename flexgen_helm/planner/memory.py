@@ -28,11 +28,16 @@ from flexgen_helm.planner.constants import (
     BLOCK_SEQUENCES,
     COPIES_SHARE,
     LARGE_BLOCK_SEQUENCES,
+    LONG_ANSWER_TOKENS,
+    LONG_BLOCKS,
+    LONG_MAX_SEQUENCES,
+    LONG_PAGE_TOKENS,
     MAX_BATCH_TOKENS,
     MAX_SEQUENCES,
     MIN_STAGING_BYTES,
     PAGE_TOKENS,
     PASS_TOKENS,
+    STAGED_CACHE_SHARE,
     STREAMED_BATCH_TOKENS,
     UNLIMITED,
 )
@@ -77,10 +82,12 @@ class RunSize:
 
     longest: positions of the longest sequence.
     prompt_tokens: over all requests; a request with more completions than tokens counts its completions.
+    longest_early: most tokens of an answer that may end before its `max_tokens`; 0 if none may.
     """
 
     longest: int
     prompt_tokens: int
+    longest_early: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,8 +99,9 @@ class SchedulerLimits:
     cache_tokens: positions of KV cache over all sequences.
     pass_tokens: prompt tokens that one pass admits, so that running sequences do not wait; a longer prompt is admitted
         alone.
-    page_tokens: 0 allocates a sequence's whole cache at admission. Otherwise caches grow by pages and each pass admits
-        a few sequences, so that young and old ones share the memory (diagonal schedule).
+    page_tokens: 0 allocates a sequence's whole cache at admission. Otherwise caches grow by pages, and as many
+        sequences are admitted as are expected to fit.
+    is_paced: each pass admits a few sequences, so that young and old ones share the memory (diagonal schedule).
     slot_overhead: positions that each sequence takes besides its tokens (residual window, last disk page).
     step_overhead: positions that each decode step of a block takes besides its tokens (last disk page).
     max_windows: sequences and shared prefixes whose residual window is on the compute tier while the rest of their
@@ -111,6 +119,7 @@ class SchedulerLimits:
     step_overhead: int = 0
     max_windows: int = UNLIMITED
     block_sequences: int = BLOCK_SEQUENCES
+    is_paced: bool = False
 
 
 def plan_memory(
@@ -178,6 +187,7 @@ class RunMemory:
     """Divides the free memory of a run between hidden states and KV cache.
 
     policy: None if the rule of thumb decides.
+    is_searched: the policy is the search's and not the user's.
     free: bytes left on each tier once the weights are loaded.
     hidden_bytes: of one token's hidden state.
     """
@@ -190,6 +200,7 @@ class RunMemory:
     compute_tier: Tier
     cache: CacheSizes
     hidden_bytes: int
+    is_searched: bool = False
 
     def activation_fractions(self) -> Fractions:
         """Place hidden states: as planned, but for prefill-only as close to the compute device as they fit.
@@ -228,37 +239,70 @@ class RunMemory:
         elif self.schedule != "row":
             pass_bytes = min(hidden[tier] / share for tier, share in plan.activations.items() if share > 0)
             pass_tokens = max(1, int(pass_bytes / self.hidden_bytes))
-        block_sequences = BLOCK_SEQUENCES
+        block_sequences = self._block_sequences
         if policy is not None:
             batch_tokens, batch_sequences, max_sequences = MAX_BATCH_TOKENS, policy.gpu_batch_size, policy.block_size
+            if self.is_searched and self._page_tokens:
+                max_sequences *= LONG_BLOCKS
         elif plan.streams_weights:
             batch_tokens = batch_sequences = STREAMED_BATCH_TOKENS
             max_sequences = UNLIMITED
         else:
             batch_tokens = batch_sequences = BATCH_TOKENS
             max_sequences = MAX_SEQUENCES[self.compute_tier]
-            block_sequences = BLOCK_SEQUENCES if self._staging_bytes else LARGE_BLOCK_SEQUENCES
+            if self._page_tokens:
+                max_sequences = max(max_sequences, LONG_MAX_SEQUENCES)
+            block_sequences = block_sequences if self._is_staged else LARGE_BLOCK_SEQUENCES
         return SchedulerLimits(
             batch_tokens,
             batch_sequences,
             min(max_sequences, max_windows),
             cache_tokens=int(min(room.values()) / cache.bytes_per_token),
             pass_tokens=pass_tokens,
-            page_tokens=PAGE_TOKENS if self.schedule == "diagonal" else 0,
+            page_tokens=self._page_tokens,
             slot_overhead=-(-cache.window_bytes // cache.bytes_per_token) + fill_tokens,
             step_overhead=fill_tokens,
             max_windows=max_windows,
             block_sequences=block_sequences,
+            is_paced=self.schedule == "diagonal" and self._page_tokens > 0,
         )
+
+    @property
+    def _page_tokens(self) -> int:
+        """Tokens by which caches grow; 0 where they do not: files of the disk tier have their whole size at once."""
+        if self.plan.cache["disk"] > 0 or self.schedule == "prefill-only":
+            return 0
+        if self.schedule == "diagonal":
+            return PAGE_TOKENS
+        return LONG_PAGE_TOKENS if self.run.longest_early > LONG_ANSWER_TOKENS else 0
 
     @property
     def _staging_bytes(self) -> int:
         """Bytes of an offloaded cache block on the compute tier: the layer in use and the next one."""
-        attended = (self.compute_tier, "cpu") if self.cache.host_attends else (self.compute_tier,)
-        if not any(share > 0 and tier not in attended for tier, share in self.plan.cache.items()):
+        if not self._is_staged:
             return 0
-        sequences = BLOCK_SEQUENCES if self.policy is None else min(BLOCK_SEQUENCES, self.policy.gpu_batch_size)
-        return 2 * sequences * (self.run.longest + 1) * self.cache.layer_bytes_per_token
+        sequences = self._block_sequences
+        if self.policy is not None:
+            sequences = min(sequences, self.policy.gpu_batch_size)
+        return sequences * self._staged_sequence_bytes
+
+    @property
+    def _is_staged(self) -> bool:
+        """Whether a part of the cache is brought to the compute tier for attention."""
+        attended = (self.compute_tier, "cpu") if self.cache.host_attends else (self.compute_tier,)
+        return any(share > 0 and tier not in attended for tier, share in self.plan.cache.items())
+
+    @property
+    def _staged_sequence_bytes(self) -> int:
+        return 2 * (self.run.longest + 1) * self.cache.layer_bytes_per_token
+
+    @property
+    def _block_sequences(self) -> int:
+        """Sequences of a cache block; of long answers only so many that a staged block has room if all are longest."""
+        if not (self._is_staged and self._page_tokens):
+            return BLOCK_SEQUENCES
+        room = STAGED_CACHE_SHARE * self.free[self.compute_tier]
+        return max(1, min(BLOCK_SEQUENCES, int(room / self._staged_sequence_bytes)))
 
     @cached_property
     def _hidden_state_bytes(self) -> dict[Tier, float]:
@@ -276,5 +320,7 @@ class RunMemory:
                 cached = sequences * self.run.longest * self.cache.bytes_per_token * self.plan.cache[tier]
                 windows = self._staging_bytes + sequences * self.cache.window_bytes
                 allowed = max(allowed, self.free[tier] - cached - (windows if tier == self.compute_tier else 0))
-            waiting[tier] = min(allowed, self.run.prompt_tokens * self.hidden_bytes)
+            # At least one sequence, however long: a preempted one is computed again in one piece.
+            most = max(self.run.prompt_tokens, self.run.longest)
+            waiting[tier] = min(max(allowed, self.run.longest * self.hidden_bytes), most * self.hidden_bytes)
         return waiting

@@ -88,6 +88,7 @@ def plan_run(
     cache_format: None for a cache in the compute dtype.
     compute_bytes: of an element in the compute dtype.
     """
+    is_searched = solution is not None
     if solution is not None:
         policy, schedule = solution.policy, solution.schedule
     if policy is not None:
@@ -103,5 +104,5 @@ def plan_run(
         one_layer=schedule == "prefill-only",
     )
     hidden_bytes = config.hidden_size * compute_bytes
-    division = RunMemory(memory, policy, schedule, run, free, compute_tier, sizes, hidden_bytes)
+    division = RunMemory(memory, policy, schedule, run, free, compute_tier, sizes, hidden_bytes, is_searched)
     return RunPlan(policy, schedule, memory.cache, division.activation_fractions(), division.limits())

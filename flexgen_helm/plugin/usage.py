@@ -27,7 +27,7 @@ RUN_FILE = "flexgen_run.json"
 _COUNTS = ("num_requests", "num_unique")
 # How numbers (or dictionaries of numbers) of two blocks are joined.
 _JOINS: Mapping[str, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys(("bytes", "time_s", "wall_s", "halvings", "roofline_s"), add),
+    **dict.fromkeys(("bytes", "time_s", "wall_s", "halvings", "preemptions", "roofline_s"), add),
     **dict.fromkeys(("peak_bytes", "peak_workspace_bytes"), max),
 }
 _PREDICTIONS = ("predicted_latency_s", "predicted")

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 from flexgen_helm.errors import RequestError
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.constants import LONG_ANSWER_TOKENS
 from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.request import GenerationRequest
+from flexgen_helm.scheduling.answer_lengths import AnswerLengths
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, Prompt, plan_prefixes, prefixes_of
 from flexgen_helm.scheduling.sequence import Request, Sequence, SequenceKind
 from flexgen_helm.tokenizer.chat import ChatFormat
@@ -80,6 +82,8 @@ def prepare(
                 raise ids
             prepared = Request(request, *_with_context(ids, request, tokenizer), token_bytes)
             _check(prepared, config, schedule)
+            if not request.ignore_eos and (request.stop or (tokenizer is not None and tokenizer.eos_ids)):
+                prepared.length_group = request.max_tokens
         except RequestError as error:
             refused[place] = error
             continue
@@ -112,10 +116,11 @@ def planned_workload(
 ) -> Workload | None:
     """Return the lengths of all sequences and what they share, as the planner needs them; None without requests.
 
+    Long answers that may end early count with the length that is expected of them.
     with_prefixes: count shared prefixes, which takes as long as planning them.
     """
     lengths = [
-        (max(1, len(request.tokens)), max(1, request.request.max_tokens))
+        (max(1, len(request.tokens)), _expected_output(request))
         for request in requests
         for _ in range(request.num_completions)
     ]
@@ -129,6 +134,16 @@ def planned_workload(
     for request in requests:
         if cache_format is None or request.request.max_tokens <= 1:  # its completions share the whole prompt
             saved_tokens += (request.num_completions - 1) * len(request.tokens)
+    return Workload.of(lengths, saved_tokens)
+
+
+def drawn_workload(requests: abc.Sequence[Request], saved_tokens: int) -> Workload:
+    """Return the lengths that all sequences came to; saved_tokens: prompt tokens that were not computed."""
+    lengths = [
+        (max(1, len(request.tokens)), max(1, drawn))
+        for request in requests
+        for drawn in [completion.num_drawn for completion in request.completions] or [0]
+    ]
     return Workload.of(lengths, saved_tokens)
 
 
@@ -148,6 +163,7 @@ def make_sequences(
     tokens = request.tokens[start:]
     steps, completions = max(0, asked.max_tokens - 1), request.num_completions
     room, slots = limits.cache_tokens, 1 + len(prefixes)
+    group = request.length_group
     needed = len(request.tokens) + steps * (1 + limits.step_overhead) + slots * limits.slot_overhead
     if steps and needed > room:
         raise RequestError(
@@ -156,7 +172,8 @@ def make_sequences(
         )
     branches = completions > 1 and steps > 0 and shares_prompts
     if branches:
-        at_once = min(completions, 1 + (room - needed) // steps, max(1, limits.max_sequences - 1))
+        reserved = min(steps, limits.page_tokens or steps)
+        at_once = min(completions, 1 + (room - needed) // reserved, max(1, limits.max_sequences - 1))
         draws = [(first, min(at_once, completions - first)) for first in range(0, completions, at_once)]
     elif steps:
         draws = [(completion, 1) for completion in range(completions)]
@@ -178,6 +195,7 @@ def make_sequences(
             continuation_tokens=steps if branches else 0,
             needs_cache=asked.max_tokens > 1,
             needs_scores=asked.echo_logprobs and first == 0,
+            length_group=group,
         )
         for first, num_draws in draws
     ]
@@ -185,6 +203,11 @@ def make_sequences(
     if asked.echo_logprobs:
         request.scored = (*prefixes, prompts[0])
     return prompts
+
+
+def _expected_output(request: Request) -> int:
+    most, group = max(1, request.request.max_tokens), request.length_group
+    return most if (group or 0) <= LONG_ANSWER_TOKENS else round(AnswerLengths().expected_tokens(group, most))
 
 
 def _renumbered(members: abc.Sequence[PrefixNode | int], places: abc.Sequence[int]) -> list[PrefixNode | int]:

@@ -1,4 +1,4 @@
-"""Which sequences are in the next pass: admission within the cache's limit, batches, retirement. No torch.
+"""Which sequences are in the next pass: admission within the cache's limit, growth, preemption, batches. No torch.
 
 The scheduler decides by numbers alone: it knows sequences and how many positions of cache they take, no tensors.
 """
@@ -6,18 +6,22 @@ The scheduler decides by numbers alone: it knows sequences and how many position
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from flexgen_helm.planner.constants import BLOCK_SEQUENCES
 from flexgen_helm.planner.memory import SchedulerLimits
+from flexgen_helm.scheduling.answer_lengths import AnswerLengths, CacheDemand, Forecast
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, ScheduledTokens, Sequence, SequenceKind
 
-# A block of more than `BLOCK_SEQUENCES` takes at most this share of the cache, and leaves at most this share of a
-# sequence's slot unused.
+# A block of more than `BLOCK_SEQUENCES` takes at most this share of the cache. At most this share of the slots of a
+# block that is that large, or that was joined from two, is unused.
 _LARGE_BLOCK_SHARE = 1 / 8
+# Where sequences wait, a block with at least this share of free slots is replaced by a smaller one.
+_FREE_SLOTS_SHARE = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -37,22 +41,62 @@ class SlotMove:
     stale_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Regroup:
+    """Sequences that move into a new cache block, in slot order.
+
+    sources: the block and slot that each of them comes from.
+    """
+
+    block: CacheBlock
+    sources: tuple[tuple[CacheBlock, int], ...]
+
+
+@dataclass(frozen=True)
+class CacheChanges:
+    """What the cache must do before a pass: free blocks first, then move sequences into new ones."""
+
+    freed: SequenceOf[CacheBlock] = ()
+    regroups: SequenceOf[Regroup] = ()
+
+
 class Scheduler:
     """Forms passes from a queue of sequences, first come first served.
 
     A pass takes every running sequence one token further and admits waiting ones as long as their cache fits. A
-    shared prefix precedes its users in the queue. A prompt with continuations reserves their cache when it is
-    admitted. Sequences that end give their slots back at once. In which order the batches of a pass meet the layers
-    is the schedule's choice (`scheduling.schedule`).
+    shared prefix precedes its users in the queue. Sequences that end give their slots back at once. In which order the
+    batches of a pass meet the layers is the schedule's choice (`scheduling.schedule`).
+
+    Without pages (`SchedulerLimits.page_tokens`) a sequence gets the cache of its longest possible answer when it is
+    admitted, and a prompt with continuations reserves theirs. With pages the cache grows with the answers:
+
+    - Sequences are admitted while the cache that all of them are expected to need fits (`AnswerLengths`).
+    - Where it does not suffice, the youngest sequences are preempted. They give their cache back, return to the head of
+      the queue, and are computed again up to their newest token.
+    - A deadlock is not possible: the oldest sequence is never preempted, and a sequence is admitted only if each one
+      that runs or was preempted could run to its end beside the caches that others attend to.
+
+    num_preempted: how often a sequence was preempted.
     """
 
-    def __init__(self, waiting: Iterable[Sequence], limits: SchedulerLimits) -> None:
+    def __init__(
+        self, waiting: Iterable[Sequence], limits: SchedulerLimits, lengths: AnswerLengths | None = None
+    ) -> None:
+        """lengths: what is known of the lengths of answers; whoever draws tokens keeps it up to date."""
         self._waiting = deque(waiting)
         self._limits = limits
+        self._lengths = lengths or AnswerLengths()
         self._blocks: list[CacheBlock] = []
+        self._running: dict[Sequence, None] = {}  # those that decode, the oldest first
+        self._preempted: set[Sequence] = set()
         self._reserved: dict[Sequence, int] = {}  # positions for the continuations of a prompt
-        self._pace = _admissions_per_pass(self._waiting, limits) if limits.page_tokens else None
+        self._pace = _admissions_per_pass(self._waiting, limits) if limits.is_paced else None
         self._credit = 0.0  # admissions that the pace has allowed and that were not used
+        self._waiting_prompts = sum(sequence.num_pending for sequence in self._waiting)
+        self._waiting_answers: Counter[tuple[int | None, int]] = Counter()
+        for sequence in self._waiting:
+            self._waiting_answers.update(_answers(sequence))
+        self.num_preempted = 0
 
     @property
     def num_running(self) -> int:
@@ -62,7 +106,52 @@ class Scheduler:
     @property
     def cache_tokens(self) -> int:
         """Positions of KV cache that are allocated or reserved now."""
-        return sum(block.allocated_positions(_longest(block)) for block in self._blocks) + sum(self._reserved.values())
+        return sum(block.positions for block in self._blocks) + sum(self._reserved.values())
+
+    def expected_tokens(self) -> float:
+        """Return how many more tokens are expected to pass through the model."""
+        answers = self._waiting_answers.copy()
+        for sequence in (*self._running, *self._reserved):
+            answers.update(_answers(sequence))
+        expected = self._lengths.expected_tokens
+        return self._waiting_prompts + sum(count * expected(*answer) for answer, count in answers.items())
+
+    def make_room(self) -> CacheChanges:
+        """Let full cache blocks grow before the next pass; preempt the youngest sequences if memory does not suffice.
+
+        A block grows by being replaced. Free slots are left behind, and blocks of similar length are joined, because
+        each block costs one more attention call a layer.
+        """
+        if not self._limits.page_tokens:
+            return CacheChanges()
+        decoding = [block for block in self._blocks if not block.sequences[0].is_shared]
+        replaced = {block for block in decoding if block.longest > block.capacity}
+        if self._waiting:
+            replaced |= {block for block in decoding if _free_slots(block) >= _FREE_SLOTS_SHARE * block.num_slots}
+        freed: list[CacheBlock] = []
+        while (needed := self._positions_with(replaced)) > self._limits.cache_tokens:
+            with_free_slots = {block for block in decoding if block not in replaced and _free_slots(block)}
+            if with_free_slots:
+                replaced |= with_free_slots
+                continue
+            assert len(self._running) > 1, "the oldest sequence has room to its end"
+            block = self._preempt(next(reversed(self._running)))
+            replaced.add(block)
+            if not block.sequences:
+                replaced.remove(block)
+                decoding.remove(block)
+                self._blocks.remove(block)
+                freed.append(block)
+        return CacheChanges(freed, self._regroup(replaced, decoding, self._limits.cache_tokens - needed))
+
+    def preempt_block(self, block: CacheBlock) -> bool:
+        """Preempt all sequences of a block whose cache is lost; False if no other sequence runs, which then ends."""
+        if len(block.sequences) == len(self._running):
+            return False
+        for sequence in sorted(block.sequences, key=list(self._running).index, reverse=True):
+            self._preempt(sequence)
+        self._blocks.remove(block)
+        return True
 
     def next_pass(self) -> list[Batch]:
         """Return the batches of the next pass, decoding first; empty when nothing is left.
@@ -109,9 +198,11 @@ class Scheduler:
         del self._reserved[prompt]
         if continuations:
             self._open(continuations)
+            self._running.update(dict.fromkeys(continuations))
 
     def retire(self, sequence: Sequence) -> SlotMove | None:
         """Take back the slot of a sequence whose cache nobody needs any more; None if it never had one."""
+        self._running.pop(sequence, None)
         block, slot = sequence.block, sequence.slot
         if block is None:
             return None
@@ -128,6 +219,8 @@ class Scheduler:
             self._blocks.remove(block)
         return move
 
+    # Admission
+
     def _admit(self) -> list[Sequence]:
         """Admit waiting sequences while their number, prompt tokens and cache are within the limits."""
         limits = self._limits
@@ -136,7 +229,8 @@ class Scheduler:
         num_running = self.num_running
         num_windows = sum(len(block.sequences) for block in self._blocks)
         prompt_tokens = 0
-        growth = self._growth()
+        taken = self.cache_tokens
+        forecast = self._forecast() if limits.page_tokens and self._waiting else None
         if self._pace is not None:
             self._credit += self._pace
         while self._waiting:
@@ -146,13 +240,14 @@ class Scheduler:
             if sequence.needs_cache:
                 # A sequence that others read has a block of its own, because it does not decode with its neighbours.
                 if seated and (sequence.is_shared or self._is_full([*seated, sequence])):
-                    growth, seated = self._seat(seated), []
-                # The continuations that may branch off share one block.
-                reserved = sequence.continuation_tokens * (sequence.num_continuations + limits.step_overhead)
-                if not self._fits(growth, [*seated, sequence], reserved):
+                    taken += self._seat(seated, forecast)
+                    seated = []
+                reserved = self._reservation(sequence)
+                if not self._fits(taken, [*seated, sequence], reserved, forecast):
                     if not seated:
                         break
-                    growth, seated = self._seat(seated), []
+                    taken += self._seat(seated, forecast)
+                    seated = []
                     continue
                 num_slots = int(not _is_prefix(sequence)) + sequence.num_continuations
                 if num_running and num_running + num_slots > limits.max_sequences:
@@ -170,54 +265,106 @@ class Scheduler:
                 if sequence.is_shared:
                     if not _is_prefix(sequence):
                         self._reserved[sequence] = reserved
-                    block = self._open([sequence])
-                    more = reserved + block.allocated_positions(block.capacity)
-                    growth = [taken + more for taken in growth]
+                    taken += self._seat([sequence], forecast) + reserved
                 else:
                     seated.append(sequence)
+                    self._running[sequence] = None
             admitted.append(sequence)
             prompt_tokens += sequence.num_pending
-            self._waiting.popleft()
+            self._leave_queue(sequence)
         if seated:
             self._open(seated)
         assert admitted or self._blocks or not self._waiting, "a sequence that fits alone is always admitted"
         return admitted
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        self._waiting.popleft()
+        self._preempted.discard(sequence)
+        self._waiting_prompts -= sequence.num_pending
+        self._waiting_answers.subtract(_answers(sequence))
+
+    def _reservation(self, sequence: Sequence) -> int:
+        """Return the positions that continuations of a prompt need when they branch off; they share one block."""
+        tokens = sequence.continuation_tokens
+        if self._limits.page_tokens:
+            tokens = min(tokens, self._limits.page_tokens)
+        return tokens * (sequence.num_continuations + self._limits.step_overhead)
 
     def _is_full(self, sequences: list[Sequence]) -> bool:
         """Return whether the last of these sequences belongs into another block."""
         limits = self._limits
         if len(sequences) > min(limits.block_sequences, limits.batch_sequences):
             return True
-        if len(sequences) <= BLOCK_SEQUENCES:
+        widest = self._width(sequences)
+        is_uneven = self._width(sequences[-1:]) < (1 - _LARGE_BLOCK_SHARE) * widest
+        if len(sequences) > BLOCK_SEQUENCES:
+            return is_uneven or self._is_large(len(sequences) * widest)
+        return is_uneven and limits.page_tokens > 0
+
+    def _is_large(self, positions: int) -> bool:
+        """Return whether a block of more than `BLOCK_SEQUENCES` would take too much of the cache."""
+        return positions > _LARGE_BLOCK_SHARE * self._limits.cache_tokens
+
+    def _width(self, sequences: Iterable[Sequence]) -> int:
+        """Return the capacity of a slot for the widest of these sequences: up to its end, or of the pages so far."""
+        page, widest = self._limits.page_tokens, 0
+        for sequence in sequences:
+            width = sequence.cache_tokens
+            if page and not sequence.is_shared:
+                tokens = max(sequence.num_computed, sequence.prompt_len) + 1
+                width = min(width, -(-tokens // page) * page)
+            widest = max(widest, width)
+        return widest
+
+    def _fits(self, taken: int, sequences: list[Sequence], reserved: int, forecast: Forecast | None) -> bool:
+        """Return whether a block of these sequences fits beside `taken` positions, now and, as expected, later."""
+        room = self._limits.cache_tokens
+        if taken + self._block(sequences).positions + reserved > room:
             return False
-        widest = max(sequence.cache_tokens for sequence in sequences)
-        uneven = sequences[-1].cache_tokens < (1 - _LARGE_BLOCK_SHARE) * widest
-        return uneven or len(sequences) * widest > _LARGE_BLOCK_SHARE * limits.cache_tokens
+        if forecast is None:
+            return True
+        newest = sequences[-1]
+        if not self._can_all_end(newest):
+            return False
+        is_alone = not self._running and not self._preempted  # then it is admitted, whatever is expected of it
+        return is_alone or forecast.peak_with(self._demand(sequences, is_new=True)) <= room
 
-    def _seat(self, sequences: list[Sequence]) -> list[int]:
-        self._open(sequences)
-        return self._growth()
+    def _can_all_end(self, newest: Sequence) -> bool:
+        """Return whether each sequence could run to its end beside shared caches alone, if `newest` were admitted."""
+        shared = sum(block.positions for block in self._blocks if block.sequences[0].is_shared)
+        if newest.is_shared:
+            shared += self._block([newest]).positions
+        alone = [sequence.cache_tokens for sequence in (*self._running, *self._preempted)]
+        alone += [prompt.continuation_tokens for prompt in self._reserved]
+        alone.append(newest.continuation_tokens if newest.is_shared else newest.cache_tokens)
+        return shared + max(alone) + self._limits.slot_overhead <= self._limits.cache_tokens
 
-    def _growth(self) -> list[int]:
-        """Return the positions of cache in use after 0, 1, 2 … more passes, if no sequence ends early."""
-        constant, futures = sum(self._reserved.values()), []
+    def _forecast(self) -> Forecast:
+        """Return the expected cache of what runs now."""
+        limits = self._limits
+        steps = [sequence.remaining_steps for sequence in self._running]
+        steps += [steps for (_, steps), count in self._waiting_answers.items() if count]
+        forecast = Forecast(max(steps, default=1), limits.page_tokens, limits.slot_overhead)
         for block in self._blocks:
-            if block.sequences[0].is_shared:  # stays as long as it has readers
-                constant += block.allocated_positions(block.capacity)
-            else:
-                futures.append(_future(block, _longest(block)))
-        steps = max(map(len, futures), default=1)
-        return [constant + sum(future[i] for future in futures if i < len(future)) for i in range(steps)]
+            forecast.add(self._demand(block.sequences))
+        return forecast
 
-    def _fits(self, growth: list[int], sequences: list[Sequence], reserved: int) -> bool:
-        """Return whether a block of these sequences never makes the cache exceed its limit, now or later."""
-        block = self._block(sequences)
-        if sequences[-1].is_shared:
-            return max(growth) + block.allocated_positions(block.capacity) + reserved <= self._limits.cache_tokens
-        own = _future(block, max(sequence.prompt_len + 1 for sequence in sequences))
-        steps = range(max(len(growth), len(own)))
-        peak = max((growth[i] if i < len(growth) else 0) + (own[i] if i < len(own) else 0) for i in steps)
-        return peak + reserved <= self._limits.cache_tokens
+    def _demand(self, sequences: SequenceOf[Sequence], is_new: bool = False) -> CacheDemand:
+        """Describe the sequences of one block to a forecast; is_new: it is not open yet."""
+        newest, end_rate = sequences[-1], self._lengths.end_rate
+        if not newest.is_shared:
+            tokens = max(max(sequence.num_computed, sequence.prompt_len) + 1 for sequence in sequences)
+            rates = [end_rate(sequence.length_group) for sequence in sequences]
+            return CacheDemand(tokens, [sequence.remaining_steps for sequence in sequences], rates)
+        count = newest.num_continuations if is_new else 0  # later they have a block of their own
+        steps, rate = newest.continuation_tokens, end_rate(newest.length_group)
+        return CacheDemand(1, [steps] * count, [rate] * count, self._block([newest]).positions)
+
+    def _seat(self, sequences: list[Sequence], forecast: Forecast | None) -> int:
+        """Open a block; return its positions."""
+        if forecast is not None:
+            forecast.add(self._demand(sequences, is_new=True))
+        return self._open(sequences).positions
 
     def _open(self, sequences: list[Sequence]) -> CacheBlock:
         """Seat sequences in a new block, as wide as the widest of them needs."""
@@ -228,10 +375,86 @@ class Scheduler:
         return block
 
     def _block(self, sequences: list[Sequence]) -> CacheBlock:
-        widest, limits = max(sequence.cache_tokens for sequence in sequences), self._limits
+        limits = self._limits
         steps = max(sequence.cache_tokens - sequence.prompt_len for sequence in sequences)
-        block_overhead = steps * limits.step_overhead
-        return CacheBlock(widest, len(sequences), sequences, limits.page_tokens, limits.slot_overhead, block_overhead)
+        return CacheBlock(
+            self._width(sequences), len(sequences), sequences, limits.slot_overhead, steps * limits.step_overhead
+        )
+
+    # Growth and preemption
+
+    def _positions_with(self, replaced: set[CacheBlock]) -> int:
+        """Return the positions of cache in use once these blocks are replaced."""
+        overhead, total = self._limits.slot_overhead, sum(self._reserved.values())
+        for block in self._blocks:
+            if block in replaced:
+                total += len(block.sequences) * (self._width(block.sequences) + overhead)
+            else:
+                total += block.positions
+        return total
+
+    def _preempt(self, sequence: Sequence) -> CacheBlock:
+        """Return a sequence to the queue's head; return its block, whose other slots stay where they are."""
+        del self._running[sequence]
+        block = sequence.block
+        assert block is not None
+        block.sequences.remove(sequence)
+        sequence.preempt()
+        self._waiting.appendleft(sequence)
+        self._preempted.add(sequence)
+        self._waiting_prompts += sequence.num_pending
+        self._waiting_answers.update(_answers(sequence))
+        self.num_preempted += 1
+        return block
+
+    def _regroup(self, replaced: set[CacheBlock], decoding: list[CacheBlock], room: int) -> list[Regroup]:
+        """Replace blocks by new ones, each joined with others of its tier and about its length.
+
+        room: positions that joined blocks may take beyond what their parts take alone.
+        """
+        regroups: list[Regroup] = []
+        left = dict.fromkeys(sorted(decoding, key=lambda block: block.longest))
+        for block in [block for block in left if block in replaced]:
+            if block not in left:
+                continue
+            group = [block]
+            del left[block]
+            # Where admissions are paced, each block is one age, and joining ages would cost the memory that this saves.
+            for other in [] if self._limits.is_paced else list(left):
+                widening = self._widening([*group, other], replaced)
+                # Continuations that have just branched off have nothing in the cache yet, and so no tier.
+                if other.tier == block.tier and widening is not None and widening <= room:
+                    group.append(other)
+                    room -= max(0, widening)
+                    del left[other]
+            sequences = [sequence for part in group for sequence in part.sequences]
+            sources = tuple((part, sequence.slot) for part in group for sequence in part.sequences)
+            self._blocks = [known for known in self._blocks if known not in group]
+            joined = self._open(sequences)
+            joined.tier = block.tier
+            regroups.append(Regroup(joined, sources))
+        return regroups
+
+    def _widening(self, group: list[CacheBlock], replaced: set[CacheBlock]) -> int | None:
+        """Return the positions that blocks take more as one than apart; None if they do not belong together."""
+        limits = self._limits
+        widths = [self._width([sequence]) for block in group for sequence in block.sequences]
+        if len(widths) > min(limits.block_sequences, limits.batch_sequences):
+            return None
+        total = len(widths) * max(widths)
+        if total - sum(widths) > _LARGE_BLOCK_SHARE * total:
+            return None
+        if len(widths) > BLOCK_SEQUENCES and self._is_large(total):
+            return None
+        overhead, apart = limits.slot_overhead, 0
+        for block in group:
+            if block in replaced:
+                apart += len(block.sequences) * (self._width(block.sequences) + overhead)
+            else:
+                apart += block.positions
+        return total + len(widths) * overhead - apart
+
+    # Batches
 
     def _decode_batches(self) -> Iterator[Batch]:
         """Yield the running sequences that have a token to compute; those of a block stay together in slot order."""
@@ -267,15 +490,15 @@ def _is_prefix(sequence: Sequence) -> bool:
     return sequence.kind is SequenceKind.SHARED_PREFIX
 
 
-def _longest(block: CacheBlock) -> int:
-    """Return the tokens of the block's longest sequence, the one that it computes next included."""
-    return max(max(sequence.num_computed, sequence.prompt_len) + 1 for sequence in block.sequences)
+def _free_slots(block: CacheBlock) -> int:
+    return block.num_slots - len(block.sequences)
 
 
-def _future(block: CacheBlock, tokens: int) -> list[int]:
-    """Return the positions that a block takes after 0, 1, 2 … more passes, until its last sequence must end."""
-    steps = range(max(1, block.capacity - tokens + 2))
-    return [block.allocated_positions(min(tokens + i, block.capacity)) for i in steps]
+def _answers(sequence: Sequence) -> dict[tuple[int | None, int], int]:
+    """Return how many answers a sequence may bring, by group and the most tokens that are fed of each."""
+    if sequence.num_continuations:
+        return {(sequence.length_group, sequence.continuation_tokens): sequence.num_continuations}
+    return {(sequence.length_group, sequence.remaining_steps): 1} if sequence.remaining_steps else {}
 
 
 def _admissions_per_pass(waiting: Iterable[Sequence], limits: SchedulerLimits) -> float | None:

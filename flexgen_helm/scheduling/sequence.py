@@ -14,6 +14,7 @@ from collections import abc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
+from flexgen_helm.planner.placement import Tier
 from flexgen_helm.request import Completion, Cost, FinishReason, GenerationRequest, GenerationResult
 from flexgen_helm.scheduling.sampling import SamplingParams, uniform_draw
 from flexgen_helm.tokenizer.stop_strings import StopMatcher
@@ -90,6 +91,7 @@ class Request:
     places: indices in the caller's list that asked for exactly this.
     scored: the sequences that score the prompt, outermost shared prefix first.
     num_sequences: sequences that work for this request alone and have not ended.
+    length_group: `max_tokens` if answers may end before, else None (`AnswerLengths`).
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Request:
         self.completions = [CompletionState(request, i, token_bytes) for i in range(wanted)]
         self.scored: tuple[Sequence, ...] = ()
         self.num_sequences = 0
+        self.length_group: int | None = None
         self.error: Exception | None = None
         self._cost = Cost(prompt_tokens=len(self.tokens) - num_context)
 
@@ -174,31 +177,31 @@ class CacheBlock:
     """Sequences whose cache lies in the same tensors: `sequences[i]` owns slot `i`.
 
     Active sequences fill the first slots, so that attention reads one contiguous slice: where a sequence ends, the
-    last one takes its slot.
+    last one takes its slot. A block that must grow is replaced by a new one (`Regroup`).
 
     capacity: tokens of a slot.
     num_slots: sequences that the block was opened for.
-    page_tokens: the cache grows by so many tokens a slot; 0: it has its whole capacity from the first token on.
     slot_overhead: what every slot takes beside its tokens, in positions.
     block_overhead: what the block takes beside its slots, in positions.
+    tier: where the cache has placed it, once it has.
     """
 
     capacity: int
     num_slots: int
     sequences: list[Sequence]
-    page_tokens: int = 0
     slot_overhead: int = 0
     block_overhead: int = 0
+    tier: Tier | None = None
 
-    def allocated_positions(self, tokens: int) -> int:
-        """Return the positions of cache that the block takes when its longest sequence has `tokens`."""
-        return self.num_slots * (self.allocated_tokens(tokens) + self.slot_overhead) + self.block_overhead
+    @property
+    def positions(self) -> int:
+        """Positions of cache that the block takes."""
+        return self.num_slots * (self.capacity + self.slot_overhead) + self.block_overhead
 
-    def allocated_tokens(self, tokens: int) -> int:
-        """Return the tokens a slot that are allocated when the longest sequence has `tokens`."""
-        if not self.page_tokens:
-            return self.capacity
-        return min(self.capacity, -(-tokens // self.page_tokens) * self.page_tokens)
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, the one that it computes next included."""
+        return max(max(sequence.num_computed, sequence.prompt_len) + 1 for sequence in self.sequences)
 
 
 @dataclass(eq=False)
@@ -224,6 +227,8 @@ class Sequence:
     block, slot: where its cache lies, while it has one.
     prompt_logprobs: the scores, once they are there.
     num_readers: unfinished sequences that attend to this one's cache.
+    length_group: answers of one group are expected to become equally long (`AnswerLengths`); None: it never ends early.
+    is_recomputed: it was preempted, and its tokens so far are computed again.
     """
 
     kind: SequenceKind
@@ -245,6 +250,8 @@ class Sequence:
     slot: int = -1
     prompt_logprobs: list[float] = field(default_factory=list)
     num_readers: int = 0
+    length_group: int | None = None
+    is_recomputed: bool = False
 
     @property
     def request(self) -> Request:
@@ -279,9 +286,17 @@ class Sequence:
         return self.prompt_len + max(0, self.max_new_tokens - 1)
 
     @property
-    def num_fed(self) -> int:
-        """Most tokens that pass through the model from here on, those of its continuations included."""
-        return self.num_pending + max(0, self.max_new_tokens - 1) + self.num_continuations * self.continuation_tokens
+    def remaining_steps(self) -> int:
+        """Most tokens that it may still append to its cache behind its prompt."""
+        return self.cache_tokens - max(self.num_computed, self.prompt_len)
+
+    def preempt(self) -> None:
+        """Leave the cache: all tokens so far become a prompt that is computed again."""
+        self.max_new_tokens -= len(self.tokens) - self.prompt_len
+        self.prompt_len, self.num_computed = len(self.tokens), 0
+        self.block, self.slot = None, -1
+        self.needs_scores = False  # a sequence that decodes has its scores
+        self.is_recomputed = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,7 +68,7 @@ def test_the_panel_shows_everything_and_others_write_to_the_log(tmp_path: Path) 
         "opt-30b  4bit",
         "downloading  facebook/opt-30b",
         "1 GiB of 4 GiB",
-        "250 of at most 1,000 tokens",
+        "250 of about 1,000 tokens",
         "3 of 12 requests, 50 tokens/s, 0:15 left",
         "streams 62 % of the weights from disk, block of 384",
         "memory: cpu 3 GiB",
@@ -83,7 +83,7 @@ def test_the_panel_shows_everything_and_others_write_to_the_log(tmp_path: Path) 
 
 def test_the_panel_makes_way_for_data(tmp_path: Path) -> None:
     session = on_terminal(tmp_path)
-    assert session.shown("250 of at most 1,000 tokens")
+    assert session.shown("250 of about 1,000 tokens")
     after = [frame for _, frame in session.frames if "data" in frame]
     assert after and not any("tokens" in frame for frame in after)
     assert session.last.splitlines() == ["the machine is busy", "data", "the end"]
@@ -103,7 +103,7 @@ def test_without_a_terminal_there_are_lines_and_stdout_has_data_only(has_log: bo
     assert done.stdout == ("the end\n" if has_log else "data\nthe end\n")
     assert "\x1b" not in done.stderr
     assert "downloading: facebook/opt-30b: 1 GiB of 4 GiB" in done.stderr
-    assert "250 of at most 1,000 tokens, 3 of 12 requests, 50 tokens/s, 0:15 left" in done.stderr
+    assert "250 of about 1,000 tokens, 3 of 12 requests, 50 tokens/s, 0:15 left" in done.stderr
     assert "the machine is busy" in done.stderr
     assert not any(text in done.stderr for text in NOISE)
 
@@ -129,9 +129,9 @@ def test_a_download_of_another_program_is_watched(tmp_path: Path) -> None:
 
 def test_progress_is_described_without_empty_parts() -> None:
     assert describe(Progress(0.0, 3928, 0, 30, 0.0)) == (
-        "0 of at most 3,928 tokens, 0 of 30 requests, 0 tokens/s, time left not known yet"
+        "0 of about 3,928 tokens, 0 of 30 requests, 0 tokens/s, time left not known yet"
     )
-    assert describe(Progress(901.0000000000006, 3928, 1, 1, 1.0)).startswith("901 of at most 3,928 tokens, 1 of 1 req")
+    assert describe(Progress(901.0000000000006, 3928, 1, 1, 1.0)).startswith("901 of about 3,928 tokens, 1 of 1 req")
     assert describe(Stage("plan")) == "planning" and describe(ModelInUse("m", "fp16")) == "m in fp16"
     assert describe(PlanLine("p")) == "p" and Progress is PublicProgress
 

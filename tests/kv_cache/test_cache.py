@@ -94,56 +94,89 @@ def visible(cache: KVCache, block: CacheBlock, layer: int) -> list[dict[int, tup
     prompts=st.lists(st.integers(1, 60), min_size=1, max_size=4),
     steps=st.integers(1, 40),
     page_tokens=st.sampled_from([0, 16]),
+    joins=st.booleans(),
     prefetch=st.booleans(),
     overlap=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_decoding_reads_what_was_written(tmp_path, name, place, prompts, steps, page_tokens, prefetch, overlap, seed):
+def test_decoding_reads_what_was_written(
+    tmp_path, name, place, prompts, steps, page_tokens, joins, prefetch, overlap, seed
+):
+    """A growing block is replaced before each step that needs it; two blocks may begin apart and be joined."""
+    page_tokens = 0 if place.startswith("disk") else page_tokens
     cache, tiers = open_cache(tmp_path, place, FORMATS[name], overlap)
     reference, draw = Reference(seed), torch.Generator().manual_seed(seed)
     sequences = [
         Sequence(SequenceKind.PROMPT, (), [1] * n, n, max_new_tokens=steps + 1, num_draws=1, needs_cache=True)
         for n in prompts
     ]
-    block = CacheBlock(max(s.cache_tokens for s in sequences), len(sequences), list(sequences), page_tokens)
+    halves = [sequences[::2], sequences[1::2]] if joins else [sequences]
+    blocks = [new_block(half, page_tokens) for half in halves if half]
     try:
-        for slot, sequence in enumerate(sequences):
-            sequence.block, sequence.slot = block, slot
+        for sequence in sequences:
             for layer in range(LAYERS):
                 k, v = reference.new(sequence.prompt_len)
                 cache.write(sequence, layer, k, v)
                 reference.add(sequence, layer, k, v)
             sequence.num_computed = sequence.prompt_len
-        for _ in range(steps):
-            for layer in range(LAYERS):
-                if prefetch:
-                    cache.prefetch(block, layer)
-                k, v = reference.new(len(block.sequences))
-                for row, sequence in enumerate(block.sequences):
-                    reference.add(sequence, layer, k[row : row + 1], v[row : row + 1])
-                at = torch.tensor([sequence.num_computed for sequence in block.sequences])
-                cache.append(block, layer, at, k, v)
-                for sequence, found in zip(block.sequences, visible(cache, block, layer)):
-                    keys, values = reference.seen(cache, sequence, layer, sequence.num_computed)
-                    assert sorted(found) == list(range(sequence.num_computed + 1))
-                    for position, (key, value) in found.items():
-                        assert torch.equal(key, keys[position])
-                        assert value.isnan().all() or torch.equal(value, values[position])
-                cache.done(block, layer)
-            for sequence in block.sequences:
-                sequence.num_computed += 1
-            if len(block.sequences) > 1 and torch.rand((), generator=draw) < 0.3:  # one ends, the last takes its slot
-                slot = int(torch.randint(len(block.sequences), (), generator=draw))
-                last, gone = block.sequences.pop(), block.sequences[slot] if slot < len(block.sequences) else None
-                if gone is not None:
-                    cache.move(block, last.slot, slot, last.num_computed, gone.num_computed)
-                    block.sequences[slot], last.slot = last, slot
-        cache.free(block)
+        for step in range(steps):
+            if page_tokens:
+                together = len(blocks) > 1 and step >= steps // 2
+                full = blocks if together else [block for block in blocks if block.longest > block.capacity]
+                for group in [full] if together else [[block] for block in full]:
+                    moved = [sequence for block in group for sequence in block.sequences]
+                    sources = [(sequence.block, sequence.slot) for sequence in moved]
+                    joined = new_block(moved, page_tokens)
+                    cache.regroup(joined, sources)
+                    blocks = [block for block in blocks if block not in group] + [joined]
+            for block in blocks:
+                decode_step(cache, block, reference, prefetch)
+                if len(block.sequences) > 1 and torch.rand((), generator=draw) < 0.3:  # one ends, the last moves there
+                    slot = int(torch.randint(len(block.sequences), (), generator=draw))
+                    last, gone = block.sequences.pop(), block.sequences[slot] if slot < len(block.sequences) else None
+                    if gone is not None:
+                        cache.move(block, last.slot, slot, last.num_computed, gone.num_computed)
+                        block.sequences[slot], last.slot = last, slot
+        for block in blocks:
+            cache.free(block)
         for ledger in tiers.ledgers.values():
             ledger.check({})
     finally:
         cache.close()
         tiers.close()
+
+
+def new_block(sequences: list[Sequence], page_tokens: int) -> CacheBlock:
+    """Seat sequences in a block that is wide enough for the next token, or for all of them without pages."""
+    width = max(sequence.cache_tokens for sequence in sequences)
+    if page_tokens:
+        longest = max(max(sequence.num_computed, sequence.prompt_len) + 1 for sequence in sequences)
+        width = min(width, -(-longest // page_tokens) * page_tokens)
+    block = CacheBlock(width, len(sequences), list(sequences))
+    for slot, sequence in enumerate(sequences):
+        sequence.block, sequence.slot = block, slot
+    return block
+
+
+def decode_step(cache: KVCache, block: CacheBlock, reference: Reference, prefetch: bool) -> None:
+    """Append a token to each sequence of a block, and compare all that its queries see."""
+    for layer in range(LAYERS):
+        if prefetch:
+            cache.prefetch(block, layer)
+        k, v = reference.new(len(block.sequences))
+        for row, sequence in enumerate(block.sequences):
+            reference.add(sequence, layer, k[row : row + 1], v[row : row + 1])
+        at = torch.tensor([sequence.num_computed for sequence in block.sequences])
+        cache.append(block, layer, at, k, v)
+        for sequence, found in zip(block.sequences, visible(cache, block, layer)):
+            keys, values = reference.seen(cache, sequence, layer, sequence.num_computed)
+            assert sorted(found) == list(range(sequence.num_computed + 1))
+            for position, (key, value) in found.items():
+                assert torch.equal(key, keys[position])
+                assert value.isnan().all() or torch.equal(value, values[position])
+        cache.done(block, layer)
+    for sequence in block.sequences:
+        sequence.num_computed += 1
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -192,9 +192,12 @@ def most_rows(prompt: int, steps: int, room: int, page: int, count: int = 800) -
         for _ in range(count)
     ]
     many = 1 << 30
-    scheduler = Scheduler(prompts, SchedulerLimits(many, many, many, room, many, page))
+    scheduler = Scheduler(prompts, SchedulerLimits(many, many, many, room, many, page, is_paced=page > 0))
     most = passes = peak = 0
-    while batches := scheduler.next_pass():
+    while True:
+        scheduler.make_room()
+        if not (batches := scheduler.next_pass()):
+            break
         passes += 1
         most, peak = max(most, scheduler.num_running), max(peak, scheduler.cache_tokens)
         for row in [chunk.sequence for batch in batches for chunk in batch.scheduled]:

@@ -7,9 +7,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_helm.scheduling.answer_lengths import AnswerLengths
 from flexgen_helm.scheduling.schedule import WorkItem, work_items
 from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits
-from flexgen_helm.scheduling.sequence import Sequence, SequenceKind
+from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
 
 shapes_strategy = st.lists(
     st.tuples(st.integers(1, 30), st.integers(0, 12), st.sampled_from([0, 0, 0, 1, 4])), min_size=1, max_size=25
@@ -23,15 +24,15 @@ def make(shape: tuple[int, int, int]) -> Sequence:
     if continuations and max_new > 1:
         return Sequence(
             SequenceKind.PROMPT, (), tokens, prompt_len, max_new_tokens=1, num_draws=continuations,
-            num_continuations=continuations, continuation_tokens=max_new - 1, needs_cache=True,
+            num_continuations=continuations, continuation_tokens=max_new - 1, needs_cache=True, length_group=max_new,
         )  # fmt: skip
     return Sequence(
         SequenceKind.PROMPT, (), tokens, prompt_len, max_new_tokens=max_new, num_draws=int(max_new > 0),
-        needs_cache=max_new > 1,
+        needs_cache=max_new > 1, length_group=max_new,
     )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     shapes=shapes_strategy,
     batch_tokens=st.integers(1, 60),
@@ -39,28 +40,61 @@ def make(shape: tuple[int, int, int]) -> Sequence:
     max_sequences=st.integers(1, 20),
     extra_cache=st.integers(0, 100),
     pass_tokens=st.integers(1, 100),
+    page_tokens=st.sampled_from([0, 0, 1, 4, 7]),
+    slot_overhead=st.integers(0, 3),
+    prefix=st.sampled_from([(0, 1), (0, 1), (5, 2), (20, 4)]),
+    ending=st.sampled_from([0.0, 0.1, 0.4]),
     seed=st.integers(0, 1000),
 )
 def test_everyone_is_served_within_the_limits(
-    shapes, batch_tokens, batch_sequences, max_sequences, extra_cache, pass_tokens, seed
-):
+    shapes, batch_tokens, batch_sequences, max_sequences, extra_cache, pass_tokens, page_tokens, slot_overhead, prefix,
+    ending, seed,
+):  # fmt: skip
+    """Slots are followed as a cache follows them, so a sequence always finds its tokens where it left them."""
     ends = random.Random(seed)
     prompts = [make(shape) for shape in shapes if shape[0] > 1 or shape[1]]
+    if slot_overhead:  # of formats whose prompts are not shared
+        prompts = [prompt for prompt in prompts if not prompt.num_continuations]
     need = max([p.cache_tokens + p.num_continuations * p.continuation_tokens for p in prompts], default=0)
-    limits = SchedulerLimits(batch_tokens, batch_sequences, max_sequences, need + extra_cache, pass_tokens)
-    scheduler = Scheduler(prompts, limits)
+    prefix_len, num_users = prefix
+    need += slot_overhead + (prefix_len + slot_overhead if prefix_len else 0)
+    limits = SchedulerLimits(
+        batch_tokens, batch_sequences, max_sequences, need + extra_cache, pass_tokens, page_tokens, slot_overhead
+    )
+    waiting = prompts if not prefix_len else with_prefixes(prompts, prefix_len, num_users)
+    lengths = AnswerLengths()
+    scheduler = Scheduler(waiting, limits, lengths)
     served: dict[Sequence, int] = {}
+    content: dict[CacheBlock, list[Sequence | None]] = {}  # whose tokens are in each slot
+    widest = {prompt: prompt.cache_tokens for prompt in prompts}
 
     def end(sequence: Sequence) -> None:
         move = scheduler.retire(sequence)
         if move is not None and move.source is not None:
             assert move.source == len(move.block.sequences) and move.target < move.source
-        for prefix in sequence.prefixes:
-            prefix.num_readers -= 1
-            if not prefix.num_readers:
-                scheduler.retire(prefix)
+            content[move.block][move.target] = content[move.block][move.source]
+        for shared in sequence.prefixes:
+            shared.num_readers -= 1
+            if not shared.num_readers:
+                end(shared)
 
     for _ in range(10_000):
+        changes = scheduler.make_room()
+        for block in changes.freed:
+            assert not block.sequences
+            content.pop(block, None)
+        for regroup in changes.regroups:
+            if not any(block in content for block, _ in regroup.sources):  # nothing was written yet
+                assert not any(sequence.num_computed for sequence in regroup.block.sequences)
+                continue
+            moved = [content[block][slot] for block, slot in regroup.sources]
+            assert moved == regroup.block.sequences
+            for block in {block for block, _ in regroup.sources}:
+                del content[block]
+            content[regroup.block] = list(moved)
+            regroup.block.tier = "cpu"
+        assert page_tokens or not (changes.freed or changes.regroups)
+        assert scheduler.cache_tokens <= limits.cache_tokens
         batches = scheduler.next_pass()
         if not batches:
             break
@@ -80,35 +114,104 @@ def test_everyone_is_served_within_the_limits(
                 if sequence.block is not None:
                     assert sequence.block.sequences[sequence.slot] is sequence
                     assert sequence.num_computed + item.count <= sequence.block.capacity
+                    assert sequence.cache_tokens == widest.setdefault(sequence, sequence.cache_tokens)
+                    slots = content.setdefault(sequence.block, [None] * sequence.block.num_slots)
+                    sequence.block.tier = "cpu"  # the cache says where it has put a block
+                    if sequence.is_prefill or not sequence.num_computed:
+                        slots[sequence.slot] = sequence
+                    assert slots[sequence.slot] is sequence
         for batch in batches:
             for item in batch.scheduled:
                 sequence = item.sequence
                 sequence.num_computed += item.count
                 served[sequence] = served.get(sequence, 0) + 1
+                if sequence.kind is SequenceKind.SHARED_PREFIX:
+                    continue
                 if sequence.is_shared:
                     alive = [
                         Sequence(
-                            SequenceKind.CONTINUATION, (), [2], 0, sequence.prompt_len, (sequence,),
+                            SequenceKind.CONTINUATION, (), [2], 0, sequence.prompt_len, (*sequence.prefixes, sequence),
                             max_new_tokens=sequence.continuation_tokens + 1, num_draws=1, needs_cache=True,
+                            length_group=sequence.length_group,
                         )
                         for _ in range(sequence.num_draws) if ends.random() < 0.8
                     ]  # fmt: skip
                     scheduler.branch(sequence, alive)
-                    sequence.num_readers = len(alive)
+                    for shared in (*sequence.prefixes, sequence):
+                        shared.num_readers += len(alive)
                     if not alive:
-                        scheduler.retire(sequence)
+                        end(sequence)
                 elif (
                     not sequence.num_draws
                     or len(sequence.tokens) - sequence.prompt_len + 1 >= sequence.max_new_tokens
-                    or ends.random() < 0.1
+                    or ends.random() < ending
                 ):
+                    lengths.count_end(sequence.length_group)
                     end(sequence)
                 else:
+                    lengths.count_token(sequence.length_group)
                     sequence.tokens.append(2)
     else:
         raise AssertionError("the scheduler never ends")
     assert all(prompt in served for prompt in prompts)
+    assert scheduler.expected_tokens() == 0
     assert scheduler.num_running == 0 and scheduler.cache_tokens == 0
+
+
+def with_prefixes(prompts: list[Sequence], length: int, num_users: int) -> list[Sequence]:
+    """Put a shared prefix before every `num_users` prompts."""
+    waiting: list[Sequence] = []
+    for first in range(0, len(prompts), num_users):
+        users = prompts[first : first + num_users]
+        shared = Sequence(
+            SequenceKind.SHARED_PREFIX, (), [1] * length, length, max_new_tokens=1, needs_cache=True,
+            num_readers=len(users),
+        )  # fmt: skip
+        for user in users:
+            user.prefixes = (shared,)
+        waiting += [shared, *users]
+    return waiting
+
+
+def test_the_youngest_are_preempted_where_more_was_expected_to_end():
+    """Answers that end late are admitted as if they ended early, and all of them are served."""
+    room, prompts = 200, [make((4, 60, 0)) for _ in range(12)]
+    lengths = AnswerLengths()
+    for _ in range(50):
+        lengths.count_token(60), lengths.count_end(60)
+    scheduler = Scheduler(prompts, SchedulerLimits(10**6, 10**6, 10**6, room, 10**6, page_tokens=8), lengths)
+    oldest, most = prompts[0], 0
+    for _ in range(2000):
+        scheduler.make_room()
+        batches = scheduler.next_pass()
+        if not batches:
+            break
+        most = max(most, scheduler.num_running)
+        assert scheduler.cache_tokens <= room
+        for sequence in [item.sequence for batch in batches for item in batch.scheduled]:
+            sequence.num_computed += sequence.num_pending
+            sequence.tokens.append(2)
+            if len(sequence.tokens) == 64:
+                scheduler.retire(sequence)
+    assert all(len(prompt.tokens) == 64 for prompt in prompts)
+    assert most > room // 64 and scheduler.num_preempted > 0 and not oldest.is_recomputed
+
+
+def test_without_pages_the_longest_answer_is_reserved():
+    """The inverse: nothing is ever preempted, and fewer sequences run at once."""
+    prompts = [make((4, 60, 0)) for _ in range(12)]
+    scheduler = Scheduler(prompts, SchedulerLimits(10**6, 10**6, 10**6, 200, 10**6))
+    scheduler.next_pass()
+    assert scheduler.num_running == 200 // 63
+
+
+@given(rate=st.floats(0.001, 0.5), most=st.integers(1, 300))
+def test_expected_lengths_are_those_of_a_geometric_distribution(rate, most):
+    lengths = AnswerLengths()
+    lengths.end_rate = lambda group: rate
+    expected = sum((1 - rate) ** step for step in range(most))
+    assert abs(lengths.expected_tokens(most, most) - expected) < 1e-6 * expected
+    assert AnswerLengths().expected_tokens(None, most) == most
 
 
 def seated(lengths: list[int], cache_tokens: int, block_sequences: int) -> list[list[int]]:
