@@ -96,7 +96,9 @@ def test_only_scores_are_compared():
 
 def test_differences_follow_the_definition_of_equal_scores():
     ours = {"exact_match": 0.5, "logprob": -1.0, "perplexity": 2.0, "only_ours": 1.0, "f1": 0.1}
+    ours |= {"target_perplexity test": 20.0}
     theirs = {"exact_match": 0.5, "logprob": -1.00005, "perplexity": 2.1, "f1": 0.1000001}
+    theirs |= {"target_perplexity test": 20.001}
     found = clients.differences(ours, theirs)
     assert [(line["metric"], line["why"]) for line in found] == [
         ("f1", None),
