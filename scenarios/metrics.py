@@ -107,9 +107,12 @@ class LambadaAccuracyMetric(_SumsMetric):
         context, target = token_counts(state.instance, service)
         if state.request.max_tokens != target:
             raise _other_request(state, f"it asks for {state.request.max_tokens} tokens, the last word has {target}")
-        # By tokens and not by text, which different tokens may share.
-        target_tokens = service.tokenize(state.instance.input.text + reference_text(state.instance))[context:]
-        return {"exact_match": float([token.text for token in _tokens(state)] == target_tokens)}
+        # By tokens and not by text, which different tokens may share. Clients write them as their tokenizer does, or,
+        # as HELM's own, as it decodes each: `Ġfox` is ` fox` then.
+        passage = state.instance.input.text + reference_text(state.instance)
+        ids = service.encode(passage).tokens[context:]
+        spellings = service.tokenize(passage)[context:], [service.decode([token]) for token in ids]
+        return {"exact_match": float([token.text for token in _tokens(state)] in spellings)}
 
     def scores(self, total: Mapping[str, float], num_instances: int) -> dict[str, float]:
         return {}  # the mean is the accuracy
