@@ -326,8 +326,8 @@ class Scheduler:
         newest = sequences[-1]
         if not self._can_all_end(newest):
             return False
-        is_alone = not self._running and not self._preempted  # then it is admitted, whatever is expected of it
-        return is_alone or forecast.peak_with(self._demand(sequences, is_new=True)) <= room
+        # Where nothing runs, the head is admitted whatever is expected of it: its own answer fits.
+        return not self._running or forecast.peak_with(self._demand(sequences, is_new=True)) <= room
 
     def _can_all_end(self, newest: Sequence) -> bool:
         """Return whether each sequence could run to its end beside shared caches alone, if `newest` were admitted."""

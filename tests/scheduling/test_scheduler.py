@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,11 +45,12 @@ def make(shape: tuple[int, int, int]) -> Sequence:
     slot_overhead=st.integers(0, 3),
     prefix=st.sampled_from([(0, 1), (0, 1), (5, 2), (20, 4)]),
     ending=st.sampled_from([0.0, 0.1, 0.4]),
+    known_ends=st.integers(0, 20),
     seed=st.integers(0, 1000),
 )
 def test_everyone_is_served_within_the_limits(
     shapes, batch_tokens, batch_sequences, max_sequences, extra_cache, pass_tokens, page_tokens, slot_overhead, prefix,
-    ending, seed,
+    ending, known_ends, seed,
 ):  # fmt: skip
     """Slots are followed as a cache follows them, so a sequence always finds its tokens where it left them."""
     ends = random.Random(seed)
@@ -63,6 +65,9 @@ def test_everyone_is_served_within_the_limits(
     )
     waiting = prompts if not prefix_len else with_prefixes(prompts, prefix_len, num_users)
     lengths = AnswerLengths()
+    for _ in range(known_ends):  # so that more is expected to end than does
+        for _, max_new, _ in shapes:
+            lengths.count_token(max_new), lengths.count_end(max_new)
     scheduler = Scheduler(waiting, limits, lengths)
     served: dict[Sequence, int] = {}
     content: dict[CacheBlock, list[Sequence | None]] = {}  # whose tokens are in each slot
@@ -195,6 +200,27 @@ def test_the_youngest_are_preempted_where_more_was_expected_to_end():
                 scheduler.retire(sequence)
     assert all(len(prompt.tokens) == 64 for prompt in prompts)
     assert most > room // 64 and scheduler.num_preempted > 0 and not oldest.is_recomputed
+
+
+@pytest.mark.parametrize("ends", range(1, 12))
+@pytest.mark.parametrize("room", range(63, 80))
+def test_a_preempted_sequence_that_is_left_alone_goes_on(room, ends):
+    """Whatever is expected of it: its own answer fits."""
+    prompts, lengths = [make((4, 60, 0)) for _ in range(3)], AnswerLengths()
+    for _ in range(ends):
+        lengths.count_token(60), lengths.count_end(60)
+    scheduler = Scheduler(prompts, SchedulerLimits(10**6, 10**6, 10**6, room, 10**6, page_tokens=4), lengths)
+    for _ in range(1000):
+        scheduler.make_room()
+        if not (batches := scheduler.next_pass()):
+            break
+        for sequence in [item.sequence for batch in batches for item in batch.scheduled]:
+            sequence.num_computed += sequence.num_pending
+            sequence.tokens.append(2)
+            lengths.count_token(60)
+            if len(sequence.tokens) == 64:
+                scheduler.retire(sequence)
+    assert all(len(prompt.tokens) == 64 for prompt in prompts)
 
 
 def test_without_pages_the_longest_answer_is_reserved():
