@@ -11,7 +11,7 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch
 from flexgen_helm.quant.packing import quantize
-from tests.helpers.tiny_models import VARIANTS, VOCABULARY
+from tests.helpers.tiny_models import VARIANTS, VOCABULARY, llama_config, save_random, save_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +19,7 @@ pytestmark = [
 ]
 # Log-probabilities in 16-bit compute: each within 5e-2, on the mean within 5e-3.
 WORST, MEAN = 5e-2, 5e-3
+DEVICE, LIMITED = "cuda", "gpu"
 # Kinds of model that lose more in 16 bits, in `transformers` too (tests/engine/test_half.py): held to a mean.
 COSTLY, COSTLY_MEAN = ("gemma3", "gemma3-with-images", "mixtral", "qwen3-moe", "qwen3-moe-raw-weights"), 2e-2
 
@@ -96,3 +97,26 @@ def test_packed_scores_equal_those_of_the_processor(tiny, tmp_path, variant, pre
             scored.append([x for result in engine.run(requests) for x in result.prompt_logprobs[1:]])
             engine.ledger.check({"weights": engine.ledger.in_use})
     assert sum(abs(a - b) for a, b in zip(*scored)) / len(scored[0]) < COSTLY_MEAN
+
+
+def test_preempted_answers_have_the_scores_of_whole_texts(tmp_path):
+    """Caches that grow, join and are computed again: what was drawn scores as the same text in one piece."""
+    save_random(tmp_path, llama_config(max_position_embeddings=300), seed=5)
+    save_tokenizer(tmp_path)
+    prompts = [[2 + (11 * i + j * j) % (VOCABULARY - 2) for j in range(4 + i)] for i in range(24)]
+    asked = [
+        GenerationRequest(prompt_token_ids=prompt, max_tokens=200, temperature=1.0, seed=i, stop=["x"])
+        for i, prompt in enumerate(prompts)
+    ]
+    with Engine.from_pretrained(tmp_path, device=DEVICE) as engine:
+        room = engine.ledger.in_use + 4 * 260 * engine.config.kv_bytes_per_token(engine._dtype.itemsize)
+    with Engine.from_pretrained(tmp_path, device=DEVICE, limits=MemoryLimits(**{LIMITED: room})) as engine:
+        drawn = [result.completions[0] for result in engine.run(asked)]
+        assert engine.last_run["preemptions"] > 0
+        whole = [[*prompt, *completion.token_ids] for prompt, completion in zip(prompts, drawn)]
+        scored = engine.run(
+            [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in whole]
+        )
+    for prompt, completion, result in zip(prompts, drawn, scored):
+        differences = [abs(a - b) for a, b in zip(completion.logprobs, result.prompt_logprobs[len(prompt) :])]
+        assert max(differences, default=0) < WORST
