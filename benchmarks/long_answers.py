@@ -2,16 +2,18 @@
 
 The cache has room for a fifth of what all answers would take if each had `max_tokens` tokens. Reserving that much for
 each sequence is compared with what the engine does: caches that grow by pages, admission by expected length, and
-preemption. Both give the same tokens, which are those of ample memory.
+preemption. Both give the same tokens, which are those of ample memory. Weights are in memory, where a pass takes as
+long as its products, or on the disk, where a pass takes at least as long as reading them.
 
-The model is random, and small enough for the benchmark to take minutes. Its EOS has a probability of about 1 / 400 at
+The model is random, and small enough for the benchmark to take minutes; its weights of 100 MB are larger than a
+processor's cache, as any real model's are. Its EOS has a probability of about 1 / 400 at
 each token, and a third of the requests have a stop string that is met early, so lengths are spread widely.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +37,18 @@ class Workload:
 
     requests: int = 200
     max_tokens: int = 2048
-    hidden: int = 256
+    hidden: int = 512
     layers: int = 8
     repeats: int = 3
 
 
 QUICK = Workload(requests=12, max_tokens=160, hidden=32, layers=2, repeats=1)
 WAYS = ("reserving max_tokens", "pages and preemption")
+# Where the weights are -> engine arguments, and bytes besides cache and resident weights: staging and hidden states.
+PLACES: Mapping[str, tuple[Mapping[str, Any], int]] = {
+    "in memory": ({}, 0),
+    "on the disk": ({"policy": "128x4,0,0,0,100,0,100", "schedule": "zigzag"}, 24 << 20),
+}
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -60,21 +67,24 @@ def measure(workload: Workload, repeats: int, folder: Path, options: Options) ->
         f"{len(asked)} answers of {lengths[0]} to {lengths[-1]} tokens, {sum(lengths):,} in all; the cache may take "
         f"{room / 2**20:.0f} MiB of {SCARCITY * room / 2**20:.0f}"
     )
-    records: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    records: dict[str, list[dict[str, Any]]] = {f"weights {place}, {way}": [] for place in PLACES for way in WAYS}
     for repeat in range(repeats):
-        for way in WAYS:
-            with reserving(way == WAYS[0]):
-                record, tokens = answer(folder, asked, weights + room)
-            record["equal_tokens"] = sum(map(tuple.__eq__, tokens, expected))
-            records[way].append(record)
-            options.tell(
-                f"{way}: {record['latency_s']:.1f} s, {record['equal_tokens']} of {len(asked)} answers equal, "
-                f"{record['preemptions']} preemptions ({repeat + 1} of {repeats})"
-            )
-    rows = [row(way, records[way], sum(lengths)) for way in WAYS]
+        for place, (engine, more_bytes) in PLACES.items():
+            limit = room + (more_bytes or weights)
+            for way in WAYS:
+                label = f"weights {place}, {way}"
+                with reserving(way == WAYS[0]):
+                    record, tokens = answer(folder, asked, limit, {**engine, "offload_dir": folder / "offload"})
+                record["equal_tokens"] = sum(map(tuple.__eq__, tokens, expected))
+                records[label].append(record)
+                options.tell(
+                    f"{label}: {record['latency_s']:.1f} s, {record['equal_tokens']} of {len(asked)} answers equal, "
+                    f"{record['preemptions']} preemptions ({repeat + 1} of {repeats})"
+                )
+    rows = [row(label, own, sum(lengths)) for label, own in records.items()]
     return {
         "name": "long_answers",
-        "hardware": {**machine(), **records[WAYS[0]][0]["hardware"]},
+        "hardware": {**machine(), **next(iter(records.values()))[0]["hardware"]},
         "versions": versions(),
         "workload": {
             "requests": len(asked),
@@ -85,7 +95,10 @@ def measure(workload: Workload, repeats: int, folder: Path, options: Options) ->
             "scarcity": SCARCITY,
         },
         "rows": rows,
-        "ratios": {"throughput": rows[0]["median"] / rows[1]["median"]},
+        "ratios": {
+            f"throughput, weights {place}": rows[i]["median"] / rows[i + 1]["median"]
+            for i, place in zip(range(0, len(rows), 2), PLACES)
+        },
         "notes": ["ratios compare the engine with itself; one process, in alternation"],
     }
 
@@ -128,11 +141,13 @@ def request(number: int, max_tokens: int) -> GenerationRequest:
     return GenerationRequest(prompt_token_ids=prompt, max_tokens=max_tokens, temperature=1.0, seed=number, stop=stop)
 
 
-def answer(folder: Path, asked: list[GenerationRequest], limit: int) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+def answer(
+    folder: Path, asked: list[GenerationRequest], limit: int, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
     """Answer all requests under a memory limit; return the record and the tokens."""
     from flexgen_helm.engine.engine import Engine
 
-    with Engine.from_pretrained(folder, device="cpu", limits=MemoryLimits(cpu=limit)) as engine:
+    with Engine.from_pretrained(folder, device="cpu", limits=MemoryLimits(cpu=limit), **options) as engine:
         results = engine.run(asked)
         return dict(engine.last_run), [result.completions[0].token_ids for result in results]
 
