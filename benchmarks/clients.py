@@ -2,7 +2,7 @@
 
 HELM's client gets its best settings: float32 (its default, float16, is far slower on CPUs), the better of one and four
 threads, and our very weights and tokenizer, already dequantized. Each measurement is a new process with nothing to
-reuse. Prompts are sent as they are, or with `chat` through the model's chat template by both clients. MMLU's prompts
+reuse. Prompts are sent unchanged, or with `chat` through the model's chat template by both clients. MMLU's prompts
 also go through `transformers` alone, in padded batches of 16, longest first.
 """
 
@@ -345,12 +345,12 @@ def differences(ours: Mapping[str, float], reference: Mapping[str, float]) -> li
 
     `why` is None if no known defect of HELM's client explains it.
     """
-    found = []
+    differing = []
     for name in sorted(ours.keys() | reference.keys()):
         a, b, metric = ours.get(name), reference.get(name), name.rpartition(": ")[2]  # without the run's entry
         if a is None or b is None or not _equal(metric, a, b):
-            found.append({"metric": name, "ours": a, "reference": b, "why": _why(metric, a, b)})
-    return found
+            differing.append({"metric": name, "ours": a, "reference": b, "why": _why(metric, a, b)})
+    return differing
 
 
 def _equal(name: str, a: float, b: float) -> bool:

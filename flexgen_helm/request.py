@@ -30,7 +30,7 @@ class GenerationRequest:
     """What a caller asks for.
 
     prompt: text, encoded as the tokenizer does by default (with BOS if the model was trained with one).
-    prompt_token_ids: taken as they are.
+    prompt_token_ids: used unchanged.
     messages: a chat, {'role': …, 'content': …} each, rendered by the chat template. Exactly one of the three is given.
     max_tokens: most tokens to generate; 0 with `echo_logprobs` only scores the prompt.
     temperature: 0 takes the most probable token.

@@ -120,7 +120,7 @@ class RunScores:
         if not chat:
             return ""
         if not chat["applied"]:
-            return "as they are"
+            return "unchanged"
         settings = [f"{name}={json.dumps(value)}" for name, value in chat.get("kwargs", {}).items()]
         settings += ["a system prompt"] if chat.get("system_prompt") else []
         if chat.get("thinking_budget") is not None:

@@ -163,7 +163,6 @@ def make_sequences(
     tokens = request.tokens[start:]
     steps, completions = max(0, asked.max_tokens - 1), request.num_completions
     room, slots = limits.cache_tokens, 1 + len(prefixes)
-    group = request.length_group
     needed = len(request.tokens) + steps * (1 + limits.step_overhead) + slots * limits.slot_overhead
     if steps and needed > room:
         raise RequestError(
@@ -195,7 +194,7 @@ def make_sequences(
             continuation_tokens=steps if branches else 0,
             needs_cache=asked.max_tokens > 1,
             needs_scores=asked.echo_logprobs and first == 0,
-            length_group=group,
+            length_group=request.length_group,
         )
         for first, num_draws in draws
     ]

@@ -211,8 +211,7 @@ class Scheduler:
         move = SlotMove(block)
         if last is not sequence:
             # The last one's prompt may be written already although its batch has not passed the head yet.
-            tokens = max(last.num_computed, last.prompt_len)
-            move = SlotMove(block, last.slot, slot, tokens, max(sequence.num_computed, sequence.prompt_len))
+            move = SlotMove(block, last.slot, slot, last.num_cached, sequence.num_cached)
             block.sequences[slot] = last
             last.slot = slot
         if not block.sequences:
@@ -311,8 +310,7 @@ class Scheduler:
         for sequence in sequences:
             width = sequence.cache_tokens
             if page and not sequence.is_shared:
-                tokens = max(sequence.num_computed, sequence.prompt_len) + 1
-                width = min(width, -(-tokens // page) * page)
+                width = min(width, -(-(sequence.num_cached + 1) // page) * page)
             widest = max(widest, width)
         return widest
 
@@ -353,7 +351,7 @@ class Scheduler:
         """Describe the sequences of one block to a forecast; is_new: it is not open yet."""
         newest, end_rate = sequences[-1], self._lengths.end_rate
         if not newest.is_shared:
-            tokens = max(max(sequence.num_computed, sequence.prompt_len) + 1 for sequence in sequences)
+            tokens = max(sequence.num_cached for sequence in sequences) + 1
             rates = [end_rate(sequence.length_group) for sequence in sequences]
             return CacheDemand(tokens, [sequence.remaining_steps for sequence in sequences], rates)
         count = newest.num_continuations if is_new else 0  # later they have a block of their own

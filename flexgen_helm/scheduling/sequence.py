@@ -201,7 +201,7 @@ class CacheBlock:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, the one that it computes next included."""
-        return max(max(sequence.num_computed, sequence.prompt_len) + 1 for sequence in self.sequences)
+        return max(sequence.num_cached for sequence in self.sequences) + 1
 
 
 @dataclass(eq=False)
@@ -286,9 +286,14 @@ class Sequence:
         return self.prompt_len + max(0, self.max_new_tokens - 1)
 
     @property
+    def num_cached(self) -> int:
+        """Tokens that its cache has once the prompt is computed: a prompt is written whole."""
+        return max(self.num_computed, self.prompt_len)
+
+    @property
     def remaining_steps(self) -> int:
         """Most tokens that it may still append to its cache behind its prompt."""
-        return self.cache_tokens - max(self.num_computed, self.prompt_len)
+        return self.cache_tokens - self.num_cached
 
     def preempt(self) -> None:
         """Leave the cache: all tokens so far become a prompt that is computed again."""

@@ -101,10 +101,10 @@ class ChatFormat:
     def describe(self, model: str) -> str:
         """Return the decision as a sentence without its full stop; model: the name in it."""
         if self.applied:
-            way = "; --chat-template false sends them as they are"
+            way = "; --chat-template false sends them unchanged"
             return f"prompts of {model} go through its chat template ({self.reason}){way}"
         way = "; --chat-template true sends them through its chat template" if self.tokenizer.chat_template else ""
-        return f"prompts of {model} are sent as they are ({self.reason}){way}"
+        return f"prompts of {model} are sent unchanged ({self.reason}){way}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry `chat_template` of `flexgen_run.json`."""

@@ -42,7 +42,7 @@ def test_two_settings_are_one_engine_and_two_sets_of_answers(place: Place) -> No
     assert {name: record["applied"] for name, record in said.items()} == {"-with-template": True, "-no-template": False}
     assert said["-with-template"]["template"] == said["-no-template"]["template"]
     assert output.count("go through its chat template (asked for)") == 1
-    assert output.count("are sent as they are (switched off)") == 1
+    assert output.count("are sent unchanged (switched off)") == 1
     folder = place.folder / "benchmark_output" / "runs" / "s"
     results = place.results()
     rendered, plain = (results[entry.replace("/", "_")][0] for entry in entries(*both))
@@ -59,7 +59,7 @@ def test_two_settings_are_one_engine_and_two_sets_of_answers(place: Place) -> No
 
 
 def test_base_models_get_no_template_unless_it_is_asked_for(place: Place) -> None:
-    assert "are sent as they are (auto: it is a base model)" in place.run("suite", entries=entries(MODEL))
+    assert "are sent unchanged (auto: it is a base model)" in place.run("suite", entries=entries(MODEL))
     assert records(place)[""] == {**records(place)[""], "applied": False, "reason": "auto: it is a base model"}
     place.run("suite", "--chat-template", "true", entries=entries(MODEL))
     assert records(place)["-with-template"]["applied"]

@@ -301,7 +301,7 @@ def test_how_prompts_were_sent_and_which_answers_had_no_room(tmp_path):
     write_totals(folder)
     notes = suite_page(read_suite(folder)).notes
     assert (
-        "Models differ in how prompts were sent: flexgen/one through the chat template; flexgen/three as they are; "
+        "Models differ in how prompts were sent: flexgen/one through the chat template; flexgen/three unchanged; "
         "flexgen/two through the chat template, with enable_thinking=false, a system prompt, a thinking budget of 1,000"
     ) in notes
     assert any("2 of 4 answers of mc:mode=a of flexgen/three had less room" in note for note in notes)
