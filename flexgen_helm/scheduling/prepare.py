@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from flexgen_helm.errors import RequestError
@@ -63,7 +63,8 @@ def prepare(
             continue
         if request.prompt is not None and place not in rendered:
             texts[request.prompt] = None
-    encoded = _encode(list(texts), tokenizer) if tokenizer and texts else {}
+    encoded = _encode(list(texts), tokenizer.encode_batch) if tokenizer else {}
+    encoded_chats = _encode(list(dict.fromkeys(rendered.values())), chat.encode_batch) if chat else {}
 
     distinct: dict[tuple[object, ...], Request] = {}
     token_bytes = tokenizer.token_bytes if tokenizer else None
@@ -72,7 +73,7 @@ def prepare(
             continue
         try:
             if chat is not None and place in rendered:
-                ids: list[int] | RequestError = chat.token_ids(rendered[place])
+                ids: list[int] | RequestError = encoded_chats[rendered[place]]
                 request = replace(request, thinking=chat.thinking(rendered[place]))
             elif request.prompt is not None:
                 ids = encoded[request.prompt]
@@ -221,15 +222,19 @@ def _renumbered(members: abc.Sequence[PrefixNode | int], places: abc.Sequence[in
     return renumbered
 
 
-def _encode(texts: list[str], tokenizer: Tokenizer) -> dict[str, list[int] | RequestError]:
+def _encode(
+    texts: list[str], encode_batch: Callable[[list[str]], list[list[int]]]
+) -> dict[str, list[int] | RequestError]:
     """Return the token ids of every text, or why it has none (text that is not valid Unicode)."""
+    if not texts:
+        return {}
     try:
-        return dict(zip(texts, tokenizer.encode_batch(texts)))
+        return dict(zip(texts, encode_batch(texts)))
     except RequestError as error:
         if len(texts) == 1:
             return {texts[0]: error}
         half = len(texts) // 2
-        return _encode(texts[:half], tokenizer) | _encode(texts[half:], tokenizer)
+        return _encode(texts[:half], encode_batch) | _encode(texts[half:], encode_batch)
 
 
 def _with_context(ids: list[int], request: GenerationRequest, tokenizer: Tokenizer | None) -> tuple[list[int], int]:

@@ -93,10 +93,10 @@ class ChatFormat:
         begins_inside = ending.rfind(BEGIN.decode()) > ending.rfind(END.decode())
         return ThinkingFormat(begins_inside, self.options.thinking_budget, self._end_ids)
 
-    def token_ids(self, text: str) -> list[int]:
-        """Return the ids of a rendered text, with BOS once if the tokenizer adds one."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return [*missing_bos(self.tokenizer, ids), *ids]
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each rendered text, with BOS once if the tokenizer adds one."""
+        batch = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [[*missing_bos(self.tokenizer, ids), *ids] for ids in batch]
 
     def describe(self, model: str) -> str:
         """Return the decision as a sentence without its full stop; model: the name in it."""

@@ -148,11 +148,11 @@ def test_what_is_no_chat_of_texts_is_refused(tokenizers: dict[str, Tokenizer], m
 def test_bos_is_there_once_whoever_writes_it(tokenizers: dict[str, Tokenizer], text: str) -> None:
     for name in ("without system role", "BOS by the tokenizer"):
         decided = decide(tokenizers[name])
-        ids, bos = decided.token_ids(decided.render_prompt(text)), tokenizers[name].bos_id
+        ids, bos = decided.encode_batch([decided.render_prompt(text)])[0], tokenizers[name].bos_id
         assert ids[0] == bos and ids.count(bos) == 1 + text.count(str(tokenizers[name].bos_text))
     decided = decide(tokenizers["instruct"])
     rendered = decided.render_prompt(text)
-    assert decided.token_ids(rendered) == tokenizers["instruct"].encode(rendered, add_special_tokens=False)
+    assert decided.encode_batch([rendered]) == [tokenizers["instruct"].encode(rendered, add_special_tokens=False)]
 
 
 def test_only_generating_prompts_are_rendered(tokenizers: dict[str, Tokenizer]) -> None:
