@@ -105,10 +105,10 @@ class Request:
         self.tokens = list(tokens)
         self.num_context = num_context
         self.places: list[int] = []
-        # At temperature 0 all completions are the same.
-        self.num_completions = 1 if request.temperature == 0.0 else request.n
-        wanted = self.num_completions if request.max_tokens else 0
-        self.completions = [CompletionState(request, i, token_bytes) for i in range(wanted)]
+        # Without tokens, and at temperature 0, all completions are the same.
+        self.num_completions = 1 if request.temperature == 0.0 or not request.max_tokens else request.n
+        drawn = self.num_completions if request.max_tokens else 0
+        self.completions = [CompletionState(request, i, token_bytes) for i in range(drawn)]
         self.scored: tuple[Sequence, ...] = ()
         self.num_sequences = 0
         self.length_group: int | None = None

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm.engine import auto_planner, machine_profile, profiler
 from flexgen_helm.engine import engine as engine_module
-from flexgen_helm.engine import machine_profile, profiler
 from flexgen_helm.engine.auto_planner import corrected, corrections
 from flexgen_helm.engine.machine_profile import SavedProfile
 from flexgen_helm.errors import MemoryLimitError, UsageError
@@ -53,6 +53,23 @@ def test_auto_plans_weights_and_block_and_answers_the_same(tiny, tmp_path, monke
     assert record["policy"]["gpu_batch_size"] >= 1 and record["predicted"]["latency_s"] > 0
     planned = record["policy"]["wc"]
     assert record["achieved_placement"]["weights"]["cpu"] == pytest.approx(planned, abs=0.02)
+
+
+@pytest.mark.parametrize("new", [0, 1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_prompt_that_completions_share_is_predicted_as_computed_once(tiny, monkeypatch, new, temperature):
+    """The workload of a prediction has the prompt tokens that the run computed, whatever shares them."""
+    predicted = []
+    honest = auto_planner.predict
+    monkeypatch.setattr(
+        auto_planner, "predict", lambda problem, *args: predicted.append(problem.workload) or honest(problem, *args)
+    )
+    asked = [replace(r, n=3, temperature=temperature, echo_logprobs=True, seed=1) for r in requests(2, new=new)]
+    with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
+        computed = sum(result.cost.prompt_tokens_computed for result in engine.run(asked))
+    workload = predicted[-1]
+    not_fed = len(asked) if new == 0 else 0  # nothing follows the last token of a prompt that is only scored
+    assert workload.computed * workload.num_sequences == pytest.approx(computed + not_fed)
 
 
 def test_no_run_is_judged_by_the_plan_of_the_last(tiny, tmp_path, monkeypatch):
