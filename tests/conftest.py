@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,18 +35,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
 
 
-@pytest.fixture(autouse=True)
-def one_thread_for_tiny_models(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tiny products gain nothing from threads, and lose a hundredfold where another process keeps a core busy."""
-    if "wheel_model" in request.fixturenames or "torch" not in sys.modules:
-        yield
-        return
-    import torch
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run a test on one thread, the fixtures of its module too: an engine keeps to the threads that it began with.
 
+    Tiny products gain nothing from threads, and lose a hundredfold where another process keeps a core busy.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or "wheel_model" in getattr(item, "fixturenames", ()):
+        return (yield)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    try:
+        return (yield)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
