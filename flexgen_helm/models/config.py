@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -185,7 +186,7 @@ class ModelConfig(
         """Bytes of one position's keys and values in all layers."""
         return 2 * self.num_layers * self.kv_size * bytes_per_element
 
-    @property
+    @cached_property
     def linear_flops_per_token(self) -> int:
         """FLOPs (a multiply-add counts two) of the layers' products for one token; without attention and head."""
         matrices = 3 if self.gated_mlp else 2
@@ -196,7 +197,7 @@ class ModelConfig(
             weights += self.hidden_size * (matrices * width + (0 if moe is None else moe.count))
         return 2 * weights
 
-    @property
+    @cached_property
     def head_flops_per_token(self) -> int:
         """FLOPs of the language-model head, and of its projection, for one position."""
         project = self.hidden_size * self.embed_size if self.projects_embeddings else 0

@@ -55,6 +55,8 @@ MAX_PENDING_STORE_BYTES = 64 << 20
 KEPT_MASK_BYTES = 32 << 20
 # Elements of weights in the compute dtype: the tile that was upcast, and the copy that a product may pack.
 UPCAST_ELEMENTS = 2 << 20
+# Probabilities in float64 from which tokens are drawn at once: vocabulary by sequences, at least of one sequence.
+SAMPLED_ELEMENTS = 1 << 17
 
 # --- Shares of a tier ---
 # Free bytes that hidden states of waiting batches may take where no policy says so.

@@ -6,7 +6,7 @@ Temporaries are counted as if each were freed only after the operation that foll
 from __future__ import annotations
 
 from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, ModelConfig, tensor_shapes
-from flexgen_helm.planner.constants import KEPT_MASK_BYTES, UPCAST_ELEMENTS
+from flexgen_helm.planner.constants import KEPT_MASK_BYTES, SAMPLED_ELEMENTS, UPCAST_ELEMENTS
 from flexgen_helm.quant.precisions import CacheFormat
 
 
@@ -55,7 +55,12 @@ class Workspace:
         return total
 
     def head(self, tokens: int, positions: int) -> int:
-        """Bound the bytes of the head over `positions`: float32 logits, joined from tiles, capped and sampled."""
+        """Bound the bytes of the head over `positions`: float32 logits, joined from tiles, capped and sampled.
+
+        What is sampled at once takes float64 probabilities, their order and their sums.
+        """
+        vocabulary = self._config.vocab_size
         copies = 5 if self._config.final_softcap is not None else 4
-        logits = 4 * positions * (copies * self._config.vocab_size + 3 * self._config.hidden_size)
+        logits = 4 * positions * (copies * vocabulary + 3 * self._config.hidden_size)
+        logits += 5 * 8 * vocabulary * min(positions, max(1, SAMPLED_ELEMENTS // vocabulary))
         return logits + self._element * (tokens * self._config.hidden_size + UPCAST_ELEMENTS)

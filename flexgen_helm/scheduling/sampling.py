@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
+
+# Steps whose random numbers are made at once, because making a generator takes 20 microseconds.
+_DRAWS = 64
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,13 @@ def uniform_draw(seed: int, completion: int, step: int) -> float:
     A counter-based generator (Philox) needs no state, so the same request draws the same numbers in every batch,
     schedule, order and resumed run.
     """
+    first, place = divmod(step, _DRAWS)
+    return float(_draws(seed, completion, first * _DRAWS)[place])
+
+
+@lru_cache(maxsize=4096)
+def _draws(seed: int, completion: int, step: int) -> NDArray[np.float64]:
+    """Return the random numbers of `_DRAWS` steps from `step` on: the first of the four words of each counter."""
     key = int.from_bytes(hashlib.sha256(f"{seed}/{completion}".encode()).digest()[:16], "little")
-    bits = int(np.random.Philox(key=key, counter=step).random_raw())
-    return (bits >> 11) * 2.0**-53
+    words = np.random.Philox(key=key, counter=step).random_raw(4 * _DRAWS)[::4]
+    return (words >> np.uint64(11)) * 2.0**-53

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections import abc
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.request import Completion, Cost, FinishReason, GenerationRequest, GenerationResult
@@ -113,7 +113,8 @@ class Request:
         self.num_sequences = 0
         self.length_group: int | None = None
         self.error: Exception | None = None
-        self._cost = Cost(prompt_tokens=len(self.tokens) - num_context)
+        self._prompt_tokens_computed = self._flops = self._prefill_s = self._decode_s = 0.0
+        self._batch_size = 1
 
     @property
     def num_fed(self) -> int:
@@ -122,15 +123,13 @@ class Request:
 
     def charge(self, prefill: bool, tokens: float, flops: float, seconds: float, batch_size: int) -> None:
         """Add the request's share of one batch."""
-        cost = self._cost
-        self._cost = replace(
-            cost,
-            prompt_tokens_computed=cost.prompt_tokens_computed + (tokens if prefill else 0),
-            flops=cost.flops + flops,
-            prefill_s=cost.prefill_s + (seconds if prefill else 0.0),
-            decode_s=cost.decode_s + (0.0 if prefill else seconds),
-            batch_size=max(cost.batch_size, batch_size),
-        )
+        self._flops += flops
+        if prefill:
+            self._prompt_tokens_computed += tokens
+            self._prefill_s += seconds
+        else:
+            self._decode_s += seconds
+        self._batch_size = max(self._batch_size, batch_size)
 
     def results(self) -> list[GenerationResult]:
         """Return one result for each place; the cost is split evenly among them."""
@@ -151,15 +150,16 @@ class Request:
         share = 1.0 / len(self.places)
         num_drawn = sum(completion.num_drawn for completion in self.completions)
         output = num_drawn * (request.n if len(done) == 1 else 1)
-        cost = replace(
-            self._cost,
+        cost = Cost(
+            prompt_tokens=len(asked),
+            prompt_tokens_computed=self._prompt_tokens_computed * share,
             output_tokens=output,
-            prompt_tokens_computed=self._cost.prompt_tokens_computed * share,
-            padded_prompt_tokens=float(self._cost.prompt_tokens),
+            padded_prompt_tokens=float(len(asked)),
             padded_output_tokens=float(output),
-            flops=self._cost.flops * share,
-            prefill_s=self._cost.prefill_s * share,
-            decode_s=self._cost.decode_s * share,
+            flops=self._flops * share,
+            prefill_s=self._prefill_s * share,
+            decode_s=self._decode_s * share,
+            batch_size=self._batch_size,
         )
         return [GenerationResult(tuple(completions), asked, logprobs, None, cost) for _ in self.places]
 
