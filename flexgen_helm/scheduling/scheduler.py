@@ -12,14 +12,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from flexgen_helm.planner.constants import BLOCK_SEQUENCES
 from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.scheduling.answer_lengths import AnswerLengths, CacheDemand, Forecast
+from flexgen_helm.scheduling.block_layout import BlockLayout
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, ScheduledTokens, Sequence, SequenceKind
 
-# A block of more than `BLOCK_SEQUENCES` takes at most this share of the cache. At most this share of the slots of a
-# block that is that large, or that was joined from two, is unused.
-_LARGE_BLOCK_SHARE = 1 / 8
 # Where sequences wait, a block with at least this share of free slots is replaced by a smaller one.
 _FREE_SLOTS_SHARE = 1 / 4
 
@@ -84,7 +81,7 @@ class Scheduler:
     ) -> None:
         """lengths: what is known of the lengths of answers; whoever draws tokens keeps it up to date."""
         self._waiting = deque(waiting)
-        self._limits = limits
+        self._limits, self._layout = limits, BlockLayout(limits)
         self._lengths = lengths or AnswerLengths()
         self._blocks: list[CacheBlock] = []
         self._running: dict[Sequence, None] = {}  # those that decode, the oldest first
@@ -142,7 +139,8 @@ class Scheduler:
                 decoding.remove(block)
                 self._blocks.remove(block)
                 freed.append(block)
-        return CacheChanges(freed, self._regroup(replaced, decoding, self._limits.cache_tokens - needed))
+        groups = self._layout.joined(replaced, decoding, self._limits.cache_tokens - needed)
+        return CacheChanges(freed, [self._replace(group) for group in groups])
 
     def preempt_block(self, block: CacheBlock) -> bool:
         """Preempt all sequences of a block whose cache is lost; False if no other sequence runs, which then ends."""
@@ -184,6 +182,7 @@ class Scheduler:
             batch_tokens=min(self._limits.batch_tokens, tokens),
             batch_sequences=min(self._limits.batch_sequences, sequences),
         )
+        self._layout = BlockLayout(self._limits)
         halves: list[Batch] = []
         for batch in batches:
             if batch.is_prefill:
@@ -238,7 +237,7 @@ class Scheduler:
                 break
             if sequence.needs_cache:
                 # A sequence that others read has a block of its own, because it does not decode with its neighbours.
-                if seated and (sequence.is_shared or self._is_full([*seated, sequence])):
+                if seated and (sequence.is_shared or self._layout.is_full([*seated, sequence])):
                     taken += self._seat(seated, forecast)
                     seated = []
                 reserved = self._reservation(sequence)
@@ -289,35 +288,10 @@ class Scheduler:
             tokens = min(tokens, self._limits.page_tokens)
         return tokens * (sequence.num_continuations + self._limits.step_overhead)
 
-    def _is_full(self, sequences: list[Sequence]) -> bool:
-        """Return whether the last of these sequences belongs into another block."""
-        limits = self._limits
-        if len(sequences) > min(limits.block_sequences, limits.batch_sequences):
-            return True
-        widest = self._width(sequences)
-        is_uneven = self._width(sequences[-1:]) < (1 - _LARGE_BLOCK_SHARE) * widest
-        if len(sequences) > BLOCK_SEQUENCES:
-            return is_uneven or self._is_large(len(sequences) * widest)
-        return is_uneven and limits.page_tokens > 0
-
-    def _is_large(self, positions: int) -> bool:
-        """Return whether a block of more than `BLOCK_SEQUENCES` would take too much of the cache."""
-        return positions > _LARGE_BLOCK_SHARE * self._limits.cache_tokens
-
-    def _width(self, sequences: Iterable[Sequence]) -> int:
-        """Return the capacity of a slot for the widest of these sequences: up to its end, or of the pages so far."""
-        page, widest = self._limits.page_tokens, 0
-        for sequence in sequences:
-            width = sequence.cache_tokens
-            if page and not sequence.is_shared:
-                width = min(width, -(-(sequence.num_cached + 1) // page) * page)
-            widest = max(widest, width)
-        return widest
-
     def _fits(self, taken: int, sequences: list[Sequence], reserved: int, forecast: Forecast | None) -> bool:
         """Return whether a block of these sequences fits beside `taken` positions, now and, as expected, later."""
         room = self._limits.cache_tokens
-        if taken + self._block(sequences).positions + reserved > room:
+        if taken + self._layout.new_block(sequences).positions + reserved > room:
             return False
         if forecast is None:
             return True
@@ -331,7 +305,7 @@ class Scheduler:
         """Return whether each sequence could run to its end beside shared caches alone, if `newest` were admitted."""
         shared = sum(block.positions for block in self._blocks if block.sequences[0].is_shared)
         if newest.is_shared:
-            shared += self._block([newest]).positions
+            shared += self._layout.new_block([newest]).positions
         alone = [sequence.cache_tokens for sequence in (*self._running, *self._preempted)]
         alone += [prompt.continuation_tokens for prompt in self._reserved]
         alone.append(newest.continuation_tokens if newest.is_shared else newest.cache_tokens)
@@ -356,7 +330,7 @@ class Scheduler:
             return CacheDemand(tokens, [sequence.remaining_steps for sequence in sequences], rates)
         count = newest.num_continuations if is_new else 0  # later they have a block of their own
         steps, rate = newest.continuation_tokens, end_rate(newest.length_group)
-        return CacheDemand(1, [steps] * count, [rate] * count, self._block([newest]).positions)
+        return CacheDemand(1, [steps] * count, [rate] * count, self._layout.new_block([newest]).positions)
 
     def _seat(self, sequences: list[Sequence], forecast: Forecast | None) -> int:
         """Open a block; return its positions."""
@@ -366,30 +340,18 @@ class Scheduler:
 
     def _open(self, sequences: list[Sequence]) -> CacheBlock:
         """Seat sequences in a new block, as wide as the widest of them needs."""
-        block = self._block(sequences)
+        block = self._layout.new_block(sequences)
         for slot, sequence in enumerate(sequences):
             sequence.block, sequence.slot = block, slot
         self._blocks.append(block)
         return block
 
-    def _block(self, sequences: list[Sequence]) -> CacheBlock:
-        limits = self._limits
-        steps = max(sequence.cache_tokens - sequence.prompt_len for sequence in sequences)
-        return CacheBlock(
-            self._width(sequences), len(sequences), sequences, limits.slot_overhead, steps * limits.step_overhead
-        )
-
     # Growth and preemption
 
     def _positions_with(self, replaced: set[CacheBlock]) -> int:
         """Return the positions of cache in use once these blocks are replaced."""
-        overhead, total = self._limits.slot_overhead, sum(self._reserved.values())
-        for block in self._blocks:
-            if block in replaced:
-                total += len(block.sequences) * (self._width(block.sequences) + overhead)
-            else:
-                total += block.positions
-        return total
+        positions = (self._layout.positions(block, block in replaced) for block in self._blocks)
+        return sum(positions) + sum(self._reserved.values())
 
     def _preempt(self, sequence: Sequence) -> CacheBlock:
         """Return a sequence to the queue's head; return its block, whose other slots stay where they are."""
@@ -405,52 +367,13 @@ class Scheduler:
         self.num_preempted += 1
         return block
 
-    def _regroup(self, replaced: set[CacheBlock], decoding: list[CacheBlock], room: int) -> list[Regroup]:
-        """Replace blocks by new ones, each joined with others of its tier and about its length.
-
-        room: positions that joined blocks may take beyond what their parts take alone.
-        """
-        regroups: list[Regroup] = []
-        left = dict.fromkeys(sorted(decoding, key=lambda block: block.longest))
-        for block in [block for block in left if block in replaced]:
-            if block not in left:
-                continue
-            group = [block]
-            del left[block]
-            # Where admissions are paced, each block is one age, and joining ages would cost the memory that this saves.
-            for other in [] if self._limits.is_paced else list(left):
-                widening = self._widening([*group, other], replaced)
-                # Continuations that have just branched off have nothing in the cache yet, and so no tier.
-                if other.tier == block.tier and widening is not None and widening <= room:
-                    group.append(other)
-                    room -= max(0, widening)
-                    del left[other]
-            sequences = [sequence for part in group for sequence in part.sequences]
-            sources = tuple((part, sequence.slot) for part in group for sequence in part.sequences)
-            self._blocks = [known for known in self._blocks if known not in group]
-            joined = self._open(sequences)
-            joined.tier = block.tier
-            regroups.append(Regroup(joined, sources))
-        return regroups
-
-    def _widening(self, group: list[CacheBlock], replaced: set[CacheBlock]) -> int | None:
-        """Return the positions that blocks take more as one than apart; None if they do not belong together."""
-        limits = self._limits
-        widths = [self._width([sequence]) for block in group for sequence in block.sequences]
-        if len(widths) > min(limits.block_sequences, limits.batch_sequences):
-            return None
-        total = len(widths) * max(widths)
-        if total - sum(widths) > _LARGE_BLOCK_SHARE * total:
-            return None
-        if len(widths) > BLOCK_SEQUENCES and self._is_large(total):
-            return None
-        overhead, apart = limits.slot_overhead, 0
-        for block in group:
-            if block in replaced:
-                apart += len(block.sequences) * (self._width(block.sequences) + overhead)
-            else:
-                apart += block.positions
-        return total + len(widths) * overhead - apart
+    def _replace(self, group: list[CacheBlock]) -> Regroup:
+        """Replace blocks by one new block."""
+        sources = tuple((block, sequence.slot) for block in group for sequence in block.sequences)
+        self._blocks = [block for block in self._blocks if block not in group]
+        joined = self._open([sequence for block in group for sequence in block.sequences])
+        joined.tier = group[0].tier
+        return Regroup(joined, sources)
 
     # Batches
 
