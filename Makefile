@@ -60,7 +60,9 @@ bench: model
 	$(BIN)/flexgen-helm bench clients -o clients.json
 
 # Uses the Python at hand and installs nothing: a GPU machine may have torch but neither HELM nor a network. So it
-# collects no other files than those of GPU tests, which import neither.
+# collects no other files than those of GPU tests, which import neither, and lays the package out as it is installed.
 gpu-check:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "gpu-check needs a CUDA device, and torch finds none here")'
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -rs $(wildcard tests/*/test_gpu_*.py)
+	rm -rf build/gpu && mkdir -p build/gpu && cp -r flexgen_helm build/gpu/ && cp -r benchmarks build/gpu/flexgen_helm/
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -rs $(wildcard tests/*/test_gpu_*.py); tests=$$?; \
+	PYTHONPATH=build/gpu $(PYTHON) -m flexgen_helm.benchmarks gpu --results benchmarks/results && exit $$tests

@@ -58,6 +58,46 @@ def generate(*, model: str, folder: str, rows: int, prompt: int, output: int) ->
     return {"latency_s": run(), **run_sizes(rows, prompt, output)}
 
 
+def generate_on_gpu(*, model: str, gpu_bytes: int, rows: int, prompt: int, output: int) -> dict[str, Any]:
+    """Generate greedily in float16 with the layers that fit into `gpu_bytes` on the GPU and the others in host memory.
+
+    The largest batches that fit are found by halving. Half of the GPU's memory is left for caches and products.
+    """
+    import torch
+    from accelerate import dispatch_model, infer_auto_device_map
+
+    built = _model(model, "meta").half().to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.fill_(0.01)  # values do not change the time, and drawing billions takes minutes
+    built.tie_weights()
+    memory = {0: gpu_bytes // 2, "cpu": 1 << 40}
+    layers = infer_auto_device_map(built, max_memory=memory, no_split_module_classes=["OPTDecoderLayer"])
+    built = dispatch_model(built, layers)
+    ids = torch.tensor(prompts(rows, prompt, built.config.vocab_size), device="cuda")
+    options = {"max_new_tokens": output, "min_new_tokens": output, "do_sample": False}
+
+    def run(size: int) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for part in ids.split(size):
+            built.generate(input_ids=part, attention_mask=torch.ones_like(part), **options)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    torch.cuda.set_per_process_memory_fraction(gpu_bytes / torch.cuda.get_device_properties(0).total_memory)
+    size = rows
+    with torch.no_grad():
+        while True:
+            try:
+                return {"latency_s": run(size), "batch": size, **run_sizes(rows, prompt, output)}
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise
+                size //= 2
+                torch.cuda.empty_cache()
+
+
 def _model(name: str, device: str) -> Any:
     """Build a catalog's OPT in float32; on 'meta' it has shapes and no weights."""
     import torch

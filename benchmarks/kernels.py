@@ -64,8 +64,9 @@ def measure(*, width: int, tokens: Sequence[int], repeats: int) -> dict[str, Any
         half, fmt = matrix.to(torch.float16), formats["4bit"]
         assert fmt is not None
         num_copies = max(2, _COLD_BYTES // (2 * half.numel()))
+        packed = quantize(matrix, fmt)
         operands: dict[str, list[tuple[Any, ...]]] = {
-            "packed": [(quantize(matrix, fmt), None, fmt, width) for _ in range(num_copies)],
+            "packed": [(packed.clone(), None, fmt, width) for _ in range(num_copies)],
             "16 bits": [(half.clone(), None) for _ in range(num_copies)],
             "compute type": [(matrix.to(compute).clone(), None) for _ in range(num_copies)],
         }

@@ -54,13 +54,15 @@ def bench(
     All sides of a comparison are measured in one call, in alternation. The table shows medians.
 
     Benchmarks:
-      clients   helm-run with flexgen_helm, against HELM's own Hugging Face client
-      accuracy  LAMBADA and WikiText-2, beside lm-evaluation-harness
-      offload   weights streamed from the disk, against memory and Accelerate
-      ablation  each technique left out, on a simulated GPU
-      policy    predicted against measured time, the chosen policy against others
-      kernels   unpacking 4 bits, and products with packed weights
-      formats   what formats of weights and KV cache cost in accuracy
+      clients       whole runs with our client, and with HELM's own
+      accuracy      LAMBADA and WikiText-2, beside lm-evaluation-harness
+      offload       weights streamed from the disk, against memory and Accelerate
+      long_answers  many long answers in little memory, against reserving the most
+      ablation      each technique left out, on a simulated GPU
+      gpu           a GPU's links and products, and large models in 16 GB of it
+      policy        predicted against measured time, and other policies
+      kernels       unpacking 4 bits, and products with packed weights
+      formats       what formats of weights and KV cache cost in accuracy
     """
     check_engine_flags(engine)
     import pandas

@@ -226,6 +226,14 @@ def test_what_was_measured_is_printed_even_where_it_cannot_be_written(monkeypatc
     assert captured.err == f"flexgen-helm: {tmp_path} cannot be written: Is a directory\n"
 
 
+def test_the_help_of_bench_names_every_benchmark(capsys):
+    from flexgen_helm.benchmarks import KNOWN
+
+    assert cli.main(["bench", "--help"]) == 0
+    listed = capsys.readouterr().out.split("Benchmarks:")[1].split("Arguments")[0]
+    assert {line.split()[0] for line in listed.splitlines() if line.startswith("   ") and line.strip()} == set(KNOWN)
+
+
 def test_run_passes_on_what_is_not_ours(monkeypatch):
     from flexgen_helm.plugin import suite
 
