@@ -34,7 +34,8 @@ def run(options: Options) -> dict[str, Any]:
 def measure(*, width: int, tokens: Sequence[int], repeats: int) -> dict[str, Any]:
     import torch
 
-    from flexgen_helm.offload.linear import TILE_ELEMENTS, tiled_linear
+    from flexgen_helm.offload.linear import tiled_linear
+    from flexgen_helm.planner.constants import HOST_UPCAST_ELEMENTS
     from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch
     from flexgen_helm.quant.packing import quantize
     from flexgen_helm.quant.precisions import PRECISIONS
@@ -44,7 +45,7 @@ def measure(*, width: int, tokens: Sequence[int], repeats: int) -> dict[str, Any
     synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     draw = torch.Generator().manual_seed(0)
     matrix = torch.randn(width, width, generator=draw).to(device)
-    tile_rows = max(64, min(width, TILE_ELEMENTS // width))
+    tile_rows = max(64, min(width, HOST_UPCAST_ELEMENTS // width))
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     formats = {name: PRECISIONS[name].weights for name in ("4bit", "paper-4bit")}

@@ -99,7 +99,9 @@ class Executor:
         self._head_positions = max(1, _LOGIT_ELEMENTS // decoder.config.vocab_size)
         fused = device.type == "cpu" and decoder.dtype == torch.float32
         direct = not fused or decoder.config.attn_softcap is not None
-        self._workspace = Workspace(decoder.config, decoder.dtype.itemsize, direct, cache.codec.cache_format)
+        self._workspace = Workspace(
+            decoder.config, decoder.dtype.itemsize, direct, cache.codec.cache_format, device.type != "cpu"
+        )
         self.peak_workspace_bytes = 0
 
     @property

@@ -1,22 +1,22 @@
-"""Products with stored weights: a tile of rows at a time is brought to the compute dtype, never a whole matrix.
+"""Products with stored weights: a tile of rows at a time is brought to the compute dtype.
 
-On the host the tile's memory is reused, because touching the pages of a new tensor costs more than the conversion.
+On a device a tile is a whole matrix, up to a bound (`planner.workspace`), because each tile costs launches. On the host
+it stays in the CPU cache, and its memory is reused: touching the pages of a new tensor costs more than the conversion.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.hardware.rates import linear
-from flexgen_helm.planner.constants import UPCAST_ELEMENTS
+from flexgen_helm.planner.constants import HOST_UPCAST_ELEMENTS
+from flexgen_helm.planner.workspace import upcast_elements
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into, quantized_matmul
-
-# Elements of a tile in the compute dtype: 4 MiB in float32, which stays in the CPU's cache. The product may copy them.
-TILE_ELEMENTS = UPCAST_ELEMENTS // 2
 
 _thread_local = threading.local()
 
@@ -32,10 +32,10 @@ def tiled_linear(
         if weight.dtype == x.dtype:
             return linear(x, weight, bias)
         rows = weight.shape[0]
-    elif (y := quantized_matmul(x, weight, fmt, rows)) is not None:
-        return y if bias is None else y.add_(bias)
+    elif (y := quantized_matmul(x, weight, fmt, rows, bias)) is not None:
+        return y
     width, stripe = x.shape[1], 1 if fmt is None else fmt.stripe_rows
-    step = max(1, TILE_ELEMENTS // (width * stripe)) * stripe
+    step = _tile_stripes(rows, width, stripe, x.device) * stripe
     out = None
     for first in range(0, rows, step):
         count = min(step, rows - first)
@@ -57,11 +57,19 @@ def tiled_linear(
 def dequantize_tiled(packed: Tensor, fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Dequantize packed stripes to a matrix [rows, width]."""
     out = torch.empty((rows, width), dtype=dtype, device=packed.device)
-    step = max(1, TILE_ELEMENTS // (width * fmt.stripe_rows))  # stripes
+    step = _tile_stripes(rows, width, fmt.stripe_rows, packed.device)
     for first in range(0, packed.shape[0], step):
         tile = out[first * fmt.stripe_rows : (first + step) * fmt.stripe_rows]
         dequantize_into(packed[first : first + step], fmt, tile)
     return out
+
+
+def _tile_stripes(rows: int, width: int, stripe_rows: int, device: torch.device) -> int:
+    """Return how many stripes of a matrix [rows, width] are brought to the compute dtype at once."""
+    elements = upcast_elements(rows * width, device.type != "cpu")
+    if elements == rows * width:
+        return math.ceil(rows / stripe_rows)
+    return max(1, elements // (width * stripe_rows))
 
 
 def _tile_memory(rows: int, width: int, x: Tensor) -> Tensor:
@@ -70,5 +78,5 @@ def _tile_memory(rows: int, width: int, x: Tensor) -> Tensor:
         return x.new_empty((rows, width))
     tile: Tensor | None = getattr(_thread_local, "tile", None)
     if tile is None or tile.dtype != x.dtype or tile.numel() < rows * width:
-        tile = _thread_local.tile = torch.empty(max(TILE_ELEMENTS, rows * width), dtype=x.dtype)
+        tile = _thread_local.tile = torch.empty(max(HOST_UPCAST_ELEMENTS, rows * width), dtype=x.dtype)
     return tile[: rows * width].view(rows, width)

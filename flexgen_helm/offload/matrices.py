@@ -17,10 +17,10 @@ from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.linear import TILE_ELEMENTS
 from flexgen_helm.offload.prefetcher import staged_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.planner.constants import HOST_UPCAST_ELEMENTS
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision
@@ -210,7 +210,7 @@ def _packed_tiles(tiles: Iterable[Tensor], fmt: GroupFormat, width: int) -> Iter
     for tile in tiles:
         waiting.append(tile)
         num_waiting += tile.numel()
-        if num_waiting >= max(stripe_elements, TILE_ELEMENTS):
+        if num_waiting >= max(stripe_elements, HOST_UPCAST_ELEMENTS):
             joined = torch.cat(waiting)
             whole = num_waiting // stripe_elements * stripe_elements
             yield quantize(joined[:whole].view(-1, width), fmt)

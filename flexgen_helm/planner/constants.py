@@ -53,8 +53,10 @@ MIN_STAGING_BYTES = 3 << 20
 MAX_PENDING_STORE_BYTES = 64 << 20
 # Attention masks that are kept between layers (`kv_cache.visibility`).
 KEPT_MASK_BYTES = 32 << 20
-# Elements of weights in the compute dtype: the tile that was upcast, and the copy that a product may pack.
-UPCAST_ELEMENTS = 2 << 20
+# Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which stay in its cache.
+HOST_UPCAST_ELEMENTS = 1 << 20
+# The same on a device, where each tile is two launches: the largest matrices of a 70B model whole, 512 MiB in 16 bits.
+DEVICE_UPCAST_ELEMENTS = 256 << 20
 # Probabilities in float64 from which tokens are drawn at once: vocabulary by sequences, at least of one sequence.
 SAMPLED_ELEMENTS = 1 << 17
 

@@ -5,9 +5,21 @@ Temporaries are counted as if each were freed only after the operation that foll
 
 from __future__ import annotations
 
+from math import prod
+
 from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, ModelConfig, tensor_shapes
-from flexgen_helm.planner.constants import KEPT_MASK_BYTES, SAMPLED_ELEMENTS, UPCAST_ELEMENTS
+from flexgen_helm.planner.constants import (
+    DEVICE_UPCAST_ELEMENTS,
+    HOST_UPCAST_ELEMENTS,
+    KEPT_MASK_BYTES,
+    SAMPLED_ELEMENTS,
+)
 from flexgen_helm.quant.precisions import CacheFormat
+
+
+def upcast_elements(matrix_elements: int, on_device: bool) -> int:
+    """Return how many elements of a matrix are brought to the compute dtype at once, for a product with them."""
+    return min(matrix_elements, DEVICE_UPCAST_ELEMENTS if on_device else HOST_UPCAST_ELEMENTS)
 
 
 class Workspace:
@@ -16,11 +28,23 @@ class Workspace:
     element: bytes of an element in the compute dtype.
     direct: attention scores are materialized in float32.
     cache: format of a quantized or sparse cache; None for one in the compute dtype.
+    on_device: a device computes, not the CPU.
     """
 
-    def __init__(self, config: ModelConfig, element: int, direct: bool, cache: CacheFormat | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        element: int,
+        direct: bool,
+        cache: CacheFormat | None = None,
+        on_device: bool = False,
+    ) -> None:
         self._config, self._element, self._direct, self._cache = config, element, direct, cache
-        ffn_size = max(shape[0] for name, shape in tensor_shapes(config).items() if name.endswith(".up.weight"))
+        shapes = tensor_shapes(config)
+        ffn_size = max(shape[0] for name, shape in shapes.items() if name.endswith(".up.weight"))
+        largest = max(prod(shape) for shape in shapes.values() if len(shape) > 1)
+        # On the CPU a product may pack a copy of the tile that was upcast.
+        self._upcast_elements = upcast_elements(largest, True) if on_device else 2 * upcast_elements(largest, False)
         # The states, their norm with two temporaries and both branches' results; then the larger of: q, k, v, their
         # rotations with three temporaries and the outputs twice; gate, up, activation and a product joined from tiles.
         attention, ffn = 8 * config.q_size + 6 * config.kv_size, 5 * ffn_size
@@ -46,7 +70,7 @@ class Workspace:
         elif self._masks:
             scores += 4 * prompt * prompt
         states = self._element * tokens * (self._elements_per_token + 4 * config.hidden_size)
-        total = states + (4 if self._direct else 2) * scores + self._element * UPCAST_ELEMENTS
+        total = states + (4 if self._direct else 2) * scores + self._element * self._upcast_elements
         if cache is not None:
             # Two masks of a query chunk, and the quantized and full-precision versions of keys and values.
             total += KEPT_MASK_BYTES + 2 * 4 * QUERY_CHUNK_TOKENS * prompt + self._element * 4 * config.kv_size * prompt
@@ -63,4 +87,4 @@ class Workspace:
         copies = 5 if self._config.final_softcap is not None else 4
         logits = 4 * positions * (copies * vocabulary + 3 * self._config.hidden_size)
         logits += 5 * 8 * vocabulary * min(positions, max(1, SAMPLED_ELEMENTS // vocabulary))
-        return logits + self._element * (tokens * self._config.hidden_size + UPCAST_ELEMENTS)
+        return logits + self._element * (tokens * self._config.hidden_size + self._upcast_elements)

@@ -42,6 +42,7 @@ def word_scales(device: torch.device) -> Tensor:
     return torch.exp2(exponents).float().to(device)
 
 
+@lru_cache(maxsize=8)
 def word_zero_points(bits: int, device: torch.device) -> Tensor:
     """Zero point [128], in codes, of each number that a word's lower 7 bits can hold."""
     numbers = torch.arange(_LAST_ZERO_POINT + 1, dtype=torch.float64)

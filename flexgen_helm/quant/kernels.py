@@ -2,11 +2,12 @@
 
 Plain torch passes over the values several times, each through memory; a compiled loop passes once and leaves the tile
 in the cache. Both give the same bits. numba (CPUs) and Triton (CUDA) compile at the first call and keep the result on
-disk.
+disk. The first error of Triton, such as a machine without a C compiler, ends its use in this process.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -17,19 +18,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.formats import GroupFormat, Scales
 from flexgen_helm.quant.packing import dequantize
 
-# Tokens up to which a product reads codes; for more, dequantizing once and a library's product are faster.
+# Tokens up to which a product on the CPU reads codes; for more, dequantizing once and a library's product are faster.
 QUANTIZED_MATMUL_ROWS = 8
+# Values that plain torch dequantizes at once: it takes about 20 bytes for each.
+_TORCH_ELEMENTS = 1 << 20
 
 
 def dequantize_into(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
     """Bytes [stripes, stripe_bytes] -> `out` [rows, width] in the compute type; returns it."""
     if fmt.bits == 4 and out.is_contiguous():
-        if out.is_cuda and packed.stride(1) == 1 and (triton := _triton_kernel()) is not None:
-            return triton(packed, fmt, out)
+        if _is_for_triton(packed, out):
+            done = _with_triton(lambda kernels: kernels.dequantize_into(packed, fmt, out))
+            return dequantize_with_torch(packed, fmt, out) if done is None else done
         if _on_cpu(packed, out) and (numba := _numba_kernels()) is not None:
             kernel = numba.dequantize_rows if fmt.axis == "in" else numba.dequantize_columns
             data, target, n = packed.numpy(), out.numpy(), fmt.stripe_rows
@@ -40,16 +45,27 @@ def dequantize_into(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
 
 def dequantize_with_torch(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
     """Do the same by plain operations of torch, for every device and format."""
-    return out.copy_(dequantize(packed, fmt, *out.shape))
+    width, stripe_rows = out.shape[1], fmt.stripe_rows
+    step = max(1, _TORCH_ELEMENTS // (width * stripe_rows))  # stripes
+    for first in range(0, packed.shape[0], step):
+        tile = out[first * stripe_rows : (first + step) * stripe_rows]
+        tile.copy_(dequantize(packed[first : first + step], fmt, *tile.shape))
+    return out
 
 
-def quantized_matmul(x: Tensor, packed: Tensor, fmt: GroupFormat, rows: int) -> Tensor | None:
-    """x [T, width] times the packed matrix [rows, width] transposed -> [T, rows], without dequantizing it.
+def quantized_matmul(
+    x: Tensor, packed: Tensor, fmt: GroupFormat, rows: int, bias: Tensor | None = None
+) -> Tensor | None:
+    """x [T, width] times the packed matrix [rows, width] transposed, plus bias [rows] -> [T, rows].
 
-    None where dequantizing is faster or there is no loop: more than `QUANTIZED_MATMUL_ROWS` tokens, other bits or
-    axis, other devices and types.
+    The matrix is not dequantized in memory. None where dequantizing is faster or there is no kernel: more tokens than
+    `QUANTIZED_MATMUL_ROWS` on the CPU or `triton_kernels` takes on a device, other bits; on the CPU, axis 'in'.
     """
-    if fmt.bits != 4 or fmt.axis != "out" or x.shape[0] > QUANTIZED_MATMUL_ROWS or not x.is_contiguous():
+    if fmt.bits != 4 or not x.is_contiguous():
+        return None
+    if _is_for_triton(packed, x):
+        return _with_triton(lambda kernels: kernels.matmul(x, packed, fmt, rows, bias))
+    if fmt.axis != "out" or x.shape[0] > QUANTIZED_MATMUL_ROWS:
         return None
     numba = _numba_kernels() if _on_cpu(packed, x) else None
     if numba is None:
@@ -62,7 +78,14 @@ def quantized_matmul(x: Tensor, packed: Tensor, fmt: GroupFormat, rows: int) -> 
         len(data),
         lambda part: (data[part], given, target[:, part.start * group : part.stop * group]),
     )
-    return y
+    return y if bias is None else y.add_(bias)
+
+
+def _is_for_triton(packed: Tensor, values: Tensor) -> bool:
+    """Return whether Triton can take the tensors: its kernels read scales as numbers of 16 bits, at even addresses."""
+    if not (packed.is_cuda and values.is_cuda) or packed.stride(1) != 1:
+        return False
+    return not (packed.data_ptr() | packed.stride(0)) & 1
 
 
 def _on_cpu(packed: Tensor, values: Tensor) -> bool:
@@ -107,10 +130,28 @@ def _numba_kernels() -> ModuleType | None:
     return numba_kernels
 
 
-@lru_cache(maxsize=1)
-def _triton_kernel() -> Callable[[Tensor, GroupFormat, Tensor], Tensor] | None:
-    try:
-        from flexgen_helm.quant.triton_kernels import dequantize_into as kernel
-    except ImportError:  # this build of torch came without Triton
+def _with_triton(call: Callable[[ModuleType], Tensor | None]) -> Tensor | None:
+    """Return the result of a call with Triton's kernels; None if there is none.
+
+    The first error ends the use of Triton in this process, with one warning. It compiles a kernel at its first launch,
+    for which it needs a driver, a C compiler, and a GPU that it knows. Too little memory is the caller's affair.
+    """
+    if _triton_failed.is_set():
         return None
-    return kernel
+    try:
+        from flexgen_helm.quant import triton_kernels
+
+        return call(triton_kernels)
+    except Exception as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error):
+            raise
+        with _triton_lock:
+            is_first = not _triton_failed.is_set()
+            _triton_failed.set()
+        if is_first:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            report(Message(f"Triton does not work here, so 4-bit weights are slower: plain PyTorch is used ({reason})"))
+        return None
+
+
+_triton_failed, _triton_lock = threading.Event(), threading.Lock()

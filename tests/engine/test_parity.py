@@ -152,7 +152,7 @@ def test_weights_at_rest_in_16_bits_give_the_same_numbers(tiny):
 def test_tiles_join_to_the_whole_product(monkeypatch):
     from flexgen_helm.offload.linear import tiled_linear
 
-    monkeypatch.setattr("flexgen_helm.offload.linear.TILE_ELEMENTS", 100)
+    monkeypatch.setattr("flexgen_helm.planner.workspace.HOST_UPCAST_ELEMENTS", 100)
     x, w, b = torch.randn(70, 24), torch.randn(31, 24).half(), torch.randn(31)
     expected = x.double() @ w.double().t() + b.double()
     assert (tiled_linear(x, w, b).double() - expected).abs().max() < 1e-4

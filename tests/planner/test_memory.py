@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_helm.planner import constants
+from flexgen_helm.models.config import tensor_shapes
+from flexgen_helm.planner import workspace
 from flexgen_helm.planner.cache_sizes import CacheSizes
 from flexgen_helm.planner.constants import ACTIVATIONS_SHARE
 from flexgen_helm.planner.memory import MemoryPlan, RunMemory, RunSize
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.workspace import Workspace
+from tests.helpers import planning_problems
 from tests.helpers.planning_problems import small
 
 NEAR = {"gpu": 1.0, "cpu": 0.0, "disk": 0.0}
@@ -88,8 +91,28 @@ def test_a_plan_stages_what_the_host_does_not_attend_to(precision, fetched):
     assert (peaks[0] == peaks[1]) == fetched
 
 
-def test_the_workspace_counts_with_the_sizes_that_the_kernels_use():
-    """`offload.linear` has a constant of its own, which the planner must not import with torch."""
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("name", ["opt-125m", "opt-30b"])
+def test_the_workspace_holds_what_a_product_brings_to_the_compute_dtype(monkeypatch, name, on_device):
+    """The largest tile that `offload.linear` makes of any of the model's matrices; on the CPU twice."""
+    import torch
+
     from flexgen_helm.offload import linear
 
-    assert constants.UPCAST_ELEMENTS == 2 * linear.TILE_ELEMENTS
+    tiles = []
+    monkeypatch.setattr(
+        linear, "_tile_memory", lambda rows, width, x: tiles.append(rows * width) or x.new_empty(rows, width)
+    )
+    monkeypatch.setattr(linear, "linear", lambda x, tile, bias: x.new_empty((1, len(tile))))
+    monkeypatch.setattr(linear, "upcast_elements", lambda elements, _: workspace.upcast_elements(elements, on_device))
+    config = planning_problems.config(name)
+    with torch.device("meta"):
+        for shape in tensor_shapes(config).values():
+            if len(shape) > 1:
+                linear.tiled_linear(torch.empty(1, shape[1]), torch.empty(shape, dtype=torch.float16), None)
+    with_weights = Workspace(config, 2, True, on_device=on_device)
+    monkeypatch.setattr(workspace, "upcast_elements", lambda *_: 0)
+    rest = Workspace(config, 2, True, on_device=on_device)
+    counted = [with_weights.layer(7, 7, 7) - rest.layer(7, 7, 7), with_weights.head(7, 7) - rest.head(7, 7)]
+    needed = 2 * max(tiles) * (1 if on_device else 2)
+    assert all(needed <= each <= 1.1 * needed for each in counted)

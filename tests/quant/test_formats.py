@@ -1,9 +1,6 @@
 """Group-wise quantization against slow direct formulas, one value at a time."""
 
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -242,32 +239,6 @@ def test_the_numba_kernels_are_used(monkeypatch):
             dequantize_into(quantize(matrix(64, 64), fmt), fmt, torch.empty(64, 64))
     monkeypatch.setattr(kernels, "_numba_kernels", lambda: None)
     assert torch.equal(dequantize_into(packed, OURS, torch.empty(64, 64)), dequantize(packed, OURS, 64, 64))
-
-
-TRITON = """
-import torch
-from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.packing import dequantize, quantize
-from flexgen_helm.quant.triton_kernels import dequantize_into
-draw, tried = torch.Generator().manual_seed(0), 0
-for axis in ("in", "out"):
-    for group, (scales, fit) in ((8, ("word", "range")), (32, ("word", "error")), (64, ("pair", "range"))):
-        for rows, width in ((1, 1), (5, 70), (67, 600), (130, 33)):
-            for dtype in (torch.float32, torch.float16):
-                form = GroupFormat(4, group, axis, scales, fit)
-                packed = quantize(torch.randn(rows, width, generator=draw) * 0.3, form)
-                out = torch.full((rows, width), float("nan"), dtype=dtype)
-                dequantize_into(packed, form, out)
-                assert torch.equal(out, dequantize(packed, form, rows, width).to(dtype)), (form, rows, width)
-                tried += 1
-assert tried == 48
-"""
-
-
-def test_the_triton_kernel_gives_the_numbers_of_plain_torch():
-    """By Triton's interpreter, which needs no GPU; on one it is among the tests that are marked gpu."""
-    pytest.importorskip("triton")
-    subprocess.run([sys.executable, "-c", TRITON], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True, timeout=200)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""Triton's kernels by its interpreter, against plain torch: run as `TRITON_INTERPRET=1 python -m …`, as JSON on stdout.
+
+The interpreter replaces Triton's functions while they are imported, so it needs a process of its own.
+
+    values quick|full|spoiled    numbers of dequantizing and products, by format, shape and dtype; fails if they differ
+    bytes                        how often each byte of a packed matrix is read
+
+spoiled: one code is changed, which must be noticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from flexgen_helm.quant import triton_kernels
+from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.packing import dequantize, quantize
+
+_FORMATS = [
+    GroupFormat(4, group, axis, scales, fit)
+    for axis in ("out", "in")
+    for group, scales, fit in (
+        (32, "word", "error"),
+        (64, "pair", "range"),
+        (8, "word", "range"),
+        (24, "pair", "range"),
+        (128, "word", "range"),
+    )
+]
+_SHAPES = [(67, 300), (5, 70), (1, 1), (130, 33)]
+_TOKENS = (1, 2, 3, 9)
+_DTYPES = (torch.float16, torch.float32)
+# Products: error of a sum in float32, and of weights and results in 16 bits, relative to the sum of absolute values.
+_TOLERANCE = {torch.float32: 1e-6, torch.float16: 1.5e-3}
+
+
+def values(full: bool, spoiled: bool = False) -> dict[str, int]:
+    draw = torch.Generator().manual_seed(0)
+    dequantized, products, kernels = 0, 0, set()
+    for fmt, (rows, width) in _cases(full):
+        packed = quantize(torch.randn(rows, width, generator=draw) * 0.3, fmt)
+        weights = dequantize(packed, fmt, rows, width)
+        packed[0, 0] ^= spoiled
+        for dtype in _DTYPES:
+            out = torch.full((rows, width), torch.nan, dtype=dtype)
+            triton_kernels.dequantize_into(packed, fmt, out)
+            assert torch.equal(out, weights.to(dtype)), (fmt, rows, width, dtype)
+            dequantized += 1
+        for number, (tokens, dtype) in enumerate(itertools.product(_TOKENS, _DTYPES)):
+            if not full and number % 2 == (rows + fmt.group_size // 8) % 2:
+                continue
+            # One processor leaves the columns whole, a hundred split them over programs.
+            device = triton_kernels.Device(100 if number % 3 else 1, has_tensor_cores=dtype == torch.float16)
+            triton_kernels._describe = lambda _, device=device: device
+            x = torch.randn(tokens, width, generator=draw).to(dtype)
+            bias = torch.randn(rows, generator=draw).to(dtype) if number % 4 < 2 else None
+            launch = triton_kernels.plan_product(fmt, tokens, rows, width, dtype, bias is not None, device)
+            y = triton_kernels.matmul(x, packed, fmt, rows, bias)
+            _compare(x, weights, bias, y, (fmt, rows, width, tokens, dtype))
+            kernels.add(f"{launch.kernel.__name__}{' split' if launch.grid[1] > 1 else ''}")
+            products += 1
+    return {"dequantized": dequantized, "products": products, "kernels": sorted(kernels)}
+
+
+def _cases(full: bool) -> Iterator[tuple[GroupFormat, tuple[int, int]]]:
+    for number, fmt in enumerate(_FORMATS):
+        for shape in _SHAPES if full else (_SHAPES[0], _SHAPES[1 + number % 3])[: 1 + (number % 5 < 2)]:
+            yield fmt, shape
+
+
+def _compare(x: Tensor, weights: Tensor, bias: Tensor | None, y: Tensor, case: object) -> None:
+    exact = x.double() @ weights.double().t()
+    bound = x.double().abs() @ (weights.double().abs() + 1).t() + 1
+    if bias is not None:
+        exact += bias.double()
+    assert y.dtype == x.dtype and ((y.double() - exact).abs() <= _TOLERANCE[x.dtype] * bound).all(), case
+
+
+def read_counts() -> list[dict[str, object]]:
+    """Count how many loads read each byte of packed matrices; equal addresses of one load are one read."""
+    masked_load, counts, base = interpreter.InterpreterBuilder.create_masked_load, np.zeros(0, np.int64), 0
+
+    def counting(self, ptrs, mask, *others):
+        result = masked_load(self, ptrs, mask, *others)
+        size = interpreter._get_np_dtype(ptrs.get_element_ty()).itemsize
+        for offset in range(size):
+            places = np.unique(ptrs.data[mask.data]).astype(np.int64) + offset - base
+            counts[places[(places >= 0) & (places < len(counts))]] += 1
+        return result
+
+    interpreter.InterpreterBuilder.create_masked_load = counting
+    found: list[dict[str, object]] = []
+    rows, width = 70, 576
+    for fmt, tokens in itertools.product(_FORMATS[:2] + _FORMATS[5:7], (0, 1, 9)):
+        packed = quantize(torch.randn(rows, width), fmt)
+        counts, base = np.zeros(packed.numel(), np.int64), packed.data_ptr()
+        triton_kernels._describe = lambda _: triton_kernels.Device(100, True)
+        if tokens:
+            triton_kernels.matmul(torch.randn(tokens, width).half(), packed, fmt, rows)
+        else:
+            triton_kernels.dequantize_into(packed, fmt, torch.empty(rows, width))
+        found.append({"format": str(fmt), "tokens": tokens, "least": int(counts.min()), "most": int(counts.max())})
+    return found
+
+
+if __name__ == "__main__":
+    what, *amount = sys.argv[1:]
+    print(json.dumps(read_counts() if what == "bytes" else values(amount == ["full"], amount == ["spoiled"])))

@@ -1,0 +1,127 @@
+"""The Triton kernels through Triton's own launches and compiler, for GPUs from the T4 to the H100, without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.precisions import PRECISIONS
+
+triton = pytest.importorskip("triton")
+
+from flexgen_helm.quant import triton_kernels  # noqa: E402
+from tests.helpers.triton_driver import SHARED_MEMORY, instructions, recording_driver, resources  # noqa: E402
+
+OURS, PAPER = PRECISIONS["4bit"].weights, PRECISIONS["paper-4bit"].weights
+ALONG_WORDS, ALONG_PAIRS = GroupFormat(4, 32, "in", "word", "error"), GroupFormat(4, 64, "in")
+ROWS, WIDTH = 1024, 4096
+TOKENS = (0, 1, 2, 8, 16, 32, 64, 128)  # 0 dequantizes
+ALL = [
+    (capability, fmt, tokens, dtype)
+    for capability in SHARED_MEMORY
+    for fmt in (OURS, PAPER, ALONG_WORDS, ALONG_PAIRS)
+    for tokens in TOKENS
+    for dtype in (torch.float16, torch.float32)
+]
+# Each kernel once for every GPU, and what takes the most registers.
+QUICK = [(capability, OURS, tokens, torch.float16) for capability in SHARED_MEMORY for tokens in (0, 1, 8)]
+QUICK += [(75, PAPER, 0, torch.float16), (75, PAPER, 1, torch.float16), (80, OURS, 128, torch.float16)]
+
+
+def launch(monkeypatch, capability, fmt, tokens, dtype, rows=ROWS, width=WIDTH):
+    """Launch on a GPU that is not there; returns the launches."""
+    device = triton_kernels.Device(processors=8, has_tensor_cores=capability >= 80)
+    monkeypatch.setattr(triton_kernels, "_describe", lambda _: device)
+    packed = torch.zeros(fmt.num_stripes(rows), fmt.stripe_bytes(width), dtype=torch.uint8)
+    with recording_driver(capability) as driver:
+        if tokens:
+            triton_kernels.matmul(torch.zeros(tokens, width, dtype=dtype), packed, fmt, rows)
+        else:
+            triton_kernels.dequantize_into(packed, fmt, torch.zeros(rows, width, dtype=dtype))
+    return driver.launched
+
+
+def check(monkeypatch, tmp_path, capability, fmt, tokens, dtype, width=WIDTH):
+    launched = launch(monkeypatch, capability, fmt, tokens, dtype, width=width)
+    tensor_cores = capability >= 80 and dtype == torch.float16
+    if tokens > (128 if tensor_cores else 16):
+        assert not launched
+        return
+    # A product may join partial sums; nothing else is launched, however large the matrix is.
+    assert len(launched) == 1 or (tokens and [one.kernel.name for one in launched[1:]] == ["_join"])
+    kernel = launched[0].kernel
+    # Codes are loaded from 8 a load on, none byte by byte.
+    loads = instructions(kernel, r"ld\.global|cp\.async\.c[ag]")
+    assert loads and not any(name.endswith(("b8", "u8", "s8")) for name in loads)
+    wide = sum(count for name, count in loads.items() if "b16" not in name)
+    assert wide >= 0.5 * sum(loads.values())
+    found = resources(kernel, tmp_path)
+    assert found.stack_bytes == 0 and found.registers <= 255
+    if tokens > 2 and tensor_cores:
+        assert instructions(kernel, r"mma\.sync|wgmma\.mma_async")
+    if not tokens:  # whole lines are written
+        assert set(instructions(kernel, r"st\.global")) == {"st.global.v4.b32"}
+        assert not instructions(kernel, r"fma\."), "a fused multiply-add has other bits than plain torch"
+
+
+@pytest.mark.parametrize("capability, fmt, tokens, dtype", QUICK, ids=str)
+def test_kernels_compile_without_spills_and_with_wide_loads(monkeypatch, tmp_path, capability, fmt, tokens, dtype):
+    check(monkeypatch, tmp_path, capability, fmt, tokens, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability, fmt, tokens, dtype", ALL, ids=str)
+def test_all_kernels_compile_without_spills_and_with_wide_loads(monkeypatch, tmp_path, capability, fmt, tokens, dtype):
+    check(monkeypatch, tmp_path, capability, fmt, tokens, dtype)
+
+
+@triton.jit
+def annotated(packed: Any, block: triton.language.constexpr) -> None:
+    triton.language.store(packed, 0)
+
+
+def test_an_annotation_that_the_compiler_does_not_know_is_noticed():
+    """The defect that no interpreter shows: Triton resolves annotations as it compiles."""
+    with recording_driver(80), pytest.raises(triton.CompilationError, match="Any"):
+        annotated[(1,)](torch.zeros(1, dtype=torch.uint8), block=1)
+
+
+def test_spilled_registers_are_noticed(monkeypatch, tmp_path):
+    run = triton_kernels.Launch.run
+
+    def with_few_registers(self, *arguments, fused):
+        self.constants["maxnreg"] = 40
+        run(self, *arguments, fused=fused)
+
+    monkeypatch.setattr(triton_kernels.Launch, "run", with_few_registers)
+    with pytest.raises(AssertionError, match="stack_bytes"):
+        check(monkeypatch, tmp_path, 80, OURS, 1, torch.float16)
+
+
+def test_narrow_loads_are_noticed(monkeypatch, tmp_path):
+    """Rows of an odd number of bytes can only be loaded byte by byte."""
+    with pytest.raises(AssertionError, match="b8"):
+        check(monkeypatch, tmp_path, 80, OURS, 1, torch.float16, width=WIDTH - 1)
+
+
+def test_a_matrix_of_a_large_model_is_dequantized_by_one_launch(monkeypatch):
+    """As many programs as it has stripes, times its width over 1,024."""
+    (whole,) = launch(monkeypatch, 90, OURS, 0, torch.float16, rows=28672, width=1024)
+    assert whole.grid == (28672 // 32, 1, 1)
+
+
+def test_launches_are_made_on_the_tensors_device(monkeypatch):
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device))
+    properties = SimpleNamespace(multi_processor_count=40, major=7), SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
+    second = torch.device("cuda:1")
+    triton_kernels._on_device(SimpleNamespace(is_cuda=True, device=second))
+    assert entered == [second]
+    assert triton_kernels._describe(torch.device("cuda:0")) == triton_kernels.Device(40, has_tensor_cores=False)
+    assert triton_kernels._describe(second) == triton_kernels.Device(132, has_tensor_cores=True)
+    triton_kernels._describe.cache_clear()

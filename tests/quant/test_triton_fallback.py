@@ -1,0 +1,138 @@
+"""Where Triton does not work, plain torch takes over for the rest of the process, with one warning."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_helm.offload import linear
+from flexgen_helm.planner.constants import DEVICE_UPCAST_ELEMENTS
+from flexgen_helm.progress import Message, observed_by
+from flexgen_helm.quant import kernels
+from flexgen_helm.quant.packing import dequantize, quantize
+from flexgen_helm.quant.precisions import PRECISIONS
+
+triton = pytest.importorskip("triton")
+
+from flexgen_helm.quant import triton_kernels  # noqa: E402
+from tests.helpers.triton_driver import RecordingDriver, recording_driver  # noqa: E402
+
+OURS = PRECISIONS["4bit"].weights
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """A packed matrix that counts as one on a CUDA device, in a process where Triton has not failed yet."""
+    monkeypatch.setattr(kernels, "_triton_failed", threading.Event())
+    monkeypatch.setattr(kernels, "_is_for_triton", lambda *tensors: True)
+    return quantize(torch.randn(70, 48, generator=torch.Generator().manual_seed(0)), OURS)
+
+
+def use(packed):
+    """Dequantize and multiply, each twice; returns the warnings."""
+    events: list[Any] = []
+    with observed_by(events.append):
+        for _ in range(2):
+            out = kernels.dequantize_into(packed, OURS, torch.full((70, 48), torch.nan))
+            assert torch.equal(out, dequantize(packed, OURS, 70, 48))
+            assert kernels.quantized_matmul(torch.zeros(1, 48), packed, OURS, 70) is None
+    assert all(isinstance(event, Message) and event.is_warning for event in events)
+    return [event.text for event in events]
+
+
+def test_without_a_driver(packed):
+    """As on this machine: Triton itself says that there is no GPU."""
+    (warning,) = use(packed)
+    assert "plain PyTorch" in warning and "active drivers" in warning
+
+
+def test_without_a_c_compiler(packed, monkeypatch):
+    from triton.runtime import build
+
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    find = build._find_compiler.__wrapped__
+    arguments = ("c",) if find.__code__.co_argcount else ()
+    monkeypatch.setattr(RecordingDriver, "launcher_cls", lambda *_: find(*arguments))
+    with recording_driver(75):
+        (warning,) = use(packed)
+    assert "C compiler" in warning
+
+
+def test_with_a_kernel_that_does_not_compile(packed, monkeypatch):
+    @triton.jit
+    def broken(packed: Any) -> None:
+        pass
+
+    monkeypatch.setattr(triton_kernels.Launch, "run", lambda self, *_, **__: broken[(1,)](torch.zeros(1)))
+    with recording_driver(75):
+        (warning,) = use(packed)
+    assert "CompilationError" in warning and "\n" not in warning
+
+
+def test_without_triton(packed, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "flexgen_helm.quant.triton_kernels", None)
+    (warning,) = use(packed)
+    assert "Error" in warning
+
+
+def test_a_kernel_that_works_is_used_and_nothing_is_said(packed, monkeypatch):
+    """The inverse: what is launched is not repeated by plain torch."""
+    monkeypatch.setattr(kernels, "dequantize_with_torch", None)
+    events: list[Any] = []
+    with recording_driver(75) as driver, observed_by(events.append):
+        kernels.dequantize_into(packed, OURS, torch.empty(70, 48))
+        assert kernels.quantized_matmul(torch.zeros(1, 48), packed, OURS, 70, torch.zeros(70)) is not None
+    assert len(driver.launched) == 2 and not events
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("out of memory")]
+)
+def test_too_little_memory_is_the_callers_affair(packed, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(triton_kernels.Launch, "run", fail)
+    with pytest.raises(type(error)):
+        kernels.dequantize_into(packed, OURS, torch.empty(70, 48))
+    assert not kernels._triton_failed.is_set()
+
+
+def test_triton_takes_what_its_kernels_can_address():
+    class OnDevice:
+        is_cuda = True
+
+        def __init__(self, stride, at):
+            self._stride, self._at = stride, at
+
+        def stride(self, dim):
+            return self._stride[dim]
+
+        def data_ptr(self):
+            return self._at
+
+    good = OnDevice((36, 1), 4096)
+    assert kernels._is_for_triton(good, good)
+    for other in (OnDevice((36, 1), 4097), OnDevice((35, 1), 4096), OnDevice((36, 2), 4096)):
+        assert not kernels._is_for_triton(other, good)
+    assert not kernels._is_for_triton(good, torch.zeros(1)) and not kernels._is_for_triton(torch.zeros(2, 2), good)
+
+
+@pytest.mark.parametrize("rows, width, tiles", [(33, 64, 1), (28672, 8192, 1), (53248, 16384, 4)])
+def test_on_a_device_a_matrix_is_one_tile_up_to_a_bound(monkeypatch, rows, width, tiles):
+    """Launches of a product do not grow with its size; those of a 405B model's matrix are few."""
+    seen = []
+    monkeypatch.setattr(linear, "dequantize_into", lambda packed, fmt, out: seen.append(out) or out)
+    with torch.device("meta"):
+        packed = torch.empty((OURS.num_stripes(rows), OURS.stripe_bytes(width)), dtype=torch.uint8)
+        x = torch.empty((600, width), dtype=torch.float16)
+        linear.tiled_linear(x, packed, None, OURS, rows)
+        assert len(seen) == tiles and sum(out.shape[0] for out in seen) == rows
+        assert max(out.numel() for out in seen) <= DEVICE_UPCAST_ELEMENTS
+        seen.clear()
+        linear.dequantize_tiled(packed, OURS, rows, width, torch.float16)
+        assert len(seen) == tiles
