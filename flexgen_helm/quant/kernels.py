@@ -85,7 +85,7 @@ def _is_for_triton(packed: Tensor, values: Tensor) -> bool:
     """Return whether Triton can take the tensors: its kernels read scales as numbers of 16 bits, at even addresses."""
     if not (packed.is_cuda and values.is_cuda) or packed.stride(1) != 1:
         return False
-    return not (packed.data_ptr() | packed.stride(0)) & 1
+    return not (packed.storage_offset() | packed.stride(0)) & 1  # the memory itself begins at a multiple of 512
 
 
 def _on_cpu(packed: Tensor, values: Tensor) -> bool:
@@ -130,6 +130,12 @@ def _numba_kernels() -> ModuleType | None:
     return numba_kernels
 
 
+def _triton_kernels() -> ModuleType:
+    from flexgen_helm.quant import triton_kernels
+
+    return triton_kernels
+
+
 def _with_triton(call: Callable[[ModuleType], Tensor | None]) -> Tensor | None:
     """Return the result of a call with Triton's kernels; None if there is none.
 
@@ -139,9 +145,7 @@ def _with_triton(call: Callable[[ModuleType], Tensor | None]) -> Tensor | None:
     if _triton_failed.is_set():
         return None
     try:
-        from flexgen_helm.quant import triton_kernels
-
-        return call(triton_kernels)
+        return call(_triton_kernels())
     except Exception as error:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error):
             raise

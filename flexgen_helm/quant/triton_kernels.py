@@ -45,6 +45,8 @@ _VECTOR_BYTES = 16
 # weight for either, rounding it to 16 bits for tensor cores about 3 more, and multiply-adds 1 for every row of x.
 _THREAD_SUMS = 32
 _THREAD_CODES = 128  # bytes of codes of a thread's step, times rows of x
+# Warps of a processor in a matvec: each has 4 KiB of codes in flight, and an H100 needs 15 KiB to keep its memory busy.
+_MATVEC_WARPS = 16
 # Bytes that partial sums may add to those of the packed matrix, as its reciprocal: written and read, 10 % in all.
 _PARTIAL_SHARE = 10
 _JOINED = 1024  # sums of a program that joins
@@ -439,6 +441,7 @@ class Launch:
         self.kernel[self.grid](*arguments, **self.constants, num_warps=self.num_warps, enable_fp_fusion=fused)
 
 
+@lru_cache(maxsize=1024)
 def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype) -> Launch:
     """Plan the launch that dequantizes a matrix [rows, width] into `dtype`."""
     constants = _format_constants(fmt)
@@ -457,6 +460,7 @@ def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype)
     return Launch(_dequantize_in, grid, constants, 4)
 
 
+@lru_cache(maxsize=1024)
 def plan_product(
     fmt: GroupFormat, tokens: int, rows: int, width: int, dtype: torch.dtype, has_bias: bool, device: Device
 ) -> Launch | None:
@@ -464,44 +468,46 @@ def plan_product(
 
     None where dequantizing once is faster.
     """
-    tensor_cores, processors = device.has_tensor_cores and dtype.itemsize == 2, device.processors
+    tensor_cores = device.has_tensor_cores and dtype.itemsize == 2
     tile_columns = _TENSOR_CORE_COLUMNS if tensor_cores else _FMA_COLUMNS
     if tokens > max(tile_columns):
         return None
     axis_out, padded = fmt.axis == "out", _power_of_two(tokens)
     constants = _format_constants(fmt)
-    lanes, vector = constants["lanes"], _VECTOR_BYTES // dtype.itemsize
+    lanes, most_splits = constants["lanes"], partial_splits(fmt, tokens, rows, width)
     kernel: Any
     if padded * (lanes if axis_out else 16) <= _THREAD_SUMS:
-        warps, programs_wanted = 1, 16 * processors
-        if axis_out:
-            kernel, row_block, vector = _matvec_out, fmt.group_size, min(vector, _THREAD_CODES // (lanes * padded))
-            steps = triton.cdiv(width, 32 * vector)
-        else:
-            kernel, row_block, vector = _matvec_in, 8 // padded, min(vector, lanes)
-            steps = triton.cdiv(fmt.stripe_groups(width) * (lanes // vector), 32)
-            constants["block_rows"] = row_block
-        constants |= {"chunks": 32, "vector": vector}
+        vector = min(_VECTOR_BYTES // dtype.itemsize, _THREAD_CODES // (lanes * padded) if axis_out else lanes)
+        row_block = fmt.group_size if axis_out else 8 // padded
+        row_chunks = triton.cdiv(width, vector) if axis_out else fmt.stripe_groups(width) * (lanes // vector)
+        programs, warps_wanted = triton.cdiv(rows, row_block), _MATVEC_WARPS * device.processors
+        # Warps of a program share the columns of a step: that needs no partial sums in memory.
+        warps = min(8, _power_of_two(triton.cdiv(warps_wanted, programs)), _power_of_two(triton.cdiv(row_chunks, 32)))
+        steps = triton.cdiv(row_chunks, 32 * warps)
+        kernel = _matvec_out if axis_out else _matvec_in
+        constants |= {"chunks": 32 * warps, "vector": vector}
+        constants |= {} if axis_out else {"block_rows": row_block}
     else:
-        warps, programs_wanted = 4 if padded < 128 else 8, 2 * processors
-        padded = max(padded, min(tile_columns))
-        block = tile_columns[padded]
+        warps, padded = 4 if padded < 128 else 8, max(padded, min(tile_columns))
+        warps_wanted, block = 2 * warps * device.processors, tile_columns[padded]
+        # Smaller tiles where the bound on partial sums would leave processors idle.
+        stripe_rows = fmt.group_size if axis_out else 1
+        stripes = max(1, _TILE_ROWS // (lanes if axis_out else 1))
+        while stripes * lanes > 16 and stripes > (1 if axis_out else 16):
+            if triton.cdiv(rows, stripes * stripe_rows) * most_splits >= device.processors:
+                break
+            stripes //= 2
+        programs = triton.cdiv(rows, stripes * stripe_rows)
         if axis_out:
-            stripes = max(1, _TILE_ROWS // lanes)
-            while stripes > max(1, 16 // lanes) and triton.cdiv(rows, stripes * fmt.group_size) < processors:
-                stripes //= 2
-            kernel, row_block = _tiles_out, stripes * fmt.group_size
+            kernel, steps = _tiles_out, triton.cdiv(width, block)
             constants |= {"block": block, "block_stripes": stripes}
-            steps = triton.cdiv(width, block)
         else:
-            row_block, groups = _TILE_ROWS, max(1, block // lanes)
-            while row_block > 16 and triton.cdiv(rows, row_block) < processors:
-                row_block //= 2
-            kernel = _tiles_in
-            constants |= {"block_rows": row_block, "block_groups": groups}
-            steps = triton.cdiv(fmt.stripe_groups(width), groups)
-    programs = triton.cdiv(rows, row_block)
-    splits = min(triton.cdiv(programs_wanted, programs), steps, partial_splits(fmt, tokens, rows, width))
+            groups = max(1, block // lanes)
+            kernel, steps = _tiles_in, triton.cdiv(fmt.stripe_groups(width), groups)
+            constants |= {"block_rows": stripes, "block_groups": groups}
+    # Joining partial sums is one more launch, so half of the warps are enough.
+    splits = min(triton.cdiv(warps_wanted, programs * warps), steps, most_splits)
+    splits = splits if 2 * programs * warps < warps_wanted else 1
     split_steps = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, split_steps)
     constants |= {"has_bias": has_bias and splits == 1, "padded_tokens": padded}

@@ -98,4 +98,4 @@ def resources(kernel: Any, folder: Path) -> Resources:
 
 def instructions(kernel: Any, pattern: str) -> Counter[str]:
     """Count the instructions of a compiled kernel that match, by name."""
-    return Counter(re.findall(rf"^\s*(?:@%\w+ )?({pattern}[\w.:]*)", kernel.asm["ptx"], re.MULTILINE))
+    return Counter(re.findall(rf"^\s*(?:@%\w+ )?((?:{pattern})[\w.:]*)", kernel.asm["ptx"], re.MULTILINE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,8 @@ ALL = [
     for capability in SHARED_MEMORY
     for fmt in (OURS, PAPER, ALONG_WORDS, ALONG_PAIRS)
     for tokens in TOKENS
-    for dtype in (torch.float16, torch.float32)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    if capability >= 80 or dtype != torch.bfloat16
 ]
 # Each kernel once for every GPU, and what takes the most registers.
 QUICK = [(capability, OURS, tokens, torch.float16) for capability in SHARED_MEMORY for tokens in (0, 1, 8)]
@@ -47,7 +49,7 @@ def launch(monkeypatch, capability, fmt, tokens, dtype, rows=ROWS, width=WIDTH):
 
 def check(monkeypatch, tmp_path, capability, fmt, tokens, dtype, width=WIDTH):
     launched = launch(monkeypatch, capability, fmt, tokens, dtype, width=width)
-    tensor_cores = capability >= 80 and dtype == torch.float16
+    tensor_cores = capability >= 80 and dtype != torch.float32
     if tokens > (128 if tensor_cores else 16):
         assert not launched
         return
@@ -57,8 +59,9 @@ def check(monkeypatch, tmp_path, capability, fmt, tokens, dtype, width=WIDTH):
     # Codes are loaded from 8 a load on, none byte by byte.
     loads = instructions(kernel, r"ld\.global|cp\.async\.c[ag]")
     assert loads and not any(name.endswith(("b8", "u8", "s8")) for name in loads)
-    wide = sum(count for name, count in loads.items() if "b16" not in name)
-    assert wide >= 0.5 * sum(loads.values())
+    # Scales lie apart only along rows; no more is read in 16 bits.
+    narrow = sum(count for name, count in loads.items() if name.endswith(".b16"))
+    assert narrow == 0 if fmt.axis == "out" and tensor_cores else narrow <= 2 * sum(loads.values()) // 3
     found = resources(kernel, tmp_path)
     assert found.stack_bytes == 0 and found.registers <= 255
     if tokens > 2 and tensor_cores:
@@ -94,8 +97,7 @@ def test_spilled_registers_are_noticed(monkeypatch, tmp_path):
     run = triton_kernels.Launch.run
 
     def with_few_registers(self, *arguments, fused):
-        self.constants["maxnreg"] = 40
-        run(self, *arguments, fused=fused)
+        run(replace(self, constants={**self.constants, "maxnreg": 40}), *arguments, fused=fused)
 
     monkeypatch.setattr(triton_kernels.Launch, "run", with_few_registers)
     with pytest.raises(AssertionError, match="stack_bytes"):

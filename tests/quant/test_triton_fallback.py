@@ -112,7 +112,7 @@ def test_triton_takes_what_its_kernels_can_address():
         def stride(self, dim):
             return self._stride[dim]
 
-        def data_ptr(self):
+        def storage_offset(self):
             return self._at
 
     good = OnDevice((36, 1), 4096)
