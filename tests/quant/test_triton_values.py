@@ -33,18 +33,17 @@ def check_values(amount, dequantized, products):
     counts = json.loads(found.stdout)
     assert (counts["dequantized"], counts["products"]) == (dequantized, products)
     # Every kernel, alone and with partial sums that another one joins.
-    assert {name.removesuffix(" split") for name in counts["kernels"]} == set(PRODUCTS)
-    assert any(name.endswith(" split") for name in counts["kernels"])
+    assert set(counts["kernels"]) == {*PRODUCTS, *(f"{name} split" for name in PRODUCTS)}
 
 
 def test_kernels_give_the_numbers_of_plain_torch():
     """Dequantizing bit for bit; products as dequantizing and multiplying in float64, within a sum's rounding."""
-    check_values("quick", dequantized=28, products=64)
+    check_values("quick", dequantized=28, products=42)
 
 
 @pytest.mark.slow
 def test_kernels_give_the_numbers_of_plain_torch_in_all_formats():
-    check_values("full", dequantized=80, products=368)
+    check_values("full", dequantized=100, products=460)
 
 
 def test_the_comparison_notices_a_single_code():
