@@ -1,0 +1,34 @@
+"""What a launch of a Triton kernel does, by plain torch: for devices that have no Triton, with all of its host code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.packing import dequantize
+from flexgen_helm.quant.triton_kernels import Launch
+
+
+def run(launch: Launch, *arguments: Any, fused: bool) -> None:
+    """Stand in for `Launch.run`."""
+    given, name = launch.constants, launch.kernel.__name__
+    if name == "_join":
+        partial, bias, y, _, _, splits = arguments
+        total = partial[:splits].sum(0)
+        y.copy_(total + bias.float() if given["has_bias"] else total)
+        return
+    axis, scales = "out" if name.endswith("_out") else "in", "pair" if given["pairs"] else "word"
+    fmt = GroupFormat(4, given["group"], axis, scales)
+    if name.startswith("_dequantize"):
+        packed, out, _, _, rows, width, _ = arguments
+        out.copy_(dequantize(packed, fmt, rows, width))
+        return
+    x, packed, _, _, bias, y, tokens, rows, width, _, _ = arguments
+    total = x.float() @ dequantize(packed, fmt, rows, width).t()
+    if given["has_bias"]:
+        total += bias.float()
+    if launch.grid[1] == 1:
+        y.copy_(total)
+    else:  # partial sums
+        y.zero_()
+        y[0].copy_(total)
