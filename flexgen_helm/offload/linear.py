@@ -66,10 +66,8 @@ def dequantize_tiled(packed: Tensor, fmt: GroupFormat, rows: int, width: int, dt
 
 def _tile_stripes(rows: int, width: int, stripe_rows: int, device: torch.device) -> int:
     """Return how many stripes of a matrix [rows, width] are brought to the compute dtype at once."""
-    elements = upcast_elements(rows * width, device.type != "cpu")
-    if elements == rows * width:
-        return math.ceil(rows / stripe_rows)
-    return max(1, elements // (width * stripe_rows))
+    stripes, stripe_elements = math.ceil(rows / stripe_rows), stripe_rows * width
+    return max(1, upcast_elements(stripes * stripe_elements, device.type != "cpu") // stripe_elements)
 
 
 def _tile_memory(rows: int, width: int, x: Tensor) -> Tensor:
