@@ -149,3 +149,10 @@ def test_the_stand_in_for_other_devices_computes_what_kernels_do(monkeypatch, fm
     # The columns of the second product are split, unless the bound on partial sums forbids it.
     joined = launches[-1].kernel is triton_kernels._join
     assert joined == (launches[2].grid[1] > 1) and (joined or tokens > 1)
+
+
+def test_products_with_no_rows_and_with_many(monkeypatch):
+    monkeypatch.setattr(triton_kernels, "_describe", lambda _: triton_kernels.Device(8, has_tensor_cores=False))
+    packed = quantize(torch.randn(64, 64), OURS)
+    assert triton_kernels.matmul(torch.zeros(0, 64), packed, OURS, 64).shape == (0, 64)
+    assert triton_kernels.matmul(torch.zeros(17, 64), packed, OURS, 64) is None  # dequantizing is faster
