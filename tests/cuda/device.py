@@ -1,0 +1,765 @@
+"""A CUDA device in host memory: the engine's CUDA path runs on a machine without a GPU, and every rule is checked.
+
+A tensor of the device is a wrapper round a tensor of the CPU that holds its values. Operations compute at once, on the
+CPU; streams, events and memory are modelled beside them (`ordering`, `memory`). So values are right whatever the code
+forgets, and what it forgets is found all the same:
+
+    races            accesses that no wait, event or `record_stream` orders, between streams and host threads
+    mixes            operations on tensors of several devices; these raise too, as on a GPU
+    syncs            places where a host thread waits for the device
+    pageable_copies  copies from or to memory that is not pinned, which the driver copies through buffers of its own
+    kernels          launches, one for each operation of PyTorch
+    allocations      of device memory; `pinned_allocations`: of pinned host memory
+
+All but the first two count by place: 'file:line' of the package's innermost frame.
+
+    with cuda_in_host_memory() as device:
+        with Engine.from_pretrained(..., device="cuda") as engine:
+            engine.run(requests)
+    device.check()
+
+What it does not model: time, 16-bit rounding of a GPU's products, CUDA graphs, and kernels of Triton, whose place a
+stand-in takes that computes by plain PyTorch and counts as one kernel.
+"""
+
+from __future__ import annotations
+
+import _thread
+import mmap
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import flexgen_helm
+from tests.cuda.memory import Allocator, Block, Lease
+from tests.cuda.ordering import Access, Ordering, Recording, TrackedLock, TrackedRLock, Trail
+
+GIB = 1 << 30
+_PACKAGE = str(Path(flexgen_helm.__file__).parent) + "/"
+# Locks that only guard counters order no data: what they order by chance would hide races.
+_COUNTING = ("offload/ledger.py", "offload/transfer_stats.py")
+# Operations whose result depends on values: the host waits for them.
+_WAITING = {
+    "aten::nonzero", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+    "aten::masked_select", "aten::equal", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::bincount",
+}  # fmt: skip
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+
+
+class DeviceMixError(RuntimeError):
+    """Tensors of several devices met in an operation."""
+
+
+class Stream:
+    """`torch.cuda.Stream`."""
+
+    def __init__(self, device: Any = None, priority: int = 0, *, name: str = "stream") -> None:
+        self._world = _world()
+        self.device = torch.device("cuda", self._world.index_of(device))
+        self.actor = self._world.ordering.new_actor(f"{name} of {self.device}")
+        self._world.streams.append(self)
+
+    def wait_event(self, event: Event) -> None:
+        ordering = self._world.ordering
+        ordering.join(self.actor, ordering.snapshot(ordering.thread()))
+        ordering.join(self.actor, ordering.certain(event.recordings))
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self._world.synchronize(self)
+
+    def query(self) -> bool:
+        return self._world.ordering.is_completed({self.actor: self._world.ordering.snapshot(self.actor)[self.actor]})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.actor == self.actor
+
+    def __hash__(self) -> int:
+        return hash(self.actor)
+
+
+class Event:
+    """`torch.cuda.Event`. A wait counts for the latest recording that surely came before it."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.recordings: list[Recording] = []
+
+    def record(self, stream: Stream | None = None) -> None:
+        world = _world()
+        self.recordings.append(world.ordering.record((stream or world.current_stream()).actor))
+        del self.recordings[:-4096]
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or _world().current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        world = _world()
+        world.count(world.syncs)
+        world.ordering.wait_for(world.ordering.certain(self.recordings))
+
+    def query(self) -> bool:
+        return not self.recordings or _world().ordering.is_completed(self.recordings[-1].clock)
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1.0
+
+
+class CudaTensor(Tensor):
+    """A tensor of the device: `values` on the CPU, in a block of the device's memory."""
+
+    values: Tensor
+    lease: Lease
+
+    @staticmethod
+    def __new__(cls, values: Tensor, lease: Lease, device: torch.device) -> CudaTensor:
+        made = Tensor._make_wrapper_subclass(
+            cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype,
+            layout=values.layout, device=device, requires_grad=False,
+        )  # fmt: skip
+        made.values, made.lease = values, lease
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"CudaTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    @property
+    def block(self) -> Block:
+        return self.lease.block
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte and end, within the device's memory; views with gaps span them."""
+        if not self.values.numel():
+            return 0, 0
+        first = self.values.storage_offset()
+        last = first + sum((n - 1) * abs(step) for n, step in zip(self.values.shape, self.values.stride()))
+        size = self.values.element_size()
+        return self.block.start + first * size, self.block.start + (last + 1) * size
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = getattr(func, "__name__", "")
+        if name == "record_stream":
+            args[0].block.users.add(args[1].actor)
+            return None
+        if name == "tolist":
+            _world().synchronize()
+            return args[0].values.tolist()
+        if name in ("numpy", "__array__"):
+            raise TypeError(f"can't convert {args[0].device} device type tensor to numpy. Use Tensor.cpu() first")
+        if name == "data_ptr":
+            return args[0].span[0]
+        if name == "is_pinned":
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return _world().dispatch(func, args, kwargs or {})
+
+
+class _Mode(TorchDispatchMode):
+    """Sees the operations of one thread that make tensors of the device, and those on watched host memory."""
+
+    def __init__(self, world: Device) -> None:
+        super().__init__()
+        self._world = world
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if _device is not self._world:  # a thread that outlives its test
+            return func(*args, **(kwargs or {}))
+        return self._world.dispatch(func, args, kwargs or {})
+
+
+class _StreamContext:
+    """`torch.cuda.stream`."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        world = _world()
+        self._before = world.current_device()
+        if self.stream is not None:
+            self._stream_before = world.current_stream(self.stream.device)
+            world.set_device(self.stream.device)
+            world.set_stream(self.stream)
+
+    def __exit__(self, *_: object) -> None:
+        world = _world()
+        if self.stream is not None:
+            world.set_stream(self._stream_before)
+        world.set_device(self._before)
+
+
+class _DeviceContext:
+    """`torch.cuda.device`."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        world = _world()
+        self._before = world.current_device()
+        if self._device is not None:
+            world.set_device(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        _world().set_device(self._before)
+
+
+class _Runtime:
+    """What the engine calls of `torch.cuda.cudart()`."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, size: int, flags: int) -> int:
+        return _world().register(address, size)
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        return _world().unregister(address)
+
+
+class Device:
+    """One machine's CUDA devices; see the module. Counters may be cleared between two runs by `reset`."""
+
+    def __init__(self, num_devices: int, memory: int) -> None:
+        self.ordering = Ordering(_text)
+        self.mixes: Counter[str] = Counter()
+        self.syncs: Counter[str] = Counter()
+        self.kernels: Counter[str] = Counter()
+        self.pageable_copies: Counter[str] = Counter()
+        self.allocations: Counter[str] = Counter()
+        self.pinned_allocations: Counter[str] = Counter()
+        self.streams: list[Stream] = []
+        self.memory = [Allocator(self.ordering, memory, (1 + index) << 44) for index in range(num_devices)]
+        self.register_error = 0
+        # Pinned host memory: address -> size. Registered pages, and storages that the driver allocated.
+        self.registered: dict[int, int] = {}
+        self.peak_registered = 0
+        self._pinned: dict[int, tuple[StorageWeakRef, int]] = {}
+        # Host memory whose accesses are checked: storage -> a reference that keeps its number from being used again.
+        self._watched: dict[int, tuple[StorageWeakRef, list[Access]]] = {}
+        self._own = threading.local()
+        self._defaults: list[Stream] = []
+
+    @property
+    def races(self) -> Counter[tuple[str, str]]:
+        return self.ordering.races
+
+    def check(self) -> None:
+        """Assert that no race and no mix was seen."""
+        shown = [f"{count} x {one}\n      | {other}" for (one, other), count in self.races.most_common(8)]
+        assert not self.races, f"{len(self.races)} pairs that nothing orders:\n  " + "\n  ".join(shown)
+        assert not self.mixes, f"tensors of several devices: {dict(self.mixes)}"
+
+    def reset(self) -> None:
+        """Clear all counters, but no races and no mixes."""
+        for counter in (self.syncs, self.kernels, self.pageable_copies, self.allocations, self.pinned_allocations):
+            counter.clear()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned host memory in use, as the driver rounds them."""
+        with self.ordering.lock:
+            driver = sum(size for reference, size in self._pinned.values() if not reference.expired())
+            return driver + sum(self.registered.values())
+
+    # What torch.cuda offers
+
+    def index_of(self, device: Any = None) -> int:
+        if device is None:
+            return self.current_device()
+        if isinstance(device, int):
+            return device
+        index = torch.device(device).index
+        index = self.current_device() if index is None else index
+        if index >= len(self.memory):
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        return index
+
+    def current_device(self) -> int:
+        return getattr(self._own, "device", 0)
+
+    def set_device(self, device: Any) -> None:
+        self._own.device = self.index_of(device)
+
+    def default_stream(self, device: Any = None) -> Stream:
+        with self.ordering.lock:
+            while len(self._defaults) < len(self.memory):
+                self._defaults.append(Stream(len(self._defaults), name="default stream"))
+        return self._defaults[self.index_of(device)]
+
+    def current_stream(self, device: Any = None) -> Stream:
+        streams: dict[int, Stream] = self._own.__dict__.setdefault("streams", {})
+        index = self.index_of(device)
+        return streams.get(index) or self.default_stream(index)
+
+    def set_stream(self, stream: Stream) -> None:
+        self._own.__dict__.setdefault("streams", {})[stream.device.index] = stream
+
+    def synchronize(self, stream: Stream | None = None) -> None:
+        """Wait for a stream; None: the current one."""
+        self.count(self.syncs)
+        stream = stream or self.current_stream()
+        self.ordering.wait_for(self.ordering.snapshot(stream.actor))
+
+    def synchronize_device(self, device: Any = None) -> None:
+        self.count(self.syncs)
+        index = self.index_of(device)
+        for stream in self.streams:
+            if stream.device.index == index:
+                self.ordering.wait_for(self.ordering.snapshot(stream.actor))
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        memory = self.memory[self.index_of(device)]
+        return memory.total - memory.reserved, memory.total
+
+    def empty_cache(self) -> None:
+        for memory in self.memory:
+            memory.empty_cache()
+
+    # Host memory
+
+    def register(self, address: int, size: int) -> int:
+        if self.register_error or address % mmap.PAGESIZE:
+            return self.register_error or 1
+        with self.ordering.lock:
+            self.registered[address] = size
+            self.peak_registered = max(self.peak_registered, sum(self.registered.values()))
+            self.count(self.pinned_allocations)
+        return 0
+
+    def unregister(self, address: int) -> int:
+        return 0 if self.registered.pop(address, None) is not None else 1
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        if tensor.is_cuda or not tensor.numel():
+            return False
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._pinned:
+            return True
+        address = tensor.data_ptr()
+        return any(start <= address < start + size for start, size in list(self.registered.items()))
+
+    def note_host(self, tensor: Tensor, writes: bool, what: str) -> None:
+        """Note that the calling thread reads or writes host memory by other means than PyTorch."""
+        self._watch(tensor)
+        self.ordering.step(self.ordering.thread())
+        self._access_host(tensor, self.ordering.thread(), writes, what, _trail())
+
+    def _pinned_memory(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        """`torch.empty(..., pin_memory=True)`: the driver rounds sizes up to powers of two."""
+        num_bytes = prod(shape) * dtype.itemsize
+        made = torch.from_numpy(np.empty(max(1, num_bytes), np.uint8))[:num_bytes].view(dtype).view(list(shape))
+        storage = made.untyped_storage()
+        with self.ordering.lock:
+            size = 1 << max(0, num_bytes - 1).bit_length()
+            self._pinned[storage._cdata] = StorageWeakRef(storage), size
+            self._pinned = {key: own for key, own in self._pinned.items() if not own[0].expired()}
+        self.count(self.pinned_allocations)
+        self._watch(made)
+        return made
+
+    def _watch(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        with self.ordering.lock:
+            if storage._cdata not in self._watched:
+                self._watched = {key: own for key, own in self._watched.items() if not own[0].expired()}
+                self._watched[storage._cdata] = StorageWeakRef(storage), []
+
+    def _is_watched(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._watched
+
+    def _access_host(self, tensor: Tensor, actor: int, writes: bool, what: str, trail: Trail) -> None:
+        if not tensor.numel():
+            return
+        _, accesses = self._watched[tensor.untyped_storage()._cdata]
+        size = tensor.element_size()
+        first = tensor.storage_offset()
+        last = first + sum((n - 1) * abs(step) for n, step in zip(tensor.shape, tensor.stride()))
+        self.ordering.access(accesses, first * size, (last + 1) * size, actor, writes, what, trail)
+
+    # Operations
+
+    def count(self, counter: Counter[str]) -> None:
+        place = _text(_trail(1))
+        with self.ordering.lock:
+            counter[place] += 1
+
+    def new_tensor(self, values: Tensor, device: Any) -> CudaTensor:
+        """Allocate memory for values that were just computed on the current stream."""
+        index = self.index_of(device)
+        self.count(self.allocations)
+        lease = self.memory[index].allocate(values.untyped_storage().nbytes(), self.current_stream(index).actor)
+        return CudaTensor(values, lease, torch.device("cuda", index))
+
+    def launch(self, what: str, device: Any, reads: list[CudaTensor], writes: list[CudaTensor]) -> None:
+        """Run one kernel or copy on the device's current stream."""
+        stream, trail = self.current_stream(device).actor, _trail()
+        with self.ordering.lock:
+            self.ordering.launch(stream)
+            self.kernels[_text(trail[:1])] += 1
+            for tensors, is_write in ((reads, False), (writes, True)):
+                for tensor in tensors:
+                    first, end = tensor.span
+                    if end > first:
+                        self.ordering.access(tensor.block.accesses, first, end, stream, is_write, what, trail)
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name
+        tensors = list(_tensors((args, tuple(kwargs.values()))))
+        on_device = [x for x in tensors if isinstance(x, CudaTensor)]
+        device = kwargs.get("device")
+        kind = None if device is None else torch.device(device).type
+        if not on_device and kind != "cuda":
+            return self._on_host(name, func, tensors, args, kwargs)
+        if name == "aten::_to_copy":
+            return self._to_copy(func, args[0], kwargs, kind)
+        if name == "aten::copy_" and not all(isinstance(x, CudaTensor) for x in tensors):
+            is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            return self._copy_across(args[0], args[1], is_async)
+        if not on_device:
+            if tensors:
+                self._mix(name)
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+            kwargs.pop("pin_memory", None)
+            made = self.new_tensor(func(*args, **kwargs), device)
+            if "empty" not in name:
+                self.launch(name, device, [], [made])
+            return made
+        self._check_devices(name, args, tensors, on_device)
+        return self._compute(name, func, args, kwargs, on_device)
+
+    def _on_host(
+        self, name: str, func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if kwargs.get("pin_memory"):
+            with _disable_current_modes():
+                return self._pinned_memory(args[0], kwargs.get("dtype") or torch.get_default_dtype())
+        if name == "aten::is_pinned":
+            return self.is_pinned(tensors[0])
+        if self._watched and any(map(self._is_watched, tensors)) and not _is_view(func):
+            reads, writes = _operands(func, args, kwargs)
+            thread, trail = self.ordering.thread(), _trail()
+            self.ordering.step(thread)
+            for tensor in writes:
+                self._watch(tensor)  # what is copied out of pinned memory is read by other threads later
+            for operands, is_write in ((reads, False), (writes, True)):
+                for tensor in operands:
+                    if self._is_watched(tensor):
+                        self._access_host(tensor, thread, is_write, name, trail)
+        return func(*args, **kwargs)
+
+    def _to_copy(self, func: Any, source: Tensor, kwargs: dict[str, Any], kind: str | None) -> Tensor:
+        options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")}
+        if isinstance(source, CudaTensor):
+            if kind == "cpu":
+                self.launch("copy to the host", source.device, [source], [])
+                self.count(self.pageable_copies)
+                self.synchronize(self.current_stream(source.device))
+                return func(source.values, **options)
+            device = kwargs.get("device") or source.device
+            made = self.new_tensor(func(source.values, **options).clone(), device)
+            self.launch("aten::_to_copy", source.device, [source], [made])
+            return made
+        made = self.new_tensor(func(source, **options).clone(), kwargs["device"])
+        self._send(source, made, kwargs.get("non_blocking", False))
+        return made
+
+    def _copy_across(self, target: Tensor, source: Tensor, is_async: bool) -> Tensor:
+        _values(target).copy_(_values(source))
+        if isinstance(target, CudaTensor):
+            self._send(source, target, is_async)
+            return target
+        assert isinstance(source, CudaTensor)
+        self.launch("copy to the host", source.device, [source], [])
+        stream = self.current_stream(source.device)
+        self._watch(target)
+        pinned, trail = self.is_pinned(target), _trail()
+        if not pinned:
+            self.count(self.pageable_copies)
+        self._access_host(target, stream.actor, True, "copy to the host", trail)
+        if not (is_async and pinned):
+            self.synchronize(stream)
+        return target
+
+    def _send(self, source: Tensor, target: CudaTensor, is_async: bool) -> None:
+        """Copy host memory to the device, on its current stream."""
+        self.launch("copy to the device", target.device, [], [target])
+        stream = self.current_stream(target.device)
+        if not source.dim() and source.numel() == 1 and not self._is_watched(source):
+            return  # a number is an argument of the kernel
+        self._watch(source)
+        pinned = self.is_pinned(source)
+        if pinned:
+            self._access_host(source, stream.actor, False, "copy to the device", _trail())
+        else:  # the driver has read it when the call returns
+            self.count(self.pageable_copies)
+            self.ordering.step(self.ordering.thread())
+            self._access_host(source, self.ordering.thread(), False, "copy to the device", _trail())
+        if not is_async:
+            self.synchronize(stream)
+
+    def _check_devices(
+        self, name: str, args: tuple[Any, ...], tensors: list[Tensor], on_device: list[CudaTensor]
+    ) -> None:
+        if len({x.device for x in on_device}) > 1:
+            self._mix(name)
+        for tensor in tensors:
+            if isinstance(tensor, CudaTensor):
+                continue
+            if name in _INDEXING and tensor is not args[0] and not (len(args) > 2 and tensor is args[2]):
+                self.count(self.pageable_copies)  # an index of the host is copied for every use
+                self.synchronize(self.current_stream(on_device[0].device))
+            elif tensor.dim() or name in _INDEXING | {"aten::cat", "aten::gather", "aten::index_select"}:
+                self._mix(f"{name} of {tuple(tensor.shape)} {tensor.dtype} on the host")
+
+    def _mix(self, what: str) -> None:
+        place = f"{what} at {_text(_trail())}"
+        with self.ordering.lock:
+            self.mixes[place] += 1
+        raise DeviceMixError(f"Expected all tensors to be on the same device: {place}")
+
+    def _compute(
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_device: list[CudaTensor]
+    ) -> Any:
+        device = on_device[0].device
+        is_masked = name in _INDEXING and any(x.dtype in (torch.bool, torch.uint8) for x in _tensors((args[1],)))
+        if name in _WAITING or is_masked:
+            self.synchronize(self.current_stream(device))
+        values = {key: _values(value) for key, value in kwargs.items()}
+        if "device" in values:
+            if torch.device(values["device"]).type == "cpu":
+                self._mix(f"{name} for the host")
+            values["device"] = torch.device("cpu")
+        out = func(*_values(args), **values)
+        reads, writes = _operands(func, args, kwargs)
+        storages = {x.values.untyped_storage()._cdata: x for x in reversed(on_device)}
+        made: list[CudaTensor] = []
+
+        def wrapped(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(map(wrapped, value))
+            if not isinstance(value, Tensor):
+                return value
+            for own in on_device:
+                if own.values is value:
+                    return own
+            base = storages.get(value.untyped_storage()._cdata)
+            if base is not None:
+                return CudaTensor(value, base.lease, base.device)
+            new = self.new_tensor(value, device)
+            made.append(new)
+            return new
+
+        result = wrapped(out)
+        is_empty = name.startswith(("aten::empty", "aten::new_empty"))
+        if (writes or made or name in _WAITING) and not is_empty:
+            self.launch(name, device, [x for x in reads if isinstance(x, CudaTensor)], [*writes, *made])
+        return result
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _values(value: Any) -> Any:
+    """Replace tensors of the device by their values."""
+    if isinstance(value, CudaTensor):
+        return value.values
+    if isinstance(value, list | tuple):
+        return type(value)(map(_values, value))
+    return value
+
+
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the tensors that an operation reads, and those that it writes."""
+    reads: list[Any] = []
+    writes: list[Any] = []
+    overwrites = func._schema.name in ("aten::copy_", "aten::fill_", "aten::zero_")
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        tensors = list(_tensors((value,)))
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            writes += tensors
+            if overwrites or argument.name == "out":
+                continue
+        reads += tensors
+    return reads, writes
+
+
+def _trail(depth: int = 3) -> Trail:
+    """Return the innermost places of the package that led here."""
+    frame, trail = sys._getframe(1), []
+    while frame is not None and len(trail) < depth:
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            trail.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(trail)
+
+
+def _text(trail: Trail) -> str:
+    return " < ".join(f"{file.removeprefix(_PACKAGE)}:{line}" for file, line in trail) or "a test"
+
+
+_device: Device | None = None
+
+
+def _world() -> Device:
+    assert _device is not None, "the device is gone: its test is over"
+    return _device
+
+
+def stand_in_for_triton(packed: CudaTensor, fmt: Any, out: CudaTensor) -> CudaTensor:
+    """Stand in for the kernel that dequantizes: plain PyTorch, one launch; needs its device to be the current one."""
+    from flexgen_helm.quant.packing import dequantize
+
+    world = _world()
+    if world.current_device() != packed.device.index:
+        world._mix("a kernel of Triton on another device than the current one")
+    out.values.copy_(dequantize(packed.values, fmt, *out.shape))
+    world.launch("triton kernel", packed.device, [packed], [out])
+    return out
+
+
+def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
+    ordering = world.ordering
+
+    def own_threads(patch: pytest.MonkeyPatch) -> None:
+        run, join, submit = threading.Thread.run, threading.Thread.join, ThreadPoolExecutor.submit
+        start = threading.Thread.start
+
+        def started(self: threading.Thread) -> None:
+            self._clock_at_start = ordering.snapshot(ordering.thread())  # type: ignore[attr-defined]
+            start(self)
+
+        def run_in_mode(self: threading.Thread) -> None:
+            ordering.join(ordering.thread(), getattr(self, "_clock_at_start", {}))
+            with _Mode(world):
+                run(self)
+            self._clock_at_end = ordering.snapshot(ordering.thread())  # type: ignore[attr-defined]
+
+        def joined(self: threading.Thread, timeout: float | None = None) -> None:
+            join(self, timeout)
+            ordering.join(ordering.thread(), getattr(self, "_clock_at_end", {}))
+
+        def submitted(self: ThreadPoolExecutor, task: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            clock = ordering.snapshot(ordering.thread())
+
+            def ordered(*args: Any, **kwargs: Any) -> Any:
+                ordering.join(ordering.thread(), clock)
+                return task(*args, **kwargs)
+
+            return submit(self, ordered, *args, **kwargs)
+
+        patch.setattr(threading.Thread, "start", started)
+        patch.setattr(threading.Thread, "run", run_in_mode)
+        patch.setattr(threading.Thread, "join", joined)
+        patch.setattr(ThreadPoolExecutor, "submit", submitted)
+
+    def own_locks(patch: pytest.MonkeyPatch) -> None:
+        def lock() -> Any:
+            plain = _thread.allocate_lock()
+            return plain if sys._getframe(1).f_code.co_filename.endswith(_COUNTING) else TrackedLock(ordering, plain)
+
+        patch.setattr(threading, "Lock", lock)
+        patch.setattr(threading, "RLock", lambda: TrackedRLock(ordering, _thread.RLock()))
+
+    def torch_cuda(patch: pytest.MonkeyPatch) -> None:
+        class Properties:
+            name, major, minor, multi_processor_count = "CUDA in host memory", 8, 0, 108
+            total_memory = world.memory[0].total
+
+        replaced: dict[str, Any] = {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "device_count": lambda: len(world.memory),
+            "current_device": world.current_device,
+            "set_device": world.set_device,
+            "device": _DeviceContext,
+            "Stream": Stream,
+            "Event": Event,
+            "stream": _StreamContext,
+            "set_stream": world.set_stream,
+            "current_stream": world.current_stream,
+            "default_stream": world.default_stream,
+            "synchronize": world.synchronize_device,
+            "mem_get_info": world.mem_get_info,
+            "memory_reserved": lambda device=None: world.memory[world.index_of(device)].reserved,
+            "memory_allocated": lambda device=None: world.memory[world.index_of(device)].in_use,
+            "empty_cache": world.empty_cache,
+            "cudart": lambda: _Runtime,
+            "is_current_stream_capturing": lambda: False,
+            "get_device_name": lambda device=None: Properties.name,
+            "get_device_properties": lambda device=None: Properties,
+            "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
+        }
+        for name, value in replaced.items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(Tensor, "is_pinned", lambda tensor, device=None: world.is_pinned(tensor))
+
+    def package(patch: pytest.MonkeyPatch) -> None:
+        from flexgen_helm.offload import disk
+        from flexgen_helm.quant import kernels
+
+        transfer = disk.DirectFile._transfer
+
+        def noted(self: Any, call: Any, offset: int, buffer: Tensor) -> None:
+            world.note_host(buffer, call is disk.os.preadv, "file I/O")
+            transfer(self, call, offset, buffer)
+
+        patch.setattr(disk.DirectFile, "_transfer", noted)
+        patch.setattr(kernels, "_triton_kernel", lambda: stand_in_for_triton)
+
+    for part in (own_threads, own_locks, torch_cuda, package):
+        part(patch)
+
+
+@contextmanager
+def cuda_in_host_memory(num_devices: int = 1, memory: int = GIB) -> Iterator[Device]:
+    """Give this process CUDA devices of `memory` bytes each, until the block ends; all patches are taken back."""
+    global _device
+    assert _device is None, "one machine at a time"
+    torch._C._ensureCUDADeviceGuardSet()  # a guard that does nothing, as FakeTensorMode uses it
+    lifted = torch._C._only_lift_cpu_tensors()
+    world = _device = Device(num_devices, memory)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            _patch(patch, world)
+            torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(list, device="cuda") copies from the host
+            with _Mode(world):
+                yield world
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lifted)
+        _device = None

@@ -1,0 +1,199 @@
+"""What happens before what: vector clocks of streams and host threads, and the accesses that nothing orders.
+
+An actor is a stream or a host thread. Each has a clock: for every actor, how many of its steps are certainly over.
+Launching, recording and waiting for events, synchronizing, and locks and futures between threads join clocks. Two
+accesses of overlapping bytes, one of which writes, are a race if neither is certainly over when the other begins.
+
+CUDA's own order in time plays no role, so a race is found in every run, whatever the timing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+Clock = dict[int, int]
+# Places in the package, the innermost first: (file, line).
+Trail = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Bytes [first, end) that an actor read or wrote in one of its steps."""
+
+    first: int
+    end: int
+    actor: int
+    step: int
+    writes: bool
+    what: str
+    trail: Trail
+
+
+@dataclass(slots=True)
+class Recording:
+    """One `record` of an event: the clock of its stream, and when a host thread asked for it."""
+
+    clock: Clock
+    thread: int
+    step: int
+
+
+@dataclass
+class Ordering:
+    """Clocks of all actors. Thread-safe.
+
+    races: pair of accesses, as text -> how often.
+    completed: steps of streams that some host thread has waited for.
+    describe: an access's trail as text.
+    """
+
+    describe: Callable[[Trail], str]
+    races: Counter[tuple[str, str]] = field(default_factory=Counter)
+    completed: Clock = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lock = threading.RLock()
+        self._clocks: dict[int, Clock] = {}
+        self._names: dict[int, str] = {}
+        self._numbers = itertools.count(1)
+        self._own = threading.local()
+
+    def new_actor(self, name: str) -> int:
+        with self.lock:
+            actor = next(self._numbers)
+            self._clocks[actor], self._names[actor] = {actor: 1}, name
+            return actor
+
+    def thread(self) -> int:
+        """Return the calling thread's actor."""
+        actor: int | None = getattr(self._own, "actor", None)
+        if actor is None:
+            actor = self._own.actor = self.new_actor(f"thread {threading.current_thread().name}")
+        return actor
+
+    def join(self, actor: int, clock: Clock) -> None:
+        """Let what an actor does from now on happen after `clock`."""
+        with self.lock:
+            own = self._clocks[actor]
+            for other, step in clock.items():
+                if own.get(other, 0) < step:
+                    own[other] = step
+
+    def snapshot(self, actor: int) -> Clock:
+        with self.lock:
+            return dict(self._clocks[actor])
+
+    def launch(self, stream: int) -> None:
+        """Begin a step of a stream, after all that the calling thread did."""
+        self.join(stream, self._clocks[self.thread()])
+        self.step(stream)
+
+    def step(self, actor: int) -> None:
+        with self.lock:
+            self._clocks[actor][actor] += 1
+
+    def wait_for(self, clock: Clock) -> None:
+        """Let the calling thread wait until `clock` is over."""
+        with self.lock:
+            self.join(self.thread(), clock)
+            for actor, step in clock.items():
+                self.completed[actor] = max(step, self.completed.get(actor, 0))
+
+    def is_completed(self, clock: Clock) -> bool:
+        """Return whether some thread has waited for all of `clock`, so that a query would say so."""
+        return all(self.completed.get(actor, 0) >= step for actor, step in clock.items())
+
+    def record(self, stream: int) -> Recording:
+        with self.lock:
+            thread = self.thread()
+            self.join(stream, self._clocks[thread])
+            self.step(thread)
+            return Recording(self.snapshot(stream), thread, self._clocks[thread][thread])
+
+    def certain(self, recordings: list[Recording]) -> Clock:
+        """Return the clock of the latest recording that surely came before the calling thread looks at the event."""
+        with self.lock:
+            known = self._clocks[self.thread()]
+            for recording in reversed(recordings):
+                if known.get(recording.thread, 0) >= recording.step:
+                    return recording.clock
+            return {}
+
+    def access(
+        self, accesses: list[Access], first: int, end: int, actor: int, writes: bool, what: str, trail: Trail
+    ) -> None:
+        """Add an access in the actor's current step to those of some memory; count those that it races with."""
+        with self.lock:
+            clock, kept = self._clocks[actor], []
+            for old in accesses:
+                if old.first < end and first < old.end:
+                    is_ordered = clock.get(old.actor, 0) >= old.step
+                    if not is_ordered and (writes or old.writes):
+                        self.races[self._text(old), self._text_of(actor, writes, what, trail)] += 1
+                    # Whatever is ordered behind the new access is ordered behind this one too.
+                    if is_ordered and first <= old.first and old.end <= end and (writes or not old.writes):
+                        continue
+                kept.append(old)
+            accesses[:] = [*kept, Access(first, end, actor, clock[actor], writes, what, trail)]
+
+    def _text(self, access: Access) -> str:
+        return self._text_of(access.actor, access.writes, access.what, access.trail)
+
+    def _text_of(self, actor: int, writes: bool, what: str, trail: Trail) -> str:
+        return f"{what} {'writes' if writes else 'reads'} on {self._names[actor]} at {self.describe(trail)}"
+
+
+class TrackedLock:
+    """A lock that orders what its holders do one after the other."""
+
+    def __init__(self, ordering: Ordering, lock: threading.Lock | threading.RLock) -> None:  # type: ignore[valid-type]
+        self._ordering, self._lock, self._clock = ordering, lock, dict[int, int]()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if not self._lock.acquire(blocking, timeout):
+            return False
+        self._join()
+        return True
+
+    def release(self) -> None:
+        self._leave()
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def locked(self) -> bool:
+        return self._lock.locked()
+
+    def _at_fork_reinit(self) -> None:
+        self._lock._at_fork_reinit()
+
+    def _join(self) -> None:
+        self._ordering.join(self._ordering.thread(), self._clock)
+
+    def _leave(self) -> None:
+        with self._ordering.lock:
+            thread = self._ordering.thread()
+            self._clock.update(self._ordering.snapshot(thread))  # it has joined what was there
+
+
+class TrackedRLock(TrackedLock):
+    """The same for `threading.RLock`, with what `threading.Condition` asks of one."""
+
+    def _release_save(self) -> object:
+        self._leave()
+        return self._lock._release_save()
+
+    def _acquire_restore(self, state: object) -> None:
+        self._lock._acquire_restore(state)
+        self._join()
+
+    def _is_owned(self) -> bool:
+        return self._lock._is_owned()
