@@ -146,6 +146,9 @@ class CudaTensor(Tensor):
     def block(self) -> Block:
         return self.lease.block
 
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        self.block.users.add(stream.actor)
+
     @property
     def span(self) -> tuple[int, int]:
         """First byte and end, within the device's memory; views with gaps span them."""
@@ -159,9 +162,6 @@ class CudaTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = getattr(func, "__name__", "")
-        if name == "record_stream":
-            args[0].block.users.add(args[1].actor)
-            return None
         if name == "tolist":
             _world().synchronize()
             return args[0].values.tolist()
@@ -372,7 +372,8 @@ class Device:
     def _pinned_memory(self, shape: Any, dtype: torch.dtype) -> Tensor:
         """`torch.empty(..., pin_memory=True)`: the driver rounds sizes up to powers of two."""
         num_bytes = prod(shape) * dtype.itemsize
-        made = torch.from_numpy(np.empty(max(1, num_bytes), np.uint8))[:num_bytes].view(dtype).view(list(shape))
+        pages = np.frombuffer(mmap.mmap(-1, max(1, num_bytes)), np.uint8)
+        made = torch.from_numpy(pages)[:num_bytes].view(dtype).view(list(shape))
         storage = made.untyped_storage()
         with self.ordering.lock:
             size = 1 << max(0, num_bytes - 1).bit_length()
@@ -441,7 +442,7 @@ class Device:
             is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
             return self._copy_across(args[0], args[1], is_async)
         if not on_device:
-            if tensors:
+            if tensors and "_like" not in name:
                 self._mix(name)
             kwargs = {**kwargs, "device": torch.device("cpu")}
             kwargs.pop("pin_memory", None)
@@ -559,26 +560,29 @@ class Device:
         storages = {x.values.untyped_storage()._cdata: x for x in reversed(on_device)}
         made: list[CudaTensor] = []
 
-        def wrapped(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return type(value)(map(wrapped, value))
-            if not isinstance(value, Tensor):
-                return value
-            for own in on_device:
-                if own.values is value:
-                    return own
-            base = storages.get(value.untyped_storage()._cdata)
-            if base is not None:
-                return CudaTensor(value, base.lease, base.device)
-            new = self.new_tensor(value, device)
-            made.append(new)
-            return new
-
-        result = wrapped(out)
+        result = self._wrapped(out, on_device, storages, made)
         is_empty = name.startswith(("aten::empty", "aten::new_empty"))
         if (writes or made or name in _WAITING) and not is_empty:
             self.launch(name, device, [x for x in reads if isinstance(x, CudaTensor)], [*writes, *made])
         return result
+
+    def _wrapped(
+        self, value: Any, operands: list[CudaTensor], storages: dict[int, CudaTensor], made: list[CudaTensor]
+    ) -> Any:
+        """Wrap an operation's result: an operand itself, a view of one, or a new tensor, which `made` gets."""
+        # No function within a function, which would keep the operands until the collector runs.
+        if isinstance(value, list | tuple):
+            return type(value)(self._wrapped(one, operands, storages, made) for one in value)
+        if not isinstance(value, Tensor):
+            return value
+        for own in operands:
+            if own.values is value:
+                return own
+        base = storages.get(value.untyped_storage()._cdata)
+        if base is not None:
+            return CudaTensor(value, base.lease, base.device)
+        made.append(self.new_tensor(value, operands[0].device))
+        return made[-1]
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -664,6 +668,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
             start(self)
 
         def run_in_mode(self: threading.Thread) -> None:
+            ordering.name_thread(self.name)
             ordering.join(ordering.thread(), getattr(self, "_clock_at_start", {}))
             with _Mode(world):
                 run(self)

@@ -72,8 +72,12 @@ class Ordering:
         """Return the calling thread's actor."""
         actor: int | None = getattr(self._own, "actor", None)
         if actor is None:
-            actor = self._own.actor = self.new_actor(f"thread {threading.current_thread().name}")
+            # Not by `current_thread`, which a thread may not ask before it has begun.
+            actor = self._own.actor = self.new_actor(f"thread {threading.get_ident()}")
         return actor
+
+    def name_thread(self, name: str) -> None:
+        self._names[self.thread()] = f"thread {name}"
 
     def join(self, actor: int, clock: Clock) -> None:
         """Let what an actor does from now on happen after `clock`."""

@@ -175,9 +175,9 @@ def test_threads_that_share_nothing_race(device):
     thread.join()
 
 
-@pytest.mark.parametrize("order", [threading.Lock, threading.Condition, threading.Thread.join])
+@pytest.mark.parametrize("order", ["Lock", "RLock", "Condition", "join"])
 def test_locks_and_joins_order_threads(device, order):
-    memory, lock = pinned(0, 0), None if order is threading.Thread.join else order()
+    memory, lock = pinned(0, 0), None if order == "join" else getattr(threading, order)()
 
     def write() -> None:
         memory.fill_(1.0)
