@@ -9,12 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flexgen_helm.offload.staging import pages
+from flexgen_helm.planner.constants import COPY_BUFFER_BYTES
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 class CopyEngine(ABC):
@@ -43,6 +47,14 @@ class CopyEngine(ABC):
     @abstractmethod
     def host_memory(self, num_bytes: int) -> Tensor:
         """Allocate host memory [num_bytes] that copies are fast from and to."""
+
+    def device_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate memory of the device that copies may write to at once and products may read."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def close(self) -> None:
+        """Give buffers and cached memory back."""
+        self._thread_local = threading.local()
 
     def thread_buffer(self, num_bytes: int) -> Tensor:
         """Return host memory [at least num_bytes] that belongs to the calling thread until its next call."""
@@ -90,7 +102,10 @@ def _copy_in_this_thread(source: Tensor, target: Tensor) -> Tensor:
 
 
 class CudaCopyEngine(CopyEngine):
-    """One CUDA stream a direction. The copying thread waits for its copy; the computing stream never waits."""
+    """One CUDA stream a direction. The copying thread waits for its copy; the computing stream never waits.
+
+    Only pinned memory crosses the link: what is not goes through a pinned buffer of the copying thread, in pieces.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -98,28 +113,82 @@ class CudaCopyEngine(CopyEngine):
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._in_lock, self._out_lock = threading.Lock(), threading.Lock()
         self._used = torch.cuda.Event()
-        self.mark_used()
 
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        with self._in_lock, torch.cuda.stream(self._in):
-            self._in.wait_event(self._used)
-            target = torch.empty_like(source, device=self.device) if target is None else target
-            target.copy_(source, non_blocking=True)
-            self._in.synchronize()
+        target = self.device_memory(source.shape, source.dtype) if target is None else target
+        if source.is_contiguous() and source.is_pinned():
+            self._copy_in(source, target)
+        else:
+            for part, place in _pieces(source, target):
+                self._copy_in(self._buffer_like(part).copy_(part), place)
         return target
 
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         computed = torch.cuda.Event()
         computed.record(torch.cuda.current_stream(self.device))
-        with self._out_lock, torch.cuda.stream(self._out):
-            self._out.wait_event(computed)
-            target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True) if target is None else target
-            target.copy_(source, non_blocking=True)
-            self._out.synchronize()
+        target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
+        for part, place in _pieces(source, target):
+            buffer = self._buffer_like(part)
+            with self._out_lock, torch.cuda.stream(self._out):
+                self._out.wait_event(computed)
+                buffer.copy_(part, non_blocking=True)
+                self._out.synchronize()
+            place.copy_(buffer)
         return target
 
     def mark_used(self) -> None:
         self._used.record(torch.cuda.current_stream(self.device))
 
+    def device_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        # Of the copies' own stream: memory that products used before would have to wait for them.
+        with torch.cuda.stream(self._in):
+            memory = torch.empty(shape, dtype=dtype, device=self.device)
+        memory.record_stream(torch.cuda.current_stream(self.device))  # reused only behind the products that read it
+        return memory
+
     def host_memory(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.from_numpy(np.asarray(_RegisteredPages(num_bytes)))[:num_bytes]
+
+    def close(self) -> None:
+        super().close()
+        torch.cuda.empty_cache()  # the next engine plans with what the driver says is free
+
+    def _copy_in(self, source: Tensor, target: Tensor) -> None:
+        with self._in_lock, torch.cuda.stream(self._in):
+            self._in.wait_event(self._used)
+            target.copy_(source, non_blocking=True)
+            self._in.synchronize()
+
+    def _buffer_like(self, part: Tensor) -> Tensor:
+        return self.thread_buffer(part.nbytes)[: part.nbytes].view(part.dtype).view(part.shape)
+
+
+class _RegisteredPages:
+    """Pinned host memory of exactly the pages that it needs; PyTorch's own takes the next power of two.
+
+    It stays pageable where the driver refuses, as WSL does from half of the memory on; copies then use a buffer.
+    """
+
+    _is_registered = False
+
+    def __init__(self, num_bytes: int) -> None:
+        self._pages = pages(num_bytes)
+        self.__array_interface__ = self._pages.numpy().__array_interface__
+        address, size = self._pages.data_ptr(), self._pages.numel()
+        self._is_registered = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
+
+    def __del__(self) -> None:
+        if self._is_registered:
+            torch.cuda.cudart().cudaHostUnregister(self._pages.data_ptr())
+
+
+def _pieces(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Divide two tensors of one shape alike, into pieces of at most `COPY_BUFFER_BYTES`."""
+    if one.nbytes <= COPY_BUFFER_BYTES:
+        if one.nbytes:
+            yield one, other
+    elif rows := COPY_BUFFER_BYTES * len(one) // one.nbytes:
+        yield from zip(one.split(rows), other.split(rows))
+    else:
+        for part, place in zip(one, other):
+            yield from _pieces(part, place)

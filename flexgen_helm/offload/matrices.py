@@ -20,7 +20,7 @@ from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.prefetcher import staged_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from flexgen_helm.offload.tiers import Tiers
-from flexgen_helm.planner.constants import HOST_UPCAST_ELEMENTS
+from flexgen_helm.planner.constants import COPY_BUFFER_BYTES, HOST_UPCAST_ELEMENTS
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision
@@ -80,12 +80,15 @@ class DiskMatrix(OffloadedMatrix):
         self._threads = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="table rows")  # started when needed
 
     def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
-        copy_engine = self._tiers.copy_engine
+        copy_engine, row_bytes = self._tiers.copy_engine, self.row_bytes
         if copy_engine is None:
             fetched = self._read(first, count, staging)
         else:
-            on_host = self._read(first, count, copy_engine.thread_buffer(staging.numel()))
-            fetched = self._tiers.to_device(on_host, "weights", staging)
+            fetched, step = staging[: count * row_bytes], buffered_rows(row_bytes)
+            for done in range(0, count, step):
+                rows = min(step, count - done)
+                on_host = self._read(first + done, rows, copy_engine.thread_buffer(staged_bytes(rows, row_bytes)))
+                self._tiers.to_device(on_host, "weights", fetched[done * row_bytes :])
         return fetched.view(self._dtype).view(count, -1)
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -132,6 +135,11 @@ class DiskMatrix(OffloadedMatrix):
         self._file.read(offset - skipped, span)
         self._tiers.stats.count_bytes("disk_to_cpu", "weights", size)
         return span[skipped : skipped + size]
+
+
+def buffered_rows(row_bytes: int) -> int:
+    """Return the rows that a loader reads from the disk at once, on their way to a device."""
+    return max(1, COPY_BUFFER_BYTES // row_bytes)
 
 
 class MatrixLoader:

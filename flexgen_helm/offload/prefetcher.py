@@ -61,6 +61,11 @@ def staged_bytes(rows: int, row_bytes: int) -> int:
     return aligned(rows * row_bytes) + 2 * aligned(1)
 
 
+def num_loaders(overlap: bool) -> int:
+    """Return how many threads fetch at once: the one that computes without overlap."""
+    return _LOADERS if overlap else 1
+
+
 def fits(matrices: Sequence[StagedMatrix], capacity: int) -> bool:
     """Return whether a ring holds all units at once, wherever in it the first one is."""
     sizes = [size for matrix in matrices for size in matrix.unit_bytes()]

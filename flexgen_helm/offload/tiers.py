@@ -146,6 +146,8 @@ class Tiers:
         for thread in self._threads.values():
             thread.shutdown(cancel_futures=True)
         self._threads.clear()
+        if self.copy_engine is not None:
+            self.copy_engine.close()
         if self._directory is not None:
             self._directory.close()
             self._directory = None

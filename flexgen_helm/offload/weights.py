@@ -25,8 +25,15 @@ from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.models.config import EMBED, EMBED_TABLE, HEAD, stage_names, stage_tensor_shapes
 from flexgen_helm.models.decoder import StageWeights
 from flexgen_helm.offload.linear import dequantize_tiled, tiled_linear
-from flexgen_helm.offload.matrices import MatrixLoader, OffloadedMatrix
-from flexgen_helm.offload.prefetcher import StagedMatrix, StageRows, WeightPrefetcher, fits, staged_bytes
+from flexgen_helm.offload.matrices import DiskMatrix, MatrixLoader, OffloadedMatrix, buffered_rows
+from flexgen_helm.offload.prefetcher import (
+    StagedMatrix,
+    StageRows,
+    WeightPrefetcher,
+    fits,
+    num_loaders,
+    staged_bytes,
+)
 from flexgen_helm.offload.staging import StagingRing, aligned
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.planner.placement import Tier
@@ -110,6 +117,7 @@ class TieredWeights:
                 self._prefetcher = self._start_prefetcher(staging_bytes)
             self._stages = stage_names(checkpoint.config)
             self._staged = {stage: self._staged_matrices(stage, staging_bytes) for stage in self._stages}
+            self._claim("cpu", "staging", self._loader_buffer_bytes())
         except BaseException:
             self.close()
             raise
@@ -178,11 +186,20 @@ class TieredWeights:
         if tiers.copy_engine is None:
             prefetcher = WeightPrefetcher(StagingRing(staging_bytes), tiers.stats, tiers.overlap)
         else:
-            memory = torch.empty(aligned(staging_bytes), dtype=torch.uint8, device=tiers.device)
+            memory = tiers.copy_engine.device_memory((aligned(staging_bytes),), torch.uint8)
             ring = StagingRing(staging_bytes, memory)
             prefetcher = WeightPrefetcher(ring, tiers.stats, tiers.overlap, tiers.copy_engine.mark_used)
         self._resources.callback(prefetcher.close)
         return prefetcher
+
+    def _loader_buffer_bytes(self) -> int:
+        """Return the host memory of loaders that bring weights from the disk to a device: a buffer for each."""
+        tiers, offloaded = self._tiers, (weight.offloaded for weight in self.tensors.values())
+        if tiers.copy_engine is None or not any(isinstance(matrix, DiskMatrix) for matrix in offloaded):
+            return 0
+        matrices = (matrix for stage in self._staged.values() for matrix in stage)
+        sizes = (staged_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes) for m in matrices)
+        return num_loaders(tiers.overlap) * max(sizes, default=0)
 
     def _staged_matrices(self, stage: str, capacity: int) -> list[StagedMatrix]:
         """Return the offloaded matrices of a stage, in units that suit a staging ring of `capacity` bytes.

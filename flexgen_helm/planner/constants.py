@@ -48,6 +48,8 @@ LONG_ANSWER_TOKENS = 128
 ALIGNMENT = 4096
 # Smallest staging ring: three units of 1 MiB, so that one is used while the next one arrives.
 MIN_STAGING_BYTES = 3 << 20
+# Pinned memory of a thread that copies over the link from or to memory that is not: a piece takes a millisecond.
+COPY_BUFFER_BYTES = 8 << 20
 # Bytes that may wait in memory to be stored: the disk stays busy while the next batch computes, and a slow disk holds
 # computing up before it fills the memory.
 MAX_PENDING_STORE_BYTES = 64 << 20

@@ -38,7 +38,11 @@ class Range:
 
 @dataclass(eq=False)
 class Block:
-    """Allocated bytes. users: streams that `record_stream` named."""
+    """Allocated bytes.
+
+    users: streams that `record_stream` named.
+    freed: clock of the thread that gave the block back.
+    """
 
     stream: int
     segment: Segment
@@ -46,6 +50,7 @@ class Block:
     end: int
     accesses: list[Access]
     users: set[int] = field(default_factory=set)
+    freed: Clock = field(default_factory=dict)
 
 
 class Lease:
@@ -55,6 +60,11 @@ class Lease:
         self._allocator, self.block = allocator, block
 
     def __del__(self) -> None:
+        ordering = self._allocator.ordering
+        # A thread that copied from the block has waited, and then let go of it: so whatever anyone waited for is over.
+        self.block.freed = {**ordering.snapshot(ordering.thread())}
+        for actor, step in list(ordering.completed.items()):
+            self.block.freed[actor] = max(step, self.block.freed.get(actor, 0))
         self._allocator.freed.append(self.block)  # only noted: the collector may run in the middle of anything
 
 
@@ -68,7 +78,7 @@ class Allocator:
     """
 
     def __init__(self, ordering: Ordering, total: int, first: int) -> None:
-        self._ordering, self.total, self.reserved = ordering, total, 0
+        self.ordering, self.total, self.reserved = ordering, total, 0
         self.in_use, self.peak, self.num_allocations = 0, 0, 0
         self.failing: set[int] = set()
         self.freed: deque[Block] = deque()
@@ -78,7 +88,7 @@ class Allocator:
 
     def allocate(self, num_bytes: int, stream: int) -> Lease:
         size = max(_UNIT, -(-num_bytes // _UNIT) * _UNIT)
-        with self._ordering.lock:
+        with self.ordering.lock:
             self._collect()
             self.num_allocations += 1
             if self.num_allocations - 1 in self.failing:
@@ -91,17 +101,16 @@ class Allocator:
                 ranges.remove(best)
             end = best.start + size
             if end < best.end:
-                rest = [access for access in best.accesses if access.end > end]
-                ranges.append(Range(best.segment, end, best.end, rest))
+                ranges.append(Range(best.segment, end, best.end, _within(best.accesses, end, best.end)))
             self.in_use += size
             self.peak = max(self.peak, self.in_use)
-            before = [access for access in best.accesses if access.first < end]
+            before = _within(best.accesses, best.start, end)
             return Lease(self, Block(stream, best.segment, best.start, end, before))
 
     def empty_cache(self) -> None:
         """Give segments back that are free as a whole."""
-        with self._ordering.lock:
-            self._ordering.wait_for({actor: step for actor, step in self._all_steps().items()})
+        with self.ordering.lock:
+            self.ordering.wait_for({actor: step for actor, step in self._all_steps().items()})
             self._collect()
             for ranges in self._free.values():
                 for own in list(ranges):
@@ -134,12 +143,12 @@ class Allocator:
             block = self.freed.popleft()
             clock: Clock = {}
             for user in block.users:
-                clock[user] = self._ordering.snapshot(user)[user]
+                clock[user] = self.ordering.snapshot(user)[user]
             self._waiting.append((clock, block))
         still = []
         for clock, block in self._waiting:
-            if self._ordering.is_completed(clock):
-                self._ordering.join(self._ordering.thread(), clock)
+            if self.ordering.is_completed(clock):
+                block.freed.update(clock)
                 self._put_back(block)
             else:
                 still.append((clock, block))
@@ -147,17 +156,33 @@ class Allocator:
 
     def _put_back(self, block: Block) -> None:
         self.in_use -= block.end - block.start
-        # Behind all that its own stream did with it: another stream may use it again only behind that.
-        own = [access for access in block.accesses if access.actor == block.stream]
-        others = [access for access in block.accesses if access.actor != block.stream]
-        if own:
-            last = max(own, key=lambda access: access.step)
-            others.append(replace(last, first=block.start, end=block.end, writes=True))
-        made = Range(block.segment, block.start, block.end, others)
+        made = Range(block.segment, block.start, block.end, [])
+        # What the freeing thread has waited for is over. Behind the rest of its own stream another may use it again.
+        made.accesses = [
+            access
+            for access in block.accesses
+            if access.actor != block.stream and block.freed.get(access.actor, 0) < access.step
+        ]
+        own = max((a for a in block.accesses if a.actor == block.stream), key=lambda a: a.step, default=None)
+        if own is not None and block.freed.get(block.stream, 0) < own.step:
+            made.accesses.append(replace(own, first=block.start, end=block.end, writes=True))
         ranges = self._free.setdefault(block.stream, [])
         for other in list(ranges):
             if other.segment is made.segment and (other.end == made.start or made.end == other.start):
                 ranges.remove(other)
                 bounds = min(other.start, made.start), max(other.end, made.end)
                 made = Range(made.segment, *bounds, [*other.accesses, *made.accesses])
+        own_last = max((a for a in made.accesses if a.actor == block.stream), key=lambda a: a.step, default=None)
+        if own_last is not None:
+            made.accesses = [access for access in made.accesses if access.actor != block.stream]
+            made.accesses.append(replace(own_last, first=made.start, end=made.end))
         ranges.append(made)
+
+
+def _within(accesses: list[Access], start: int, end: int) -> list[Access]:
+    """Return the parts of accesses that fall into [start, end)."""
+    return [
+        replace(access, first=max(start, access.first), end=min(end, access.end))
+        for access in accesses
+        if access.first < end and start < access.end
+    ]

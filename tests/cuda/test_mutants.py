@@ -1,0 +1,121 @@
+"""Every wait, record and synchronization of the transfers is needed: each one removed in turn is caught by a run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import flexgen_helm
+from flexgen_helm import Policy
+from tests.cuda.device import cuda_in_host_memory
+from tests.cuda.engine_runs import requests, run
+
+_PACKAGE = Path(flexgen_helm.__file__).parent
+_ORDERING = {
+    "wait_event", "wait_stream", "wait", "record", "record_event", "record_stream", "synchronize", "mark_used",
+    "_mark_used", "finish_stores",
+}  # fmt: skip
+# Waits of host threads for each other: without them a run hangs or stops, and tests/offload covers that.
+_THREADS = {"self._changed.wait()", "unit.ready.wait()"}
+
+
+def statements() -> Iterator[tuple[str, str, str, int]]:
+    """Yield module, function and text of each ordering statement of the transfers, with its number of that text."""
+    for path in sorted([*_PACKAGE.glob("offload/*.py"), *_PACKAGE.glob("kv_cache/*.py")]):
+        module = ".".join(path.relative_to(_PACKAGE.parent).with_suffix("").parts)
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                found = [ast.unparse(node) for node in ast.walk(function) if _orders(node)]
+                for number, text in enumerate(found):
+                    if text not in _THREADS:
+                        yield module, function.name, text, found[:number].count(text)
+
+
+def _orders(node: ast.AST) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _ORDERING
+
+
+class _Remover(ast.NodeTransformer):
+    def __init__(self, text: str, number: int) -> None:
+        self.text, self.left = text, number
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        if _orders(node) and ast.unparse(node) == self.text:
+            self.left -= 1
+            if self.left < 0:
+                self.left = 1 << 30
+                return ast.copy_location(ast.Pass(), node)
+        return node
+
+
+def remove(patch: pytest.MonkeyPatch, module: str, function: str, text: str, number: int) -> None:
+    """Replace a method by itself without one statement."""
+    real = importlib.import_module(module)
+    assert real.__file__ is not None
+    tree = ast.parse(Path(real.__file__).read_text())
+    for owner in [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]:
+        for method in owner.body:
+            if not isinstance(method, ast.FunctionDef) or method.name != function and not any(
+                isinstance(inner, ast.FunctionDef) and inner.name == function for inner in ast.walk(method)
+            ):  # fmt: skip
+                continue
+            before = ast.dump(method)
+            _Remover(text, number).visit(method)
+            if ast.dump(method) == before:
+                continue
+            code = next(
+                constant
+                for part in compile(ast.fix_missing_locations(tree), real.__file__, "exec").co_consts
+                if isinstance(part, types.CodeType) and part.co_name == owner.name
+                for constant in part.co_consts
+                if isinstance(constant, types.CodeType) and constant.co_name == method.name
+            )
+            known = getattr(real, owner.name).__dict__[method.name]
+            made = types.FunctionType(code, real.__dict__, method.name, known.__defaults__, known.__closure__)
+            made.__kwdefaults__ = known.__kwdefaults__
+            patch.setattr(getattr(real, owner.name), method.name, made)
+            return
+    raise AssertionError(f"{text} is not in a method {function} of {module}")
+
+
+# Placements that use every transfer, and answers of several lengths, so that caches move and grow.
+RUNS = {
+    "three tiers": dict(policy=Policy(3, 2, *(0.3,) * 6), schedule="zigzag"),
+    "host": dict(policy=Policy(3, 2, 0, 1, 0, 1, 0, 1), schedule="zigzag"),
+    "growing": dict(policy=Policy(3, 2, 0, 1, 0, 1, 0, 1), schedule="diagonal"),
+}
+
+
+def races(model, folder, settings) -> int:
+    asked = [request for new in (1, 2, 5, 18) for request in requests(3 + new % 3, 30, new)]
+    with cuda_in_host_memory() as device:
+        try:
+            run(model.path, asked, torch.float16, cpu_attention=False, offload_dir=folder, **settings)
+        except Exception as error:
+            return 1 if device.races else pytest.fail(f"stopped: {error!r}")
+        return sum(device.races.values())
+
+
+@pytest.mark.parametrize("settings", RUNS)
+def test_the_code_as_it_is_has_no_race(tiny, tmp_path, settings):
+    assert not races(tiny("llama"), tmp_path, RUNS[settings])
+
+
+@pytest.mark.parametrize("statement", statements(), ids=lambda s: " ".join(map(str, s)).removeprefix("flexgen_helm."))
+def test_each_removed_statement_is_caught(tiny, tmp_path, monkeypatch, statement):
+    remove(monkeypatch, *statement)
+    assert any(races(tiny("llama"), tmp_path, settings) for settings in RUNS.values())
+
+
+def test_the_mutants_are_all_ordering_statements():
+    """A new one is found by itself; these are the kinds that there are."""
+    assert {text.split("(")[0].rsplit(".", 1)[1] for _, _, text, _ in statements()} == {
+        "record", "record_stream", "wait_event", "synchronize", "_mark_used", "finish_stores",
+    }  # fmt: skip
