@@ -1,4 +1,4 @@
-# make eval | test | lint | docs | docs-serve | pages | model-table | bench | gpu-check. All but gpu-check set up .venv.
+# make eval | test | test-slow | lint | docs | docs-serve | pages | model-table | bench | gpu-check. All but gpu-check set up .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ INSTANCES ?= 50
 DATA := $(abspath $(or $(FLEXGEN_HELM_DATA),$(wildcard ../shared/data)))
 PRECISIONS ?= fp16,4bit
 
-.PHONY: install model eval test lint docs docs-serve pages model-table bench gpu-check
+.PHONY: install model eval test test-slow lint docs docs-serve pages model-table bench gpu-check
 # A notice of the theme about its successor is no warning about these docs.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
@@ -32,6 +32,10 @@ eval: model
 test: install
 	-$(BIN)/flexgen-helm fetch $(MODEL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# The whole matrix of families, types and placements on the CUDA device in host memory.
+test-slow: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/cuda
 
 lint: install docs
 	$(BIN)/ruff check .

@@ -117,7 +117,8 @@ class TieredWeights:
                 self._prefetcher = self._start_prefetcher(staging_bytes)
             self._stages = stage_names(checkpoint.config)
             self._staged = {stage: self._staged_matrices(stage, staging_bytes) for stage in self._stages}
-            self._claim("cpu", "staging", self._loader_buffer_bytes())
+            if buffers := self._loader_buffer_bytes():
+                self._claim("cpu", "buffers", buffers)
         except BaseException:
             self.close()
             raise

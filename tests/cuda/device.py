@@ -697,6 +697,26 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
             plain = _thread.allocate_lock()
             return plain if sys._getframe(1).f_code.co_filename.endswith(_COUNTING) else TrackedLock(ordering, plain)
 
+        is_set, set_event = threading.Event.is_set, threading.Event.set
+
+        def own_lock(event: threading.Event) -> Any:
+            found = event._cond._lock  # type: ignore[attr-defined]
+            return found if isinstance(found, TrackedLock) else None
+
+        def seen(self: threading.Event) -> bool:  # it takes no lock, and yet what was set before is there
+            if not is_set(self):
+                return False
+            if (found := own_lock(self)) is not None:
+                found._join()
+            return True
+
+        def announced(self: threading.Event) -> None:
+            if (found := own_lock(self)) is not None:
+                found._leave()
+            set_event(self)
+
+        patch.setattr(threading.Event, "is_set", seen)
+        patch.setattr(threading.Event, "set", announced)
         patch.setattr(threading, "Lock", lock)
         patch.setattr(threading, "RLock", lambda: TrackedRLock(ordering, _thread.RLock()))
 
@@ -735,7 +755,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
         patch.setattr(Tensor, "is_pinned", lambda tensor, device=None: world.is_pinned(tensor))
 
     def package(patch: pytest.MonkeyPatch) -> None:
-        from flexgen_helm.offload import disk
+        from flexgen_helm.offload import disk, tiers
         from flexgen_helm.quant import kernels
 
         transfer = disk.DirectFile._transfer
@@ -744,6 +764,13 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
             world.note_host(buffer, call is disk.os.preadv, "file I/O")
             transfer(self, call, offset, buffer)
 
+        made = tiers.Tiers.__init__
+
+        def made_without(self: Any, *args: Any, **kwargs: Any) -> None:
+            made(self, *args, **kwargs)
+            self._store_done = threading.Condition(_thread.RLock())  # it counts bytes, as those of `_COUNTING`
+
+        patch.setattr(tiers.Tiers, "__init__", made_without)
         patch.setattr(disk.DirectFile, "_transfer", noted)
         patch.setattr(kernels, "_triton_kernel", lambda: stand_in_for_triton)
 
