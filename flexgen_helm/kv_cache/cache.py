@@ -182,8 +182,7 @@ class KVCache:
 
     def attends_on_host(self, block: CacheBlock) -> bool:
         """Whether the host computes attention over this block, so that queries go there instead of keys here."""
-        cache = self._blocks.get(block)
-        return cache is not None and cache.attends_on_host
+        return self._open(block).attends_on_host  # opened here by the first tokens of a prompt's completions
 
     def copy_to_host(self, kind: Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(self._tiers.to_host(tensor, kind) for tensor in tensors)

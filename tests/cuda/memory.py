@@ -57,10 +57,10 @@ class Lease:
     """What the tensors of a block share: when the last one is gone, the allocator has the block back."""
 
     def __init__(self, allocator: Allocator, block: Block) -> None:
-        self._allocator, self.block = allocator, block
+        self._allocator, self.block, self.ordering = allocator, block, allocator.ordering
 
     def __del__(self) -> None:
-        ordering = self._allocator.ordering
+        ordering = self.ordering
         # A thread that copied from the block has waited, and then let go of it: so whatever anyone waited for is over.
         self.block.freed = {**ordering.snapshot(ordering.thread())}
         for actor, step in list(ordering.completed.items()):
