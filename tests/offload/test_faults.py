@@ -56,10 +56,10 @@ def offloaded(tiny, folder, schedule="zigzag", policy="6x2,0,0,0,100,0,0", **opt
 
 
 def assert_idle(engine) -> None:
-    """Only the weights and their staging ring are claimed."""
+    """Only the weights, their staging ring and the loaders' buffers are claimed."""
     for ledger in engine._tiers.ledgers.values():
         ledger.check()
-        assert set(ledger.by_kind()) <= {"weights", "staging"}
+        assert set(ledger.by_kind()) <= {"weights", "staging", "buffers"}
     assert sum("staging" in ledger.by_kind() for ledger in engine._tiers.ledgers.values()) <= 1
 
 
