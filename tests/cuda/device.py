@@ -692,6 +692,13 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
         patch.setattr(threading.Thread, "run", run_in_mode)
         patch.setattr(threading.Thread, "join", joined)
         patch.setattr(ThreadPoolExecutor, "submit", submitted)
+        made = ThreadPoolExecutor.__init__
+
+        def made_without(self: Any, *args: Any, **kwargs: Any) -> None:
+            made(self, *args, **kwargs)
+            self._idle_semaphore._cond = threading.Condition(_thread.allocate_lock())  # orders idle threads by chance
+
+        patch.setattr(ThreadPoolExecutor, "__init__", made_without)
 
     def own_locks(patch: pytest.MonkeyPatch) -> None:
         def lock() -> Any:

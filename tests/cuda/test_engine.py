@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from flexgen_helm import Engine, MemoryLimits, Policy
+from flexgen_helm import Engine, Policy
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import LIMITS, MIB, assert_close, requests, run
 from tests.helpers.tiny_models import VARIANTS
