@@ -35,7 +35,7 @@ test: install
 
 # The whole matrix of families, types and placements on the CUDA device in host memory.
 test-slow: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/cuda
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests
 
 lint: install docs
 	$(BIN)/ruff check .

@@ -34,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -780,7 +781,9 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
 
         patch.setattr(tiers.Tiers, "__init__", made_without)
         patch.setattr(disk.DirectFile, "_transfer", noted)
-        patch.setattr(kernels, "_triton_kernel", lambda: stand_in_for_triton)
+        # Products dequantize: the fused kernels have a stand-in of their own (tests/quant).
+        stand_in = SimpleNamespace(dequantize_into=stand_in_for_triton, matmul=lambda *_: None)
+        patch.setattr(kernels, "_triton_kernels", lambda: stand_in)
 
     for part in (own_threads, own_locks, torch_cuda, package):
         part(patch)
