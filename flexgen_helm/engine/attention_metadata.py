@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.codec import Codec
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart, decode_parts, prefix_parts, query_chunks
 from flexgen_helm.models import attention, sparse
-from flexgen_helm.models.attention import AttentionConfig, PartialAttention, merge_partial
+from flexgen_helm.models.attention import AttentionConfig, PartialAttention, mask_dtype, merge_partial
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence
 
 # From so many queries on, keys and values in host memory are copied to them: those of a few hundred positions cross
@@ -51,10 +52,10 @@ class PromptAttention:
         if fmt is None or not num_quantized:
             return attention.attend_causal(q, k, v, config, window)
         # Every token sees the older ones quantized, as it would in a cache.
-        chunks = query_chunks(q.shape[0], window, fmt, q.device)
+        chunks = query_chunks(q.shape[0], window, fmt, q.device, mask_dtype(q.device, q.dtype))
         older = codec.round_trip(k[:num_quantized], v[:num_quantized])
         if fmt.is_sparse:
-            return sparse.attend_top_k(q, older, (k, v), config, chunks, fmt.value_share)
+            return sparse.attend_top_k(q, older, (k, v), config, chunks)
         return attention.attend_two_versions(q, older, (k, v), config, chunks)
 
 
@@ -63,12 +64,14 @@ class DecodeAttention:
     """The sequences of one cache block, one token each, over their own caches.
 
     tokens: of the batch.
-    positions: [B], where the tokens go in their slots.
+    on_host: the host computes attention.
+    positions: [B], where the tokens go in their slots; on the host if it computes attention.
     parts: of what they see; the first covers all of them.
     """
 
     tokens: slice
     block: CacheBlock
+    on_host: bool
     positions: Tensor
     parts: tuple[DecodePart, ...]
 
@@ -76,40 +79,33 @@ class DecodeAttention:
         self, layer: int, window: int | None, config: AttentionConfig, cache: KVCache, q: Tensor, k: Tensor, v: Tensor
     ) -> PartialAttention:
         """q [B, Hq, D], k and v [B, Hk, D] -> output [B, Hq, D], log-sum-exp [B, Hq]; stores k and v."""
-        on_host, positions = cache.attends_on_host(self.block), self.positions
-        if on_host:
+        if self.on_host:
             q, k, v = cache.copy_to_host("activations", q, k, v)
-            config, positions = config.to_device(q.device), positions.cpu()
-        cache.append(self.block, layer, positions, k, v)
+            config = config.on_host
+        cache.append(self.block, layer, self.positions, k, v)
         first, *others = self.parts
-        out, lse = self._attend(first, layer, window, config, cache, q, positions)
+        out, lse = self._attend(first, layer, window, config, cache, q)
         for part in others:
             own = part.sequences
-            partial = self._attend(part, layer, window, config, cache, q, positions)
-            out[own], lse[own] = merge_partial((out[own], lse[own]), partial)
+            out[own], lse[own] = merge_partial(
+                (out[own], lse[own]), self._attend(part, layer, window, config, cache, q)
+            )
         cache.done(self.block, layer)
-        return _to_device(cache, (out, lse)) if on_host else (out, lse)
+        return _to_device(cache, (out, lse)) if self.on_host else (out, lse)
 
     def _attend(
-        self,
-        part: DecodePart,
-        layer: int,
-        window: int | None,
-        config: AttentionConfig,
-        cache: KVCache,
-        q: Tensor,
-        positions: Tensor,
+        self, part: DecodePart, layer: int, window: int | None, config: AttentionConfig, cache: KVCache, q: Tensor
     ) -> PartialAttention:
-        q, positions, mask = q[part.sequences], positions[part.sequences], part.masks[window]
-        if mask is not None:
-            mask = mask.to(q.device)
-        if part.value_share < 1:
-            keys = cache.read_keys(self.block, layer, part)
-            assert mask is not None
-            top_k = sparse.select_top_k(q, keys, config, positions, mask, part.value_share)
+        q, positions, visible = q[part.sequences], self.positions[part.sequences], part.visible[window]
+        if part.is_sparse:
+            keys, mask, counts = cache.read_keys(self.block, layer, part), visible.mask, visible.num_selected
+            assert mask is not None and counts is not None
+            top_k = sparse.select_top_k(q, keys, config, positions, mask, counts, visible.max_selected)
             return top_k.attend(cache.read_selected(self.block, layer, part, top_k))
         keys, values = cache.read(self.block, layer, part)
-        return attention.attend_cached(q, keys, values, config, positions, mask, part.key_positions)
+        return attention.attend_cached(
+            q, keys, values, config, positions, visible.mask, part.key_positions, visible.sees_none
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,14 +113,14 @@ class PrefixAttention:
     """Tokens of the batch that attend to all of a shared prefix, or of the prompt that they continue.
 
     tokens: a slice where they are neighbours, which spares copies.
-    positions: [t], counted from the prefix's first token; latest: the largest of them.
+    positions: [t], counted from the prefix's first token; host_positions: the same on the host.
     parts: of what they see.
     """
 
     prefix: Sequence
     tokens: Tensor | slice
     positions: Tensor
-    latest: int
+    host_positions: Tensor
     parts: tuple[PrefixPart, ...]
 
     def attend(
@@ -132,17 +128,18 @@ class PrefixAttention:
     ) -> Iterator[PartialAttention]:
         """q [t, Hq, D] -> for each part output [t, Hq, D] and log-sum-exp [t, Hq]."""
         assert self.prefix.block is not None
-        on_host, positions = cache.attends_on_host(self.prefix.block), self.positions
-        on_host = on_host and len(positions) < _COPY_KEYS_FROM
+        positions, keys_on_host = self.positions, cache.attends_on_host(self.prefix.block)
+        on_host = keys_on_host and len(positions) < _COPY_KEYS_FROM
         if on_host:
             (q,) = cache.copy_to_host("activations", q)
-            config, positions = config.to_device(q.device), positions.cpu()
+            config, positions = config.on_host, self.host_positions
         for part in self.parts:
             keys, values = cache.read_prefix(self.prefix, layer, part)
-            if keys.device != q.device or (cache.attends_on_host(self.prefix.block) and not on_host):
+            if keys.device != q.device or (keys_on_host and not on_host):
                 keys, values = cache.copy_to_device("cache", keys, values)
-            mask = part.mask(self.positions, self.latest, window, q.device)
-            partial = attention.attend_prefix(q, keys, values, config, positions - part.first, mask)
+            visible = part.visible(positions, window, mask_dtype(q.device, q.dtype))
+            own_positions = positions - part.first if part.first and config.slopes is not None else positions
+            partial = attention.attend_prefix(q, keys, values, config, own_positions, visible.mask, visible.sees_none)
             yield _to_device(cache, partial) if on_host else partial
         cache.done(self.prefix.block, layer)
 
@@ -164,12 +161,17 @@ class AttentionMetadata:
         self, layer: int, window: int | None, config: AttentionConfig, cache: KVCache, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Attend over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D]."""
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         own: tuple[PromptAttention | DecodeAttention, ...] = (*self.prompts, *self.decodes)
-        for segment in own:
-            at = segment.tokens
-            out[at], lse[at] = segment.attend(layer, window, config, cache, q[at], k[at], v[at])
+        if len(own) == 1:
+            out, lse = own[0].attend(layer, window, config, cache, q, k, v)
+        else:
+            out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+            for segment in own:
+                at = segment.tokens
+                part_out, part_lse = segment.attend(layer, window, config, cache, q[at], k[at], v[at])
+                out[at] = part_out
+                if self.prefixes:
+                    lse[at] = part_lse
         for prefix in self.prefixes:
             joined = out[prefix.tokens], lse[prefix.tokens]
             for part in prefix.attend(layer, window, config, cache, q[prefix.tokens]):
@@ -210,11 +212,12 @@ class AttentionMetadata:
 
 
 def build_attention_metadata(
-    batch: Batch, windows: Iterable[int | None], device: torch.device, codec: Codec
+    batch: Batch, windows: Iterable[int | None], device: torch.device, dtype: torch.dtype, cache: KVCache
 ) -> AttentionMetadata:
     """Lay a batch out. The sequences of a block are adjacent and in slot order (the scheduler's promise).
 
     windows: the sliding windows that occur among the layers; each has its own masks.
+    dtype: of queries.
     """
     kinds = set(windows) or {None}
     token_ids: list[int] = []
@@ -235,27 +238,28 @@ def build_attention_metadata(
         for prefix in sequence.prefixes:
             users.setdefault(prefix, []).extend(range(tokens.start, tokens.stop))
 
+    cached = [[sequence.num_computed for sequence in block.sequences] for block in blocks]
+    in_prefixes = [[positions[token] - prefix.start for token in index] for prefix, index in users.items()]
+    lists = (token_ids, positions, *cached, *in_prefixes, *users.values())
+    (_, _, *on_host), (ids, at, *on_device) = host_and_device(device, lists)
+
     decodes = []
-    for block, first in blocks.items():
-        at = torch.tensor([sequence.num_computed for sequence in block.sequences], device=device)
-        parts = decode_parts(block, kinds, codec, device)
-        decodes.append(DecodeAttention(slice(first, first + len(block.sequences)), block, at, parts))
+    for number, (block, first) in enumerate(blocks.items()):
+        host_attends = cache.attends_on_host(block)
+        own = (on_host if host_attends else on_device)[number]
+        tokens = slice(first, first + len(block.sequences))
+        seen = decode_parts(block, own, kinds, cache.codec, mask_dtype(own.device, dtype))
+        decodes.append(DecodeAttention(tokens, block, host_attends, own, seen))
 
     prefixes = []
-    for prefix, index in users.items():
-        own = [positions[token] - prefix.start for token in index]
+    for number, (prefix, index) in enumerate(users.items()):
         adjacent = index[-1] - index[0] == len(index) - 1  # ascending, no token twice
-        where = slice(index[0], index[-1] + 1) if adjacent else torch.tensor(index, device=device)
-        own_positions = torch.tensor(own, device=device)
-        prefixes.append(PrefixAttention(prefix, where, own_positions, max(own), prefix_parts(prefix, own, codec)))
+        where = slice(index[0], index[-1] + 1) if adjacent else on_device[len(blocks) + len(users) + number]
+        parts = prefix_parts(prefix, in_prefixes[number], cache.codec)
+        own, own_on_host = (tensors[len(blocks) + number] for tensors in (on_device, on_host))
+        prefixes.append(PrefixAttention(prefix, where, own, own_on_host, parts))
 
-    return AttentionMetadata(
-        token_ids=torch.tensor(token_ids, device=device),
-        positions=torch.tensor(positions, device=device),
-        prompts=tuple(prompts),
-        decodes=tuple(decodes),
-        prefixes=tuple(prefixes),
-    )
+    return AttentionMetadata(ids, at, tuple(prompts), tuple(decodes), tuple(prefixes))
 
 
 def _to_device(cache: KVCache, part: PartialAttention) -> PartialAttention:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flexgen_helm.engine.attention_metadata import AttentionMetadata, build_attention_metadata
 from flexgen_helm.engine.sampler import sample_tokens
+from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
@@ -22,6 +23,7 @@ from flexgen_helm.models.config import RopeConfig, stage_names
 from flexgen_helm.models.decoder import Decoder, Rotary, StageWeights
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.weights import TieredWeights
+from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.scheduling.sampling import SamplingParams
 from flexgen_helm.scheduling.schedule import WorkItem, stage_visits
@@ -60,14 +62,32 @@ class _BatchState:
 
     hidden: [T, H]; None while the activation store keeps it.
     rotary: cosines and sines; None together with `hidden`, because those of many batches would be large.
-    nonfinite_stage: [T], index of the first stage with a value that is not finite; -1 while all are.
+    sums: of the tokens' hidden states after each layer that `nonfinite_layer` does not cover yet, each [T].
+    nonfinite_layer: [T], the first layer after which a value was not finite; -1 while all are.
+    num_layers: covered by `nonfinite_layer`.
+    seconds: charged to the batch so far; launched_s: of its items since then.
     """
 
     metadata: AttentionMetadata
-    hidden: Tensor | None
-    nonfinite_stage: Tensor
+    hidden: Tensor | None = None
     rotary: dict[RopeConfig, Rotary] | None = None
+    sums: list[Tensor] = field(default_factory=list)
+    nonfinite_layer: Tensor | None = None
+    num_layers: int = 0
     seconds: float = 0.0
+    launched_s: float = 0.0
+
+    def check_finite(self) -> Tensor:
+        """Take the sums into `nonfinite_layer`, and return that."""
+        if self.sums:
+            bad = ~torch.isfinite(torch.stack(self.sums))
+            first = torch.where(bad.any(0), bad.byte().argmax(0) + self.num_layers, -1)
+            before = self.nonfinite_layer
+            self.nonfinite_layer = first if before is None else torch.where(before < 0, first, before)
+            self.num_layers += len(self.sums)
+            self.sums.clear()
+        assert self.nonfinite_layer is not None
+        return self.nonfinite_layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +117,8 @@ class Executor:
         self._device, self._threads = device, threads
         self._stages = stage_names(decoder.config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // decoder.config.vocab_size)
-        fused = device.type == "cpu" and decoder.dtype == torch.float32
-        direct = not fused or decoder.config.attn_softcap is not None
-        self._workspace = Workspace(
-            decoder.config, decoder.dtype.itemsize, direct, cache.codec.cache_format, device.type != "cpu"
-        )
+        tier: Tier = "cpu" if device.type == "cpu" else "gpu"
+        self._workspace = Workspace(decoder.config, decoder.dtype.itemsize, tier, cache.codec.cache_format)
         self.peak_workspace_bytes = 0
 
     @property
@@ -128,6 +145,7 @@ class Executor:
         uses = [self._num_uses(batches[item.batch], item) for item in items]
         visits = stage_visits(items, uses, self.num_stages, another_pass)
         states: dict[int, _BatchState] = {}
+        charged_until = time.perf_counter()
         try:
             with torch.no_grad():  # not inference mode: tensors go to threads, and that mode is per thread
                 for item, following in zip_longest(items, items[1:]):
@@ -142,8 +160,9 @@ class Executor:
                     outputs = self._compute(item, batch, state, sampling)  # attention starts store_cache(i, j, k)
                     if outputs is None and (following is None or following.batch != item.batch):
                         self._store(item, state)  # store_activation(i, j, k), done in the background
-                    state.seconds += time.perf_counter() - began
+                    state.launched_s += time.perf_counter() - began
                     if outputs is not None:
+                        charged_until = _charge(states.values(), charged_until)
                         del states[item.batch]
                         for scheduled in batch.scheduled:  # last: after an out-of-memory all is computed again
                             scheduled.sequence.num_computed += scheduled.count
@@ -191,27 +210,27 @@ class Executor:
                 state.hidden = self._decoder.embed(weights, metadata.token_ids, metadata.positions)
             else:
                 state.hidden = self._layer(item.stage - 1, state, weights)
-        if item.stage:
-            # One sum a token meets every element; no synchronization with an accelerator until the head.
-            finite = torch.isfinite(state.hidden.sum(-1, dtype=torch.float32))
-            first = (state.nonfinite_stage < 0) & ~finite
-            state.nonfinite_stage = torch.where(first, item.stage, state.nonfinite_stage)
+        if item.stage:  # one sum a token meets every element
+            state.sums.append(state.hidden.sum(-1, dtype=torch.float32))
         return None
 
     def _store(self, item: WorkItem, state: _BatchState) -> None:
         assert state.hidden is not None
         self._activations.store(item.batch, state.hidden)
         state.hidden = state.rotary = None
+        if state.sums:  # those of many waiting batches would be large
+            state.check_finite()
 
     def _new_state(self, batch: Batch) -> _BatchState:
-        metadata = build_attention_metadata(batch, self._decoder.config.windows, self._device, self._cache.codec)
+        decoder = self._decoder
+        metadata = build_attention_metadata(batch, decoder.config.windows, self._device, decoder.dtype, self._cache)
         num_tokens = len(metadata.token_ids)
         self._note_workspace(
             self._workspace.layer(
                 num_tokens, metadata.longest_prompt, metadata.cached_positions, metadata.largest_prefix
             )
         )
-        return _BatchState(metadata, None, torch.full((num_tokens,), -1, device=self._device))
+        return _BatchState(metadata)
 
     def _note_workspace(self, num_bytes: int) -> None:
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)
@@ -231,28 +250,26 @@ class Executor:
     ) -> list[SequenceOutput]:
         #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn from
         #  predict           b c ?
-        predictions: list[_Prediction] = []
-        outputs: list[SequenceOutput] = []
+        outputs, predictions = [SequenceOutput() for _ in batch.scheduled], []
         first = 0
-        for item, nonfinite in zip(batch.scheduled, self._nonfinite_stages(batch, state)):
-            sequence, output = item.sequence, SequenceOutput(nonfinite_stage=nonfinite)
-            outputs.append(output)
-            if nonfinite is None:
-                predictions += [
-                    _Prediction(output, first + i, t, None) for i, t in enumerate(_scored_targets(sequence))
-                ]
-                if sequence.num_draws:
-                    last = first + item.count - 1
-                    predictions += [_Prediction(output, last, None, params) for params in sampling(sequence)]
+        for item, output in zip(batch.scheduled, outputs):
+            sequence, last = item.sequence, first + item.count - 1
+            predictions += [_Prediction(output, first + i, t, None) for i, t in enumerate(_scored_targets(sequence))]
+            if sequence.num_draws:
+                predictions += [_Prediction(output, last, None, params) for params in sampling(sequence)]
             first += item.count
 
         assert state.hidden is not None
-        # As many uses of the head as were announced, though a failed sequence may have left the last ones empty.
+        # On the device until the end, so that the host waits for it once.
+        results = [state.check_finite().double()]
+        # As many uses of the head as were announced, which a sequence without predictions must not change.
         for number in range(self._num_head_uses(batch)):
             with self._weights.stage(self._stages[-1]) as weights:
                 part = predictions[number * self._head_positions : (number + 1) * self._head_positions]
-                if part:
-                    self._predict(weights, state.hidden, part)
+                results += self._predict(weights, state.hidden, part)
+        values = torch.cat(results).tolist()
+        self._note_nonfinite(batch, outputs, values)
+        self._fill(predictions, values[first:])
         return outputs
 
     def _num_uses(self, batch: Batch, item: WorkItem) -> int:
@@ -265,36 +282,58 @@ class Executor:
         positions = sum(sequence.num_draws + len(_scored_targets(sequence)) for sequence in sequences)
         return -(-positions // self._head_positions)
 
-    def _predict(self, weights: StageWeights, hidden: Tensor, predictions: list[_Prediction]) -> None:
-        """Compute predictions and fill them into the outputs; log-probabilities are those of the raw logits."""
-        positions = torch.tensor([prediction.position for prediction in predictions], device=self._device)
-        logits = self._decoder.head(weights, hidden.index_select(0, positions))
-        self._note_workspace(self._workspace.head(len(hidden), len(predictions)))
-        tokens = torch.tensor([prediction.target or 0 for prediction in predictions], device=self._device)
+    def _predict(self, weights: StageWeights, hidden: Tensor, predictions: list[_Prediction]) -> tuple[Tensor, Tensor]:
+        """Return tokens and log-probabilities of the raw logits, both in float64, which has all their values."""
+        positions = [prediction.position for prediction in predictions]
+        targets = [prediction.target or 0 for prediction in predictions]
         drawn = {i: p.sampling for i, p in enumerate(predictions) if p.sampling is not None}
-        if drawn:
-            rows = torch.tensor(list(drawn), device=self._device)
-            tokens[rows] = sample_tokens(logits.index_select(0, rows), list(drawn.values()))
+        _, (where, tokens, rows) = host_and_device(self._device, (positions, targets, [*drawn]))
+        logits = self._decoder.head(weights, hidden.index_select(0, where))
+        self._note_workspace(self._workspace.head(len(hidden), len(predictions)))
+        if len(drawn) == len(predictions):
+            tokens = sample_tokens(logits, [*drawn.values()])
+        elif drawn:
+            tokens[rows] = sample_tokens(logits.index_select(0, rows), [*drawn.values()])
         logprobs = logits.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
-        for prediction, token, logprob in zip(predictions, tokens.tolist(), logprobs.tolist()):
-            output = prediction.output
-            if not math.isfinite(logprob):
-                output.nonfinite_stage = output.nonfinite_stage or self._stages[-1]
-            elif prediction.target is None:
-                output.drawn.append((token, logprob))
-            else:
-                output.prompt_logprobs.append(logprob)
+        return tokens.double(), logprobs.double()
 
-    def _nonfinite_stages(self, batch: Batch, state: _BatchState) -> list[str | None]:
-        """Return the first stage of each sequence after which a value was not finite."""
-        by_token = state.nonfinite_stage.tolist()
-        stages: list[str | None] = []
+    def _note_nonfinite(self, batch: Batch, outputs: list[SequenceOutput], layers: list[float]) -> None:
+        """Note the first stage of each sequence after which a value was not finite; layers: of each token, or -1."""
         first = 0
-        for item in batch.scheduled:
-            bad = [index for index in by_token[first : first + item.count] if index >= 0]
-            stages.append(self._stages[min(bad)] if bad else None)
+        for item, output in zip(batch.scheduled, outputs):
+            bad = [layer for layer in layers[first : first + item.count] if layer >= 0]
+            output.nonfinite_stage = self._stages[1 + int(min(bad))] if bad else None
             first += item.count
-        return stages
+
+    def _fill(self, predictions: list[_Prediction], values: list[float]) -> None:
+        """Fill tokens and log-probabilities into the outputs; values: by slice of the head, as `_predict` returns."""
+        for first in range(0, len(predictions), self._head_positions):
+            part = predictions[first : first + self._head_positions]
+            tokens = values[2 * first : 2 * first + len(part)]
+            logprobs = values[2 * first + len(part) : 2 * (first + len(part))]
+            for prediction, token, logprob in zip(part, tokens, logprobs):
+                output = prediction.output
+                if not math.isfinite(logprob):
+                    output.nonfinite_stage = output.nonfinite_stage or self._stages[-1]
+                elif output.nonfinite_stage is not None:
+                    continue
+                elif prediction.target is None:
+                    output.drawn.append((int(token), logprob))
+                else:
+                    output.prompt_logprobs.append(logprob)
+
+
+def _charge(states: abc.Iterable[_BatchState], since: float) -> float:
+    """Charge the seconds since `since` to batches in proportion to their items; return the time now.
+
+    A device computes behind the host, which has just waited for it.
+    """
+    states, now = list(states), time.perf_counter()
+    launched_s = sum(state.launched_s for state in states)
+    for state in states:
+        state.seconds += (now - since) * state.launched_s / launched_s
+        state.launched_s = 0.0
+    return now
 
 
 def _scored_targets(sequence: Sequence) -> list[int]:

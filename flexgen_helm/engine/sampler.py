@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.planner.constants import SAMPLED_ELEMENTS
+from flexgen_helm.planner.placement import Tier
 from flexgen_helm.scheduling.sampling import SamplingParams
 
 
@@ -18,31 +20,37 @@ def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     top_p < 1, of its nucleus (the fewest most probable tokens whose mass reaches top_p) in order of probability.
     A row's token does not depend on the other rows, and nothing here waits for an accelerator.
     """
-    tokens = logits.argmax(dim=-1)
-    forced = [row for row, params in enumerate(sampling) if params.forced is not None]
-    if forced:
-        tokens[_tensor(forced, logits)] = _tensor([sampling[row].forced for row in forced], logits)
-    drawn = [row for row, params in enumerate(sampling) if params.forced is None and params.temperature > 0.0]
-    many = max(1, SAMPLED_ELEMENTS // logits.shape[1])
-    for rows in (
-        [row for row in drawn if sampling[row].top_p == 1.0],
-        [row for row in drawn if sampling[row].top_p < 1.0],
-    ):
-        for part in (rows[first : first + many] for first in range(0, len(rows), many)):
-            where = _tensor(part, logits)
-            tokens[where] = _sample(logits.index_select(0, where), [sampling[row] for row in part])
-    return tokens
-
-
-def _sample(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Draw one token for each row; `top_p` is 1 for all rows or for none."""
-    temperatures, top_ps, uniforms = (
-        torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
-        for values in zip(*((params.temperature, params.top_p, params.uniform) for params in sampling))
+    forced = [-1 if params.forced is None else params.forced for params in sampling]
+    drawn = [row for row, token in enumerate(forced) if token < 0 and sampling[row].temperature > 0.0]
+    if not drawn and max(forced) < 0:
+        return logits.argmax(dim=-1)
+    plain = [row for row in drawn if sampling[row].top_p == 1.0]
+    nucleus = [row for row in drawn if sampling[row].top_p < 1.0]
+    values = [
+        (params.temperature, params.top_p, params.uniform) for params in (sampling[row] for row in (*plain, *nucleus))
+    ]
+    _, (forced_tokens, *rows, temperatures, top_ps, uniforms) = host_and_device(
+        logits.device, (forced, plain, nucleus), [*zip(*values)] or ((), (), ())
     )
+    if min(forced) >= 0:
+        return forced_tokens
+    tokens = logits.argmax(dim=-1)
+    tier: Tier = "cpu" if logits.device.type == "cpu" else "gpu"
+    first, many = 0, max(1, SAMPLED_ELEMENTS[tier] // logits.shape[1])
+    for numbers, where in zip((plain, nucleus), rows):
+        for part in where.split(many) if numbers else ():
+            own = slice(first, first := first + len(part))
+            chosen = logits if len(part) == len(logits) else logits.index_select(0, part)
+            tokens[part] = _sample(chosen, temperatures[own, None], uniforms[own, None],
+                                   top_ps[own, None] if numbers is nucleus else None)  # fmt: skip
+    return tokens if max(forced) < 0 else torch.where(forced_tokens < 0, tokens, forced_tokens)
+
+
+def _sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, top_ps: Tensor | None) -> Tensor:
+    """Draw one token for each row; top_ps: None where all are 1. Parameters [R, 1]."""
     probabilities = torch.softmax(logits.double() / temperatures, dim=-1)
     order = kept = None
-    if sampling[0].top_p < 1.0:
+    if top_ps is not None:
         # Stable, so that equally probable tokens keep the vocabulary's order on every device.
         probabilities, order = torch.sort(probabilities, descending=True, stable=True)
         kept = probabilities.cumsum(-1) - probabilities < top_ps
@@ -51,8 +59,6 @@ def _sample(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     index = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
     if order is None or kept is None:
         return index[:, 0].clamp_max(logits.shape[1] - 1)
-    return order.gather(1, torch.minimum(index, kept.sum(-1, keepdim=True) - 1))[:, 0]
-
-
-def _tensor(values: Sequence[int | None], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
+    # Of a row that is not finite nothing is kept; it fails by its log-probability.
+    last = (kept.sum(-1, keepdim=True) - 1).clamp_min_(0)
+    return order.gather(1, torch.minimum(index, last))[:, 0]

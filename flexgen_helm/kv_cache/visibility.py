@@ -5,23 +5,26 @@ on absolute positions alone: tokens that are older than its residual window, as 
 seen quantized, the others as they were computed. Sliding windows hide what is older still. So scores do not depend on
 batching, schedule or prefix sharing.
 
+Masks are made where attention is computed, from positions that are there. What can be known from the smallest and the
+largest position is known on the host, so that nothing waits for a device.
+
 Shapes: B sequences of a block, t queries, S keys, W tokens of a residual window.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import Codec
-from flexgen_helm.models.attention import QueryChunk
+from flexgen_helm.models.attention import QueryChunk, additive_mask
 from flexgen_helm.models.config import QUERY_CHUNK_TOKENS
+from flexgen_helm.models.sparse import num_selected, num_selected_tensor
 from flexgen_helm.planner.constants import KEPT_MASK_BYTES
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
@@ -60,68 +63,109 @@ def stored_extent(block: CacheBlock, codec: Codec) -> Extent:
 
 
 @dataclass(frozen=True, eq=False)
+class VisibleKeys:
+    """What each of some queries sees of some keys.
+
+    mask: additive, [B, 1, 1, S] or [t, S]; None: every query sees all keys.
+    sees_none: [B] or [t], true for queries that see no key; None: there is none.
+    num_selected: [B], of these keys, with sparse attention; max_selected: the largest.
+    """
+
+    mask: Tensor | None = None
+    sees_none: Tensor | None = None
+    num_selected: Tensor | None = None
+    max_selected: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class DecodePart:
     """Keys that the decoding sequences of a block read and attend to together.
 
     sequences: of the block, as a slice.
     num_units: of each slot, that are read from the storage; 0: the keys come from the residual window.
-    masks: by sliding window (None: without one): additive [B, 1, 1, S]; None where every sequence sees all keys.
+    visible: by sliding window (None: without one).
     key_positions: [B, S] where the keys are not in order.
     seen_quantized: places [B, W] of the residual window that are seen quantized; None where none can be.
-    value_share: of the visible keys, the share whose values are read (sparse attention); 1: all.
+    is_sparse: only the values of selected keys are read.
     """
 
     sequences: slice
     num_units: int
-    masks: Mapping[int | None, Tensor | None]
+    visible: Mapping[int | None, VisibleKeys]
     key_positions: Tensor | None = None
     seen_quantized: Tensor | None = None
-    value_share: float = 1.0
+    is_sparse: bool = False
 
 
 def decode_parts(
-    block: CacheBlock, windows: Iterable[int | None], codec: Codec, device: torch.device
+    block: CacheBlock, positions: Tensor, windows: Iterable[int | None], codec: Codec, dtype: torch.dtype
 ) -> tuple[DecodePart, ...]:
     """Divide what the block's next queries see; the first part covers all sequences.
 
+    positions: [B], of the queries among their sequences' own tokens, where attention is computed.
     windows: the sliding windows of the model's layers.
+    dtype: of masks.
     """
-    positions = torch.tensor([sequence.num_computed for sequence in block.sequences])
+    counts, device = [sequence.num_computed for sequence in block.sequences], positions.device
     fmt, everyone = codec.cache_format, slice(0, len(block.sequences))
     if fmt is None:
         #  key 0 1 2 3     a sequence with 2 cached tokens + itself sees keys 0 … 2
-        keys = torch.arange(int(positions.max()) + 1)
-        masks = {w: _mask(_hidden(positions, keys, keys[None, :] > positions[:, None], w), device) for w in windows}
-        return (DecodePart(everyone, len(keys), masks),)
+        keys = torch.arange(max(counts) + 1, device=device)
+        plain = {}
+        for window in windows:
+            if min(counts) == max(counts) and not (window is not None and max(counts) >= window):
+                plain[window] = VisibleKeys()
+            else:
+                plain[window] = VisibleKeys(_decode_mask(positions, keys, keys > positions[:, None], window, dtype))
+        return (DecodePart(everyone, len(keys), plain),)
 
-    stored = torch.tensor([codec.num_stored(sequence.num_computed) for sequence in block.sequences])
-    quantized = torch.tensor([fmt.num_quantized(sequence.num_computed) for sequence in block.sequences])
-    places = torch.arange(codec.window_tokens)
+    places = torch.arange(codec.window_tokens, device=device)
+    stored = _whole_groups(positions, fmt.residual_window, codec.group_tokens)
     #  place 0 1 2 3 4     of a sequence at token 7 with W = 5: tokens 5 6 7 3 4
     ring = positions[:, None] - (positions[:, None] - places) % codec.window_tokens
     outside = (ring < stored[:, None]) | (ring < 0)
-    newest = DecodePart(
-        everyone,
-        0,
-        {w: _additive(_hidden(positions, ring, outside, w), device) for w in windows},
-        ring.to(device),
-        (ring < quantized[:, None]).to(device) if codec.window_copies > 1 else None,
-    )
-    older = torch.arange(int(stored.max()))
-    if not len(older):
-        return (newest,)
-    beyond = older >= stored[:, None]
-    older_masks = {w: _additive(_hidden(positions, older, beyond, w), device) for w in windows}
-    num_units = len(older) // codec.group_tokens
-    step = max(1, _DEQUANTIZED_ELEMENTS // (2 * len(older) * codec.token_elements))
-    slices = [slice(first, min(first + step, everyone.stop)) for first in range(0, everyone.stop, step)]
-    return (
-        newest,
-        *(
-            DecodePart(part, num_units, {w: mask[part] for w, mask in older_masks.items()}, value_share=fmt.value_share)
-            for part in slices
-        ),
-    )
+    quantized = None
+    if codec.window_copies > 1:
+        quantized = ring < _whole_groups(positions, fmt.residual_window, fmt.group_tokens)[:, None]
+    newest = {w: VisibleKeys(_decode_mask(positions, ring, outside, w, dtype)) for w in windows}
+    parts = [DecodePart(everyone, 0, newest, ring, quantized)]
+    stored_counts = [codec.num_stored(count) for count in counts]
+    if not (longest := max(stored_counts)):
+        return tuple(parts)
+    older = torch.arange(longest, device=device)
+    step = max(1, _DEQUANTIZED_ELEMENTS // (2 * longest * codec.token_elements))
+    for first in range(0, everyone.stop, step):
+        rows = slice(first, min(first + step, everyone.stop))
+        visible = {
+            window: _visible_older(positions[rows], older, stored[rows], window, fmt, dtype, counts[rows],
+                                   stored_counts[rows])
+            for window in windows
+        }  # fmt: skip
+        parts.append(DecodePart(rows, longest // codec.group_tokens, visible, is_sparse=fmt.is_sparse))
+    return tuple(parts)
+
+
+def _visible_older(
+    positions: Tensor,
+    keys: Tensor,
+    stored: Tensor,
+    window: int | None,
+    fmt: CacheFormat,
+    dtype: torch.dtype,
+    counts: SequenceOf[int],
+    stored_counts: SequenceOf[int],
+) -> VisibleKeys:
+    """What queries [B] see of their sequences' first `stored` [B] keys; counts: the positions on the host."""
+    mask = _decode_mask(positions, keys, keys >= stored[:, None], window, dtype)
+    num_visible = [
+        max(0, num_stored - _oldest_visible(count, window)) for count, num_stored in zip(counts, stored_counts)
+    ]
+    on_device = stored if window is None else (stored - (positions + 1 - window).clamp_min(0)).clamp_min(0)
+    sees_none = None if min(num_visible) else on_device == 0
+    if not fmt.is_sparse:
+        return VisibleKeys(mask, sees_none)
+    selected = num_selected_tensor(on_device, fmt.value_share)
+    return VisibleKeys(mask, sees_none, selected, num_selected(max(num_visible), fmt.value_share))
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,33 +173,55 @@ class PrefixPart:
     """Tokens first … last - 1 of a shared prefix or prompt, as its readers attend to them.
 
     stored: they come from the storage, else from the residual window.
-    borders: [t]: of stored tokens a query sees those before its border, of others those from it on; None: all.
+    span: the smallest and the largest position of the queries, counted from the prefix's first token.
+    borders: of stored tokens a query sees those that this format quantizes for it, of others those that it does not;
+        None: all.
     """
 
     first: int
     last: int
     stored: bool
-    borders: Tensor | None = None
+    span: tuple[int, int]
+    borders: CacheFormat | None = None
+    _kept: dict[object, VisibleKeys] = field(default_factory=dict)
 
-    def mask(self, positions: Tensor, latest: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Return the additive mask [t, S], None where every query sees all keys.
+    def visible(self, positions: Tensor, window: int | None, dtype: torch.dtype) -> VisibleKeys:
+        """Return what queries at `positions` [t] of the span see.
 
-        It is made when it is needed: of all batches that are under way at once, masks would be as large as caches.
+        Large masks are made when they are needed: of all batches that are under way, they would be as large as caches.
 
-        positions: [t] of the queries from the prefix's first token on; latest: the largest of them.
+        positions: where attention is computed.
         window: the layer's sliding window.
+        dtype: of masks.
         """
-        if window is not None and latest - self.first < window:  # it reaches back to the first key
+        if window is not None and self.span[1] - self.first < window:  # it reaches back to the first key
             window = None
         if self.borders is None and window is None:
-            return None
-        keys = torch.arange(self.first, self.last)
-        hidden = torch.zeros(len(positions), len(keys), dtype=torch.bool)
-        if self.borders is not None:
-            hidden |= keys >= self.borders[:, None] if self.stored else keys < self.borders[:, None]
-        if window is not None:
-            hidden |= positions.cpu()[:, None] - keys >= window
-        return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf).to(device)
+            return VisibleKeys()
+        kept = self._kept.get(window)
+        if kept is None or kept.mask is None or kept.mask.device != positions.device:
+            kept = self._visible(positions, window, dtype)
+            if kept.mask is not None and kept.mask.nbytes <= KEPT_MASK_BYTES // _KEPT_LENGTHS:
+                self._kept[window] = kept
+        return kept
+
+    def _visible(self, positions: Tensor, window: int | None, dtype: torch.dtype) -> VisibleKeys:
+        # A query sees keys lower … upper - 1.
+        earliest, latest = self.span
+        lower = torch.zeros_like(positions) if window is None else positions + (1 - window)
+        upper = torch.full_like(positions, self.last)
+        some_see_none = window is not None
+        if (fmt := self.borders) is not None:
+            border = _whole_groups(positions, fmt.residual_window, fmt.group_tokens)
+            if self.stored:
+                upper = border.clamp_max_(self.last)
+                some_see_none |= fmt.num_quantized(earliest) <= self.first
+            else:
+                lower = torch.maximum(lower, border)
+                some_see_none |= fmt.num_quantized(latest) >= self.last
+        keys = torch.arange(self.first, self.last, device=positions.device)
+        mask = additive_mask((keys < lower[:, None]) | (keys >= upper[:, None]), dtype)
+        return VisibleKeys(mask, lower.clamp_min_(self.first) >= upper if some_see_none else None)
 
 
 def prefix_parts(prefix: Sequence, positions: SequenceOf[int], codec: Codec) -> tuple[PrefixPart, ...]:
@@ -167,61 +233,78 @@ def prefix_parts(prefix: Sequence, positions: SequenceOf[int], codec: Codec) -> 
 
     positions: of the queries, from the prefix's first token on.
     """
-    fmt, end = codec.cache_format, prefix.prompt_len
+    fmt, end, span = codec.cache_format, prefix.prompt_len, (min(positions), max(positions))
     if fmt is None:
-        return (PrefixPart(0, end, True),)
-    borders = torch.tensor([fmt.num_quantized(position) for position in positions]).clamp_max(end)
-    low, high = int(borders.min()), int(borders.max())
+        return (PrefixPart(0, end, True, span),)
+    low, high = (min(end, fmt.num_quantized(position)) for position in span)
     step = max(1, _DEQUANTIZED_ELEMENTS // (2 * codec.token_elements))
-    parts = [PrefixPart(first, last, True) for first, last in _ranges(0, low, step)]
-    parts += [PrefixPart(first, last, True, borders) for first, last in _ranges(low, high, step)]
+    parts = [PrefixPart(first, last, True, span) for first, last in _ranges(0, low, step)]
+    parts += [PrefixPart(first, last, True, span, fmt) for first, last in _ranges(low, high, step)]
     if low < end:
-        parts.append(PrefixPart(low, end, False, borders))
+        parts.append(PrefixPart(low, end, False, span, fmt))
     return tuple(parts)
 
 
-def query_chunks(tokens: int, window: int | None, fmt: CacheFormat, device: torch.device) -> Iterable[QueryChunk]:
-    """Divide a prompt that no cache is needed for: what its tokens see quantized and as it was computed."""
-    arguments = tokens, window, fmt, device
+def query_chunks(
+    tokens: int, window: int | None, fmt: CacheFormat, device: torch.device, dtype: torch.dtype
+) -> Iterable[QueryChunk]:
+    """Divide a prompt that no cache is needed for: what its tokens see quantized and as it was computed.
+
+    dtype: of masks.
+    """
+    arguments = tokens, window, fmt, device, dtype
     mask_bytes = 2 * tokens * tokens  # in float32, of which half is never seen
     return _make_chunks(*arguments) if mask_bytes > KEPT_MASK_BYTES // _KEPT_LENGTHS else _kept_chunks(*arguments)
 
 
 @lru_cache(maxsize=_KEPT_LENGTHS)
-def _kept_chunks(tokens: int, window: int | None, fmt: CacheFormat, device: torch.device) -> tuple[QueryChunk, ...]:
-    return tuple(_make_chunks(tokens, window, fmt, device))
+def _kept_chunks(
+    tokens: int, window: int | None, fmt: CacheFormat, device: torch.device, dtype: torch.dtype
+) -> tuple[QueryChunk, ...]:
+    return tuple(_make_chunks(tokens, window, fmt, device, dtype))
 
 
-def _make_chunks(tokens: int, window: int | None, fmt: CacheFormat, device: torch.device) -> Iterator[QueryChunk]:
+def _make_chunks(
+    tokens: int, window: int | None, fmt: CacheFormat, device: torch.device, dtype: torch.dtype
+) -> Iterator[QueryChunk]:
     for first in range(0, tokens, QUERY_CHUNK_TOKENS):
-        at = torch.arange(first, min(first + QUERY_CHUNK_TOKENS, tokens))
-        borders = torch.tensor([fmt.num_quantized(position) for position in at.tolist()])
-        oldest = 0 if window is None else max(0, first - window + 1)
-        low, high = int(borders[0]), int(borders[-1])
-        quantized, plain = slice(min(oldest, high), high), slice(max(oldest, low), int(at[-1]) + 1)
-        old, new = torch.arange(quantized.start, quantized.stop), torch.arange(plain.start, plain.stop)
+        end = min(first + QUERY_CHUNK_TOKENS, tokens)
+        low, high = fmt.num_quantized(first), fmt.num_quantized(end - 1)
+        oldest = _oldest_visible(first, window)
+        quantized, plain = slice(min(oldest, high), high), slice(max(oldest, low), end)
+        at = torch.arange(first, end, device=device)[:, None]
+        borders = _whole_groups(at, fmt.residual_window, fmt.group_tokens)
+        old = torch.arange(quantized.start, quantized.stop, device=device)
+        new = torch.arange(plain.start, plain.stop, device=device)
         keys = torch.cat((old, new))
-        mask = torch.zeros(len(at), len(keys))
-        certain = max(0, low - quantized.start)  # keys that all of these queries see quantized
-        hidden = torch.cat((old[certain:] >= borders[:, None], (new < borders[:, None]) | (new > at[:, None])), 1)
-        mask[:, certain:].masked_fill_(hidden, -math.inf)
+        hidden = torch.cat((old >= borders, (new < borders) | (new > at)), 1)
         if window is not None:
-            mask.masked_fill_(at[:, None] - keys >= window, -math.inf)
-        yield QueryChunk(slice(first, int(at[-1]) + 1), quantized, plain, keys.to(device), mask.to(device))
+            hidden |= at - keys >= window
+        selected, most = None, 0
+        if fmt.is_sparse:
+            visible = (borders - (0 if window is None else (at + 1 - window).clamp_min(0))).clamp_min(0)
+            selected = num_selected_tensor(visible[:, 0], fmt.value_share)
+            nearest = max(max(0, fmt.num_quantized(p) - _oldest_visible(p, window)) for p in range(first, end))
+            most = num_selected(nearest, fmt.value_share)
+        mask = additive_mask(hidden, dtype)
+        yield QueryChunk(slice(first, end), quantized, plain, keys, mask, selected, most)
 
 
-def _hidden(positions: Tensor, keys: Tensor, hidden: Tensor, window: int | None) -> Tensor:
-    """Return `hidden` [B, S] and what lies outside a sliding window; keys: positions [S] or [B, S]."""
-    return hidden if window is None else hidden | (positions[:, None] - keys >= window)
+def _oldest_visible(position: int, window: int | None) -> int:
+    """Return the first token inside the sliding window of a query at `position`."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
-def _mask(hidden: Tensor, device: torch.device) -> Tensor | None:
-    return _additive(hidden, device) if hidden.any() else None
+def _whole_groups(positions: Tensor, residual_window: int, group_tokens: int) -> Tensor:
+    """Return the tokens of whole groups that are older than the residual windows of queries at `positions`."""
+    return (positions + (1 - residual_window)).clamp_min_(0) // group_tokens * group_tokens
 
 
-def _additive(hidden: Tensor, device: torch.device) -> Tensor:
-    """Return the additive mask [B, 1, 1, S] of hidden keys [B, S]."""
-    return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, None, :].to(device)
+def _decode_mask(positions: Tensor, keys: Tensor, hidden: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Mask `hidden` keys [B, S] and those outside a sliding window -> [B, 1, 1, S]; keys: positions [S] or [B, S]."""
+    if window is not None:
+        hidden = hidden | (positions[:, None] - keys >= window)
+    return additive_mask(hidden[:, None, None], dtype)
 
 
 def _ranges(first: int, end: int, step: int) -> Iterator[tuple[int, int]]:

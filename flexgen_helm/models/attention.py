@@ -12,9 +12,9 @@ Shapes: T tokens, B sequences, Hq query heads, Hk key heads (Hq = G Hk), S keys,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS
 
 PartialAttention = tuple[Tensor, Tensor]  # output, log-sum-exp
 KeysValues = tuple[Tensor, Tensor]
+
+# Elements that rows of masks begin at multiples of: 16 bytes in 16 bits.
+_ALIGNMENT = 8
+# Elements of keys in 16 bits that the host upcasts at once: with their values 2 MiB, which stay in its caches.
+_UPCAST_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +41,18 @@ class AttentionConfig:
     softcap: float | None = None
     slopes: Tensor | None = None
 
-    def to_device(self, device: torch.device) -> AttentionConfig:
-        return self if self.slopes is None else replace(self, slopes=self.slopes.to(device))
+    @cached_property
+    def on_host(self) -> AttentionConfig:
+        """The same for attention that the host computes; copied once."""
+        return self if self.slopes is None else replace(self, slopes=self.slopes.cpu())
 
-    def scores(self, products: Tensor) -> Tensor:
-        """Products q·k -> scores in float32, without ALiBi."""
-        scores = products.float() * self.scale
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """q [..., T, D] and k [..., S, D] -> scores [..., T, S] in float32, without ALiBi."""
+        scale = self.scale
+        if q.dtype == torch.float16:  # q·k may exceed 65,504; the power of two changes no digit
+            power = 2.0 ** math.floor(math.log2(scale))
+            q, scale = q * power, scale / power
+        scores = torch.matmul(q, k.transpose(-2, -1)).float().mul_(scale)
         return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
 
     def head_slopes(self, key_heads: int) -> Tensor | None:
@@ -58,7 +69,7 @@ def attend_causal(
     """
     tokens, heads, dim = q.shape
     if window is not None and tokens > window:
-        return attend_two_versions(q, (k[:0], v[:0]), (k, v), config, _window_chunks(tokens, window, q.device))
+        return attend_two_versions(q, (k[:0], v[:0]), (k, v), config, _window_chunks(tokens, window, q.device, q.dtype))
     key_heads = k.shape[1]
     group = heads // key_heads
     # Query heads of one key head become a batch dimension over expanded (not copied) keys and values.
@@ -82,6 +93,7 @@ class QueryChunk:
     quantized, plain: slices of the keys' two versions, concatenated S keys.
     key_positions: [S].
     mask: additive [t, S].
+    num_selected: [t], of the quantized keys, with sparse attention; max_selected: the largest.
     """
 
     queries: slice
@@ -89,6 +101,8 @@ class QueryChunk:
     plain: slice
     key_positions: Tensor
     mask: Tensor
+    num_selected: Tensor | None = None
+    max_selected: int = 0
 
 
 def attend_two_versions(
@@ -130,6 +144,7 @@ def attend_cached(
     positions: Tensor,
     mask: Tensor | None,
     key_positions: Tensor | None = None,
+    sees_none: Tensor | None = None,
 ) -> PartialAttention:
     """Attend with one query per sequence to the sequence's own cache.
 
@@ -138,7 +153,8 @@ def attend_cached(
     positions: [B], of the queries among the keys.
     mask: additive [B, 1, 1, S], or None.
     key_positions: [B, S] where keys are not in order of position.
-    Returns output [B, Hq, D] and log-sum-exp [B, Hq]; 0 and minus infinity where the mask hides all keys.
+    sees_none: [B], true where the mask hides all keys; None where it hides all of no query.
+    Returns output [B, Hq, D] and log-sum-exp [B, Hq]; 0 and minus infinity of queries that see no key.
     """
     batch, heads, dim = q.shape
     key_heads = k.shape[1]
@@ -154,12 +170,17 @@ def attend_cached(
     elif mask is not None:
         bias = mask.expand(batch, 1, group, mask.shape[-1])
     out, lse = _attend(queries, k, v, config, mask=bias)
-    out, lse = out.reshape(batch, heads, dim), lse.reshape(batch, heads)
-    return (out, lse) if mask is None else _without_hidden(out, lse, torch.isneginf(mask).all(-1).view(batch, 1))
+    return _without_hidden(out.reshape(batch, heads, dim), lse.reshape(batch, heads), sees_none)
 
 
 def attend_prefix(
-    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, positions: Tensor, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: AttentionConfig,
+    positions: Tensor,
+    mask: Tensor | None = None,
+    sees_none: Tensor | None = None,
 ) -> PartialAttention:
     """Attend with all tokens to one shared segment, in one product per key head.
 
@@ -167,30 +188,32 @@ def attend_prefix(
     k, v: [Hk, S, D].
     positions: [T], of the queries, counted from the segment's first key.
     mask: additive [T, S], or None.
-    Returns output [T, Hq, D] and log-sum-exp [T, Hq]; 0 and minus infinity where the mask hides all keys.
+    sees_none: [T], true where the mask hides all keys; None where it hides all of no query.
+    Returns output [T, Hq, D] and log-sum-exp [T, Hq]; 0 and minus infinity of queries that see no key.
     """
     tokens, heads, dim = q.shape
     if tokens > QUERY_CHUNK_TOKENS and (mask is not None or config.slopes is not None):
-        parts = [
-            attend_prefix(q[rows], k, v, config, positions[rows], None if mask is None else mask[rows])
-            for rows in (slice(first, first + QUERY_CHUNK_TOKENS) for first in range(0, tokens, QUERY_CHUNK_TOKENS))
-        ]
+        starts = range(0, tokens, QUERY_CHUNK_TOKENS)
+        parts = []
+        for rows in (slice(first, first + QUERY_CHUNK_TOKENS) for first in starts):
+            own_mask, own_sees_none = (None if x is None else x[rows] for x in (mask, sees_none))
+            parts.append(attend_prefix(q[rows], k, v, config, positions[rows], own_mask, own_sees_none))
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     key_heads = k.shape[0]
     group = heads // key_heads
     queries = q.view(tokens, key_heads, group, dim).transpose(0, 1).reshape(1, key_heads, tokens * group, dim)
-    row_mask = None if mask is None else mask.repeat_interleave(group, dim=0)[None, None]
+    row_mask = None if mask is None else _repeated_rows(mask, group)[None, None]
     bias, slopes = row_mask, config.head_slopes(key_heads)
     if slopes is not None:
         bias = _alibi_bias(slopes, k.shape[1]).transpose(1, 2)  # [Hk, 1, G, S]
         bias = bias.expand(-1, tokens, -1, -1).reshape(1, key_heads, tokens * group, k.shape[1])
         bias = bias if row_mask is None else bias + row_mask
     out, lse = _attend(queries, k[None], v[None], config, mask=bias)
-    if row_mask is not None:
-        out, lse = _without_hidden(out, lse, torch.isneginf(row_mask).all(-1).expand(lse.shape))
-    out = out.view(key_heads, tokens, group, dim).transpose(0, 1).reshape(tokens, heads, dim)
-    lse = lse.view(key_heads, tokens, group).transpose(0, 1).reshape(tokens, heads)
-    return out, lse if config.slopes is None else lse - config.slopes * positions[:, None]
+    out = out.reshape(key_heads, tokens, group, dim).transpose(0, 1).reshape(tokens, heads, dim)
+    lse = lse.reshape(key_heads, tokens, group).transpose(0, 1).reshape(tokens, heads)
+    if config.slopes is not None:
+        lse = lse - config.slopes * positions[:, None]
+    return _without_hidden(out, lse, sees_none)
 
 
 def merge_partial(a: PartialAttention, b: PartialAttention) -> PartialAttention:
@@ -201,15 +224,39 @@ def merge_partial(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     return out.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
 
 
-def window_mask(queries: Tensor, keys: Tensor, window: int, device: torch.device) -> Tensor:
-    """Additive mask [..., T, S] of queries at positions [..., T] that see the last `window` of keys at [S]."""
-    hidden = queries[..., None] - keys >= window
-    return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf).to(device)
+def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return minus infinity where `hidden` [..., S] is true, 0 elsewhere.
+
+    Rows begin at multiples of `_ALIGNMENT` elements in memory, as the fused kernels of devices require.
+    """
+    keys = hidden.shape[-1]
+    mask = torch.zeros((*hidden.shape[:-1], _aligned(keys)), dtype=dtype, device=hidden.device)[..., :keys]
+    return mask.masked_fill_(hidden, -math.inf)
 
 
-def _without_hidden(out: Tensor, lse: Tensor, hidden: Tensor) -> PartialAttention:
-    """Make queries that see no key merge to nothing; hidden: their mask, in the shape of `lse`."""
-    return out.masked_fill(hidden[..., None], 0.0), lse.masked_fill(hidden, -math.inf)
+def mask_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of masks for queries in `dtype`: on the host, attention is computed in float32."""
+    return torch.float32 if device.type == "cpu" else dtype
+
+
+def _without_hidden(out: Tensor, lse: Tensor, sees_none: Tensor | None) -> PartialAttention:
+    """Make queries that see no key merge to nothing; out [T, Hq, D], lse [T, Hq], sees_none [T]."""
+    if sees_none is None:
+        return out, lse
+    return out.masked_fill(sees_none[:, None, None], 0.0), lse.masked_fill(sees_none[:, None], -math.inf)
+
+
+def _repeated_rows(mask: Tensor, times: int) -> Tensor:
+    """Repeat every row of a mask [T, S] -> [T * times, S], aligned as `additive_mask` does."""
+    if times == 1:
+        return mask
+    rows, keys = mask.shape
+    repeated = mask.new_empty((rows, times, _aligned(keys)))[..., :keys]
+    return repeated.copy_(mask[:, None]).flatten(0, 1)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
 def _alibi_bias(slopes: Tensor, keys: int) -> Tensor:
@@ -221,31 +268,31 @@ def _alibi_bias(slopes: Tensor, keys: int) -> Tensor:
     return slopes[..., None, None] * torch.arange(keys, device=slopes.device)
 
 
-def _window_chunks(tokens: int, window: int, device: torch.device) -> Iterator[QueryChunk]:
+def _window_chunks(tokens: int, window: int, device: torch.device, dtype: torch.dtype) -> Iterator[QueryChunk]:
     """A causal window in chunks of queries, without the keys that no query of a chunk sees."""
     for first in range(0, tokens, QUERY_CHUNK_TOKENS):
         end, oldest = min(first + QUERY_CHUNK_TOKENS, tokens), max(0, first - window + 1)
-        mask = _window_chunk_mask(end - first, first - oldest, window, device)
+        mask = _window_chunk_mask(end - first, first - oldest, window, device, mask_dtype(device, dtype))
         positions = torch.arange(oldest, end, device=device)
         yield QueryChunk(slice(first, end), slice(0, 0), slice(oldest, end), positions, mask)
 
 
 @lru_cache(maxsize=16)
-def _window_chunk_mask(queries: int, older: int, window: int, device: torch.device) -> Tensor:
+def _window_chunk_mask(queries: int, older: int, window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Additive mask [t, older + t] of t queries over `older` keys and their own."""
-    keys = torch.arange(older + queries)
-    positions = keys[older:]
-    future = keys > positions[:, None]
-    return window_mask(positions, keys, window, torch.device("cpu")).masked_fill_(future, -math.inf).to(device)
+    keys = torch.arange(older + queries, device=device)
+    distance = keys[older:, None] - keys
+    return additive_mask((distance < 0) | (distance >= window), dtype)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, *, is_causal: bool = False, mask: Tensor | None = None
 ) -> PartialAttention:
     """q [B, H, Tq, D], k and v [B, H, S, D] -> output [B, H, Tq, D], log-sum-exp [B, H, Tq]."""
-    if q.device.type == "cpu" and q.dtype == torch.float32 and config.softcap is None and _FUSED is not None:
-        return _FUSED(q, k, v, 0.0, is_causal, attn_mask=mask, scale=config.scale)
-    return _attend_unfused(q, k, v, config, is_causal, mask)
+    kernel = None if config.softcap is not None else _fused_kernel(q, mask)
+    if kernel is None:
+        return _attend_unfused(q, k, v, config, is_causal, mask)
+    return kernel(q, k, v, mask, is_causal, config.scale)
 
 
 def _attend_unfused(
@@ -256,18 +303,89 @@ def _attend_unfused(
     for first in range(0, q.shape[2], SCORE_TOKENS):
         rows = slice(first, min(first + SCORE_TOKENS, q.shape[2]))
         last = rows.stop if is_causal else k.shape[2]
-        scores = config.scores(torch.matmul(q[:, :, rows], k[:, :, :last].transpose(2, 3)))
+        scores = config.scores(q[:, :, rows], k[:, :, :last])
         if is_causal:
-            query, key = torch.arange(rows.start, rows.stop), torch.arange(last)
-            scores.masked_fill_((key[None, :] > query[:, None]).to(q.device), -math.inf)
+            key = torch.arange(last, device=q.device)
+            scores.masked_fill_(key > key[rows, None], -math.inf)
         if mask is not None:
             scores += mask[:, :, rows if mask.shape[2] > 1 else slice(None), :last]
         lse = torch.logsumexp(scores, dim=-1)
         outs.append(torch.matmul(torch.exp(scores - lse.unsqueeze(-1)).to(v.dtype), v[:, :, :last]))
         lses.append(lse)
+    if len(outs) == 1:
+        return outs[0], lses[0]
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
-# PyTorch's fused CPU kernel returns the log-sum-exp too, but only under its internal name. Without it, the unfused
-# formula gives the same numbers more slowly; tests compare the two.
+# Fused kernels: (q, k, v, mask, is_causal, scale) -> output, log-sum-exp. PyTorch offers those that return the
+# log-sum-exp under internal names only. Without them, the unfused formula gives the same numbers more slowly.
+_Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], PartialAttention]
 _FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+def _fused_kernel(q: Tensor, mask: Tensor | None) -> _Kernel | None:
+    if q.device.type == "cpu":
+        return None if _FUSED is None else _attend_on_host
+    if mask is not None:
+        offsets = mask.storage_offset(), *mask.stride()[:-1]
+        if mask.dtype != q.dtype or any(offset % _ALIGNMENT for offset in offsets):
+            return None
+    return _device_kernel(q.device, q.dtype, q.shape[-1], mask is not None)
+
+
+@lru_cache
+def _device_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, has_mask: bool) -> _Kernel | None:
+    """Choose by the rules that PyTorch documents for its kernels (`torch.nn.attention.SDPBackend`); None: no kernel.
+
+    Both: compute capability up to 12.1, heads of whole 16 bytes.
+    Flash attention: from 8.0 on, 16 bits, heads up to 256 elements, no mask.
+    Memory-efficient attention: float16 and float32, bfloat16 from 8.0 on.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability > (12, 1) or head_dim * dtype.itemsize % 16:
+        return None
+    in_16_bits, ampere = dtype in (torch.float16, torch.bfloat16), capability >= (8, 0)
+    if in_16_bits and ampere and head_dim <= 256 and not has_mask:
+        return _attend_flash
+    return _attend_efficient if ampere or dtype != torch.bfloat16 else None
+
+
+def _attend_flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> PartialAttention:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
+    return out, lse
+
+
+def _attend_efficient(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> PartialAttention:
+    bias = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, is_causal, scale=scale
+    )
+    return out, lse[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
+
+
+def _attend_on_host(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> PartialAttention:
+    """In float32, a few sequences at a time where keys and values have 16 bits: CPUs multiply those slowly."""
+    assert _FUSED is not None
+    if q.dtype == torch.float32:
+        return _FUSED(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    num_heads = k.shape[1]
+    heads_at_once = max(1, _UPCAST_ELEMENTS // k[0, 0].numel())
+    for sequence in range(0, len(q), step := max(1, heads_at_once // num_heads)):
+        for head in range(0, num_heads, heads_at_once):
+            part = slice(sequence, sequence + step), slice(head, head + heads_at_once)
+            own_mask = mask
+            if mask is not None:
+                own_mask = mask[tuple(own if size > 1 else slice(None) for own, size in zip(part, mask.shape))]
+            operands = (x[part].float() for x in (q, k, v))
+            out[part], lse[part] = _FUSED(*operands, 0.0, is_causal, attn_mask=own_mask, scale=scale)
+    return out, lse

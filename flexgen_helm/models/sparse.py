@@ -24,6 +24,8 @@ from flexgen_helm.models.attention import (
     merge_partial,
 )
 
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, eq=False)
 class TopK:
@@ -42,20 +44,22 @@ class TopK:
         return torch.matmul(weights.to(values.dtype), values).flatten(1, 2), lse.flatten(1, 2)
 
 
-def select_top_k(q: Tensor, k: Tensor, config: AttentionConfig, positions: Tensor, mask: Tensor, share: float) -> TopK:
+def select_top_k(
+    q: Tensor, k: Tensor, config: AttentionConfig, positions: Tensor, mask: Tensor, counts: Tensor, largest: int
+) -> TopK:
     """Select the older keys of one query per sequence.
 
     q: [B, Hq, D].
     k: [B, Hk, S, D].
     positions: [B], of the queries among the keys.
     mask: additive [B, 1, 1, S].
+    counts: [B], how many keys each query selects; largest: the largest of them.
     """
-    products = torch.matmul(q.unflatten(1, (k.shape[1], -1)), k.transpose(2, 3))
-    scores = _scores(products, config, positions[:, None]) + mask
-    counts = _num_selected(mask[:, 0, 0], share)
-    tokens = _weights(scores).topk(int(counts.max()), dim=-1).indices
+    scores = config.scores(q.unflatten(1, (k.shape[1], -1)), k)
+    scores = _with_slopes(scores, config, positions[:, None]) + mask
+    tokens = _weights(scores).topk(largest, dim=-1).indices
     selected = scores.gather(3, tokens[:, :, None].expand(-1, -1, scores.shape[2], -1))
-    surplus = torch.arange(tokens.shape[-1], device=q.device) >= counts[:, None]
+    surplus = torch.arange(largest, device=q.device) >= counts[:, None]
     return TopK(tokens, selected.masked_fill(surplus[:, None, None], -math.inf))
 
 
@@ -65,7 +69,6 @@ def attend_top_k(
     plain: KeysValues,
     config: AttentionConfig,
     chunks: Iterable[QueryChunk],
-    share: float,
 ) -> PartialAttention:
     """Attend to a share of the older keys and to all newer ones; else as `attention.attend_two_versions`."""
     parts = []
@@ -77,34 +80,34 @@ def attend_top_k(
         if older:
             k, v = (x[chunk.quantized].transpose(0, 1) for x in quantized)
             positions = positions - chunk.quantized.start
-            part = merge_partial(part, _attend_share(queries, k, v, config, positions, chunk.mask[:, :older], share))
+            part = merge_partial(part, _attend_selected(queries, k, v, config, positions, chunk))
         parts.append(part)
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def _attend_share(
-    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, positions: Tensor, mask: Tensor, share: float
+def _attend_selected(
+    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, positions: Tensor, chunk: QueryChunk
 ) -> PartialAttention:
-    """As `attention.attend_prefix`, to the keys that each query selects."""
+    """As `attention.attend_prefix`, to the quantized keys that each query of a chunk selects."""
+    assert chunk.num_selected is not None
     tokens, heads, dim = q.shape
     key_heads, keys = k.shape[:2]
     group = heads // key_heads
     queries = q.view(tokens, key_heads, group, dim).transpose(0, 1).reshape(key_heads, tokens * group, dim)
-    products = torch.matmul(queries, k.transpose(1, 2)).view(key_heads, tokens, group, keys).transpose(0, 1)
-    scores = _scores(products, config, positions[:, None]) + mask[:, None, None]
-    counts = _num_selected(mask, share)
+    scores = config.scores(queries, k).view(key_heads, tokens, group, keys).transpose(0, 1)
+    scores = _with_slopes(scores, config, positions[:, None]) + chunk.mask[:, None, None, :keys]
     weights = _weights(scores)
-    largest = weights.topk(max(1, int(counts.max())), dim=-1).values
-    threshold = largest.gather(2, (counts - 1).clamp_min(0)[:, None, None].expand(-1, key_heads, 1))
+    largest = weights.topk(max(1, chunk.max_selected), dim=-1).values
+    threshold = largest.gather(2, (chunk.num_selected - 1).clamp_min(0)[:, None, None].expand(-1, key_heads, 1))
     weights, lse = _softmax(scores.masked_fill((weights < threshold)[:, :, None], -math.inf))
     weights = weights.to(v.dtype).transpose(0, 1).reshape(key_heads, tokens * group, keys)
     out = torch.matmul(weights, v).view(key_heads, tokens, group, dim).transpose(0, 1)
     return out.reshape(tokens, heads, dim), lse.reshape(tokens, heads)
 
 
-def _scores(products: Tensor, config: AttentionConfig, positions: Tensor) -> Tensor:
-    """Products [B, Hk, G, S] of queries at `positions` [B, 1] with keys 0 … S - 1 -> scores in float32."""
-    scores, slopes = config.scores(products), config.head_slopes(products.shape[1])
+def _with_slopes(scores: Tensor, config: AttentionConfig, positions: Tensor) -> Tensor:
+    """Add ALiBi to scores [B, Hk, G, S] of queries at `positions` [B, 1] with keys 0 … S - 1."""
+    slopes = config.head_slopes(scores.shape[1])
     if slopes is not None:
         distance = torch.arange(scores.shape[-1], device=scores.device) - positions
         scores = scores + slopes[..., None] * distance[:, None, None]
@@ -116,10 +119,13 @@ def _weights(scores: Tensor) -> Tensor:
     return torch.softmax(scores, -1).nan_to_num_(0.0).sum(2)
 
 
-def _num_selected(mask: Tensor, share: float) -> Tensor:
-    """Number of keys [B] that a query selects of those that the additive mask [B, S] shows."""
-    visible = (mask == 0).sum(-1)
-    return torch.ceil(visible.double() * share - 1e-9).long()  # the share's own rounding error adds no key
+def num_selected(visible: int, share: float) -> int:
+    """Return how many of the visible keys a query selects; the share's own rounding error adds no key."""
+    return math.ceil(visible * share - _ROUNDING)
+
+
+def num_selected_tensor(visible: Tensor, share: float) -> Tensor:
+    return torch.ceil(visible.double() * share - _ROUNDING).long()
 
 
 def _softmax(scores: Tensor) -> PartialAttention:

@@ -59,8 +59,9 @@ KEPT_MASK_BYTES = 32 << 20
 HOST_UPCAST_ELEMENTS = 1 << 20
 # The same on a device, where each tile is two launches: the largest matrices of a 70B model whole, 512 MiB in 16 bits.
 DEVICE_UPCAST_ELEMENTS = 256 << 20
-# Probabilities in float64 from which tokens are drawn at once: vocabulary by sequences, at least of one sequence.
-SAMPLED_ELEMENTS = 1 << 17
+# Probabilities in float64 from which tokens are drawn at once: vocabulary by sequences, at least of one sequence. On
+# CPUs they stay in the caches; on a GPU few large kernels take the place of many small ones.
+SAMPLED_ELEMENTS: Mapping[Tier, int] = {"cpu": 1 << 17, "gpu": 1 << 21}
 
 # --- Shares of a tier ---
 # Free bytes that hidden states of waiting batches may take where no policy says so.

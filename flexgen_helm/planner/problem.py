@@ -236,8 +236,7 @@ class PlanningProblem:
         sequences: of the block.
         """
         config, workload, cache = self.config, self.workload, self.precision.cache
-        direct = self.compute_bytes != 4 or self.hardware.gpu is not None or config.attn_softcap is not None
-        workspace = Workspace(config, self.compute_bytes, direct, cache, self.hardware.gpu is not None)
+        workspace = Workspace(config, self.compute_bytes, self.compute_tier, cache)
         most = max(self.max_batch_tokens, workload.longest_prompt)
         prompt_tokens = int(min(shape.gpu_batch_size * workload.computed, most))
         decoding = min(sequences, shape.gpu_batch_size)

@@ -14,6 +14,7 @@ from flexgen_helm.planner.constants import (
     KEPT_MASK_BYTES,
     SAMPLED_ELEMENTS,
 )
+from flexgen_helm.planner.placement import Tier
 from flexgen_helm.quant.precisions import CacheFormat
 
 
@@ -26,20 +27,16 @@ class Workspace:
     """Bounds for one model.
 
     element: bytes of an element in the compute dtype.
-    direct: attention scores are materialized in float32.
+    tier: that computes.
     cache: format of a quantized or sparse cache; None for one in the compute dtype.
-    on_device: a device computes, not the CPU.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        element: int,
-        direct: bool,
-        cache: CacheFormat | None = None,
-        on_device: bool = False,
-    ) -> None:
-        self._config, self._element, self._direct, self._cache = config, element, direct, cache
+    def __init__(self, config: ModelConfig, element: int, tier: Tier, cache: CacheFormat | None = None) -> None:
+        self._config, self._element, self._cache = config, element, cache
+        on_device = tier == "gpu"
+        # Fused kernels know no soft cap, and on a device no bias in float32 beside queries in 16 bits.
+        self._direct = config.attn_softcap is not None or (on_device and config.alibi)
+        self._sampled_elements = SAMPLED_ELEMENTS[tier]
         shapes = tensor_shapes(config)
         ffn_size = max(shape[0] for name, shape in shapes.items() if name.endswith(".up.weight"))
         largest = max(prod(shape) for shape in shapes.values() if len(shape) > 1)
@@ -86,5 +83,5 @@ class Workspace:
         vocabulary = self._config.vocab_size
         copies = 5 if self._config.final_softcap is not None else 4
         logits = 4 * positions * (copies * vocabulary + 3 * self._config.hidden_size)
-        logits += 5 * 8 * vocabulary * min(positions, max(1, SAMPLED_ELEMENTS // vocabulary))
+        logits += 5 * 8 * vocabulary * min(positions, max(1, self._sampled_elements // vocabulary))
         return logits + self._element * (tokens * self._config.hidden_size + self._upcast_elements)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm.models import attention
 from tests.helpers.tiny_models import VOCABULARY
 
 # Log-probabilities in 16-bit compute: each within 5e-2, on the mean within 5e-3.
@@ -20,6 +21,7 @@ STEADY = ["llama", "llama-untied-biases", "opt-350m", "mistral", "qwen3-windows"
 @pytest.mark.parametrize("variant", STEADY)
 def test_16_bit_compute_stays_within_its_tolerance(tiny, variant, monkeypatch):
     monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda device, rest: torch.float16)
+    monkeypatch.setattr(attention, "_FUSED", None)
     model = tiny(variant)
     draw = random.Random(0)
     prompts = [[draw.randrange(2, VOCABULARY) for _ in range(draw.randint(2, 60))] for _ in range(9)]
@@ -49,6 +51,7 @@ def test_where_16_bits_cost_more_transformers_pays_the_same(tiny, variant, monke
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda device, rest: torch.float16)
+    monkeypatch.setattr(attention, "_FUSED", None)
     model = tiny(variant)
     half = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float16).eval()
     draw = random.Random(0)

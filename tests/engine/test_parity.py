@@ -98,7 +98,7 @@ def test_the_needle_test_would_notice_a_leak(tiny, needle, monkeypatch):
     """The guard's inverse: without the mask over longer neighbours' columns the needle's answer changes."""
     request, alone = needle
     honest = attention.attend_cached
-    leak = lambda q, k, v, config, at, mask, keys: honest(q, k, v, config, at, None, keys)  # noqa: E731
+    leak = lambda q, k, v, config, at, mask, *rest: honest(q, k, v, config, at, None, *rest)  # noqa: E731
     monkeypatch.setattr(attention, "attend_cached", leak)
     others = [GenerationRequest(prompt_token_ids=p, max_tokens=12) for p in prompts(5, 40, seed=9)]
     with Engine.from_pretrained(tiny("llama").path) as engine:

@@ -71,13 +71,14 @@ def open_cache(folder: Path, place: str, fmt: CacheFormat | None, overlap: bool)
 def visible(cache: KVCache, block: CacheBlock, layer: int) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
     """For every sequence of a block, position -> (key, value) of all that its query reads, from all parts."""
     found: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in block.sequences]
-    for part in decode_parts(block, {None}, cache.codec, torch.device("cpu")):
-        if part.value_share < 1:
+    positions = torch.tensor([sequence.num_computed for sequence in block.sequences])
+    for part in decode_parts(block, positions, {None}, cache.codec, torch.float32):
+        if part.is_sparse:
             keys = cache.read_keys(block, layer, part)
             values = torch.full_like(keys, float("nan"))  # of sparse formats values are selected: tested elsewhere
         else:
             keys, values = cache.read(block, layer, part)
-        mask, places = part.masks[None], part.key_positions
+        mask, places = part.visible[None].mask, part.key_positions
         for row, number in enumerate(range(part.sequences.start, part.sequences.stop)):
             for column in range(keys.shape[2]):
                 if mask is None or mask[row, 0, 0, column] == 0:
@@ -204,7 +205,7 @@ def test_readers_of_a_prefix_see_what_was_written(tmp_path, name, place, groups,
             for part in prefix_parts(prefix, positions, cache.codec):
                 keys, values = cache.read_prefix(prefix, layer, part)
                 assert keys.shape == (HEADS, part.last - part.first, DIM)
-                mask = part.mask(torch.tensor(positions), max(positions), None, torch.device("cpu"))
+                mask = part.visible(torch.tensor(positions), None, torch.float32).mask
                 for query in range(len(positions)):
                     for column in range(keys.shape[1]):
                         if mask is None or mask[query, column] == 0:

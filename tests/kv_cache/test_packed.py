@@ -121,7 +121,7 @@ def test_masks_of_long_prompts_are_not_kept(monkeypatch):
     visibility._kept_chunks.cache_clear()
     held = 0
     for tokens in (*range(100, 700, 20), 900, 2000):
-        sights = list(visibility.query_chunks(tokens, None, fmt, torch.device("cpu")))
+        sights = list(visibility.query_chunks(tokens, None, fmt, torch.device("cpu"), torch.float32))
         assert [sight.queries.stop for sight in sights][-1] == tokens
         held += sum(sight.mask.numel() * 4 for sight in sights) * (tokens < 725)
     kept = visibility._kept_chunks.cache_info()

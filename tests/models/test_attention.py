@@ -111,9 +111,10 @@ def test_a_window_over_several_slices_of_queries(monkeypatch, config, window):
 def test_a_window_over_a_shared_segment_merges_with_the_own_segment(kernel, config, window):
     """Eight shared keys, then five tokens of one sequence; later tokens see none of the shared keys."""
     q, k, v = torch.randn(5, 6, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
-    at, device = torch.arange(8, 13), torch.device("cpu")
-    mask = attention.window_mask(at, torch.arange(8), window, device)
-    common = attention.attend_prefix(q, k[:8].transpose(0, 1), v[:8].transpose(0, 1), config, at, mask)
+    at = torch.arange(8, 13)
+    hidden = at[:, None] - torch.arange(8) >= window
+    mask = attention.additive_mask(hidden, torch.float32)
+    common = attention.attend_prefix(q, k[:8].transpose(0, 1), v[:8].transpose(0, 1), config, at, mask, hidden.all(-1))
     own = attention.attend_causal(q, k[8:], v[8:], config, window)
     distance = at[:, None] - torch.arange(13)[None, :]
     expected = formula(q, k, v, config, (distance >= 0) & (distance < window), at)

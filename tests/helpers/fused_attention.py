@@ -1,0 +1,97 @@
+"""PyTorch's fused attention kernels of CUDA, slowly: their rules, layouts and log-sum-exps, on tensors of the CPU.
+
+Rules are those of PyTorch's sources (`sdp_utils.cpp`, `attention.cu`, `kernel_forward.h`). A call that breaks one,
+which a device would refuse or compute wrongly, raises.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class KernelRuleError(RuntimeError):
+    """A call that the real kernel does not allow."""
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | int, ...]:
+    """`aten::_scaled_dot_product_flash_attention`; keys and values may have fewer heads."""
+    _check(q.dtype in (torch.float16, torch.bfloat16), f"dtype {q.dtype}")
+    _check_operands(q, k, v)
+    _check(q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, f"heads of {q.shape[-1]}")
+    _check(q.shape[1] % k.shape[1] == 0, "query heads are no multiple of key heads")
+    _check(not is_causal or q.shape[2] == k.shape[2], "causal with other numbers of queries and keys")
+    group = q.shape[1] // k.shape[1]
+    out, lse = _formula(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), None, is_causal, scale)
+    empty = torch.empty(0)
+    return _as_tokens_first(out), lse, empty, empty, q.shape[2], k.shape[2], empty, empty, empty
+
+
+def efficient_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`aten::_scaled_dot_product_efficient_attention`; its log-sum-exp is padded with infinity."""
+    _check(q.dtype in (torch.float16, torch.bfloat16, torch.float32), f"dtype {q.dtype}")
+    _check_operands(q, k, v)
+    _check(q.shape[1] == k.shape[1], "other numbers of query and key heads")
+    alignment = 16 // q.dtype.itemsize
+    for x in (q, k, v, *(() if attn_bias is None else (attn_bias,))):
+        starts = (x.storage_offset(), *(stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1))
+        _check(not any(start % alignment for start in starts), f"strides {x.stride()} at {x.storage_offset()}")
+    if attn_bias is not None:
+        _check(attn_bias.dtype == q.dtype, f"bias in {attn_bias.dtype}")
+        _check(attn_bias.shape == (*q.shape[:3], k.shape[2]), f"bias of shape {tuple(attn_bias.shape)}")
+        _check(attn_bias.stride(-1) == 1, f"bias with strides {attn_bias.stride()}")
+    out, lse = _formula(q, k, v, attn_bias, is_causal, scale)
+    padded = torch.full((*q.shape[:2], -(-q.shape[2] // 32) * 32), math.inf)
+    padded[..., : q.shape[2]] = lse
+    return _as_tokens_first(out), padded if compute_log_sumexp else padded[..., :0], torch.empty(0), torch.empty(0)
+
+
+def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
+    _check(q.dim() == k.dim() == v.dim() == 4 and k.shape == v.shape, "shapes")
+    _check(q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3], f"{tuple(q.shape)} with {tuple(k.shape)}")
+    _check(q.dtype == k.dtype == v.dtype, "dtypes")
+    _check(all(x.stride(-1) == 1 for x in (q, k, v)), "elements of a head are not adjacent")
+    _check(min(q.shape[2], k.shape[2]) > 0, "no tokens")
+
+
+def _check(allowed: bool, what: str) -> None:
+    if not allowed:
+        raise KernelRuleError(what)
+
+
+def _formula(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    scores = q.float() @ k.float().transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias
+    if is_causal:
+        hidden = torch.ones(scores.shape[2:]).triu(1).bool()
+        scores = scores.masked_fill(hidden, -math.inf)
+    return (torch.softmax(scores, -1) @ v.float()).to(q.dtype), torch.logsumexp(scores, -1)
+
+
+def _as_tokens_first(out: Tensor) -> Tensor:
+    """Both kernels write [B, T, H, D] and return it transposed."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
