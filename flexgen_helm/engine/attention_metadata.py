@@ -80,7 +80,9 @@ class DecodeAttention:
     ) -> PartialAttention:
         """q [B, Hq, D], k and v [B, Hk, D] -> output [B, Hq, D], log-sum-exp [B, Hq]; stores k and v."""
         if self.on_host:
-            q, k, v = cache.copy_to_host("activations", q, k, v)
+            heads = q.shape[1], k.shape[1], v.shape[1]
+            (joined,) = cache.copy_to_host("activations", torch.cat((q, k, v), 1))
+            q, k, v = joined.split(heads, 1)
             config = config.on_host
         cache.append(self.block, layer, self.positions, k, v)
         first, *others = self.parts
@@ -263,5 +265,8 @@ def build_attention_metadata(
 
 
 def _to_device(cache: KVCache, part: PartialAttention) -> PartialAttention:
-    out, lse = cache.copy_to_device("activations", *part)
-    return out, lse
+    """Copy output [T, Hq, D] and log-sum-exp [T, Hq], which the host computed, to the device together."""
+    out, lse = part
+    (joined,) = cache.copy_to_device("activations", torch.cat((out, lse[..., None].view(out.dtype)), -1))
+    dim = out.shape[-1]
+    return joined[..., :dim], joined[..., dim:].view(lse.dtype)[..., 0]

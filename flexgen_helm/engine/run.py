@@ -395,5 +395,6 @@ def _depth(forest: abc.Sequence[PrefixNode | int]) -> int:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """PyTorch has a type of its own for devices only; the host's allocator says it in words."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """PyTorch has a type of its own for its allocators of devices; the driver and the host's allocator use words."""
+    words = "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in words)

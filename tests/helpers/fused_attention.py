@@ -7,6 +7,8 @@ which a device would refuse or compute wrongly, raises.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +36,8 @@ def flash_attention(
     _check(not is_causal or q.shape[2] == k.shape[2], "causal with other numbers of queries and keys")
     group = q.shape[1] // k.shape[1]
     out, lse = _formula(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), None, is_causal, scale)
-    empty = torch.empty(0)
-    return _as_tokens_first(out), lse, empty, empty, q.shape[2], k.shape[2], empty, empty, empty
+    unused = [torch.zeros(1) for _ in range(5)]
+    return _as_tokens_first(out), lse, *unused[:2], q.shape[2], k.shape[2], *unused[2:]
 
 
 def efficient_attention(
@@ -64,7 +66,13 @@ def efficient_attention(
     out, lse = _formula(q, k, v, attn_bias, is_causal, scale)
     padded = torch.full((*q.shape[:2], -(-q.shape[2] // 32) * 32), math.inf)
     padded[..., : q.shape[2]] = lse
-    return _as_tokens_first(out), padded if compute_log_sumexp else padded[..., :0], torch.empty(0), torch.empty(0)
+    return _as_tokens_first(out), padded if compute_log_sumexp else padded[..., :0], torch.zeros(()), torch.zeros(())
+
+
+KERNELS: Mapping[str, Callable[..., Any]] = {
+    "aten::_scaled_dot_product_flash_attention": flash_attention,
+    "aten::_scaled_dot_product_efficient_attention": efficient_attention,
+}
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -30,6 +30,7 @@ LIMITS = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)
 NO_MEMORY = {
     "MemoryError": MemoryError,
     "torch.OutOfMemoryError": lambda: torch.OutOfMemoryError("CUDA out of memory"),
+    "a driver": lambda: torch.AcceleratorError("CUDA error: out of memory"),
     "the host's allocator": lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."),
 }
 
