@@ -66,6 +66,7 @@ class Decoder:
             softcap=config.attn_softcap,
             slopes=alibi_slopes(config.num_heads).to(device) if config.alibi else None,
         )
+        _ = self.attention.on_host  # copied now, so that no pass waits for it
         self.dtype = dtype
         self._activation = _ACTIVATIONS[config.activation]
         ropes = {config.layer_rope(layer) for layer in range(config.num_layers)} - {None}

@@ -47,6 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import flexgen_helm
 from tests.cuda.memory import Allocator, Block, Lease
 from tests.cuda.ordering import Access, Ordering, Recording, TrackedLock, TrackedRLock, Trail
+from tests.helpers.fused_attention import KERNELS
 
 GIB = 1 << 30
 _PACKAGE = str(Path(flexgen_helm.__file__).parent) + "/"
@@ -557,7 +558,7 @@ class Device:
             if torch.device(values["device"]).type == "cpu":
                 self._mix(f"{name} for the host")
             values["device"] = torch.device("cpu")
-        out = func(*_values(args), **values)
+        out = KERNELS.get(name, func)(*_values(args), **values)
         reads, writes = _operands(func, args, kwargs)
         storages = {x.values.untyped_storage()._cdata: x for x in reversed(on_device)}
         made: list[CudaTensor] = []
@@ -764,8 +765,13 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
         patch.setattr(Tensor, "is_pinned", lambda tensor, device=None: world.is_pinned(tensor))
 
     def package(patch: pytest.MonkeyPatch) -> None:
+        from flexgen_helm.kv_cache import visibility
+        from flexgen_helm.models import attention
         from flexgen_helm.offload import disk, tiers
         from flexgen_helm.quant import kernels
+
+        for kept in (attention._device_kernel, attention._window_chunk_mask, visibility._kept_chunks):
+            kept.cache_clear()  # tensors and rules of an earlier device
 
         transfer = disk.DirectFile._transfer
 

@@ -1,0 +1,120 @@
+"""What a pass costs the host: kernels a layer, and one synchronization a batch beside those of transfers and caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from flexgen_helm import Policy
+from flexgen_helm.engine.executor import Executor
+from tests.cuda.device import Device, cuda_in_host_memory
+from tests.cuda.engine_runs import LIMITS, assert_close, requests, run
+
+# What waits for nothing, but for the head that reads its results. Transfers and storages have budgets of their own.
+OWN = ("engine/", "models/", "kv_cache/visibility.py")
+
+
+@dataclass
+class Costs:
+    """Of one run. layers: kernels of each decode layer; head: synchronizations and pageable copies by source line."""
+
+    layers: list[int] = field(default_factory=list)
+    batches: int = 0
+    waits: list[str] = field(default_factory=list)
+    pageable: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def counted(device: Device) -> Iterator[Costs]:
+    """Count what runs inside the passes."""
+    costs, honest_layer, honest_run = Costs(), Executor._layer, Executor.run
+
+    def layer(self: Executor, number: int, state: Any, weights: Any) -> Any:
+        before = sum(device.kernels.values())
+        hidden = honest_layer(self, number, state, weights)
+        if not state.metadata.prompts:
+            costs.layers.append(sum(device.kernels.values()) - before)
+        return hidden
+
+    def run_pass(self: Executor, batches: Any, *arguments: Any, **named: Any) -> None:
+        syncs, copies = device.syncs.copy(), device.pageable_copies.copy()
+        honest_run(self, batches, *arguments, **named)
+        costs.batches += len(batches)
+        for before, after, places in (
+            (syncs, device.syncs, costs.waits),
+            (copies, device.pageable_copies, costs.pageable),
+        ):
+            places += [place for place in (after - before).elements() if place.startswith(OWN)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "_layer", layer)
+        patch.setattr(Executor, "run", run_pass)
+        yield costs
+
+
+def check(costs: Costs) -> None:
+    assert len(costs.waits) == costs.batches and len(set(costs.waits)) == 1, costs.waits
+    assert costs.waits[0].startswith("engine/executor.py")
+    assert not costs.pageable
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+@pytest.mark.parametrize("variant", ["llama", "opt", "bloom", "gemma2", "mistral"])
+def test_a_batch_waits_once(tiny, monkeypatch, variant, capability):
+    """Scored, drawn by nucleus and without, several completions over a shared prompt."""
+    asked = requests(4, shared=20, temperature=0.8, top_p=0.9) + requests(3, temperature=1.0)
+    with cuda_in_host_memory() as device, counted(device) as costs:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        results, _ = run(tiny(variant).path, asked, torch.float16)
+        monkeypatch.undo()
+    device.check()
+    check(costs)
+    assert_close(tiny(variant), results, torch.float16, variant)
+
+
+@pytest.mark.parametrize("precision", ["4bit", "4bit-s", "paper-4bit"])
+def test_a_batch_waits_once_with_a_packed_cache(tiny, precision):
+    with cuda_in_host_memory() as device, counted(device) as costs:
+        run(tiny("mistral").path, requests(3, longest=80), torch.float16, precision=precision)
+    device.check()
+    check(costs)
+
+
+@pytest.mark.parametrize("variant", ["opt", "bloom"])
+def test_a_batch_waits_once_while_the_host_attends(tiny, tmp_path, variant):
+    policy = Policy(3, 2, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0)
+    with cuda_in_host_memory() as device, counted(device) as costs:
+        results, _ = run(
+            tiny(variant).path, requests(4), torch.float16, policy=policy, limits=LIMITS, offload_dir=tmp_path
+        )
+    device.check()
+    check(costs)
+    assert_close(tiny(variant), results, torch.float16, variant)
+
+
+@pytest.mark.parametrize(("variant", "most"), [("opt", 15), ("llama", 25)])
+def test_kernels_of_a_decode_layer(tiny, variant, most):
+    with cuda_in_host_memory() as device, counted(device) as costs:
+        run(tiny(variant).path, requests(5, new=4), torch.float16)
+    assert costs.layers and min(costs.layers) <= most
+
+
+def test_a_wait_in_a_layer_would_be_counted(tiny, monkeypatch):
+    """The inverse: one `item()` in each layer."""
+    honest = Executor._layer
+
+    def waiting(self: Executor, number: int, state: Any, weights: Any) -> Any:
+        hidden = honest(self, number, state, weights)
+        state.metadata.positions.sum().item()
+        return hidden
+
+    monkeypatch.setattr(Executor, "_layer", waiting)
+    with cuda_in_host_memory() as device, counted(device) as costs:
+        run(tiny("opt").path, requests(2, new=2), torch.float16)
+    with pytest.raises(AssertionError):
+        check(costs)
