@@ -21,9 +21,7 @@ from torch import Tensor
 
 from flexgen_helm.offload.staging import RingSlot, StagingRing, aligned
 from flexgen_helm.offload.transfer_stats import TransferStats
-
-# Loads under way: while one crosses the second link of its way, the next is on the first.
-_LOADERS = 2
+from flexgen_helm.planner.constants import NUM_LOADERS
 
 # Fetches rows [first, first + count) of a matrix into staging memory (bytes, aligned) and returns them [count, in].
 Fetch = Callable[[int, int, Tensor], Tensor]
@@ -63,7 +61,7 @@ def staged_bytes(rows: int, row_bytes: int) -> int:
 
 def num_loaders(overlap: bool) -> int:
     """Return how many threads fetch at once: the one that computes without overlap."""
-    return _LOADERS if overlap else 1
+    return NUM_LOADERS if overlap else 1
 
 
 def fits(matrices: Sequence[StagedMatrix], capacity: int) -> bool:
@@ -115,7 +113,7 @@ class WeightPrefetcher:
         self._order = threading.Lock()  # slots are taken in the order of the queue, though loads run side by side
         self._num_loading = 0
         self._closed = False
-        names = [f"weights loader {i}" for i in range(_LOADERS if overlap else 0)]
+        names = [f"weights loader {i}" for i in range(NUM_LOADERS if overlap else 0)]
         self._loaders = [threading.Thread(target=self._load, name=name, daemon=True) for name in names]
         for loader in self._loaders:
             loader.start()

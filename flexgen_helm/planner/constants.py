@@ -50,6 +50,8 @@ ALIGNMENT = 4096
 MIN_STAGING_BYTES = 3 << 20
 # Pinned memory of a thread that copies over the link from or to memory that is not: a piece takes a millisecond.
 COPY_BUFFER_BYTES = 8 << 20
+# Threads that load offloaded weights: while one's unit crosses the second link of its way, the next is on the first.
+NUM_LOADERS = 2
 # Bytes that may wait in memory to be stored: the disk stays busy while the next batch computes, and a slow disk holds
 # computing up before it fills the memory.
 MAX_PENDING_STORE_BYTES = 64 << 20

@@ -24,9 +24,11 @@ from flexgen_helm.models.config import stage_names
 from flexgen_helm.planner.cache_sizes import CacheSizes
 from flexgen_helm.planner.constants import (
     ACTIVATIONS_SHARE,
+    ALIGNMENT,
     BATCH_TOKENS,
     BLOCK_SEQUENCES,
     COPIES_SHARE,
+    COPY_BUFFER_BYTES,
     LARGE_BLOCK_SEQUENCES,
     LONG_ANSWER_TOKENS,
     LONG_BLOCKS,
@@ -35,6 +37,7 @@ from flexgen_helm.planner.constants import (
     MAX_BATCH_TOKENS,
     MAX_SEQUENCES,
     MIN_STAGING_BYTES,
+    NUM_LOADERS,
     PAGE_TOKENS,
     PASS_TOKENS,
     STAGED_CACHE_SHARE,
@@ -164,6 +167,8 @@ def plan_memory(
     if plan.compute_copies:  # all weights are resident
         needed[compute_tier] = copy_bytes
     needed[compute_tier] += vector_bytes + plan.staging_bytes
+    if has_gpu and needed["disk"]:
+        needed["cpu"] += loader_buffer_bytes(storage)
     for tier in TIERS:
         if needed[tier] > limits[tier]:
             raise MemoryLimitError(
@@ -171,6 +176,12 @@ def plan_memory(
                 f"{exact_size(needed[tier] - limits[tier])} more there: raise {limit_flag(tier)}"
             )
     return plan
+
+
+def loader_buffer_bytes(storage: StorageSizes) -> int:
+    """Bound the host memory into which loaders read weights from the disk, on their way to a device."""
+    largest = min(COPY_BUFFER_BYTES, max(storage.matrices.values()))
+    return NUM_LOADERS * (-(-largest // ALIGNMENT) + 2) * ALIGNMENT  # aligned reads begin before and end behind
 
 
 def staging_bytes(storage: StorageSizes, limit: int) -> int:

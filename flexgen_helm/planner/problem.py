@@ -18,7 +18,7 @@ from flexgen_helm.planner.constants import (
     MAX_BATCH_TOKENS,
     MAX_PENDING_STORE_BYTES,
 )
-from flexgen_helm.planner.memory import staging_bytes
+from flexgen_helm.planner.memory import loader_buffer_bytes, staging_bytes
 from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.planner.workload import Workload
@@ -228,7 +228,9 @@ class PlanningProblem:
         for tier, column in CACHE.items():
             if tier not in (self.compute_tier, *self.host_attention_tiers):
                 staging[column] += block * self.kv_elements / config.num_layers * work
-        return {self.compute_tier: (staging,)}
+        if resident or self.hardware.gpu is None:
+            return {self.compute_tier: (staging,)}
+        return {self.compute_tier: (staging,), "cpu": (affine(loader_buffer_bytes(self.storage)),)}
 
     def workspace_bytes(self, shape: BlockShape, sequences: float) -> float:
         """Bytes that computing takes on the compute tier besides what its limit counts.

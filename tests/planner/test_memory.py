@@ -110,9 +110,9 @@ def test_the_workspace_holds_what_a_product_brings_to_the_compute_dtype(monkeypa
         for shape in tensor_shapes(config).values():
             if len(shape) > 1:
                 linear.tiled_linear(torch.empty(1, shape[1]), torch.empty(shape, dtype=torch.float16), None)
-    with_weights = Workspace(config, 2, True, on_device=on_device)
+    with_weights = Workspace(config, 2, "gpu" if on_device else "cpu")
     monkeypatch.setattr(workspace, "upcast_elements", lambda *_: 0)
-    rest = Workspace(config, 2, True, on_device=on_device)
+    rest = Workspace(config, 2, "gpu" if on_device else "cpu")
     counted = [with_weights.layer(7, 7, 7) - rest.layer(7, 7, 7), with_weights.head(7, 7) - rest.head(7, 7)]
     needed = 2 * max(tiles) * (1 if on_device else 2)
     assert all(needed <= each <= 1.1 * needed for each in counted)
