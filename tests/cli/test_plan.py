@@ -233,7 +233,8 @@ def test_plan_and_frontier_show_the_same_shares_and_the_policy_says_them():
         assert evaluated["predicted"]["tokens_per_s"] == pytest.approx(point["tokens_per_s"])
         for (kind, shares), letter in zip(shown.items(), "wch", strict=True):
             assert "/".join(map(str, shares)) in line, (kind, line)
-            assert shares == pytest.approx([100 * evaluated["policy"][letter + tier] for tier in "gcd"], abs=0.51)
+            # Whole percents of what is placed, which is whole matrices: the largest is 0.7 % of the weights.
+            assert shares == pytest.approx([100 * evaluated["policy"][letter + tier] for tier in "gcd"], abs=0.9)
 
 
 def test_a_policy_that_whole_cache_blocks_cannot_meet_is_pointed_out():
