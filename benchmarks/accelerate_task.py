@@ -71,7 +71,7 @@ def generate_on_gpu(*, model: str, gpu_bytes: int, rows: int, prompt: int, outpu
         for parameter in built.parameters():
             parameter.fill_(0.01)  # values do not change the time, and drawing billions takes minutes
     built.tie_weights()
-    memory = {0: gpu_bytes // 2, "cpu": 1 << 40}
+    memory: dict[int | str, int | str] = {0: gpu_bytes // 2, "cpu": 1 << 40}
     layers = infer_auto_device_map(built, max_memory=memory, no_split_module_classes=["OPTDecoderLayer"])
     built = dispatch_model(built, layers)
     ids = torch.tensor(prompts(rows, prompt, built.config.vocab_size), device="cuda")
