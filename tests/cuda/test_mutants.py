@@ -123,7 +123,7 @@ def test_the_code_as_it_is_has_no_race(tiny, tmp_path, settings):
     assert not races(tiny("llama"), tmp_path, RUNS[settings])
 
 
-@pytest.mark.slow  # two minutes
+@pytest.mark.slow  # half a minute
 @pytest.mark.parametrize("statement", statements(), ids=lambda s: " ".join(map(str, s)).removeprefix("flexgen_helm."))
 def test_each_removed_statement_is_caught(tiny, tmp_path, monkeypatch, statement):
     remove(monkeypatch, *statement)
