@@ -124,6 +124,9 @@ class Screen:
                 self._plan, is_new_stage = event.text, True
         if self._log is not None and is_new_stage and not self.stderr.isatty():
             self.say(describe(event))
+        with self._panel_lock:
+            if is_new_stage and self._live is not None:
+                self._live.refresh()  # a stage may be over before the panel is drawn by itself
 
     def say(self, text: str) -> None:
         """Print a line above the panel."""

@@ -40,11 +40,11 @@ class Solution:
 class Candidate:
     """The solution of the program for one block shape, not yet rounded.
 
-    resident: all weights are on the compute tier.
+    keeps_weights: rounding must not move them: all are on the compute tier, or they are loaded already.
     """
 
     shape: BlockShape
-    resident: bool
+    keeps_weights: bool
     fractions: Affine
     seconds_per_sequence: float
 
@@ -98,7 +98,8 @@ def solve(
     if not solved.success:
         return None
     fractions = np.append(np.clip(solved.x[:9], 0.0, 1.0), 1.0)
-    return Candidate(shape, resident, fractions, (float(solved.fun) * scale + constant) / costs.sequences)
+    keeps_weights = resident or fixed is not None
+    return Candidate(shape, keeps_weights, fractions, (float(solved.fun) * scale + constant) / costs.sequences)
 
 
 def finish(problem: PlanningProblem, candidate: Candidate, max_latency: float | None = None) -> Solution | None:
@@ -121,7 +122,7 @@ def finish(problem: PlanningProblem, candidate: Candidate, max_latency: float | 
             if not short:
                 continue
             columns, step = WEIGHTS, 1.05 * short + 1e-4
-            if candidate.resident or not fractions[WEIGHTS[tier]]:
+            if candidate.keeps_weights or not fractions[WEIGHTS[tier]]:
                 columns, step = CACHE, 1 / len(cache_blocks(problem, policy))
             moved = min(fractions[columns[tier]], attempt * step)  # more each time, until something whole moves
             fractions[columns[tier]] -= moved
