@@ -104,6 +104,13 @@ def _parse_link(value: str | tuple[float, float]) -> tuple[float, float]:
     return inward, outward
 
 
+def _parse_layers(value: str | Iterable[int]) -> tuple[int, ...]:
+    parts = value.split(",") if isinstance(value, str) else [*value]
+    if not parts or not all(str(part).strip().isdecimal() for part in parts):
+        raise ValueError("must be numbers of layers, for example 10,14")
+    return tuple(int(part) for part in parts)
+
+
 def _parse_seconds(value: str | float) -> float:
     try:
         seconds = float(value)
@@ -252,6 +259,13 @@ class EngineConfig:
         "GB/s to and from the simulated GPU, for example 12,12. Only with --device sim.",
         Flag("--link", "IN,OUT"),
         parse=_parse_link,
+    )
+    pipeline_layers: tuple[int, ...] | None = option(
+        None,
+        "Layers of each rank of a pipeline, for example 10,14; by default shares that take equally long. "
+        "Only under torchrun.",
+        Flag("--pipeline-layers", "N,N,…"),
+        parse=_parse_layers,
     )
     overlap: bool = option(
         True,

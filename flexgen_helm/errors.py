@@ -58,6 +58,10 @@ class DiskFullError(OffloadError):
     """A file does not fit on its disk; the message names both sizes."""
 
 
+class PipelineError(FlexgenError):
+    """A rank of the pipeline ended, so the others cannot go on; the message names it."""
+
+
 class Interrupted(FlexgenError):
     """The run was interrupted; results that were reported before are kept."""
 

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.hardware.ranks import rank_of_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows '?' instead of ending the program
     arguments = complete_dummy_weights(sys.argv[1:] if argv is None else list(argv))
     is_debugging = bool(os.environ.get("FLEXGEN_HELM_DEBUG"))
+    rank = rank_of_process()
     try:
+        if rank is not None and rank.number:
+            from flexgen_helm.engine.follower import follow
+
+            follow()
+            return 0
         typer.main.get_command(app).main(args=arguments, prog_name="flexgen-helm", standalone_mode=True)
         return 0
     except SystemExit as stop:
@@ -50,3 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "" if is_debugging else " (set FLEXGEN_HELM_DEBUG=1 to see where)"
         say(f"flexgen-helm: unexpected {type(error).__name__}: {error}{hint}")
         return 1
+    finally:
+        if rank is not None and not rank.number:
+            from flexgen_helm.engine.pipeline import release_followers
+
+            release_followers()

@@ -10,14 +10,20 @@ import torch
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder
+from flexgen_helm.hardware.ranks import Rank
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.problem import without_margin
 from flexgen_helm.request import MemoryLimits
 
 
-def open_device(name: str, link_gb_s: tuple[float, float] | None) -> tuple[torch.device, CopyEngine | None]:
-    """Return the compute device and its copy engine; None where the host computes."""
+def open_device(
+    name: str, link_gb_s: tuple[float, float] | None, rank: Rank | None = None
+) -> tuple[torch.device, CopyEngine | None]:
+    """Return the compute device and its copy engine; None where the host computes.
+
+    rank: of a pipeline; each rank of a machine takes a GPU of its own.
+    """
     if name == "sim":
         return torch.device("cpu"), SimulatedCopyEngine(*(link_gb_s or (None, None)))
     if name == "auto":
@@ -27,16 +33,26 @@ def open_device(name: str, link_gb_s: tuple[float, float] | None) -> tuple[torch
         return device, None
     if not torch.cuda.is_available():
         raise UsageError(f"device {name!r} was asked for and this machine has no usable GPU; take --device cpu")
+    if rank is not None:
+        if rank.local_size > torch.cuda.device_count():
+            raise UsageError(
+                f"{rank.local_size} processes were started on a machine with {torch.cuda.device_count()} GPUs; "
+                "start one for each GPU, or take --device cpu"
+            )
+        device = torch.device("cuda", rank.local_number)
     return device, CudaCopyEngine(device)
 
 
-def tier_capacities(limits: MemoryLimits, device: torch.device, folder: Path) -> dict[Tier, int]:
-    """Return the bytes of each tier: the given limit, otherwise what the machine has free, less a margin."""
+def tier_capacities(limits: MemoryLimits, device: torch.device, folder: Path, num_sharers: int = 1) -> dict[Tier, int]:
+    """Return the bytes of each tier: the given limit, otherwise what the machine has free, less a margin.
+
+    num_sharers: processes that share the machine's memory and disk, this one included.
+    """
     memory = psutil.virtual_memory()
     capacities: dict[Tier, int] = {
         "gpu": without_margin(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else 0,
-        "cpu": without_margin(memory.available, memory.total),
-        "disk": without_margin(shutil.disk_usage(existing_folder(folder)).free, 0),
+        "cpu": without_margin(memory.available, memory.total) // num_sharers,
+        "disk": without_margin(shutil.disk_usage(existing_folder(folder)).free, 0) // num_sharers,
     }
     given = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
     return {tier: capacities[tier] if (limit := given[tier]) is None else limit for tier in TIERS}

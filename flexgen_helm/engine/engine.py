@@ -22,7 +22,8 @@ from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.auto_planner import AutoPlanner
 from flexgen_helm.engine.device import open_device, tier_capacities
 from flexgen_helm.engine.executor import Executor
-from flexgen_helm.engine.run import OnResult, Run
+from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, Pipeline, joined_pipeline
+from flexgen_helm.engine.run import Answers, OnResult, Run, finish
 from flexgen_helm.engine.run_record import EngineIdentity, predicted, run_record
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import require_writable
@@ -38,14 +39,16 @@ from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.constants import UNLIMITED
+from flexgen_helm.planner.layers import divide_layers
 from flexgen_helm.planner.memory import RunSize, plan_memory
 from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_fractions
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.planner.run_plan import RunPlan, plan_run
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.progress import ModelInUse, PlanLine, Stage, report
 from flexgen_helm.quant.precisions import FP16, Precision, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
+from flexgen_helm.scheduling.lanes import common_limits, divide, lane_limits, num_lanes
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from flexgen_helm.scheduling.prepare import PreparedRequests, drawn_workload, planned_workload, prepare
 from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
@@ -80,8 +83,11 @@ class Engine:
         device: torch.device,
         link: CopyEngine | None,
         chat: ChatFormat | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
+        """pipeline: this process's rank, which has some of the layers; None where one process has all."""
         began = time.perf_counter()
+        self._pipeline, self.number = pipeline, 0 if pipeline is None else pipeline.num_engines
         self.name, self.config, self.tokenizer, self.precision = name, checkpoint.config, tokenizer, precision.name
         self.chat = chat  # how prompts and messages are rendered, None without a tokenizer
         self.last_run: dict[str, Any] = {}
@@ -94,16 +100,20 @@ class Engine:
         folder = Path(options.offload_dir) if options.offload_dir is not None else state_dir() / "offload"
         if options.offload_dir is not None:
             require_writable(folder, "offload_dir")
-        capacities = tier_capacities(options.limits, device, folder)
+        self._part, num_sharers = self.config, 1
+        if pipeline is not None:
+            ranges = divide_layers(self.config, pipeline.rank.size, options.pipeline_layers)
+            self._part, num_sharers = self.config.part(ranges[pipeline.rank.number]), pipeline.rank.local_size
+        capacities = tier_capacities(options.limits, device, folder, num_sharers)
         ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
         self._tiers = Tiers(device, compute_tier, ledgers, link, folder, options.overlap)
         self.ledger = ledgers[compute_tier]
-        storage = StorageSizes(self.config, precision)
+        storage = StorageSizes(self._part, precision)
         self._matrix_bytes = storage.matrices
         policy = options.fixed_policy
         self._memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, policy)
         self._planner = AutoPlanner(
-            self.config,
+            self._part,
             options,
             capacities,
             folder,
@@ -125,6 +135,7 @@ class Engine:
                 staging_bytes=self._memory.staging_bytes,
                 precision=precision,
                 threads=self._threads,
+                part=self._part,
             )
         except BaseException:
             self._tiers.close()
@@ -132,7 +143,7 @@ class Engine:
         finally:
             if self._threads is not None:
                 self._threads.release()
-        self._decoder = Decoder(self.config, device, self._dtype)
+        self._decoder = Decoder(self._part, device, self._dtype)
         if device.type == "cpu":
             keep_freed_memory()
         tokenizer_fingerprint = tokenizer.fingerprint if tokenizer else None
@@ -177,13 +188,40 @@ class Engine:
         Raises `UnknownModelError`, `UnsupportedArchitectureError`, `CheckpointError`, `MemoryLimitError` and
         `UsageError`.
         """
+        pipeline = joined_pipeline()
+        if pipeline is None:
+            return cls._open(name_or_path, config, name, None)
+        with pipeline.lock:
+            pipeline.send_command(OpenEngine(name_or_path, config, name))
+            try:
+                engine = cls._open(name_or_path, config, name, pipeline)
+            except FlexgenError as error:
+                pipeline.agree(error)
+                raise
+            finally:
+                pipeline.num_engines += 1
+            try:
+                pipeline.agree(None)
+            except FlexgenError:
+                engine._close()
+                raise
+            return engine
+
+    @classmethod
+    def _open(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        config: EngineConfig,
+        name: str | None,
+        pipeline: Pipeline | None,
+    ) -> "Engine":
         precision = config.precision or FP16
         if isinstance(precision, str):
             precision = precision_named(precision)
         resolved = resolve(name_or_path, config.revision)
         name = name or resolved.name
         report(ModelInUse(name, precision.name))
-        device, link = open_device(config.device, config.link_gb_s)
+        device, link = open_device(config.device, config.link_gb_s, pipeline and pipeline.rank)
         checkpoint = open_checkpoint(resolved, weights=config.weights, seed=config.seed)
         tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
         if tokenizer is None and config.apply_chat_template is True:
@@ -197,6 +235,7 @@ class Engine:
             device=device,
             link=link,
             chat=None if tokenizer is None else chat_format(tokenizer, config.chat, name, resolved.is_base),
+            pipeline=pipeline,
         )
 
     def run(
@@ -220,69 +259,109 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise FlexgenError("the engine is closed")
-            began = time.perf_counter()
-            report(ModelInUse(self.name, self.precision))
-            report(Stage("plan"))
-            self._tiers.reset()
-            schedule = self._options.fixed_schedule or "zigzag"
-            prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
-            prefix_cost = self._prefix_cost()
-            # Only a search must know beforehand what will be shared; the run plans that with its own room.
-            workload = planned_workload(prepared.distinct, prefix_cost, self._searches, self._cache_format)
-            plan = self._plan(prepared, workload)
-            report(PlanLine(plan.describe(self._weight_fractions(), len(prepared.distinct), self._tiers.compute_tier)))
-            cache = KVCache(
-                self.config,
-                self._tiers,
-                self._dtype,
-                plan.cache,
-                cpu_attention=self._options.cpu_attention and self._tiers.compute_tier == "gpu",
-                cache_format=self._cache_format,
-                one_layer=plan.schedule == "prefill-only",
-            )
-            activations = ActivationStore(self._tiers, plan.activations)
-            executor = Executor(self._decoder, self._weights, cache, activations, self._device, self._threads)
-            try:
-                eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
-                run = Run(self.config, executor, cache, plan.limits, plan.schedule, eos_ids, prefix_cost)
-                observe, should_stop = self._reporter(progress), should_stop or (lambda: False)
-                results = run.answer(requests, prepared, on_result, should_stop, observe)
-            finally:
-                activations.close()
-                cache.close()
-                if self._threads is not None:
-                    self._threads.release()
-            placement = {
-                "weights": self._weight_fractions(),
-                "cache": _fractions(cache.placed, plan.cache),
-                "activations": _fractions(activations.placed, plan.activations),
-            }
-            self.last_run = run_record(
-                self._identity,
-                plan,
-                self._tiers,
-                results,
-                num_unique=len(prepared.distinct),
-                seconds=time.perf_counter() - began,
-                placement=placement,
-                halvings=run.halvings,
-                preemptions=run.num_preempted,
-                workspace_bytes=executor.peak_workspace_bytes,
-            )
-            if workload is not None:
-                self._compare(plan, drawn_workload(prepared.distinct, run.saved_tokens))
-            return results
+            if self._pipeline is None:
+                return self._answer(requests, on_result, should_stop, progress)
+            with self._pipeline.lock:
+                self._pipeline.send_command(AnswerRequests(self.number, tuple(requests)))
+                return self._answer(requests, on_result, should_stop, progress)
+
+    def _answer(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_result: OnResult | None,
+        should_stop: Callable[[], bool] | None,
+        progress: Callable[[Progress], None] | None,
+    ) -> list[GenerationResult]:
+        began = time.perf_counter()
+        report(ModelInUse(self.name, self.precision))
+        report(Stage("plan"))
+        self._tiers.reset()
+        schedule = self._options.fixed_schedule or "zigzag"
+        prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
+        prefix_cost = self._prefix_cost()
+        # Only a search must know beforehand what will be shared; the run plans that with its own room.
+        workload = planned_workload(prepared.distinct, prefix_cost, self._searches, self._cache_format)
+        pipeline = self._pipeline
+        plan = self._plan(prepared, workload) if pipeline is None else self._common_plan(pipeline, prepared, workload)
+        report(PlanLine(plan.describe(self._weight_fractions(), len(prepared.distinct), self._tiers.compute_tier)))
+        cache = KVCache(
+            self._part,
+            self._tiers,
+            self._dtype,
+            plan.cache,
+            cpu_attention=self._options.cpu_attention and self._tiers.compute_tier == "gpu",
+            cache_format=self._cache_format,
+            one_layer=plan.schedule == "prefill-only",
+            names_tiers=pipeline is None,
+        )
+        activations = ActivationStore(self._tiers, plan.activations)
+        executor = Executor(self._decoder, self._weights, cache, activations, self._device, self._threads, pipeline)
+        try:
+            eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
+            answers = Answers(len(requests), on_result, self._reporter(progress))
+            for place, error in prepared.refused.items():
+                answers.deliver(place, GenerationResult(error=error))
+            lanes = 1
+            if pipeline is not None:
+                lanes = num_lanes(prepared.distinct, plan.limits, pipeline.rank.size, plan.schedule)
+            limits = lane_limits(plan.limits, lanes)
+            runs = [
+                Run(self.config, executor, cache, limits, plan.schedule, eos_ids, prefix_cost, own, answers)
+                for own in divide(prepared.distinct, lanes)
+            ]
+            finish(runs, should_stop or (lambda: False))
+            results = answers.results()
+            if pipeline is not None:
+                pipeline.flush()
+        except BaseException as error:
+            if pipeline is not None:
+                pipeline.fail(error)
+            raise
+        finally:
+            activations.close()
+            cache.close()
+            if self._threads is not None:
+                self._threads.release()
+        placement = {
+            "weights": self._weight_fractions(),
+            "cache": _fractions(cache.placed, plan.cache),
+            "activations": _fractions(activations.placed, plan.activations),
+        }
+        self.last_run = run_record(
+            self._identity,
+            plan,
+            self._tiers,
+            results,
+            num_unique=len(prepared.distinct),
+            seconds=time.perf_counter() - began,
+            placement=placement,
+            halvings=sum(run.halvings for run in runs),
+            preemptions=sum(run.num_preempted for run in runs),
+            workspace_bytes=executor.peak_workspace_bytes,
+        )
+        if pipeline is not None:
+            self.last_run["pipeline"] = {"lanes": lanes, "ranks": pipeline.gather(self._rank_record())}
+        elif workload is not None:
+            self._compare(plan, drawn_workload(prepared.distinct, runs[0].saved_tokens))
+        return results
 
     def close(self) -> None:
         """Give all memory back; harmless when called again."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._weights.close()
-                self._tiers.close()
-                for ledger in self._tiers.ledgers.values():
-                    ledger.check({})
-                return_freed_memory()
+            pipeline = self._pipeline
+            if not self._closed and pipeline is not None and not pipeline.has_failed:
+                with pipeline.lock:
+                    pipeline.send_command(CloseEngine(self.number))
+            self._close()
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._weights.close()
+            self._tiers.close()
+            for ledger in self._tiers.ledgers.values():
+                ledger.check({})
+            return_freed_memory()
 
     def __enter__(self) -> "Engine":
         return self
@@ -290,10 +369,29 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _plan(self, prepared: PreparedRequests, workload: Workload | None) -> RunPlan:
-        """Plan one run; `auto` searches block, cache and hidden states for it, with the weights as they are."""
+    def _common_plan(self, pipeline: Pipeline, prepared: PreparedRequests, workload: Workload | None) -> RunPlan:
+        """Plan one run on a rank of a pipeline, within limits that suit all ranks."""
+
+        def planned(schedule: Schedule | None) -> tuple[RunPlan, list[RunPlan]]:
+            try:
+                plan = self._plan(prepared, workload, schedule)
+            except FlexgenError as error:
+                pipeline.agree(error)
+                raise
+            return plan, pipeline.agree(plan)
+
+        plan, plans = planned(None)
+        if len({other.schedule == "prefill-only" for other in plans}) > 1:
+            plan, plans = planned("zigzag")  # which every rank can follow
+        return replace(plan, limits=common_limits([other.limits for other in plans]))
+
+    def _plan(self, prepared: PreparedRequests, workload: Workload | None, schedule: Schedule | None = None) -> RunPlan:
+        """Plan one run; `auto` searches block, cache and hidden states for it, with the weights as they are.
+
+        schedule: one that must be followed although it was not asked for.
+        """
         solution = None
-        if self._searches and workload is not None:
+        if self._searches and workload is not None and schedule is None:
             weights = self._weight_fractions()
             solution = self._planner.block(workload, Policy(1, 1, wg=weights["gpu"], wc=weights["cpu"]))
         size = RunSize(
@@ -306,14 +404,20 @@ class Engine:
             size,
             {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()},
             policy=self._options.fixed_policy,
-            schedule=self._options.fixed_schedule,
+            schedule=schedule or self._options.fixed_schedule,
             solution=solution,
-            config=self.config,
+            config=self._part,
             cache_format=self._cache_format,
             compute_tier=self._tiers.compute_tier,
             compute_bytes=self._dtype.itemsize,
             cpu_attention=self._options.cpu_attention,
         )
+
+    def _rank_record(self) -> dict[str, Any]:
+        """Return what the run's record says of this rank."""
+        first = self._part.layers_before
+        keys = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
+        return {"layers": [first, first + self._part.num_layers], **{key: self.last_run[key] for key in keys}}
 
     def _compare(self, plan: RunPlan, workload: Workload) -> None:
         """Record the prediction for what was computed, and correct the rates by how far it is from the measurement."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections import abc
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.engine.attention_metadata import AttentionMetadata, build_attention_metadata
+from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import sample_tokens
 from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.models.config import RopeConfig, stage_names
+from flexgen_helm.models.config import EMBED, HEAD, RopeConfig, layer_stage, stage_names
 from flexgen_helm.models.decoder import Decoder, Rotary, StageWeights
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.weights import TieredWeights
@@ -62,18 +64,18 @@ class _BatchState:
 
     hidden: [T, H]; None while the activation store keeps it.
     rotary: cosines and sines; None together with `hidden`, because those of many batches would be large.
+    num_layers: of the model, covered by `nonfinite_layer`.
     sums: of the tokens' hidden states after each layer that `nonfinite_layer` does not cover yet, each [T].
     nonfinite_layer: [T], the first layer after which a value was not finite; -1 while all are.
-    num_layers: covered by `nonfinite_layer`.
     seconds: charged to the batch so far; launched_s: of its items since then.
     """
 
     metadata: AttentionMetadata
+    num_layers: int
     hidden: Tensor | None = None
     rotary: dict[RopeConfig, Rotary] | None = None
     sums: list[Tensor] = field(default_factory=list)
     nonfinite_layer: Tensor | None = None
-    num_layers: int = 0
     seconds: float = 0.0
     launched_s: float = 0.0
 
@@ -99,6 +101,47 @@ class _Prediction:
     target: int | None
     sampling: SamplingParams | None
 
+    def fill(self, token: int, logprob: float) -> None:
+        output = self.output
+        if not math.isfinite(logprob):
+            output.nonfinite_stage = output.nonfinite_stage or HEAD
+        elif output.nonfinite_stage is not None:
+            return
+        elif self.target is None:
+            output.drawn.append((token, logprob))
+        else:
+            output.prompt_logprobs.append(logprob)
+
+
+@dataclass(eq=False)
+class _HeadOutput:
+    """What the head predicts for a batch.
+
+    outputs: one for each sequence of the batch.
+    predictions: those of all sequences, in order.
+    values: for each token of the batch the first layer after which a value was not finite, or -1; then the tokens and
+        the log-probabilities of each slice of predictions.
+    """
+
+    outputs: list[SequenceOutput]
+    predictions: list[_Prediction]
+    values: list[float] = field(default_factory=list)
+
+    def fill(self, batch: Batch, slice_size: int) -> None:
+        """Fill the values into the outputs; slice_size: predictions of a slice."""
+        first = 0
+        for item, output in zip(batch.scheduled, self.outputs):
+            bad = [layer for layer in self.values[first : first + item.count] if layer >= 0]
+            output.nonfinite_stage = layer_stage(int(min(bad))) if bad else None
+            first += item.count
+        values = self.values[first:]
+        for first in range(0, len(self.predictions), slice_size):
+            part = self.predictions[first : first + slice_size]
+            tokens = values[2 * first : 2 * first + len(part)]
+            logprobs = values[2 * first + len(part) : 2 * (first + len(part))]
+            for prediction, token, logprob in zip(part, tokens, logprobs):
+                prediction.fill(int(token), logprob)
+
 
 class Executor:
     """Takes the batches of a pass through the stages of the model, in the order that a schedule names."""
@@ -111,19 +154,31 @@ class Executor:
         activations: ActivationStore,
         device: torch.device,
         threads: ThreadGovernor | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
-        """threads: chooses the threads that compute; None where a device does."""
+        """threads: chooses the threads that compute; None where a device does.
+
+        pipeline: this rank of a pipeline, whose other stages other ranks compute; None where the model is whole.
+        """
+        self._config = decoder.config
         self._decoder, self._weights, self._cache, self._activations = decoder, weights, cache, activations
-        self._device, self._threads = device, threads
-        self._stages = stage_names(decoder.config)
-        self._head_positions = max(1, _LOGIT_ELEMENTS // decoder.config.vocab_size)
+        self._device, self._threads, self._pipeline = device, threads, pipeline
+        self._stages = stage_names(self._config)
+        self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
         tier: Tier = "cpu" if device.type == "cpu" else "gpu"
-        self._workspace = Workspace(decoder.config, decoder.dtype.itemsize, tier, cache.codec.cache_format)
+        self._workspace = Workspace(self._config, decoder.dtype.itemsize, tier, cache.codec.cache_format)
         self.peak_workspace_bytes = 0
+        self._head_outputs: dict[Batch, _HeadOutput] = {}  # of batches that `collect` has not asked for
+        self._collected_at = time.perf_counter()
 
     @property
     def num_stages(self) -> int:
         return len(self._stages)
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether other ranks of a pipeline compute the other stages, so that all must schedule alike."""
+        return self._pipeline is not None
 
     def run(
         self,
@@ -136,6 +191,8 @@ class Executor:
     ) -> None:
         """Run one pass; call `on_batch` as soon as a batch has passed its last stage.
 
+        On a rank of a pipeline, take the batches through its own stages; `collect` then has their outputs.
+
         items: the pass's order (the paper's Algorithm 1 for the block schedules).
         sampling: how each of a sequence's next tokens is drawn.
         should_stop: called with its batch before every item.
@@ -143,7 +200,7 @@ class Executor:
         Raises `Interrupted` between two items. After this or another error nothing of the pass is kept.
         """
         uses = [self._num_uses(batches[item.batch], item) for item in items]
-        visits = stage_visits(items, uses, self.num_stages, another_pass)
+        visits = stage_visits(items, uses, self.num_stages - self._config.has_head, another_pass)
         states: dict[int, _BatchState] = {}
         charged_until = time.perf_counter()
         try:
@@ -157,27 +214,60 @@ class Executor:
                     self._weights.prefetch(visits)  # load_weight(i, j + 1, k)
                     state = self._load(item, batch, states)  # load_activation(i, j, k), begun an item ago
                     self._prefetch(item, following, states)  # load_cache and load_activation(i, j, k + 1)
-                    outputs = self._compute(item, batch, state, sampling)  # attention starts store_cache(i, j, k)
-                    if outputs is None and (following is None or following.batch != item.batch):
+                    head = self._compute(item, batch, state, sampling)  # attention starts store_cache(i, j, k)
+                    is_last = item.stage == self.num_stages - 1
+                    if not is_last and (following is None or following.batch != item.batch):
                         self._store(item, state)  # store_activation(i, j, k), done in the background
                     state.launched_s += time.perf_counter() - began
-                    if outputs is not None:
+                    if is_last:
                         charged_until = _charge(states.values(), charged_until)
                         del states[item.batch]
-                        for scheduled in batch.scheduled:  # last: after an out-of-memory all is computed again
-                            scheduled.sequence.num_computed += scheduled.count
-                        on_batch(BatchOutput(batch, outputs, state.seconds))
+                        if self._pipeline is not None:
+                            self._hand_on(batch, state, head)
+                        elif head is not None:
+                            on_batch(self._finish(batch, head, state.seconds))
         except BaseException:
             self._weights.cancel()
             self._cache.cancel()
             self._activations.close()
             raise
 
+    def collect(self, batch: Batch, sampling: Callable[[Sequence], list[SamplingParams]]) -> BatchOutput:
+        """Wait for the outputs of a batch that `run` has taken through this rank; in the order of the batches.
+
+        Charged to it is the time since the last one was collected.
+        """
+        assert self._pipeline is not None
+        head = self._head_outputs.pop(batch, None)
+        if head is None:
+            head = _head_output(batch, sampling)
+            head.values = self._pipeline.receive_values(batch.num_tokens + 2 * len(head.predictions))
+        since, self._collected_at = self._collected_at, time.perf_counter()
+        return self._finish(batch, head, self._collected_at - since)
+
+    def _hand_on(self, batch: Batch, state: _BatchState, head: _HeadOutput | None) -> None:
+        """Send what the next rank needs, or from the last rank the values of the head to all others."""
+        assert self._pipeline is not None and state.hidden is not None
+        if head is None:
+            self._pipeline.send_hidden(_checksum(batch), state.hidden, state.check_finite())
+        else:
+            self._pipeline.send_values(head.values)
+            self._head_outputs[batch] = head
+
+    def _receive(self, batch: Batch, state: _BatchState) -> None:
+        assert self._pipeline is not None
+        shape = len(state.metadata.token_ids), self._config.hidden_size
+        state.hidden, state.nonfinite_layer = self._pipeline.receive_hidden(
+            _checksum(batch), shape, self._decoder.dtype, self._device
+        )
+
     def _load(self, item: WorkItem, batch: Batch, states: dict[int, _BatchState]) -> _BatchState:
         """Return the batch's state with its hidden states on the compute device."""
         state = states.get(item.batch)
         if state is None:
             state = states[item.batch] = self._new_state(batch)
+            if not self._config.has_embedding:
+                self._receive(batch, state)
         elif state.hidden is None:
             state.hidden = self._activations.load(item.batch)
         if state.rotary is None:
@@ -190,9 +280,9 @@ class Executor:
             return
         if following.batch != item.batch:
             self._activations.prefetch(following.batch)
-        if 0 < following.stage < self.num_stages - 1:
+        if (layer := self._layer_of(following.stage)) is not None:
             with suppress(MemoryLimitError):  # no room for two layers: it is brought when it is needed
-                state.metadata.prefetch(following.stage - 1, self._cache)
+                state.metadata.prefetch(layer, self._cache)
 
     def _compute(
         self,
@@ -200,19 +290,24 @@ class Executor:
         batch: Batch,
         state: _BatchState,
         sampling: Callable[[Sequence], list[SamplingParams]],
-    ) -> list[SequenceOutput] | None:
-        """Take the batch through one stage; return the outputs of its sequences after the last."""
-        if item.stage == self.num_stages - 1:
+    ) -> _HeadOutput | None:
+        """Take the batch through one stage; return what the head computed, and None after other stages."""
+        name, layer = self._stages[item.stage], self._layer_of(item.stage)
+        if name == HEAD:
             return self._head(batch, state, sampling)
-        with self._weights.stage(self._stages[item.stage]) as weights:
-            if item.stage == 0:
+        with self._weights.stage(name) as weights:
+            if layer is None:
                 metadata = state.metadata
                 state.hidden = self._decoder.embed(weights, metadata.token_ids, metadata.positions)
             else:
-                state.hidden = self._layer(item.stage - 1, state, weights)
-        if item.stage:  # one sum a token meets every element
+                state.hidden = self._layer(layer, state, weights)
+        if layer is not None:  # one sum a token meets every element
             state.sums.append(state.hidden.sum(-1, dtype=torch.float32))
         return None
+
+    def _layer_of(self, stage: int) -> int | None:
+        """Return the layer, counted from the first one here, that a stage is; None for embedding and head."""
+        return None if self._stages[stage] in (EMBED, HEAD) else stage - self._config.has_embedding
 
     def _store(self, item: WorkItem, state: _BatchState) -> None:
         assert state.hidden is not None
@@ -230,7 +325,7 @@ class Executor:
                 num_tokens, metadata.longest_prompt, metadata.cached_positions, metadata.largest_prefix
             )
         )
-        return _BatchState(metadata)
+        return _BatchState(metadata, self._config.layers_before)
 
     def _note_workspace(self, num_bytes: int) -> None:
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)
@@ -247,18 +342,9 @@ class Executor:
 
     def _head(
         self, batch: Batch, state: _BatchState, sampling: Callable[[Sequence], list[SamplingParams]]
-    ) -> list[SequenceOutput]:
-        #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn from
-        #  predict           b c ?
-        outputs, predictions = [SequenceOutput() for _ in batch.scheduled], []
-        first = 0
-        for item, output in zip(batch.scheduled, outputs):
-            sequence, last = item.sequence, first + item.count - 1
-            predictions += [_Prediction(output, first + i, t, None) for i, t in enumerate(_scored_targets(sequence))]
-            if sequence.num_draws:
-                predictions += [_Prediction(output, last, None, params) for params in sampling(sequence)]
-            first += item.count
-
+    ) -> _HeadOutput:
+        head = _head_output(batch, sampling)
+        predictions = head.predictions
         assert state.hidden is not None
         # On the device until the end, so that the host waits for it once.
         results = [state.check_finite().double()]
@@ -267,19 +353,16 @@ class Executor:
             with self._weights.stage(self._stages[-1]) as weights:
                 part = predictions[number * self._head_positions : (number + 1) * self._head_positions]
                 results += self._predict(weights, state.hidden, part)
-        values = torch.cat(results).tolist()
-        self._note_nonfinite(batch, outputs, values)
-        self._fill(predictions, values[first:])
-        return outputs
+        head.values = torch.cat(results).tolist()
+        return head
 
     def _num_uses(self, batch: Batch, item: WorkItem) -> int:
         """Return how often an item uses the weights of its stage."""
-        return 1 if item.stage < self.num_stages - 1 else self._num_head_uses(batch)
+        return self._num_head_uses(batch) if self._stages[item.stage] == HEAD else 1
 
     def _num_head_uses(self, batch: Batch) -> int:
         """Return in how many slices of positions a batch passes the head."""
-        sequences = [item.sequence for item in batch.scheduled]
-        positions = sum(sequence.num_draws + len(_scored_targets(sequence)) for sequence in sequences)
+        positions = sum(_num_predictions(item.sequence) for item in batch.scheduled)
         return -(-positions // self._head_positions)
 
     def _predict(self, weights: StageWeights, hidden: Tensor, predictions: list[_Prediction]) -> tuple[Tensor, Tensor]:
@@ -297,30 +380,12 @@ class Executor:
         logprobs = logits.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
         return tokens.double(), logprobs.double()
 
-    def _note_nonfinite(self, batch: Batch, outputs: list[SequenceOutput], layers: list[float]) -> None:
-        """Note the first stage of each sequence after which a value was not finite; layers: of each token, or -1."""
-        first = 0
-        for item, output in zip(batch.scheduled, outputs):
-            bad = [layer for layer in layers[first : first + item.count] if layer >= 0]
-            output.nonfinite_stage = self._stages[1 + int(min(bad))] if bad else None
-            first += item.count
-
-    def _fill(self, predictions: list[_Prediction], values: list[float]) -> None:
-        """Fill tokens and log-probabilities into the outputs; values: by slice of the head, as `_predict` returns."""
-        for first in range(0, len(predictions), self._head_positions):
-            part = predictions[first : first + self._head_positions]
-            tokens = values[2 * first : 2 * first + len(part)]
-            logprobs = values[2 * first + len(part) : 2 * (first + len(part))]
-            for prediction, token, logprob in zip(part, tokens, logprobs):
-                output = prediction.output
-                if not math.isfinite(logprob):
-                    output.nonfinite_stage = output.nonfinite_stage or self._stages[-1]
-                elif output.nonfinite_stage is not None:
-                    continue
-                elif prediction.target is None:
-                    output.drawn.append((int(token), logprob))
-                else:
-                    output.prompt_logprobs.append(logprob)
+    def _finish(self, batch: Batch, head: _HeadOutput, seconds: float) -> BatchOutput:
+        """Advance a batch's sequences by what was computed."""
+        head.fill(batch, self._head_positions)
+        for scheduled in batch.scheduled:  # last: after an out-of-memory all is computed again
+            scheduled.sequence.num_computed += scheduled.count
+        return BatchOutput(batch, head.outputs, seconds)
 
 
 def _charge(states: abc.Iterable[_BatchState], since: float) -> float:
@@ -334,6 +399,32 @@ def _charge(states: abc.Iterable[_BatchState], since: float) -> float:
         state.seconds += (now - since) * state.launched_s / launched_s
         state.launched_s = 0.0
     return now
+
+
+def _head_output(batch: Batch, sampling: Callable[[Sequence], list[SamplingParams]]) -> _HeadOutput:
+    """Return what is to be predicted for a batch in this pass."""
+    #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn from
+    #  predict           b c ?
+    outputs, predictions = [SequenceOutput() for _ in batch.scheduled], []
+    first = 0
+    for item, output in zip(batch.scheduled, outputs):
+        sequence, last = item.sequence, first + item.count - 1
+        predictions += [_Prediction(output, first + i, t, None) for i, t in enumerate(_scored_targets(sequence))]
+        if sequence.num_draws:
+            predictions += [_Prediction(output, last, None, params) for params in sampling(sequence)]
+        first += item.count
+    return _HeadOutput(outputs, predictions)
+
+
+def _num_predictions(sequence: Sequence) -> int:
+    return sequence.num_draws + len(_scored_targets(sequence))
+
+
+def _checksum(batch: Batch) -> int:
+    """Return a number that is the same on all ranks of a pipeline which compute the same tokens."""
+    fed = [(item.sequence.start, item.sequence.num_computed, item.count, item.sequence.tokens[-1])
+           for item in batch.scheduled]  # fmt: skip
+    return zlib.crc32(repr(fed).encode())
 
 
 def _scored_targets(sequence: Sequence) -> list[int]:

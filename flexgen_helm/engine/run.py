@@ -1,4 +1,4 @@
-"""One run of the engine: passes over sequences until every request has its result."""
+"""Runs of the engine: passes over sequences until every request has its result."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.planner.policy import Schedule
-from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
+from flexgen_helm.request import GenerationResult, Progress
 from flexgen_helm.scheduling.answer_lengths import AnswerLengths
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
-from flexgen_helm.scheduling.prepare import PreparedRequests, make_sequences, shared_prefixes
+from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes
 from flexgen_helm.scheduling.sampling import SamplingParams
 from flexgen_helm.scheduling.schedule import work_items
 from flexgen_helm.scheduling.scheduler import Scheduler
@@ -29,8 +29,46 @@ OnResult = Callable[[int, GenerationResult], None]
 _REPORT_EVERY_S = 0.1
 
 
+class Answers:
+    """The results of one call of `Engine.run`, each reported as soon as it is known, and the progress towards them."""
+
+    def __init__(
+        self, num_places: int, on_result: OnResult | None, progress: Callable[[Progress], None] | None
+    ) -> None:
+        self._results: list[GenerationResult | None] = [None] * num_places
+        self._on_result, self._progress = on_result, progress
+        self._began = time.perf_counter()
+        self._num_finished = 0
+        self._reported_at = 0.0
+        self.runs: list[Run] = []
+
+    def deliver(self, place: int, result: GenerationResult) -> None:
+        self._results[place] = result
+        self._num_finished += 1
+        if self._on_result is not None:
+            self._on_result(place, result)
+
+    def results(self) -> list[GenerationResult]:
+        """Return all results, in the order of the requests."""
+        missing = [place for place, result in enumerate(self._results) if result is None]
+        assert not missing, f"requests {missing[:5]} were never answered"
+        return [result for result in self._results if result is not None]
+
+    def report(self, *, at_once: bool = True) -> None:
+        """Report progress; at_once: even if it was reported just now."""
+        now = time.perf_counter()
+        if not at_once and now - self._reported_at < _REPORT_EVERY_S:
+            return
+        self._reported_at = now
+        if self._progress is None:
+            return
+        tokens = sum(run.computed_tokens for run in self.runs)
+        total = max(tokens, sum(run.expected_tokens for run in self.runs))
+        self._progress(Progress(tokens, round(total), self._num_finished, len(self._results), now - self._began))
+
+
 class Run:
-    """State of one call of `Engine.run`. A result is reported as soon as its request is finished.
+    """Some requests of one call of `Engine.run`: all of them, or a lane's where ranks of a pipeline take turns.
 
     halvings: how often batches were halved because memory ran out.
     num_preempted: how often a sequence gave its cache back and was computed again.
@@ -46,43 +84,53 @@ class Run:
         schedule: Schedule,
         eos_ids: Collection[int],
         prefix_cost: PrefixCostModel,
+        requests: abc.Sequence[Request],
+        answers: Answers,
     ) -> None:
         """prefix_cost: what sharing a prefix costs; how much room there is follows from the limits."""
         self._config, self._executor, self._cache = config, executor, cache
         self._limits, self._schedule = limits, schedule
-        self._eos_ids, self._prefix_cost = eos_ids, prefix_cost
+        self._eos_ids, self._prefix_cost, self._answers = eos_ids, prefix_cost, answers
         self.halvings = 0
         self.saved_tokens = 0
+        self.expected_tokens = self._done_tokens = 0.0
+        self._items_begun: Counter[Batch] = Counter()  # of batches on their way through the stages
+        self._in_flight: list[Batch] = []  # on other ranks
+        self._lengths = AnswerLengths()
+        waiting = self._queue(requests)
+        self.goes_on = bool(waiting)  # for certain, unless sequences end early
+        self._scheduler = Scheduler(waiting, limits, self._lengths)
+        answers.runs.append(self)
 
     @property
     def num_preempted(self) -> int:
         return self._scheduler.num_preempted
 
-    def answer(
-        self,
-        requests: abc.Sequence[GenerationRequest],
-        prepared: PreparedRequests,
-        on_result: OnResult | None,
-        should_stop: Callable[[], bool],
-        progress: Callable[[Progress], None] | None,
-    ) -> list[GenerationResult]:
-        """Return results in the order of the requests; when `Interrupted` is raised, finished ones were reported."""
-        self._results: list[GenerationResult | None] = [None] * len(requests)
-        self._on_result, self._progress = on_result, progress
-        self._began = time.perf_counter()
-        self._done_tokens = self._num_finished = 0
-        self._reported_at = 0.0
-        self._items_begun: Counter[Batch] = Counter()  # of batches on their way through the stages
-        for place, error in prepared.refused.items():
-            self._deliver(place, GenerationResult(error=error))
-        waiting = self._queue(prepared.distinct)
-        self._lengths = AnswerLengths()
-        self._scheduler = Scheduler(waiting, self._limits, self._lengths)
-        while batches := self._next_pass():
-            self._pass(batches, self._scheduler.another_pass_follows(batches), should_stop)
-        missing = [place for place, result in enumerate(self._results) if result is None]
-        assert not missing, f"requests {missing[:5]} were never answered"
-        return [result for result in self._results if result is not None]
+    @property
+    def computed_tokens(self) -> float:
+        """Tokens computed so far; of a batch between two stages, the share that has been computed."""
+        begun = sum(batch.num_tokens * max(0, items - 1) for batch, items in self._items_begun.items())
+        return self._done_tokens + begun / self._executor.num_stages
+
+    def start_pass(self, should_stop: Callable[[], bool], others_go_on: bool = False) -> bool:
+        """Compute a pass, or on a rank of a pipeline its part of one; False if nothing is left to compute.
+
+        others_go_on: a pass of another lane is certain to follow.
+        Raises `Interrupted`; finished requests were reported.
+        """
+        batches = self._next_pass()
+        if not batches:
+            self.goes_on = False
+            return False
+        self.goes_on = self._scheduler.another_pass_follows(batches)
+        self._pass(batches, self.goes_on or others_go_on, should_stop)
+        return True
+
+    def finish_pass(self) -> None:
+        """Wait for the outputs of the pass that other ranks have gone on with, if there is one."""
+        batches, self._in_flight = self._in_flight, []
+        for batch in batches:
+            self._on_batch(self._executor.collect(batch, _sampling))
 
     # Making sequences
 
@@ -197,10 +245,10 @@ class Run:
             except (MemoryError, MemoryLimitError, RuntimeError) as error:
                 if not isinstance(error, MemoryLimitError) and not _is_out_of_memory(error):
                     raise
-                if not self._scheduler.preempt_block(regroup.block):
+                if self._executor.is_rank or not self._scheduler.preempt_block(regroup.block):
                     raise MemoryLimitError(f"the KV cache of one sequence does not fit any more: {error}") from error
         batches = self._scheduler.next_pass()
-        self._expected_tokens = self._done_tokens + self._scheduler.expected_tokens()
+        self.expected_tokens = self._done_tokens + self._scheduler.expected_tokens()
         return batches
 
     def _pass(self, batches: abc.Sequence[Batch], another_pass: bool, should_stop: Callable[[], bool]) -> None:
@@ -209,12 +257,10 @@ class Run:
 
         def on_batch(output: BatchOutput) -> None:
             done.add(output.batch)
-            del self._items_begun[output.batch]
-            self._account(output)
+            self._on_batch(output)
 
         def before_item(batch: Batch) -> bool:
-            if time.perf_counter() - self._reported_at >= _REPORT_EVERY_S:
-                self._report()
+            self._answers.report(at_once=False)
             self._items_begun[batch] += 1
             return should_stop()
 
@@ -222,10 +268,17 @@ class Run:
             items = work_items(self._schedule, self._executor.num_stages, len(batches))
             try:
                 self._executor.run(batches, items, _sampling, on_batch, before_item, another_pass)
+                self._in_flight = [batch for batch in batches if batch not in done]
                 return
             except (MemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error):
                     raise
+                if self._executor.is_rank:
+                    raise MemoryLimitError(
+                        f"memory ran out with {max(batch.num_tokens for batch in batches)} tokens in a batch, and the "
+                        "ranks of a pipeline cannot divide it; lower --gpu-memory or --cpu-memory so that more is kept "
+                        "free"
+                    ) from error
                 # What was written to the cache is written again, the same; sequences that are done stay done.
                 left = [batch for batch in batches if batch not in done]
                 if self._cache.one_layer:
@@ -239,6 +292,11 @@ class Run:
                 batches, self.halvings = halves, self.halvings + 1
                 done.clear()
                 self._items_begun.clear()
+
+    def _on_batch(self, output: BatchOutput) -> None:
+        del self._items_begun[output.batch]
+        self._account(output)
+        self._answers.report()
 
     def _account(self, output: BatchOutput) -> None:
         """Charge a finished batch to its requests, and advance its sequences."""
@@ -254,18 +312,6 @@ class Run:
                 request.charge(is_prompt, item.count * share, own_flops * share, seconds * share, len(items))
             self._done_tokens += item.count
             self._advance(item.sequence, own)
-        self._report()
-
-    def _report(self) -> None:
-        """Report progress; of a batch between two stages, the share of its tokens that has been computed."""
-        self._reported_at = time.perf_counter()
-        if self._progress is None:
-            return
-        begun = sum(batch.num_tokens * max(0, items - 1) for batch, items in self._items_begun.items())
-        tokens = self._done_tokens + begun / self._executor.num_stages
-        elapsed_s = self._reported_at - self._began
-        total = max(tokens, self._expected_tokens)
-        self._progress(Progress(tokens, round(total), self._num_finished, len(self._results), elapsed_s))
 
     def _advance(self, sequence: Sequence, output: SequenceOutput) -> None:
         if output.nonfinite_stage is not None:
@@ -352,13 +398,7 @@ class Run:
 
     def _finish(self, request: Request) -> None:
         for place, result in zip(request.places, request.results()):
-            self._deliver(place, result)
-
-    def _deliver(self, place: int, result: GenerationResult) -> None:
-        self._results[place] = result
-        self._num_finished += 1
-        if self._on_result is not None:
-            self._on_result(place, result)
+            self._answers.deliver(place, result)
 
     def _flops(self, item: ScheduledTokens, is_prefill: bool) -> float:
         """Return the operations of scheduled tokens: linear layers, attention to what each sees, the head if used."""
@@ -370,6 +410,17 @@ class Run:
         positions = scored + (1 if sequence.num_draws else 0)
         attention = config.attention_flops(1, 1) * count * visible
         return config.linear_flops_per_token * count + attention + config.head_flops_per_token * positions
+
+
+def finish(runs: abc.Sequence[Run], should_stop: Callable[[], bool]) -> None:
+    """Compute passes until nothing is left: of one run, or of several in turn, which keep a pipeline's ranks busy."""
+    active = list(runs)
+    while active:
+        for run in list(active):
+            run.finish_pass()
+            others = any(other.goes_on for other in active if other is not run)
+            if not run.start_pass(should_stop, others):
+                active.remove(run)
 
 
 def _sampling(sequence: Sequence) -> list[SamplingParams]:

@@ -71,6 +71,7 @@ class KVCache:
         cpu_attention: bool = False,
         cache_format: CacheFormat | None = None,
         one_layer: bool = False,
+        names_tiers: bool = True,
     ) -> None:
         """Open nothing yet.
 
@@ -80,9 +81,11 @@ class KVCache:
         cache_format: how older tokens are quantized; None: not at all.
         one_layer: a pass takes all batches through a layer before the next one and nobody decodes (prefill-only),
             so one layer's keys and values take the place of the last one's.
+        names_tiers: the scheduler may see where a block is, and joins blocks of one tier only. Ranks of a pipeline
+            must schedule alike, wherever each of them has its caches.
         """
         self.codec = make_codec(cache_format, config.num_kv_heads, config.head_dim, dtype)
-        self.one_layer = one_layer
+        self.one_layer, self._names_tiers = one_layer, names_tiers
         self._num_layers, self._num_heads = 1 if one_layer else config.num_layers, config.num_kv_heads
         self._tiers, self._dtype, self._fractions = tiers, dtype, fractions
         self._cpu_attention = cpu_attention and cache_format is None
@@ -212,7 +215,7 @@ class KVCache:
             self._release(cache)
         num_bytes, tier = self._storage_bytes(block), block.tier
         if tier is None or self._tiers.ledgers[tier].free < num_bytes:
-            tier = block.tier = self._tier_for(num_bytes)
+            tier = self._choose_tier(block, num_bytes)
         slots = [
             SlotSource(old[source].storage.settled(), slot, 1, sequence.num_computed // self.codec.group_tokens)
             for sequence, (source, slot) in zip(block.sequences, sources, strict=True)
@@ -256,8 +259,7 @@ class KVCache:
         return cache
 
     def _new(self, block: CacheBlock) -> _BlockCache:
-        tier = self._tier_for(self._storage_bytes(block))
-        block.tier = tier
+        tier = self._choose_tier(block, self._storage_bytes(block))
         return self._claimed(block, tier, self._storage_bytes(block, tier))
 
     def _storage_bytes(self, block: CacheBlock, tier: Tier | None = None) -> int:
@@ -316,9 +318,12 @@ class KVCache:
         indices = [(slots, *[slice(None)] * (plane.unit_axis - 1), units) for plane in self.codec.planes]
         return tuple(data[index] for data, index in zip(cache.storage.read(layer), indices))
 
-    def _tier_for(self, num_bytes: int) -> Tier:
+    def _choose_tier(self, block: CacheBlock, num_bytes: int) -> Tier:
         """Return where most is missing, of those tiers that have room: the blocks of a run rarely divide exactly."""
         total = sum(self._held.values()) + num_bytes
         allowed = [tier for tier in TIERS if self._fractions[tier] > 0]
         roomy = [tier for tier in allowed if self._tiers.ledgers[tier].free >= num_bytes]
-        return most_underfilled(roomy or allowed, self._fractions, self._held, total)
+        tier = most_underfilled(roomy or allowed, self._fractions, self._held, total)
+        if self._names_tiers:
+            block.tier = tier
+        return tier

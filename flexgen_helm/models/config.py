@@ -6,7 +6,7 @@ A plan for OPT-175B is made from this record alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -148,6 +148,35 @@ class ModelConfig(
     final_softcap: float | None = None  # the same of logits (Gemma 2)
     experts: MoEConfig | None = None  # instead of the MLP (Mixtral, Qwen3-MoE)
     qk_norm_all_heads: bool = False  # `qk_norm` is of all heads together, not of each (OLMo 2)
+    layers_before: int = 0  # layers of the model that come before these, on other ranks of a pipeline
+    layers_after: int = 0  # layers of the model that come after these
+
+    def part(self, layers: range) -> ModelConfig:
+        """Return some layers of the model, as one rank of a pipeline has them.
+
+        Embedding and head belong to the first and the last layer. Stages and tensors keep the names that they have in
+        the model; the methods that take a layer count from this part's first one.
+        """
+        experts = self.experts
+        if experts is not None:
+            dense = tuple(layer - layers.start for layer in experts.dense_layers if layer in layers)
+            experts = replace(experts, dense_layers=dense)
+        return replace(
+            self,
+            num_layers=len(layers),
+            windows=self.windows[layers.start : layers.stop],
+            experts=experts,
+            layers_before=self.layers_before + layers.start,
+            layers_after=self.layers_after + self.num_layers - layers.stop,
+        )
+
+    @property
+    def has_embedding(self) -> bool:
+        return not self.layers_before
+
+    @property
+    def has_head(self) -> bool:
+        return not self.layers_after
 
     def window(self, layer: int) -> int | None:
         """Positions that a token attends to in this layer, itself included; None for all."""
@@ -200,6 +229,8 @@ class ModelConfig(
     @cached_property
     def head_flops_per_token(self) -> int:
         """FLOPs of the language-model head, and of its projection, for one position."""
+        if not self.has_head:
+            return 0
         project = self.hidden_size * self.embed_size if self.projects_embeddings else 0
         return 2 * (project + self.embed_size * self.vocab_size)
 
@@ -223,12 +254,18 @@ def layer_stage(index: int) -> str:
     return f"layers.{index}"
 
 
+def layer_stages(config: ModelConfig) -> list[str]:
+    return [layer_stage(config.layers_before + layer) for layer in range(config.num_layers)]
+
+
 def stage_names(config: ModelConfig) -> list[str]:
-    return [EMBED, *map(layer_stage, range(config.num_layers)), HEAD]
+    return [EMBED] * config.has_embedding + layer_stages(config) + [HEAD] * config.has_head
 
 
 def stage_tensor_shapes(config: ModelConfig, stage: str) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of one stage's tensors; a tied head has no matrix of its own.
+    """Canonical name -> shape of one stage's tensors.
+
+    A tied head has no matrix of its own, unless another rank of a pipeline has the embedding table.
 
     Matrices are [out, in] as in `torch.nn.Linear`, tables [rows, width], the rest vectors.
     """
@@ -261,6 +298,8 @@ def _head_tensors(config: ModelConfig) -> TensorShapes:
         yield from _linear("head.project_out", config.embed_size, config.hidden_size, False)
     if not config.tied_head:
         yield from _linear("head.lm", config.vocab_size, config.embed_size, False)
+    elif not config.has_embedding:
+        yield EMBED_TABLE, (config.vocab_size, config.embed_size)
 
 
 def _layer_tensors(config: ModelConfig, stage: str) -> TensorShapes:
@@ -279,7 +318,7 @@ def _layer_tensors(config: ModelConfig, stage: str) -> TensorShapes:
         yield from _norm(f"{stage}.attn_post_norm", config)
     if residual.input_norm or residual.sum_norm:
         yield from _norm(f"{stage}.mlp_norm", config)
-    moe = config.moe(int(stage.removeprefix("layers.")))
+    moe = config.moe(int(stage.removeprefix("layers.")) - config.layers_before)
     if moe is None:
         yield from _mlp(f"{stage}.mlp", config, config.ffn_size)
     else:

@@ -22,7 +22,15 @@ from torch import Tensor
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.hardware.rates import column_major
 from flexgen_helm.hardware.threads import ThreadGovernor
-from flexgen_helm.models.config import EMBED, EMBED_TABLE, HEAD, stage_names, stage_tensor_shapes
+from flexgen_helm.models.config import (
+    EMBED,
+    EMBED_TABLE,
+    HEAD,
+    ModelConfig,
+    stage_names,
+    stage_tensor_shapes,
+    tensor_shapes,
+)
 from flexgen_helm.models.decoder import StageWeights
 from flexgen_helm.offload.linear import dequantize_tiled, tiled_linear
 from flexgen_helm.offload.matrices import DiskMatrix, MatrixLoader, OffloadedMatrix, buffered_rows
@@ -84,23 +92,26 @@ class TieredWeights:
         staging_bytes: int = 0,
         precision: Precision = FP16,
         threads: ThreadGovernor | None = None,
+        part: ModelConfig | None = None,
     ) -> None:
         """dtype: the compute dtype.
 
         compute_copies: resident matrices are kept in the compute dtype, which has all values of 16-bit dtypes.
         staging_bytes: of the staging ring on the compute device; used only if a matrix is offloaded.
         threads: chooses the threads that quantize; None where a device computes.
+        part: the layers to load; None for all.
 
         Raises `MemoryLimitError`, `CheckpointError` and `OffloadError`, and then holds nothing.
         """
-        self._config, self._tiers, self._dtype = checkpoint.config, tiers, dtype
+        self._config, self._tiers, self._dtype = part or checkpoint.config, tiers, dtype
         self.tensors: dict[str, Weight] = {}
         self._resources = ExitStack()  # closed in reverse: the prefetcher, then each matrix before its claim
         self._prefetcher: WeightPrefetcher | None = None
         loader = MatrixLoader(checkpoint, tiers, precision)
-        done, total = 0, sum(map(loader.num_bytes, checkpoint.shapes))
+        shapes = tensor_shapes(self._config)
+        done, total = 0, sum(map(loader.num_bytes, shapes))
         try:
-            for name, shape in checkpoint.shapes.items():
+            for name, shape in shapes.items():
                 report(Stage("convert" if loader.has_converted else "load", done=done, total=total))
                 done += loader.num_bytes(name)
                 if threads is not None:
@@ -111,11 +122,11 @@ class TieredWeights:
                 else:
                     self.tensors[name] = self._load_offloaded(loader, name, shape, tier)
             report(Stage("load", done=total, total=total))
-            if self._config.tied_head:
+            if self._config.tied_head and self._config.has_head:
                 self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
             if any(weight.offloaded is not None for weight in self.tensors.values()):
                 self._prefetcher = self._start_prefetcher(staging_bytes)
-            self._stages = stage_names(checkpoint.config)
+            self._stages = stage_names(self._config)
             self._staged = {stage: self._staged_matrices(stage, staging_bytes) for stage in self._stages}
             if buffers := self._loader_buffer_bytes():
                 self._claim("cpu", "buffers", buffers)

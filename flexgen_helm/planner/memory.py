@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.models.config import stage_names
+from flexgen_helm.models.config import EMBED, stage_names
 from flexgen_helm.planner.cache_sizes import CacheSizes
 from flexgen_helm.planner.constants import (
     ACTIVATIONS_SHARE,
@@ -186,7 +186,7 @@ def loader_buffer_bytes(storage: StorageSizes) -> int:
 
 def staging_bytes(storage: StorageSizes, limit: int) -> int:
     """Size the ring through which offloaded weights reach a compute tier of `limit` bytes."""
-    largest = max(storage.stage_bytes(stage) for stage in stage_names(storage.config)[1:])
+    largest = max(storage.stage_bytes(stage) for stage in stage_names(storage.config) if stage != EMBED)
     staging = max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
     # A layer that does not fit is loaded again for every batch, so a larger ring pays if it makes one fit.
     one_layer = largest + MIN_STAGING_BYTES

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile, Link
-from flexgen_helm.models.config import EMBED_TABLE, HEAD, ModelConfig, layer_stage, stage_tensor_shapes
+from flexgen_helm.models.config import EMBED_TABLE, HEAD, ModelConfig, layer_stages, stage_tensor_shapes
 from flexgen_helm.planner.affine import CACHE, Affine, affine
 from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.constants import (
@@ -124,29 +124,31 @@ class PlanningProblem:
     @cached_property
     def layer_elements(self) -> float:
         """Weights of a layer, on average."""
-        return sum(map(self._stage_elements, self._layer_stages)) / self.config.num_layers
+        return sum(map(self._stage_elements, layer_stages(self.config))) / self.config.num_layers
 
     @cached_property
     def layer_bytes(self) -> float:
         """Bytes of a layer as stored, on average."""
-        return sum(map(self.storage.stage_bytes, self._layer_stages)) / self.config.num_layers
+        return sum(map(self.storage.stage_bytes, layer_stages(self.config))) / self.config.num_layers
 
     @cached_property
     def layer_matrices(self) -> int:
-        return sum(len(shape) > 1 for shape in stage_tensor_shapes(self.config, layer_stage(0)).values())
+        return sum(len(shape) > 1 for shape in stage_tensor_shapes(self.config, layer_stages(self.config)[0]).values())
 
     @cached_property
     def head_elements(self) -> int:
-        tied = self.config.vocab_size * self.config.embed_size if self.config.tied_head else 0
-        return self._stage_elements(HEAD) + tied
+        tied = self.config.vocab_size * self.config.embed_size if self._borrows_table else 0
+        return self._stage_elements(HEAD) + tied if self.config.has_head else 0
 
     @cached_property
     def head_bytes(self) -> int:
-        return self.storage.stage_bytes(HEAD) + (self.storage.matrices[EMBED_TABLE] if self.config.tied_head else 0)
+        tied = self.storage.matrices[EMBED_TABLE] if self._borrows_table else 0
+        return self.storage.stage_bytes(HEAD) + tied if self.config.has_head else 0
 
     @property
-    def _layer_stages(self) -> list[str]:
-        return [layer_stage(index) for index in range(self.config.num_layers)]
+    def _borrows_table(self) -> bool:
+        """Whether the head multiplies with the embedding's table."""
+        return self.config.tied_head and self.config.has_embedding
 
     def _stage_elements(self, stage: str) -> int:
         return sum(math.prod(shape) for shape in stage_tensor_shapes(self.config, stage).values() if len(shape) > 1)

@@ -48,13 +48,13 @@ class StageVisit:
 
 
 def stage_visits(
-    items: Sequence[WorkItem], uses: Sequence[int], num_stages: int, another_pass: bool
+    items: Sequence[WorkItem], uses: Sequence[int], num_certain: int, another_pass: bool
 ) -> Generator[StageVisit, None, None]:
     """Yield the visits of a pass in order, for prefetching weights.
 
     uses: how often each item uses the weights of its stage; an item without uses makes no visit.
-    another_pass: another pass follows for certain, so its first visits are yielded too. Every batch meets the layers
-        in order; whether it needs the last stage, the head, is not known (a shared prefix does not).
+    num_certain: stages that every batch needs, in order: all but the head, which a shared prefix does not.
+    another_pass: another pass follows for certain, so its certain visits are yielded too.
     """
     stage, count = -1, 0
     for item, num_uses in zip(items, uses):
@@ -66,4 +66,4 @@ def stage_visits(
     if count:
         yield StageVisit(stage, count)
     if another_pass:
-        yield from (StageVisit(stage, None) for stage in range(num_stages - 1))
+        yield from (StageVisit(stage, None) for stage in range(num_certain))
