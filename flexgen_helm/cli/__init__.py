@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.hardware.ranks import rank_of_process
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flexgen_helm.cli.app import app
     from flexgen_helm.cli.console import say
     from flexgen_helm.cli.engine_flags import complete_dummy_weights
+    from flexgen_helm.cli.ranks import as_rank, follow_rank_0
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -31,12 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_debugging = bool(os.environ.get("FLEXGEN_HELM_DEBUG"))
     rank = rank_of_process()
     try:
-        if rank is not None and rank.number:
-            from flexgen_helm.engine.follower import follow
-
-            follow()
-            return 0
-        typer.main.get_command(app).main(args=arguments, prog_name="flexgen-helm", standalone_mode=True)
+        with nullcontext() if rank is None else as_rank(rank):
+            if rank is not None and rank.number:
+                return follow_rank_0()
+            typer.main.get_command(app).main(args=arguments, prog_name="flexgen-helm", standalone_mode=True)
         return 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -57,8 +57,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "" if is_debugging else " (set FLEXGEN_HELM_DEBUG=1 to see where)"
         say(f"flexgen-helm: unexpected {type(error).__name__}: {error}{hint}")
         return 1
-    finally:
-        if rank is not None and not rank.number:
-            from flexgen_helm.engine.pipeline import release_followers
-
-            release_followers()

@@ -348,10 +348,10 @@ class Engine:
     def close(self) -> None:
         """Give all memory back; harmless when called again."""
         with self._lock:
-            pipeline = self._pipeline
-            if not self._closed and pipeline is not None and not pipeline.has_failed:
-                with pipeline.lock:
-                    pipeline.send_command(CloseEngine(self.number))
+            if not self._closed and self._pipeline is not None:
+                with self._pipeline.lock:
+                    if self._pipeline.is_open:
+                        self._pipeline.send_command(CloseEngine(self.number))
             self._close()
 
     def _close(self) -> None:

@@ -23,7 +23,7 @@ def follow() -> None:
                 elif isinstance(command, CloseEngine):
                     engines.pop(command.engine).close()
             except FlexgenError:
-                if pipeline.has_failed:
+                if not pipeline.is_open:
                     raise
                 # Rank 0 has raised the same error, and may go on with another engine.
     except BaseException as error:

@@ -183,9 +183,17 @@ class Pipeline:
                 dist.destroy_process_group()
         return self._failed
 
+    def leave(self) -> None:
+        """Close the connections of a pipeline that is not needed any more, once all ranks do."""
+        with self.lock:
+            self._guarded(dist.barrier)
+            self._guarded(dist.destroy_process_group)
+            self._failed = PipelineError("the pipeline has ended")
+
     @property
-    def has_failed(self) -> bool:
-        return self._failed is not None
+    def is_open(self) -> bool:
+        """Whether messages can be sent."""
+        return self._failed is None
 
     def flush(self) -> None:
         """Wait until what was sent has arrived."""
@@ -235,9 +243,10 @@ def joined_pipeline() -> Pipeline | None:
     return Pipeline(rank, store)
 
 
-def release_followers() -> None:
-    """Let the other ranks end, at the end of rank 0."""
+def leave_pipeline() -> None:
+    """End this rank's connections in good order: rank 0 tells the others, which wait for it."""
     pipeline = joined_pipeline()
-    if pipeline is not None and not pipeline.has_failed:
-        with suppress(PipelineError):
+    if pipeline is not None:
+        with suppress(PipelineError), pipeline.lock:
             pipeline.send_command(EndPipeline())
+            pipeline.leave()

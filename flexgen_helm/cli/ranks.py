@@ -1,0 +1,43 @@
+"""What torchrun changes for a command: rank 0 runs it, the others follow, and all end together."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from flexgen_helm.errors import Interrupted, PipelineError
+from flexgen_helm.hardware.ranks import Rank
+
+# torchrun ends all processes once it sees that one is lost. What the connections say comes first: it names the rank.
+_GRACE_S = 2.0
+
+
+@contextmanager
+def as_rank(rank: Rank) -> Iterator[None]:
+    """Be a rank of a pipeline: rank 0 tells the others when it has ended."""
+    from flexgen_helm.engine.pipeline import leave_pipeline
+
+    signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, _GRACE_S))
+    signal.signal(signal.SIGALRM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        leave_pipeline()
+
+
+def follow_rank_0() -> int:
+    """Follow rank 0 and return the exit code. A lost rank is for rank 0, or torchrun, to report."""
+    from flexgen_helm.engine.follower import follow
+
+    try:
+        follow()
+    except PipelineError:
+        return PipelineError.exit_code
+    return 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise Interrupted("ended by a signal; what is finished is kept")

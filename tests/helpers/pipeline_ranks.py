@@ -1,0 +1,139 @@
+"""The ranks of a pipeline, started by torchrun. Rank 0 runs the engines of a job and pickles what they answer.
+
+As a script: `job.pickle` in the folder that is its argument has the `Job`; `outcomes.pickle` gets what came of it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flexgen_helm import Engine, FlexgenError, GenerationRequest, GenerationResult, MemoryLimits
+from flexgen_helm.hardware.ranks import Rank, rank_of_process
+from tests.helpers.paths import ROOT
+
+
+@dataclass(frozen=True)
+class Job:
+    """What rank 0 does: opens an engine on the model for each set of options, and lets it answer the requests.
+
+    fault: what rank 1 does wrong: 'order' (schedules otherwise), 'memory' (has too little), 'kill' (dies in a pass).
+    """
+
+    model: Path
+    options: Sequence[Mapping[str, Any]]
+    requests: Sequence[GenerationRequest]
+    fault: str | None = None
+
+
+@dataclass
+class Outcome:
+    """What came of one engine: results and record of its run, or the error."""
+
+    results: list[GenerationResult] = field(default_factory=list)
+    record: Mapping[str, Any] = field(default_factory=dict)
+    error: FlexgenError | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is left when all ranks have ended.
+
+    outcomes: one for each set of options; missing ones were not reached.
+    seconds_after_fault: from the fault 'kill' to the end of the last process.
+    """
+
+    code: int
+    err: str
+    outcomes: list[Outcome]
+    seconds_after_fault: float | None
+
+
+def run_ranks(folder: Path, num_ranks: int, job: Job) -> Ended:
+    """Run a job on so many ranks, in `folder`."""
+    (folder / "job.pickle").write_bytes(pickle.dumps(job))
+    done = subprocess.run(
+        torchrun(num_ranks, __file__, str(folder)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FLEXGEN_HELM_HOME": str(folder / "home")},
+    )
+    fault, outcomes = folder / "fault", folder / "outcomes.pickle"
+    after = time.time() - float(fault.read_text()) if fault.is_file() else None
+    found = pickle.loads(outcomes.read_bytes()) if outcomes.is_file() else []
+    return Ended(done.returncode, done.stderr, found, after)
+
+
+def torchrun(num_ranks: int, *command: str) -> list[str]:
+    """The command line of torchrun for a script, or for '-m' and a module, with a free port of its own."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *command]
+
+
+def _outcome(job: Job, options: Mapping[str, Any]) -> Outcome:
+    try:
+        with Engine.from_pretrained(job.model, **options) as engine:
+            return Outcome(engine.run(job.requests), engine.last_run)
+    except FlexgenError as error:
+        return Outcome(error=error)
+
+
+def _break(fault: str, folder: Path) -> None:
+    """Let this rank fail in the way of `Job.fault`."""
+    from flexgen_helm.engine import engine, executor
+
+    if fault == "order":
+        engine.divide = lambda requests, lanes: [[], list(requests)] if lanes == 2 else [list(requests)]
+    elif fault == "memory":
+        capacities = engine.tier_capacities
+
+        def once(limits: MemoryLimits, *others: Any) -> Any:
+            engine.tier_capacities = capacities
+            return capacities(MemoryLimits(gpu=0, cpu=1 << 10, disk=0), *others)
+
+        engine.tier_capacities = once
+    elif fault == "kill":
+        compute, count = executor.Executor._layer, 0
+
+        def layer(*arguments: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == 40:
+                (folder / "fault").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            return compute(*arguments)
+
+        executor.Executor._layer = layer
+
+
+def _main(rank: Rank, folder: Path) -> None:
+    from flexgen_helm.engine.follower import follow
+    from flexgen_helm.engine.pipeline import leave_pipeline
+
+    job: Job = pickle.loads((folder / "job.pickle").read_bytes())
+    if rank.number:
+        if job.fault is not None and rank.number == 1:
+            _break(job.fault, folder)
+        follow()
+    else:
+        outcomes: list[Outcome] = []
+        for options in job.options:
+            outcomes.append(_outcome(job, options))
+            (folder / "outcomes.pickle").write_bytes(pickle.dumps(outcomes))
+    leave_pipeline()
+
+
+if __name__ == "__main__":
+    from tests.helpers.pipeline_ranks import _main as main  # what is pickled must not belong to `__main__`
+
+    process = rank_of_process()
+    assert process is not None
+    main(process, Path(sys.argv[1]))
