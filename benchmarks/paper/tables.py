@@ -94,7 +94,7 @@ def predict_row(line: Mapping[str, str], hardware: HardwareProfile) -> Predictio
         raise UsageError(f"system {system!r} is not known; take {', '.join(SYSTEMS)}")
     problem = SYSTEMS[system](
         entry.config,
-        _hardware_of(line, hardware),
+        hardware_of(line, hardware),
         Workload.uniform(int(line["prompt_len"]), int(line["gen_len"]), 1),
         COMPRESSED if _switch(line, "compress", False) else FP16,
         compute_bytes=2,
@@ -107,7 +107,7 @@ def predict_row(line: Mapping[str, str], hardware: HardwareProfile) -> Predictio
     return predict(problem, policy, cast(Schedule, line.get("schedule") or "zigzag"), rounded=False)
 
 
-def _hardware_of(line: Mapping[str, str], hardware: HardwareProfile) -> HardwareProfile:
+def hardware_of(line: Mapping[str, str], hardware: HardwareProfile) -> HardwareProfile:
     """Return the machine with the disk of the row."""
     disk = hardware.disk
     if line.get("disk_read_gb_s"):

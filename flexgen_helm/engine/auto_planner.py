@@ -55,14 +55,18 @@ class AutoPlanner:
         device: Literal["cpu", "cuda", "sim"],
         storage_dtype: str,
         precision: Precision,
+        num_ranks: int = 1,
     ) -> None:
         """Check the profile that `HARDWARE_VARIABLE` names; measure nothing yet.
 
+        config: of the whole model.
         limits: bytes of the engine's tiers.
         folder: of the disk tier.
+        num_ranks: that share the layers as a pipeline; the others are taken to be like this one.
         """
         self._config, self._options, self._limits, self._folder = config, options, limits, folder
         self._device, self._storage_dtype, self._precision = device, storage_dtype, precision
+        self._num_ranks = num_ranks
         self._profile: HardwareProfile | None = None
         self._has_profile: bool | None = None  # None: not tried yet
         if os.environ.get(HARDWARE_VARIABLE, "measured") != "measured":
@@ -77,7 +81,7 @@ class AutoPlanner:
 
     def problem(self, workload: Workload, endless: bool = False) -> PlanningProblem:
         """Return the planning problem of a workload; endless: it goes on for ever."""
-        return planning_problem(
+        problem = planning_problem(
             self._config,
             self.profile,
             workload,
@@ -88,6 +92,7 @@ class AutoPlanner:
             cpu_attention=self._options.cpu_attention,
             endless=endless,
         )
+        return replace(problem, stages=self._num_ranks)
 
     def weights(self) -> Policy | None:
         """Search a policy for weights that exceed the compute device; None without a profile or a feasible policy."""

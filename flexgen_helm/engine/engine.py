@@ -113,13 +113,14 @@ class Engine:
         policy = options.fixed_policy
         self._memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, policy)
         self._planner = AutoPlanner(
-            self._part,
+            self.config,
             options,
             capacities,
             folder,
             device="cpu" if link is None else "sim" if simulated else "cuda",
             storage_dtype=str(checkpoint.storage_dtype).removeprefix("torch."),
             precision=precision,
+            num_ranks=1 if pipeline is None else pipeline.rank.size,
         )
         # Weights that do not all fit on the compute device are placed by the search, if it finds a way.
         self._searches = policy is None and (self._memory.streams_weights or options.max_latency is not None)
@@ -341,8 +342,9 @@ class Engine:
         )
         if pipeline is not None:
             self.last_run["pipeline"] = {"lanes": lanes, "ranks": pipeline.gather(self._rank_record())}
-        elif workload is not None:
-            self._compare(plan, drawn_workload(prepared.distinct, runs[0].saved_tokens))
+        if workload is not None:
+            saved_tokens = sum(run.saved_tokens for run in runs)
+            self._compare(plan, drawn_workload(prepared.distinct, saved_tokens))
         return results
 
     def close(self) -> None:
@@ -426,7 +428,8 @@ class Engine:
         prediction = self._planner.predict(workload, policy, plan.schedule, measure=measure)
         if prediction is not None:
             self.last_run.update(predicted(prediction))
-            self._planner.learn(prediction, self.last_run)
+            if self._pipeline is None:  # what one rank waited for says little about its rates
+                self._planner.learn(prediction, self.last_run)
 
     def _reporter(self, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
         """Return a function that adds the memory in use to a run's progress and hands it on."""

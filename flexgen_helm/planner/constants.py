@@ -72,3 +72,6 @@ ACTIVATIONS_SHARE = 0.1
 STAGED_CACHE_SHARE = 0.25
 # Weights in the compute dtype; the KV cache keeps the rest.
 COPIES_SHARE = 0.5
+# Lanes for each rank of a pipeline where sequences need one pass only: ranks are idle at its beginning and its end, a
+# fifth of the time at most.
+PREFILL_LANES = 4

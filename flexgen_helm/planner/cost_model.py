@@ -18,6 +18,7 @@ from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
 from flexgen_helm.planner.affine import CACHE, CD, HD, HIDDEN, ONE, WD, WEIGHTS, Affine, affine
+from flexgen_helm.planner.constants import PREFILL_LANES
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
 
@@ -62,29 +63,46 @@ def block_costs(problem: PlanningProblem, shape: BlockShape, resident: bool = Fa
     sequences = float(shape.num_sequences)
     converts = not (resident and problem.copies_fit)
     if schedule == "row":  # each batch by itself: the costs of one batch, as many times
-        batch = block_costs(problem, replace(shape, num_gpu_batches=1, schedule="zigzag"), resident)
-        prefills = {name: shape.num_gpu_batches * form for name, form in batch.prefill.items()}
-        decodes = {name: shape.num_gpu_batches * form for name, form in batch.decode.items()}
-        return replace(batch, sequences=sequences, prefill=prefills, decode=decodes)
+        whole = replace(problem, stages=1) if problem.stages > 1 else problem
+        one = replace(shape, num_gpu_batches=1, schedule="zigzag")
+        batch, memory = block_costs(whole, one, resident), _stored_memory(problem, one, shape.gpu_batch_size, resident)
+        prefill_turns, decode_turns = _turns(problem.stages, shape.num_gpu_batches)
+        prefills = {name: prefill_turns * form for name, form in batch.prefill.items()}
+        decodes = {name: decode_turns * form for name, form in batch.decode.items()}
+        return replace(batch, sequences=sequences, prefill=prefills, decode=decodes, memory=memory)
     all_sequences = sequences if problem.endless else float(max(shape.num_sequences, workload.num_sequences))
     if schedule == "prefill-only":
         sequences = all_sequences
     memory = _stored_memory(problem, shape, sequences, resident)
     workspace = dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)}
-    prefill = _Pass(problem, shape.gpu_batch_size, sequences, prefill=True, converts=converts)
+    # A pass computes one lane's share of the block, and reads the weights for it.
+    lanes = min(problem.stages, shape.num_gpu_batches) if schedule != "prefill-only" else PREFILL_LANES * problem.stages
+    lanes = lanes if problem.stages > 1 else 1
+    prefill = _Pass(problem, shape.gpu_batch_size, sequences / lanes, prefill=True, converts=converts)
     decode = replace(prefill, prefill=False).times()
     passes = workload.output - 1
     if schedule == "diagonal" and passes > 0:
         # Each pass admits a few sequences and decodes a token of the others. There are as many passes as all sequences
         # need, and the ramp; they count as decode passes that carry a share of the prompts.
-        admission = replace(prefill, sequences=sequences / workload.output, weight_loads=0.0).times()
+        admission = replace(prefill, sequences=prefill.sequences / workload.output, weight_loads=0.0).times()
         mixed = {name: form + decode[name] for name, form in admission.items()}
         nothing = dict.fromkeys((*RESOURCES, *CHANNELS), affine())
         ramp = 0.0 if problem.endless else passes
         mixed_passes = all_sequences / sequences * workload.output + ramp
         return BlockCosts(all_sequences, nothing, mixed, mixed_passes, memory, workspace)
     decode_passes = 0.0 if schedule == "prefill-only" else passes
-    return BlockCosts(sequences, prefill.times(), decode, decode_passes, memory, workspace)
+    prefill_turns, _ = _turns(problem.stages, lanes)
+    prefills = {name: prefill_turns * form for name, form in prefill.times().items()}
+    return BlockCosts(sequences, prefills, decode, decode_passes, memory, workspace)
+
+
+def _turns(stages: int, lanes: int) -> tuple[float, float]:
+    """Return the time of a lane's pass over all stages that one pass of all lanes takes, for prefill and for decoding.
+
+    Prefill waits until the pipeline is full and until it is empty (the paper's 'Extension to Multiple GPUs'). Decoding
+    needs a lane for each stage.
+    """
+    return (lanes + stages - 1) / stages, max(lanes, stages) / stages
 
 
 @dataclass(frozen=True)

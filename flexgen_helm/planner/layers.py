@@ -31,6 +31,8 @@ def divide_layers(config: ModelConfig, num_ranks: int, counts: Sequence[int] | N
 def _balanced(layers: int, num_ranks: int, head: float) -> list[int]:
     """Return layers by rank whose largest share is smallest; head: what the last rank has besides, in layers."""
     others = num_ranks - 1
-    last = min(range(1, layers - others + 1), key=lambda own: max(own + head, (layers - own) / max(1, others)))
-    share, more = divmod(layers - last, others) if others else (0, 0)
+    if not others:
+        return [layers]
+    last = min(range(1, layers - others + 1), key=lambda own: max(own + head, -(-(layers - own) // others)))
+    share, more = divmod(layers - last, others)
     return [share + (rank < more) for rank in range(others)] + [last]

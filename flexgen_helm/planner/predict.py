@@ -111,7 +111,7 @@ def evaluate(problem: PlanningProblem, shape: BlockShape, fractions: Affine) -> 
         shape = shrunk(shape, num_sequences)
     resident = bool(fractions[WEIGHTS[problem.compute_tier]] >= 1 - 1e-9)
     costs = block_costs(problem, shape, resident)
-    prefill_s, decode_s = _phase_seconds(problem, shape, costs, fractions)
+    prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
     latency_s, tokens = prefill_s + decode_s, costs.sequences * workload.output
     if not problem.endless and costs.sequences < num_sequences:
         full_blocks, rest = divmod(num_sequences, int(costs.sequences))
@@ -119,7 +119,7 @@ def evaluate(problem: PlanningProblem, shape: BlockShape, fractions: Affine) -> 
         tokens = workload.output_tokens
         if rest:
             last = shrunk(shape, rest)
-            latency_s += sum(_phase_seconds(problem, last, block_costs(problem, last, resident), fractions))
+            latency_s += sum(_phase_seconds(problem, block_costs(problem, last, resident), fractions))
     memory, missing = _memory(problem, costs, fractions)
     phases = {"prefill": (costs.prefill, 1.0), "decode": (costs.decode, costs.decode_passes)}
     seconds = {
@@ -138,21 +138,10 @@ def shrunk(shape: BlockShape, sequences: int) -> BlockShape:
     return replace(shape, gpu_batch_size=-(-sequences // batches), num_gpu_batches=batches)
 
 
-def _phase_seconds(
-    problem: PlanningProblem, shape: BlockShape, costs: BlockCosts, fractions: Affine
-) -> tuple[float, float]:
-    """Return the seconds of a block's prefill and of its decoding.
-
-    Batches flow through pipeline stages (the paper's 'Extension to Multiple GPUs'): prefill waits until the pipeline
-    is full, decoding needs a batch for each stage.
-    """
+def _phase_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Affine) -> tuple[float, float]:
+    """Return the seconds of a block's prefill and of its decoding."""
     prefill_s = pass_seconds(costs.prefill, fractions, problem.overlap_share)
-    decode_s = pass_seconds(costs.decode, fractions, problem.overlap_share) * costs.decode_passes
-    stages, batches = problem.stages, shape.num_gpu_batches
-    if stages > 1:
-        prefill_s *= (batches + stages - 1) / batches / stages
-        decode_s *= max(batches, stages) / batches / stages
-    return prefill_s, decode_s
+    return prefill_s, pass_seconds(costs.decode, fractions, problem.overlap_share) * costs.decode_passes
 
 
 def _memory(

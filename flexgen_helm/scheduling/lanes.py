@@ -6,19 +6,16 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import accumulate
 
+from flexgen_helm.planner.constants import PREFILL_LANES
 from flexgen_helm.planner.memory import SchedulerLimits
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.scheduling.sequence import Request
-
-# Prompts that need one pass only leave ranks idle at its beginning and end: with so many lanes for each rank, a fifth
-# of the time at most.
-_PREFILL_LANES = 4
 
 
 def num_lanes(requests: Sequence[Request], limits: SchedulerLimits, num_ranks: int, schedule: Schedule) -> int:
     """Return how many lanes there are: one for each rank, if each has room for the longest request."""
     if schedule == "prefill-only":
-        return max(1, min(_PREFILL_LANES * num_ranks, len(requests), limits.max_windows))
+        return max(1, min(PREFILL_LANES * num_ranks, len(requests), limits.max_windows))
     longest = max((_positions(request, limits) for request in requests), default=1)
     return max(1, min(num_ranks, len(requests), limits.cache_tokens // longest, limits.max_sequences))
 

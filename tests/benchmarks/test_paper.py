@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flexgen_helm.benchmarks.paper.pipeline import evaluate_pipeline
 from flexgen_helm.benchmarks.paper.systems import COMPRESSED, PaperProblem, with_page_cache
 from flexgen_helm.benchmarks.paper.tables import evaluate_csv
 from flexgen_helm.checkpoint.names import resolve
@@ -121,3 +122,13 @@ def test_the_papers_frontier_is_met_within_the_models_error():
         slack = 1.3 if compressed and latency < 700 and row["model"] == "opt-175b" else 1.1
         found = search(papers(row["model"], compressed), ("zigzag",), max_latency=latency * slack)
         assert found.prediction.tokens_per_s >= (0.9 if slack == 1.1 else 0.75) * float(row["tokens_per_s"]), row
+
+
+@pytest.mark.skipif(not PAPER.is_dir(), reason="the paper's tables are not here (../shared/paper)")
+def test_four_gpus_decode_more_than_four_times_as_fast_as_one():
+    table = evaluate_pipeline(PAPER, T4)
+    assert len(table) == 12 and table.error.abs().median() <= 0.2
+    decoding = table[table.metric == "decoding tokens/s"].pivot(index="model", columns="num_gpus", values="predicted")
+    assert (decoding[4] > 4 * decoding[1]).all()
+    slow = replace(T4, prefill_share=T4.prefill_share / 3, decode_share=T4.decode_share / 3)
+    assert evaluate_pipeline(PAPER, slow).error.abs().median() > 0.2

@@ -1,6 +1,6 @@
-"""The ranks of a pipeline, started by torchrun. Rank 0 runs the engines of a job and pickles what they answer.
+"""The ranks of a pipeline, started by torchrun. Rank 0 runs the cases of a job and pickles what came of them.
 
-As a script: `job.pickle` in the folder that is its argument has the `Job`; `outcomes.pickle` gets what came of it.
+As a script: `job.pickle` in the folder that is its argument has the `Job`; `outcomes.pickle` gets the outcomes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,23 @@ from tests.helpers.paths import ROOT
 
 
 @dataclass(frozen=True)
-class Job:
-    """What rank 0 does: opens an engine on the model for each set of options, and lets it answer the requests.
-
-    fault: what rank 1 does wrong: 'order' (schedules otherwise), 'memory' (has too little), 'kill' (dies in a pass).
-    """
+class Case:
+    """An engine that rank 0 opens, and the requests that it answers."""
 
     model: Path
-    options: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any]
     requests: Sequence[GenerationRequest]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What rank 0 does, one case after the other.
+
+    fault: what rank 1 does wrong: 'order' (schedules otherwise), 'memory' (has too little for the first engine),
+        'kill' (dies in a pass).
+    """
+
+    cases: Sequence[Case]
     fault: str | None = None
 
 
@@ -47,7 +55,7 @@ class Outcome:
 class Ended:
     """What is left when all ranks have ended.
 
-    outcomes: one for each set of options; missing ones were not reached.
+    outcomes: one for each case; missing ones were not reached.
     seconds_after_fault: from the fault 'kill' to the end of the last process.
     """
 
@@ -78,10 +86,10 @@ def torchrun(num_ranks: int, *command: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *command]
 
 
-def _outcome(job: Job, options: Mapping[str, Any]) -> Outcome:
+def _outcome(case: Case) -> Outcome:
     try:
-        with Engine.from_pretrained(job.model, **options) as engine:
-            return Outcome(engine.run(job.requests), engine.last_run)
+        with Engine.from_pretrained(case.model, **case.options) as engine:
+            return Outcome(engine.run(case.requests), engine.last_run)
     except FlexgenError as error:
         return Outcome(error=error)
 
@@ -125,8 +133,8 @@ def _main(rank: Rank, folder: Path) -> None:
         follow()
     else:
         outcomes: list[Outcome] = []
-        for options in job.options:
-            outcomes.append(_outcome(job, options))
+        for case in job.cases:
+            outcomes.append(_outcome(case))
             (folder / "outcomes.pickle").write_bytes(pickle.dumps(outcomes))
     leave_pipeline()
 

@@ -1,0 +1,90 @@
+"""Commands under torchrun: `generate` survives the loss of a rank, and `run` gives HELM's scores of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.parity import prompts
+from tests.helpers.pipeline_ranks import torchrun
+
+ENTRIES = ("simple_mcqa_scored:model=flexgen/mine", "simple_mcqa:model=flexgen/mine")
+
+
+@pytest.fixture
+def environment(tmp_path, tiny):
+    (tmp_path / "models.yaml").write_text(f"mine: {tiny('llama').path}\n")
+    return {
+        **os.environ, "FLEXGEN_HELM_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1",
+        "FLEXGEN_HELM_MODELS": str(tmp_path / "models.yaml"),
+    }  # fmt: skip
+
+
+def command(num_ranks: int, *arguments: str) -> list[str]:
+    if num_ranks == 1:
+        return [sys.executable, "-m", "flexgen_helm", *arguments]
+    return torchrun(num_ranks, "-m", "flexgen_helm", *arguments)
+
+
+def rank_process(agent: subprocess.Popen[str], rank: int) -> psutil.Process:
+    ranks = {own.environ().get("RANK"): own for own in psutil.Process(agent.pid).children()}
+    return ranks[str(rank)]
+
+
+def test_generate_goes_on_after_the_loss_of_a_rank(tmp_path, environment):
+    lines = [json.dumps({"prompt_token_ids": ids, "max_tokens": 20, "ignore_eos": True}) for ids in prompts(60, 40)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    # So few positions of cache that answers come one after the other.
+    slow = ["generate", "mine", "--prompts", "in.jsonl", "--cpu-memory", "4MB", "--policy", "2x1,0,100,0,100,0,100"]
+    out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    run = {"cwd": tmp_path, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command(2, *slow, "--out", str(out)), **run) as ranks:
+        while not (partial.is_file() and partial.read_text().count("\n") >= 5):
+            assert ranks.poll() is None, ranks.stdout.read()
+            time.sleep(0.01)
+        rank_process(ranks, 1).send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        said, _ = ranks.communicate(timeout=60)
+    assert ranks.returncode and time.monotonic() - began < 10
+    assert said.count("rank 1 of the pipeline was lost") == 1, said
+    finished = partial.read_text().splitlines()
+    assert 5 <= len(finished) < 60 and not out.exists()
+
+    assert subprocess.run(command(2, *slow, "--out", str(out)), **run).returncode == 0
+    whole = subprocess.run(command(1, *slow, "--out", str(tmp_path / "one.jsonl")), **run)
+    assert whole.returncode == 0, whole.stdout
+    ids = [
+        [[c["token_ids"] for c in json.loads(line)["completions"]] for line in Path(path).read_text().splitlines()]
+        for path in (out, tmp_path / "one.jsonl")
+    ]
+    assert len(ids[0]) == 60 and ids[0] == ids[1]
+
+
+def test_run_gives_the_scores_of_one_process(tmp_path, environment):
+    scores = {}
+    for num_ranks in (1, 2):
+        folder = tmp_path / str(num_ranks)
+        folder.mkdir()
+        arguments = ["run", "-r", *ENTRIES, "-m", "4", "--suite", "s"]
+        own = {**environment, "FLEXGEN_HELM_HOME": str(folder / "home")}  # one has not the answers of the other
+        done = subprocess.run(
+            command(num_ranks, *arguments), cwd=folder, env=own, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        stats = sorted((folder / "benchmark_output/runs/s").glob("*/stats.json"))
+        names = ("exact_match", "logprob", "perplexity")
+        scores[num_ranks] = [
+            [(s["name"], round(s["mean"], 4)) for s in json.loads(path.read_text()) if s["name"]["name"] in names]
+            for path in stats
+        ]
+        record = json.loads((stats[0].parent / "flexgen_run.json").read_text())
+        assert ("pipeline" in record) == (num_ranks == 2)
+    assert len(scores[1]) == 2 and all(scores[1]) and scores[1] == scores[2]

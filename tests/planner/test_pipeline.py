@@ -1,0 +1,117 @@
+"""Layers and requests of a pipeline: every layer on one rank, every request in one lane, limits that suit all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_helm import GenerationRequest
+from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.errors import UsageError
+from flexgen_helm.models.config import EMBED_TABLE, stage_names, tensor_shapes
+from flexgen_helm.planner.layers import divide_layers
+from flexgen_helm.planner.memory import SchedulerLimits
+from flexgen_helm.scheduling.lanes import common_limits, divide, lane_limits, num_lanes
+from flexgen_helm.scheduling.sequence import Request
+
+MODELS = (
+    "opt-125m",
+    "opt-350m",
+    "opt-30b",
+    "llama-3.1-8b",
+    "gemma-2-9b",
+    "qwen3-30b-a3b",
+    "mixtral-8x7b-v0.1",
+    "bloom-560m",
+)
+
+
+def config_of(name):
+    entry = resolve(name).entry
+    assert entry is not None
+    return entry.config
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_parts_have_every_tensor_of_the_model_and_a_tied_table_twice(name, num_ranks):
+    config = config_of(name)
+    parts = [config.part(layers) for layers in divide_layers(config, num_ranks)]
+    assert [stage for part in parts for stage in stage_names(part)] == stage_names(config)
+    names = [name for part in parts for name in tensor_shapes(part)]
+    twice = {EMBED_TABLE} if config.tied_head and num_ranks > 1 else set()
+    assert set(names) == set(tensor_shapes(config)) and len(names) == len({*names}) + len(twice)
+    layer = 0
+    for part in parts:
+        for own in range(part.num_layers):
+            assert part.window(own) == config.window(layer) and part.layer_rope(own) == config.layer_rope(layer)
+            assert (part.moe(own) is None) == (config.moe(layer) is None)
+            layer += 1
+    assert sum(part.linear_flops_per_token for part in parts) == config.linear_flops_per_token
+    assert [part.head_flops_per_token for part in parts][:-1] == [0] * (num_ranks - 1)
+
+
+@given(st.integers(2, 100), st.integers(2, 16))
+def test_no_other_division_has_a_smaller_largest_share(layers, num_ranks):
+    config = replace(config_of("opt-125m"), num_layers=layers)
+    if layers < num_ranks:
+        with pytest.raises(UsageError, match=f"{layers} layers"):
+            divide_layers(config, num_ranks)
+        return
+    counts = [len(part) for part in divide_layers(config, num_ranks)]
+    assert sum(counts) == layers and min(counts) >= 1
+    head = config.head_flops_per_token * layers / config.linear_flops_per_token
+
+    def largest(last):
+        return max(last + head, math.ceil((layers - last) / (num_ranks - 1)))
+
+    assert max(*counts[:-1], counts[-1] + head) <= min(map(largest, range(1, layers - num_ranks + 2))) + 1e-9
+
+
+def test_layers_are_divided_as_the_user_says():
+    config = config_of("opt-125m")
+    assert divide_layers(config, 2, (5, 7)) == [range(5), range(5, 12)]
+    for counts in ((5, 6), (12,), (0, 12)):
+        with pytest.raises(UsageError, match="12 layers and 2 ranks"):
+            divide_layers(config, 2, counts)
+
+
+LIMITS = SchedulerLimits(64, 64, 100, 4000, 512)
+asked = st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(0, 20)), max_size=30)
+
+
+@given(asked, st.integers(1, 8))
+def test_every_request_is_in_one_lane_and_lanes_have_similar_loads(asked, lanes):
+    requests = [Request(GenerationRequest(prompt_token_ids=ids, max_tokens=n), ids, 0, None) for ids, n in asked]
+    divided = divide(requests, lanes)
+    assert len(divided) == lanes and sorted(map(id, requests)) == sorted(id(r) for own in divided for r in own)
+    loads = [sum(len(r.tokens) + r.request.max_tokens for r in own) for own in divided]
+    largest = max((len(ids) + n for ids, n in asked), default=0)
+    assert max(loads) - min(loads) <= 2 * largest
+
+
+def test_common_beginnings_share_a_lane():
+    shared = [[k] * 20 for k in (1, 2)]
+    requests = [Request(GenerationRequest(prompt_token_ids=[1], max_tokens=4), shared[i % 2] + [i], 0, None)
+                for i in range(10)]  # fmt: skip
+    assert [sorted(r.tokens[0] for r in lane) for lane in divide(requests, 2)] == [[1] * 5, [2] * 5]
+
+
+def test_a_lane_has_room_for_the_longest_request():
+    requests = [Request(GenerationRequest(prompt_token_ids=[1], max_tokens=500), [1] * 1000, 0, None) for _ in range(9)]
+    assert num_lanes(requests, LIMITS, 4, "zigzag") == 2  # 4,000 positions hold two of 1,501
+    assert num_lanes(requests, replace(LIMITS, cache_tokens=100_000), 4, "zigzag") == 4
+    assert num_lanes(requests[:3], replace(LIMITS, cache_tokens=100_000), 4, "zigzag") == 3
+    assert num_lanes(requests, replace(LIMITS, cache_tokens=10), 4, "zigzag") == 1
+    assert num_lanes(requests * 9, LIMITS, 2, "prefill-only") == 8
+    assert num_lanes([], LIMITS, 4, "row") == 1
+    assert lane_limits(LIMITS, 3).cache_tokens == 1333 and lane_limits(LIMITS, 3).max_sequences == 33
+
+
+def test_common_limits_suit_every_rank():
+    other = replace(LIMITS, batch_tokens=32, cache_tokens=9000, slot_overhead=3, page_tokens=16, is_paced=True)
+    assert common_limits([LIMITS, other]) == replace(LIMITS, batch_tokens=32, slot_overhead=3)
