@@ -222,7 +222,7 @@ class Engine:
         resolved = resolve(name_or_path, config.revision)
         name = name or resolved.name
         report(ModelInUse(name, precision.name))
-        device, link = open_device(config.device, config.link_gb_s, pipeline and pipeline.rank)
+        device, link = open_device(config.device, config.link_gb_s, None if pipeline is None else pipeline.rank)
         checkpoint = open_checkpoint(resolved, weights=config.weights, seed=config.seed)
         tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
         if tokenizer is None and config.apply_chat_template is True:
