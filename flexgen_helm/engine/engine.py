@@ -139,7 +139,7 @@ class Engine:
         self.fingerprint = engine_fingerprint(
             checkpoint.fingerprint, tokenizer_fingerprint, precision, device.type, self._dtype
         )
-        self._identity = EngineIdentity(
+        self.identity = EngineIdentity(
             name,
             checkpoint.origin,
             self.fingerprint,
@@ -258,7 +258,7 @@ class Engine:
                 "activations": _fractions(activations.placed, plan.activations),
             }
             self.last_run = run_record(
-                self._identity,
+                self.identity,
                 plan,
                 self._tiers,
                 results,
