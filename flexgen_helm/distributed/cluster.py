@@ -36,6 +36,9 @@ class Workers(Protocol):
     def drop(self, worker: str) -> None:
         """End a worker that cannot be used, and start none in its place."""
 
+    def count(self) -> int:
+        """Return how many workers there are, those included that still load the model."""
+
     def may_serve(self) -> bool:
         """Whether there is a worker, or one will be started without anyone's doing."""
 

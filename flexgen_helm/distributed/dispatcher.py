@@ -32,7 +32,7 @@ MAX_ATTEMPTS, SHRINKING = 3, 4
 class Unit:
     """Requests that a worker computes together.
 
-    requests: places. open: those that nobody has answered.
+    requests: places. open: those that nobody has answered. unreported: those that its own worker has not answered.
     began: seconds, by the caller's clock. done_share: of the unit's work, as its worker reports it.
     """
 
@@ -40,6 +40,7 @@ class Unit:
     requests: Sequence[int]
     began: float
     open: set[int]
+    unreported: set[int]
     done_share: float = 0.0
 
     def remaining_s(self, now: float) -> float:
@@ -70,9 +71,11 @@ class Dispatcher:
     """See the module's docstring. Not for several threads.
 
     failures: place -> why the request is given up.
+    expected_workers: how many there will be soon; the first one leaves work for the others.
     """
 
     def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+        self.expected_workers = 1
         self._work = WorkList(requests)
         self._workers: dict[str, _Worker] = {}
         self._attempts: dict[int, _Attempts] = {}
@@ -113,14 +116,16 @@ class Dispatcher:
         requests = self._take(worker, state) or self._steal(worker, now)
         if not requests:
             return None
-        state.unit = Unit(worker, requests, now, set(requests))
+        state.unit = Unit(worker, requests, now, set(requests), set(requests))
         return state.unit
 
     def unit_of(self, worker: str) -> Unit | None:
         return self._workers[worker].unit if worker in self._workers else None
 
-    def answer(self, place: int) -> bool:
-        """Note an answer, from whichever worker; return whether it is the first."""
+    def answer(self, worker: str, place: int) -> bool:
+        """Note an answer; return whether it is the first."""
+        if (own := self.unit_of(worker)) is not None:
+            own.unreported.discard(place)
         if place not in self._unanswered or place in self.failures:
             return False
         self._unanswered.remove(place)
@@ -154,7 +159,7 @@ class Dispatcher:
 
     def needless(self) -> list[str]:
         """Return the workers whose units have been answered by others."""
-        return [unit.worker for unit in self._running() if not unit.open]
+        return [unit.worker for unit in self._running() if unit.unreported and not unit.open]
 
     # Deciding
 
@@ -190,7 +195,9 @@ class Dispatcher:
     def _take(self, worker: str, state: _Worker) -> list[int]:
         """Take waiting requests: half of the worker's share of them, and all where it works alone."""
         rates = self._rates()
-        cost = self._work.cost * rates[worker] / sum(rates.values()) / (1 if len(rates) == 1 else 2)
+        num_workers = max(len(rates), self.expected_workers)
+        total_rate = sum(rates.values()) * num_workers / len(rates)
+        cost = self._work.cost * rates[worker] / total_rate / (1 if num_workers == 1 else 2)
         limit: float = FIRST_UNIT_REQUESTS
         if state.rate is not None:
             cost, limit = max(min(cost, state.rate * UNIT_S), state.rate * MIN_UNIT_S), float("inf")

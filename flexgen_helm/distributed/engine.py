@@ -174,10 +174,11 @@ class ClusterEngine:
         if self._ready:
             return
         if not self._workers.may_serve():
-            failures = list(self._failures.items())
-            code = failures[0][1].exit_code if len({failure.exit_code for _, failure in failures}) == 1 else 1
-            why = explain_failures(f"{name}: {failure.message}" for name, failure in failures[:3])
-            raise (UsageError if code == UsageError.exit_code else WorkerError)(f"no worker is left; {why}")
+            failures = self._failures.values()
+            is_refused = {failure.exit_code for failure in failures} == {UsageError.exit_code}
+            why = explain_failures(failure.message for failure in failures)
+            names = ", ".join(list(self._failures)[:5])
+            raise (UsageError if is_refused else WorkerError)(f"no worker is left; {names}: {why}")
         is_long = time.monotonic() - self._began > _TELL_AFTER_S
         if is_long and not self._told and (waiting := self._workers.waiting_for()):
             self._told = True
@@ -208,6 +209,7 @@ class _Run:
     def step(self) -> None:
         """Hand out work, and take what comes within a moment."""
         engine = self._engine
+        self.dispatcher.expected_workers = engine._workers.count()
         needless = set(self.dispatcher.needless())
         for name in sorted(engine._ready):
             if engine._workers.is_listening(name):
@@ -231,7 +233,7 @@ class _Run:
     def receive(self, name: str, news: Report) -> None:
         number, places = self._units.get(name, (None, ()))
         for unit, index, result in news.results:
-            if unit == number and self.dispatcher.answer(places[index]):
+            if unit == number and self.dispatcher.answer(name, places[index]):
                 self.results[places[index]] = result
                 self.totals.add(name, result)
                 if self._on_result is not None:

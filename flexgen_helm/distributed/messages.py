@@ -41,6 +41,7 @@ class WorkerIdentity:
     """
 
     host: str
+    pid: int
     version: str
     tokenizer: str | None
     fingerprint: str

@@ -234,6 +234,9 @@ class RayWorkers:
         self._starts[place.node, place.number] = _MAX_STARTS
         self._lose(worker, "")
 
+    def count(self) -> int:
+        return len(self._actors)
+
     def may_serve(self) -> bool:
         return bool(self._actors or self._vacant()) or self._options.workers is not None
 

@@ -33,6 +33,7 @@ class WorkerRecord:
         return {
             "name": self.name,
             "host": self.identity.host,
+            "pid": self.identity.pid,
             "hardware": self.record.get("hardware", {"device": self.identity.device_type}),
             "policy": self.record.get("policy"),
             "schedule": self.record.get("schedule"),
@@ -109,7 +110,8 @@ class RunTotals:
         figures = throughput((result.cost for result in results if result is not None), seconds)
         if len(used) > 1:  # of units on machines that work side by side no sum is a prediction
             record |= {"predicted_latency_s": None, "predicted": None}
-        workload = {"num_requests": len(results), "num_unique": len(results), **figures["workload"]}
+        num_served = sum(result is not None and result.error is None for result in results)
+        workload = {"num_requests": len(results), "num_unique": num_served, **figures["workload"]}
         return {
             **record,
             **figures,

@@ -44,7 +44,8 @@ class Worker:
         self._stop: int | None = None
         self._pending = Report("loading")
         self._report_at = float("inf")  # when the next report is wanted, by `time.monotonic()`
-        threading.Thread(target=self._work, name="flexgen-engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="flexgen-engine", daemon=True)
+        self._thread.start()
 
     def exchange(self, order: Order) -> Report:
         """Take an order; wait at most `order.wait_s` seconds for something to report."""
@@ -163,4 +164,6 @@ def _own_limits(config: EngineConfig, share: float) -> EngineConfig:
 def _identity(engine: Engine, load_s: float) -> WorkerIdentity:
     tokenizer = engine.tokenizer.fingerprint if engine.tokenizer is not None else None
     device_type, dtype = engine.identity.device.type, str(engine.identity.dtype).removeprefix("torch.")
-    return WorkerIdentity(socket.gethostname(), __version__, tokenizer, engine.fingerprint, device_type, dtype, load_s)
+    return WorkerIdentity(
+        socket.gethostname(), os.getpid(), __version__, tokenizer, engine.fingerprint, device_type, dtype, load_s
+    )
