@@ -9,7 +9,7 @@ import typer
 from flexgen_helm.errors import UsageError
 
 if TYPE_CHECKING:
-    from flexgen_helm.distributed.ray_cluster import RayOptions
+    from flexgen_helm.distributed.ray_cluster import RaySession
 
 _PANEL = "Several machines"
 RAY_FLAGS = ("--ray", "--ray-workers", "--ray-cores")
@@ -49,14 +49,12 @@ RayCores = Annotated[
 ]
 
 
-def ray_options(address: str | None, workers: int | None, cores: int | None) -> RayOptions | None:
+def ray_session(address: str | None, workers: int | None, cores: int | None) -> RaySession | None:
     """Return what the flags say, None without `--ray`. Raises `UsageError` for what cannot be used."""
     if address is None:
         if workers is not None or cores is not None:
             raise UsageError("--ray-workers and --ray-cores need --ray; write for example --ray auto")
         return None
-    from flexgen_helm.distributed.ray_cluster import RayOptions
+    from flexgen_helm.distributed.ray_cluster import RayOptions, RaySession
 
-    options = RayOptions(address, workers, cores)
-    options.check()
-    return options
+    return RaySession(RayOptions(address, workers, cores))

@@ -18,7 +18,7 @@ from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT
 from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
-from flexgen_helm.cli.ray_flags import RayAddress, RayCores, RayWorkers, ray_options
+from flexgen_helm.cli.ray_flags import RayAddress, RayCores, RayWorkers, ray_session
 from flexgen_helm.cli.report import print_page
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineOptions
@@ -29,7 +29,7 @@ from flexgen_helm.run_entries import check_arguments
 from flexgen_helm.units import count, duration
 
 if TYPE_CHECKING:
-    from flexgen_helm.distributed.ray_cluster import RayOptions
+    from flexgen_helm.distributed.ray_cluster import RaySession
     from flexgen_helm.plugin.suite import SuiteOutcome
 
 # Logs that are kept; older ones are deleted.
@@ -57,13 +57,13 @@ def run(
         -m 10 --suite first
     """
     check_helm_flags(context, context.args)
-    cluster = ray_options(ray, ray_workers, ray_cores)
+    cluster = ray_session(ray, ray_workers, ray_cores)
     check_engine_flags(engine, is_local=cluster is None)
     raise typer.Exit(run_and_show(context.args, engine, verbose, cluster))
 
 
 def run_and_show(
-    arguments: Sequence[str], engine: EngineOptions, verbose: bool = False, cluster: RayOptions | None = None
+    arguments: Sequence[str], engine: EngineOptions, verbose: bool = False, cluster: RaySession | None = None
 ) -> int:
     """Run a suite with a panel, print its scores and what went wrong; return the exit code."""
     began = time.monotonic()
@@ -86,8 +86,10 @@ def run_and_show(
     return outcome.exit_code
 
 
-def _run(arguments: Sequence[str], engine: EngineOptions, cluster: RayOptions | None) -> SuiteOutcome:
+def _run(arguments: Sequence[str], engine: EngineOptions, cluster: RaySession | None) -> SuiteOutcome:
     report(Stage("start"))
+    if cluster is not None:
+        cluster.connect_soon()  # while HELM is imported
     from flexgen_helm.plugin import suite
 
     return suite.run_suite(arguments, engine, cluster)

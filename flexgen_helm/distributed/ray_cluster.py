@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -98,27 +100,69 @@ def places(nodes: Sequence[Mapping[str, Any]], on_gpus: bool, cores: int | None)
 
 
 class RaySession:
-    """A connection to a Ray cluster, or one that was started on this machine. Keep it while models take turns."""
+    """A connection to a Ray cluster, or to one that was started on this machine. Models that take turns share it.
+
+    Ray draws from Python's `random` while it connects, and so do HELM's scenarios while they make instances: `connect`
+    must have returned before HELM's runs begin, or their instances would not be those of one process.
+    """
 
     def __init__(self, options: RayOptions) -> None:
-        """Connect. Raises `UsageError` where there is no cluster."""
+        """Raises `UsageError` for options that cannot be used; connects to nothing yet."""
         options.check()
+        self._options = options
+        self._is_ours = False
+        self._connected: Future[None] = Future()
+        self._closed = threading.Event()
+        # Linux ends the processes of a local cluster with the thread that started them, so this one lives on.
+        self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
+
+    def connect_soon(self) -> None:
+        """Begin to connect, in the background; once."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def connect(self) -> None:
+        """Wait until the cluster is there. Raises `UsageError` if it cannot be reached."""
+        self.connect_soon()
+        self._connected.result()
+
+    def close(self) -> None:
+        """Disconnect; end the cluster if it was started here."""
+        self._closed.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _live(self) -> None:
+        try:
+            self._init()
+        except Exception as error:
+            self._connected.set_exception(error)
+            return
+        self._connected.set_result(None)
+        self._closed.wait()
+        if self._is_ours:
+            import ray
+
+            ray.shutdown()
+
+    def _init(self) -> None:
         import ray
 
-        self._options = options
         logging.getLogger("ray").setLevel(logging.ERROR)
         self._is_ours = not ray.is_initialized()
-        if self._is_ours:
-            local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
-            try:
-                ray.init(
-                    address=options.address,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    **(local if options.address == "local" else {}),
-                )
-            except Exception as error:
-                raise UsageError(_no_cluster(options.address, error)) from error
+        if not self._is_ours:
+            return
+        local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+        address = self._options.address
+        try:
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **(local if address == "local" else {}),
+            )
+        except Exception as error:
+            raise UsageError(_no_cluster(address, error)) from error
 
     def device(self, wanted: str) -> str:
         """Return the device of all workers; `auto` is cuda if the cluster has a GPU, else cpu."""
@@ -134,13 +178,6 @@ class RaySession:
     def start(self, model: ModelToLoad) -> RayWorkers:
         """Start workers for a model. Raises `UsageError` where there is room for none."""
         return RayWorkers(self._options, model)
-
-    def close(self) -> None:
-        """Disconnect; end the cluster if it was started here."""
-        import ray
-
-        if self._is_ours:
-            ray.shutdown()
 
 
 def _no_cluster(address: str, error: Exception) -> str:

@@ -28,7 +28,7 @@ from flexgen_helm.request import GenerationResult
 
 if TYPE_CHECKING:
     from flexgen_helm.distributed.engine import ClusterEngine
-    from flexgen_helm.distributed.ray_cluster import RayOptions, RaySession
+    from flexgen_helm.distributed.ray_cluster import RaySession
     from flexgen_helm.engine.engine import Engine
     from flexgen_helm.plugin.convert import PreparedRequest
     from flexgen_helm.response_cache import ResponseWriter
@@ -68,9 +68,8 @@ class EngineLoader:
 class ClusterLoader(EngineLoader):
     """Loads models on the workers of a Ray cluster, which all models of a suite share."""
 
-    def __init__(self, options: RayOptions) -> None:
-        self._options = options
-        self._session: RaySession | None = None
+    def __init__(self, session: RaySession) -> None:
+        self._session = session
 
     def load(self, model: ModelArguments) -> ClusterEngine:  # type: ignore[override]
         """Start workers, and wait until one has loaded the model."""
@@ -78,18 +77,15 @@ class ClusterLoader(EngineLoader):
         from flexgen_helm.checkpoint import names
         from flexgen_helm.distributed.engine import ClusterEngine
         from flexgen_helm.distributed.messages import ModelToLoad
-        from flexgen_helm.distributed.ray_cluster import RaySession
 
-        if self._session is None:
-            self._session = RaySession(self._options)
+        self._session.connect()
         config = model.engine_key.config
         config = replace(config, device=self._session.device(config.device))
         to_load = ModelToLoad(model.path, config, names.base_name(model.name)).with_absolute_paths()
         return ClusterEngine(to_load, self._session.start(to_load))
 
     def close(self) -> None:
-        if self._session is not None:
-            self._session.close()
+        self._session.close()
 
 
 class Submission(NamedTuple):

@@ -46,7 +46,7 @@ from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import versions
 
 if TYPE_CHECKING:
-    from flexgen_helm.distributed.ray_cluster import RayOptions
+    from flexgen_helm.distributed.ray_cluster import RaySession
 
 _SLASH_NAME = re.compile(r"\bflexgen/([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
 _NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
@@ -71,7 +71,7 @@ class SuiteOutcome:
 
 
 def run_suite(
-    argv: Sequence[str], options: Mapping[str, Any] | None = None, ray: RayOptions | None = None
+    argv: Sequence[str], options: Mapping[str, Any] | None = None, ray: RaySession | None = None
 ) -> SuiteOutcome:
     """Run `argv`, the arguments of `helm-run`.
 
@@ -90,6 +90,8 @@ def run_suite(
     interrupt.install()
     with _helm_warnings() as warnings, observed_by(HelmLog()), _computing_on(ray):
         try:
+            if ray is not None:
+                ray.connect()
             args = parser.parse_args(list(argv))
             is_dry, uses_cache = args.dry_run, not args.disable_cache
             helm_benchmark_run.setup_default_logging(args.log_config)
@@ -126,7 +128,7 @@ def _interrupted(num_answers: tuple[int, int], uses_cache: bool) -> str:
 
 
 @contextmanager
-def _computing_on(ray: RayOptions | None) -> Iterator[None]:
+def _computing_on(ray: RaySession | None) -> Iterator[None]:
     """Let workers of a Ray cluster compute meanwhile; None leaves everything to this process."""
     if ray is None:
         yield

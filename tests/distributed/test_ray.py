@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,7 @@ def session() -> Iterator[RaySession]:
 
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     session = RaySession(RayOptions("local", cores=1))
+    session.connect()
     yield session
     session.close()
     assert ray.is_initialized()  # a cluster that somebody else started stays
@@ -70,6 +72,7 @@ def test_two_workers_answer_as_one_process_and_survive_a_kill(
     requests = requests_of(300, max_tokens=24)
     with Engine.from_config(path, config()) as engine:
         expected, fingerprint = engine.run(requests), engine.fingerprint
+    state = random.getstate()
     engine = cluster_engine(session, path)
     try:
         assert engine.fingerprint == fingerprint  # so answers of one process and of a cluster share a response cache
@@ -94,6 +97,7 @@ def test_two_workers_answer_as_one_process_and_survive_a_kill(
         assert [worker["is_lost"] for worker in workers if worker["pid"] == killed[0]] == [True]
         assert engine.last_run["workload"]["output_tokens"] == 300 * 24
 
+        assert random.getstate() == state  # HELM's scenarios draw from it meanwhile
         same(engine.run(requests[:40]), expected[:40])  # the next run of the same engine, with who is left
     finally:
         engine.close()
