@@ -58,6 +58,10 @@ class DiskFullError(OffloadError):
     """A file does not fit on its disk; the message names both sizes."""
 
 
+class WorkerError(FlexgenError):
+    """Workers of a cluster failed, and what was tried again on others failed too; the message says why."""
+
+
 class Interrupted(FlexgenError):
     """The run was interrupted; results that were reported before are kept."""
 

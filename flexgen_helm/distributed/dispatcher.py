@@ -79,6 +79,7 @@ class Dispatcher:
         self._work = WorkList(requests)
         self._workers: dict[str, _Worker] = {}
         self._attempts: dict[int, _Attempts] = {}
+        self._units_with: dict[int, list[Unit]] = {}  # place -> running units
         self._unanswered = set(range(len(requests)))
         self.failures: dict[int, str] = {}
 
@@ -103,8 +104,10 @@ class Dispatcher:
 
     def leave(self, worker: str, why: str) -> None:
         """A worker is lost; it may not come back under this name."""
-        if (state := self._workers.pop(worker, None)) is not None and state.unit is not None:
-            self._abandon(state.unit, why)
+        unit = self._end(worker)
+        self._workers.pop(worker, None)
+        if unit is not None:
+            self._abandon(unit, why)
 
     # What a worker does
 
@@ -116,8 +119,10 @@ class Dispatcher:
         requests = self._take(worker, state) or self._steal(worker, now)
         if not requests:
             return None
-        state.unit = Unit(worker, requests, now, set(requests), set(requests))
-        return state.unit
+        unit = state.unit = Unit(worker, requests, now, set(requests), set(requests))
+        for place in requests:
+            self._units_with.setdefault(place, []).append(unit)
+        return unit
 
     def unit_of(self, worker: str) -> Unit | None:
         return self._workers[worker].unit if worker in self._workers else None
@@ -129,14 +134,13 @@ class Dispatcher:
         if place not in self._unanswered or place in self.failures:
             return False
         self._unanswered.remove(place)
-        for unit in self._running():
+        for unit in self._units_with.get(place, ()):
             unit.open.discard(place)
         return True
 
     def finish(self, worker: str, now: float, block: int = 1) -> None:
         """A worker has answered its unit. block: requests that fewer of would not be faster, by the worker's plan."""
-        state = self._workers[worker]
-        unit, state.unit = state.unit, None
+        unit, state = self._end(worker), self._workers[worker]
         if unit is None:
             return
         seconds = max(now - unit.began, 1e-3)
@@ -148,9 +152,7 @@ class Dispatcher:
 
     def fail(self, worker: str, why: str) -> None:
         """A worker could not compute its unit; it lives on."""
-        state = self._workers[worker]
-        unit, state.unit = state.unit, None
-        if unit is not None:
+        if (unit := self._end(worker)) is not None:
             self._abandon(unit, why)
 
     def stop(self, worker: str) -> None:
@@ -163,20 +165,28 @@ class Dispatcher:
 
     # Deciding
 
+    def _end(self, worker: str) -> Unit | None:
+        """Return the worker's unit, which does not run any more; None if it has none."""
+        if (state := self._workers.get(worker)) is None or state.unit is None:
+            return None
+        unit, state.unit = state.unit, None
+        for place in unit.requests:
+            self._units_with[place].remove(unit)
+        return unit
+
     def _running(self) -> list[Unit]:
         return [state.unit for state in self._workers.values() if state.unit is not None]
 
     def _abandon(self, unit: Unit, why: str) -> None:
         """Give out the open requests of a unit again, or give those up that failed too often."""
-        computed_elsewhere = {place for other in self._running() if other is not unit for place in other.open}
         returned = []
         for place in unit.open:
             attempts = self._attempts.setdefault(place, _Attempts())
             attempts.count += 1
             attempts.avoid.add(unit.worker)
             attempts.limit = min(attempts.limit, max(1, len(unit.open) // SHRINKING))
-            if place in computed_elsewhere:
-                continue
+            if self._units_with[place]:
+                continue  # another worker computes it
             if attempts.count < MAX_ATTEMPTS:
                 returned.append(place)
             else:
@@ -216,16 +226,12 @@ class Dispatcher:
 
     def _steal(self, worker: str, now: float) -> list[int]:
         """Return open requests of the unit that will take longest, so that both workers end at the same time."""
-        counts: dict[int, int] = {}
-        for unit in self._running():
-            for place in unit.open:
-                counts[place] = counts.get(place, 0) + 1
         best: tuple[float, Unit, list[int]] | None = None
         for unit in self._running():
             mine = [
                 place
                 for place in unit.requests
-                if place in unit.open and counts[place] == 1 and self._may_compute(worker, place)
+                if place in unit.open and len(self._units_with[place]) == 1 and self._may_compute(worker, place)
             ]
             seconds = unit.remaining_s(now)
             if mine and seconds >= MIN_STOLEN_S and (best is None or seconds > best[0]):

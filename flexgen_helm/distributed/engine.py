@@ -18,7 +18,7 @@ from flexgen_helm.distributed.records import RunTotals, WorkerRecord
 from flexgen_helm.distributed.worker import REPORT_EVERY_S
 from flexgen_helm.engine.engine import engine_fingerprint
 from flexgen_helm.engine.run import OnResult
-from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
+from flexgen_helm.errors import Interrupted, UsageError, WorkerError
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, Stage, report
 from flexgen_helm.quant.precisions import FP16, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
@@ -30,10 +30,6 @@ _POLL_S = 0.2
 _TELL_AFTER_S = 30.0
 # Seconds for workers to stop what nobody wants any more.
 _STOP_S = 5.0
-
-
-class WorkerError(FlexgenError):
-    """Workers failed, and the retries on other workers too; the message says why."""
 
 
 class ClusterEngine:

@@ -90,8 +90,6 @@ def run_suite(
     interrupt.install()
     with _helm_warnings() as warnings, observed_by(HelmLog()), _computing_on(ray):
         try:
-            if ray is not None:
-                ray.connect()
             args = parser.parse_args(list(argv))
             is_dry, uses_cache = args.dry_run, not args.disable_cache
             helm_benchmark_run.setup_default_logging(args.log_config)
@@ -233,10 +231,11 @@ class Suite:
             _report_other_sizes(runner, run_specs)
         if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url:
             return
+        service = get_context().service
+        service.prepare()
         started = time.monotonic()
         submissions = self._collect_runs(runner, run_specs)
         collected = time.monotonic()
-        service = get_context().service
         with service.hold():
             self._blocks = {name: service.submit(*submission) for name, submission in submissions.items()}
         helm_patches.import_classes(

@@ -11,9 +11,9 @@ import pytest
 
 from flexgen_helm import Engine, EngineConfig, GenerationRequest
 from flexgen_helm.distributed import worker as worker_module
-from flexgen_helm.distributed.engine import ClusterEngine, WorkerError
+from flexgen_helm.distributed.engine import ClusterEngine
 from flexgen_helm.distributed.messages import ModelToLoad
-from flexgen_helm.errors import Interrupted, MemoryLimitError, UsageError
+from flexgen_helm.errors import Interrupted, MemoryLimitError, UsageError, WorkerError
 from flexgen_helm.progress import Event, Message, observed_by
 from flexgen_helm.request import Progress
 from tests.helpers.thread_workers import ThreadWorker, ThreadWorkers

@@ -1,7 +1,7 @@
 """A Slurm of one machine: `sbatch`, `scontrol` and `scancel` as HELM's Slurm runner calls them.
 
-As a script it is one of them: `fake_slurm.py sbatch|scontrol|scancel FOLDER ARGUMENTS`. A job runs at once, in a process
-of its own; its script and its state are in `FOLDER/<number>`.
+As a script it is one of them: `fake_slurm.py sbatch|scontrol|scancel FOLDER ARGUMENTS`. A job runs at once, in a
+process of its own; its script and its state are in `FOLDER/<number>`.
 """
 
 from __future__ import annotations
