@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,10 @@ from flexgen_helm.distributed.messages import ModelToLoad, Order, Report
 from flexgen_helm.distributed.worker import REPORT_EVERY_S, Worker
 from flexgen_helm.errors import UsageError
 
+_ADDRESS = re.compile(r"([^/:\s]+):(\d{1,5})")
+# Seconds for the head to accept a connection, and for Ray to begin; Ray itself tries for minutes.
+_CONNECT_S, _START_S = 10.0, 90.0
+_CLOSE_S = 5.0
 # Bytes of Ray's store of large objects, which stays nearly empty: requests and answers are small. By default it may
 # take 30 % of the memory, and the model needs that.
 _OBJECT_STORE_BYTES = 128 << 20
@@ -49,6 +55,8 @@ class RayOptions:
 
     def check(self) -> None:
         """Raise `UsageError` for what cannot be used; imports nothing."""
+        if self.address not in ("auto", "local") and _ADDRESS.fullmatch(self.address) is None:
+            raise UsageError(f"--ray {self.address} is no address; write auto, local, or HOST:PORT of the head")
         for flag, value in (("--ray-workers", self.workers), ("--ray-cores", self.cores)):
             if value is not None and value < 1:
                 raise UsageError(f"{flag} is {value}; it must be 1 or more")
@@ -124,13 +132,19 @@ class RaySession:
     def connect(self) -> None:
         """Wait until the cluster is there. Raises `UsageError` if it cannot be reached."""
         self.connect_soon()
-        self._connected.result()
+        try:
+            self._connected.result(_START_S)
+        except TimeoutError:
+            raise UsageError(
+                f"Ray ({self._options.address}) has not answered for {_START_S:.0f} s; `ray status` shows whether it "
+                "runs, and `ray stop` removes what an earlier one left"
+            ) from None
 
     def close(self) -> None:
         """Disconnect; end the cluster if it was started here."""
         self._closed.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(_CLOSE_S)
 
     def _live(self) -> None:
         try:
@@ -155,6 +169,8 @@ class RaySession:
         local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
         address = self._options.address
         try:
+            if (known := _ADDRESS.fullmatch(address)) is not None:
+                socket.create_connection((known[1], int(known[2])), _CONNECT_S).close()
             ray.init(
                 address=address,
                 log_to_driver=False,
@@ -184,6 +200,11 @@ def _no_cluster(address: str, error: Exception) -> str:
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__
     if address == "local":
         return f"Ray cannot be started on this machine: {first_line}"
+    if "oken" in str(error):  # InvalidAuthToken, AuthenticationError
+        return (
+            f"the Ray cluster at {address} asks for a token ({first_line}); run: export RAY_AUTH_MODE=token, with the "
+            "token that `ray get-auth-token` prints there in ~/.ray/auth_token here"
+        )
     what = "no Ray cluster runs here" if address == "auto" else f"there is no Ray cluster at {address}"
     return f"{what} ({first_line}); start one with `ray start --head`, or take --ray local"
 
