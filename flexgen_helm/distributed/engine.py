@@ -28,6 +28,8 @@ from flexgen_helm.tokenizer.tokenizer import Tokenizer
 _POLL_S = 0.2
 # Seconds without any worker after which the user is told what is missing.
 _TELL_AFTER_S = 30.0
+# Workers that are reported one by one as they come; of more, only that all are there.
+_TOLD_WORKERS = 4
 # Seconds for workers to stop what nobody wants any more.
 _STOP_S = 5.0
 
@@ -133,7 +135,8 @@ class ClusterEngine:
         self.fingerprint = self.fingerprint or identity.fingerprint
         self._ready.add(name)
         self._records[name] = WorkerRecord(name, identity)
-        report(PlanLine(self._describe()))
+        if len(self._ready) <= _TOLD_WORKERS or len(self._ready) == self._workers.count():
+            report(PlanLine(self._describe()))
         if run is not None:
             run.dispatcher.join(name)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.progress import Event
@@ -28,8 +29,8 @@ class ModelToLoad:
         """Return the record for processes that have other working folders; names of models are no paths."""
         folder = self.config.offload_dir
         config = self.config if folder is None else replace(self.config, offload_dir=str(Path(folder).absolute()))
-        path = str(Path(self.path).absolute()) if Path(self.path).exists() else self.path
-        return ModelToLoad(path, config, self.name)
+        path = resolve(self.path, config.revision).path
+        return ModelToLoad(self.path if path is None else str(path.absolute()), config, self.name)
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,8 @@ class Service:
             worker = self._worker
         if worker is not None:
             worker.join(SHUTDOWN_S)
+        else:
+            self._loader.close()
 
     # The queue
 
