@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -108,11 +110,7 @@ def places(nodes: Sequence[Mapping[str, Any]], on_gpus: bool, cores: int | None)
 
 
 class RaySession:
-    """A connection to a Ray cluster, or to one that was started on this machine. Models that take turns share it.
-
-    Ray draws from Python's `random` while it connects, and so do HELM's scenarios while they make instances: `connect`
-    must have returned before HELM's runs begin, or their instances would not be those of one process.
-    """
+    """A connection to a Ray cluster, or to one that was started on this machine. Models that take turns share it."""
 
     def __init__(self, options: RayOptions) -> None:
         """Raises `UsageError` for options that cannot be used; connects to nothing yet."""
@@ -162,6 +160,7 @@ class RaySession:
     def _init(self) -> None:
         import ray
 
+        _use_own_generator()
         logging.getLogger("ray").setLevel(logging.ERROR)
         self._is_ours = not ray.is_initialized()
         if not self._is_ours:
@@ -194,6 +193,17 @@ class RaySession:
     def start(self, model: ModelToLoad) -> RayWorkers:
         """Start workers for a model. Raises `UsageError` where there is room for none."""
         return RayWorkers(self._options, model)
+
+
+def _use_own_generator() -> None:
+    """Give Ray's modules a random generator of their own.
+
+    They draw names and ports from Python's global one while they connect. HELM's scenarios draw instances from it at
+    the same time, which would be others than those of one process.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "ray" and getattr(module, "random", None) is random:
+            setattr(module, "random", random.Random())  # noqa: B010
 
 
 def _no_cluster(address: str, error: Exception) -> str:

@@ -61,9 +61,6 @@ class EngineLoader:
 
         return Engine.from_config(model.path, model.engine_key.config, name=names.base_name(model.name))
 
-    def prepare(self) -> None:
-        """Do what must be over before HELM makes instances."""
-
     def close(self) -> None:
         """Release what engines share; they are closed before."""
 
@@ -74,9 +71,6 @@ class ClusterLoader(EngineLoader):
     def __init__(self, session: RaySession) -> None:
         self._session = session
 
-    def prepare(self) -> None:
-        self._session.connect()
-
     def load(self, model: ModelArguments) -> ClusterEngine:  # type: ignore[override]
         """Start workers, and wait until one has loaded the model."""
         self.import_modules(model)
@@ -84,6 +78,7 @@ class ClusterLoader(EngineLoader):
         from flexgen_helm.distributed.engine import ClusterEngine
         from flexgen_helm.distributed.messages import ModelToLoad
 
+        self._session.connect()
         config = model.engine_key.config
         config = replace(config, device=self._session.device(config.device))
         to_load = ModelToLoad(model.path, config, names.base_name(model.name)).with_absolute_paths()
@@ -203,10 +198,6 @@ class Service:
         self._engine: tuple[ModelArguments, Engine] | None = None  # used by the worker only
 
     # What clients and hooks call
-
-    def prepare(self) -> None:
-        """Wait for what must be over before HELM makes instances."""
-        self._loader.prepare()
 
     def preload(self, model: ModelArguments) -> None:
         """Load `model` in the background unless another one is loaded. Errors are raised to those who need it."""

@@ -231,11 +231,10 @@ class Suite:
             _report_other_sizes(runner, run_specs)
         if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url:
             return
-        service = get_context().service
-        service.prepare()
         started = time.monotonic()
         submissions = self._collect_runs(runner, run_specs)
         collected = time.monotonic()
+        service = get_context().service
         with service.hold():
             self._blocks = {name: service.submit(*submission) for name, submission in submissions.items()}
         helm_patches.import_classes(
