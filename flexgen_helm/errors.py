@@ -62,6 +62,10 @@ class PipelineError(FlexgenError):
     """A rank of the pipeline ended, so the others cannot go on; the message names it."""
 
 
+class WorkerError(FlexgenError):
+    """Workers of a cluster failed, and what was tried again on others failed too; the message says why."""
+
+
 class Interrupted(FlexgenError):
     """The run was interrupted; results that were reported before are kept."""
 

@@ -16,13 +16,15 @@ PACKAGE = ROOT / "flexgen_helm"
 # From the bottom up; a package imports only those before it. `config` is a module.
 # fmt: off
 ORDER = ["hardware", "quant", "models", "checkpoint", "tokenizer", "planner", "config", "report", "scheduling",
-         "offload", "kv_cache", "engine", "plugin", "cli"]
+         "offload", "kv_cache", "engine", "distributed", "plugin", "cli"]
 # fmt: on
 # Modules that must be usable without torch, so that planning and registration are quick.
 TORCH_FREE = [
     "flexgen_helm",
     "flexgen_helm.checkpoint.names",
     "flexgen_helm.config",
+    "flexgen_helm.distributed.dispatcher",
+    "flexgen_helm.distributed.ray_cluster",
     "flexgen_helm.cli",
     "flexgen_helm.request",
     "flexgen_helm.scheduling.sequence",
@@ -95,6 +97,16 @@ def test_imports_point_down():
 )
 def test_a_forbidden_import_is_found(package, line):
     assert violations(package, line)
+
+
+def test_ray_is_imported_in_one_place():
+    """The extra is optional, and the engine's own package knows nothing of it."""
+    importers = [path.name for path in PACKAGE.rglob("*.py") if "ray" in map(top_level, imports(path.read_text()))]
+    assert importers == ["ray_cluster.py"]
+
+
+def top_level(name: str) -> str:
+    return name.split(".")[0]
 
 
 def borrowed(source: str) -> list[str]:

@@ -88,12 +88,17 @@ def complete_dummy_weights(argv: Sequence[str]) -> list[str]:
     return [f"{flag}=0" if word == flag and not after.isdecimal() else word for word, after in zip(argv, following)]
 
 
-def check_engine_flags(options: EngineOptions) -> None:
-    """Refuse what this machine or another flag makes impossible, before data is read and torch is imported."""
+def check_engine_flags(options: EngineOptions, is_local: bool = True) -> None:
+    """Refuse what this machine or another flag makes impossible, before data is read and torch is imported.
+
+    is_local: this machine computes; False leaves to others what only they know.
+    """
     precisions = [name.strip() for name in str(options.get("precision", "")).split(",")]  # `run` takes several
     for precision in filter(None, precisions):
         parse_option("precision", precision)
     config = EngineConfig(**{name: value for name, value in options.items() if name != "precision"})
+    if not is_local:
+        return
     if config.device.startswith("cuda"):
         require_cuda(config.device)
     if config.offload_dir is not None:

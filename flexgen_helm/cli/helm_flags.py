@@ -17,6 +17,7 @@ import typer
 from flexgen_helm.cli.completion import complete_helm_models
 from flexgen_helm.cli.engine_flags import ENGINE_FLAGS
 from flexgen_helm.cli.help import Command
+from flexgen_helm.cli.ray_flags import RAY_FLAGS
 from flexgen_helm.errors import UsageError
 from flexgen_helm.suggestions import closest, listed
 
@@ -94,7 +95,7 @@ def parse_helm_flags(args: Sequence[str]) -> Namespace:
         else:
             parser.add_argument(*flag.names, nargs=flag.nargs, type=flag.type)
     given, unknown = parser.parse_known_args(args)
-    known = [*(name for flag in HELM_FLAGS for name in flag.names), *ENGINE_FLAGS]
+    known = [*(name for flag in HELM_FLAGS for name in flag.names), *ENGINE_FLAGS, *RAY_FLAGS]
     for word in unknown:  # a flag that only a newer HELM knows is left to HELM
         if word.startswith("--") and (close := closest(word.partition("=")[0], known)):
             raise UsageError(f"run has no flag {word}; did you mean {listed(close)}?")

@@ -18,6 +18,7 @@ from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT
 from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
+from flexgen_helm.cli.ray_flags import RayAddress, RayCores, RayWorkers, ray_session
 from flexgen_helm.cli.report import print_page
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineOptions
@@ -28,6 +29,7 @@ from flexgen_helm.run_entries import check_arguments
 from flexgen_helm.units import count, duration
 
 if TYPE_CHECKING:
+    from flexgen_helm.distributed.ray_cluster import RaySession
     from flexgen_helm.plugin.suite import SuiteOutcome
 
 # Logs that are kept; older ones are deleted.
@@ -40,6 +42,9 @@ def run(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print HELM's own output instead of writing it to a log file.")
     ] = False,
+    ray: RayAddress = None,
+    ray_workers: RayWorkers = None,
+    ray_cores: RayCores = None,
 ) -> None:
     """Run HELM's evaluations with models that need not fit into memory.
 
@@ -52,11 +57,14 @@ def run(
         -m 10 --suite first
     """
     check_helm_flags(context, context.args)
-    check_engine_flags(engine)
-    raise typer.Exit(run_and_show(context.args, engine, verbose))
+    cluster = ray_session(ray, ray_workers, ray_cores)
+    check_engine_flags(engine, is_local=cluster is None)
+    raise typer.Exit(run_and_show(context.args, engine, verbose, cluster))
 
 
-def run_and_show(arguments: Sequence[str], engine: EngineOptions, verbose: bool = False) -> int:
+def run_and_show(
+    arguments: Sequence[str], engine: EngineOptions, verbose: bool = False, cluster: RaySession | None = None
+) -> int:
     """Run a suite with a panel, print its scores and what went wrong; return the exit code."""
     began = time.monotonic()
     split_precisions(engine.get("precision", ""))
@@ -65,7 +73,7 @@ def run_and_show(arguments: Sequence[str], engine: EngineOptions, verbose: bool 
         say(hint)
     log = None if verbose else _new_log()
     with redirect_stdout(sys.stderr) if log is None else Screen(log):  # stdout is for the scores
-        outcome = _run(arguments, engine)
+        outcome = _run(arguments, engine, cluster)
     with Screen():  # pandas takes a second to import
         _print_scores(outcome)
     if log is not None:
@@ -78,11 +86,13 @@ def run_and_show(arguments: Sequence[str], engine: EngineOptions, verbose: bool 
     return outcome.exit_code
 
 
-def _run(arguments: Sequence[str], engine: EngineOptions) -> SuiteOutcome:
+def _run(arguments: Sequence[str], engine: EngineOptions, cluster: RaySession | None) -> SuiteOutcome:
     report(Stage("start"))
+    if cluster is not None:
+        cluster.connect_soon()  # while HELM is imported
     from flexgen_helm.plugin import suite
 
-    return suite.run_suite(arguments, engine)
+    return suite.run_suite(arguments, engine, cluster)
 
 
 def _new_log() -> Path:

@@ -151,7 +151,7 @@ class Engine:
         self.fingerprint = engine_fingerprint(
             checkpoint.fingerprint, tokenizer_fingerprint, precision, device.type, self._dtype
         )
-        self._identity = EngineIdentity(
+        self.identity = EngineIdentity(
             name,
             checkpoint.origin,
             self.fingerprint,
@@ -329,7 +329,7 @@ class Engine:
             "activations": _fractions(activations.placed, plan.activations),
         }
         self.last_run = run_record(
-            self._identity,
+            self.identity,
             plan,
             self._tiers,
             results,

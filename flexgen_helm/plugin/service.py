@@ -27,6 +27,8 @@ from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.request import GenerationResult
 
 if TYPE_CHECKING:
+    from flexgen_helm.distributed.engine import ClusterEngine
+    from flexgen_helm.distributed.ray_cluster import RaySession
     from flexgen_helm.engine.engine import Engine
     from flexgen_helm.plugin.convert import PreparedRequest
     from flexgen_helm.response_cache import ResponseWriter
@@ -38,7 +40,7 @@ SHUTDOWN_S = 6.0  # how long `close` waits for the engine to stop and the respon
 
 
 class EngineLoader:
-    """Loads engines of `flexgen_helm.engine`; tests give the service another one."""
+    """Loads engines of `flexgen_helm.engine`; `ClusterLoader` loads them on other machines, tests give fakes."""
 
     def import_modules(self, model: ModelArguments) -> None:
         """Import what an engine of `model` needs, in the calling thread and under the import lock.
@@ -58,6 +60,32 @@ class EngineLoader:
         from flexgen_helm.engine.engine import Engine
 
         return Engine.from_config(model.path, model.engine_key.config, name=names.base_name(model.name))
+
+    def close(self) -> None:
+        """Release what engines share; they are closed before."""
+
+
+class ClusterLoader(EngineLoader):
+    """Loads models on the workers of a Ray cluster, which all models of a suite share."""
+
+    def __init__(self, session: RaySession) -> None:
+        self._session = session
+
+    def load(self, model: ModelArguments) -> ClusterEngine:  # type: ignore[override]
+        """Start workers, and wait until one has loaded the model."""
+        self.import_modules(model)
+        from flexgen_helm.checkpoint import names
+        from flexgen_helm.distributed.engine import ClusterEngine
+        from flexgen_helm.distributed.messages import ModelToLoad
+
+        self._session.connect()
+        config = model.engine_key.config
+        config = replace(config, device=self._session.device(config.device))
+        to_load = ModelToLoad(model.path, config, names.base_name(model.name)).with_absolute_paths()
+        return ClusterEngine(to_load, self._session.start(to_load))
+
+    def close(self) -> None:
+        self._session.close()
 
 
 class Submission(NamedTuple):
@@ -239,6 +267,8 @@ class Service:
             worker = self._worker
         if worker is not None:
             worker.join(SHUTDOWN_S)
+        else:
+            self._loader.close()
 
     # The queue
 
@@ -326,6 +356,7 @@ class Service:
             except BaseException as error:  # the waiting threads must get it, and this thread must live on
                 self._fail(work, error)
         self._evict()
+        self._loader.close()
 
     def _serve(self, block: list[Job]) -> None:
         from flexgen_helm.checkpoint.paths import state_dir

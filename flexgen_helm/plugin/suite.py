@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark import run as helm_benchmark_run
@@ -38,12 +38,15 @@ from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.failures import data_folder, explain_failure
 from flexgen_helm.plugin.helm_log import HelmLog
 from flexgen_helm.plugin.models import prompt_digest
-from flexgen_helm.plugin.service import Submission, SubmittedBlock
+from flexgen_helm.plugin.service import ClusterLoader, Service, Submission, SubmittedBlock
 from flexgen_helm.plugin.usage import HelmRun, suite_usage, write_json
 from flexgen_helm.progress import Message, Stage, observed_by, report
 from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import versions
+
+if TYPE_CHECKING:
+    from flexgen_helm.distributed.ray_cluster import RaySession
 
 _SLASH_NAME = re.compile(r"\bflexgen/([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
 _NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
@@ -67,11 +70,14 @@ class SuiteOutcome:
     is_dry: bool = False
 
 
-def run_suite(argv: Sequence[str], options: Mapping[str, Any] | None = None) -> SuiteOutcome:
+def run_suite(
+    argv: Sequence[str], options: Mapping[str, Any] | None = None, ray: RaySession | None = None
+) -> SuiteOutcome:
     """Run `argv`, the arguments of `helm-run`.
 
     options: engine flags (client arguments such as `policy` or `device`) for every model of the suite. `precision` may
         name several, separated by commas: every run of ours is then run in each of them.
+    ray: compute with the workers of a Ray cluster; None computes in this process.
     """
     options = {key: value for key, value in (options or {}).items() if value is not None}
     precisions = split_precisions(options.pop("precision", ""))
@@ -82,7 +88,7 @@ def run_suite(argv: Sequence[str], options: Mapping[str, Any] | None = None) -> 
     suite = context.suite = Suite(precisions, template if isinstance(template, bool) else None, prompt_digest(options))
     exit_code, sentences, is_dry, uses_cache = 0, [], False, True
     interrupt.install()
-    with _helm_warnings() as warnings, observed_by(HelmLog()):
+    with _helm_warnings() as warnings, observed_by(HelmLog()), _computing_on(ray):
         try:
             args = parser.parse_args(list(argv))
             is_dry, uses_cache = args.dry_run, not args.disable_cache
@@ -117,6 +123,21 @@ def _interrupted(num_answers: tuple[int, int], uses_cache: bool) -> str:
         "interrupted: finished runs are in the suite's folder; with --disable-cache nothing else is kept, so the same "
         "command with --skip-completed-runs repeats the unfinished ones from their start"
     )
+
+
+@contextmanager
+def _computing_on(ray: RaySession | None) -> Iterator[None]:
+    """Let workers of a Ray cluster compute meanwhile; None leaves everything to this process."""
+    if ray is None:
+        yield
+        return
+    context = get_context()
+    own, context.service = context.service, Service(ClusterLoader(ray))
+    try:
+        yield
+    finally:
+        context.service.close()
+        context.service = own
 
 
 @contextmanager

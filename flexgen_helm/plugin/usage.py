@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from flexgen_helm.files import read_object, replace_text
 from flexgen_helm.plugin.convert import PreparedRequest
 from flexgen_helm.plugin.models import ModelArguments
 from flexgen_helm.plugin.service import Response, Service, SubmittedBlock
+from flexgen_helm.report.blocks import add_blocks
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.request import Cost
@@ -25,12 +25,6 @@ from flexgen_helm.tokenizer.thinking import is_unfinished
 
 RUN_FILE = "flexgen_run.json"
 _COUNTS = ("num_requests", "num_unique")
-# How numbers (or dictionaries of numbers) of two blocks are joined.
-_JOINS: Mapping[str, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys(("bytes", "time_s", "wall_s", "halvings", "preemptions", "roofline_s"), add),
-    **dict.fromkeys(("peak_bytes", "peak_workspace_bytes"), max),
-}
-_PREDICTIONS = ("predicted_latency_s", "predicted")
 
 
 @dataclass
@@ -234,34 +228,11 @@ def _model_usage(
     if not block:
         block = dict(before)
     elif not is_all_computed:  # else (`--disable-cache`) what the earlier computation took is replaced
-        block = _add_blocks(before, block)
+        block = add_blocks(before, block)
     decisions = [run.chat_template for run in executed if run.chat_template is not None]
     chat_template = decisions[-1] if decisions else before.get("chat_template")
     usage = add_usage([runs_usage(executed), *earlier])
     return {**block, "fingerprint": fingerprint, "chat_template": chat_template, **usage}
-
-
-def _add_blocks(before: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
-    """Join what an engine said of two blocks: sums and peaks; policy, placement and hardware are the newer block's.
-
-    A prediction is a sum too, and None if one of the blocks has none.
-    """
-    joined = {**before, **block}
-    for name in _JOINS.keys() & before.keys() & block.keys():
-        joined[name] = _merge(before[name], block[name], _JOINS[name])
-    if "bytes" in before:  # else `before` has no block
-        for name in set(_PREDICTIONS) & set(joined):
-            both = before.get(name), block.get(name)
-            joined[name] = None if None in both else _merge(*both, add)
-    return joined
-
-
-def _merge(one: Any, other: Any, join: Any) -> Any:
-    """Join two numbers, or the numbers of two dictionaries by key."""
-    if isinstance(one, Mapping):
-        both = {name: _merge(one[name], value, join) for name, value in other.items() if name in one}
-        return {**one, **other, **both}
-    return join(one, other)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

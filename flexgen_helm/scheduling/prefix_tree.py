@@ -153,7 +153,7 @@ def _branchings(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
     runs: list[tuple[int, int, int]] = []
     open_: list[tuple[int, int]] = []  # depth, first
     for place in range(1, len(prompts) + 1):
-        depth = _common(prompts[place - 1], prompts[place]) if place < len(prompts) else 0
+        depth = common_length(prompts[place - 1], prompts[place]) if place < len(prompts) else 0
         first = place - 1
         while open_ and open_[-1][0] > depth:
             deeper, first = open_.pop()
@@ -163,7 +163,7 @@ def _branchings(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
     return sorted(runs, key=lambda run: (run[0], -run[1]))
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many leading tokens two prompts share."""
     low, high = 0, min(len(a), len(b))
     while low < high:

@@ -239,7 +239,7 @@ def test_run_passes_on_what_is_not_ours(monkeypatch):
 
     calls = []
 
-    def run_suite(argv, options=None):
+    def run_suite(argv, options=None, ray=None):
         calls.append((list(argv), options))
         return suite.SuiteOutcome(1)
 

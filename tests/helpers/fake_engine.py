@@ -153,6 +153,8 @@ class FakeLoader:
 
     def import_modules(self, model: Any) -> None: ...
 
+    def close(self) -> None: ...
+
     def load(self, model: Any) -> Any:
         self.engines.append(self.make(model))
         return self.engines[-1]

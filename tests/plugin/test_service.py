@@ -254,3 +254,19 @@ def test_sigint_stops_the_service_and_does_what_it_did_before(use_context: Any) 
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_what_engines_share_is_released_after_them(
+    is_used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster, say; also where a run ended before the first request."""
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+    loader = FakeLoader()
+    closed: list[bool] = []
+    monkeypatch.setattr(loader, "close", lambda: closed.append(all(engine.closed for engine in loader.engines)))
+    service = Service(loader)  # type: ignore[arg-type]
+    if is_used:
+        service.respond(MODEL, prepared("a"))
+    service.close()
+    assert closed == [True] and len(loader.engines) == is_used

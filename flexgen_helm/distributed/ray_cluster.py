@@ -1,0 +1,379 @@
+"""Workers by Ray: one for each GPU of the cluster, or for each machine. The one module that imports Ray; no torch.
+
+Ray starts the processes, notices when they die, and starts machines where its autoscaler may. Which machine gets
+which worker is decided here, because each is to have its whole machine (or GPU), and machines differ in size: a
+worker asks for the cores of its machine, and for one machine only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from flexgen_helm import __version__
+from flexgen_helm.distributed.cluster import WorkerEvent
+from flexgen_helm.distributed.messages import ModelToLoad, Order, Report
+from flexgen_helm.distributed.worker import REPORT_EVERY_S, Worker
+from flexgen_helm.errors import UsageError
+
+_ADDRESS = re.compile(r"([^/:\s]+):(\d{1,5})")
+# Seconds for the head to accept a connection, and for Ray to begin; Ray itself tries for minutes.
+_CONNECT_S, _START_S = 10.0, 90.0
+_CLOSE_S = 5.0
+# Bytes of Ray's store of large objects, which stays nearly empty: requests and answers are small. By default it may
+# take 30 % of the memory, and the model needs that.
+_OBJECT_STORE_BYTES = 128 << 20
+# Seconds between two looks for machines that joined.
+_LOOK_EVERY_S = 5.0
+# How often a worker is started in one place: one that dies again and again is not a coincidence.
+_MAX_STARTS = 3
+# Seconds without a report after which a worker counts as lost. Its thread that reports never computes.
+_SILENCE_S = 180.0
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """What `flexgen-helm run` says about Ray.
+
+    address: `auto`, `local` or that of the head. workers: most that are started, and as many machines or GPUs as
+        Ray's autoscaler is asked for; None takes what is there. cores: of each worker; None takes a machine's, or its
+        GPU's share of them.
+    """
+
+    address: str
+    workers: int | None = None
+    cores: int | None = None
+
+    def check(self) -> None:
+        """Raise `UsageError` for what cannot be used; imports nothing."""
+        if self.address not in ("auto", "local") and _ADDRESS.fullmatch(self.address) is None:
+            raise UsageError(f"--ray {self.address} is no address; write auto, local, or HOST:PORT of the head")
+        for flag, value in (("--ray-workers", self.workers), ("--ray-cores", self.cores)):
+            if value is not None and value < 1:
+                raise UsageError(f"{flag} is {value}; it must be 1 or more")
+        if find_spec("ray") is None:
+            raise UsageError("--ray needs Ray, which is not installed here; run: pip install 'flexgen-helm[ray]'")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one worker is started.
+
+    share: of the machine's memory and disk.
+    """
+
+    node: str
+    host: str
+    number: int
+    cores: int
+    gpus: int
+    share: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.host}/{self.number}"
+
+
+def places(nodes: Sequence[Mapping[str, Any]], on_gpus: bool, cores: int | None) -> list[Place]:
+    """Return where workers can be, from what `ray.nodes()` says.
+
+    on_gpus: one for each GPU; else one for each machine, or for every `cores` of its cores.
+    """
+    found = []
+    for node in nodes:
+        resources = node.get("Resources", {})
+        node_cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+        if not node.get("Alive"):
+            continue
+        if on_gpus:
+            count = gpus
+            own_cores = cores or (node_cores // gpus if gpus else 0)
+        else:
+            own_cores = cores or node_cores
+            count = node_cores // own_cores if own_cores else 0
+        found += [
+            Place(node["NodeID"], node["NodeManagerHostname"], number, own_cores, int(on_gpus), 1 / count)
+            for number in range(count)
+        ]
+    return found
+
+
+class RaySession:
+    """A connection to a Ray cluster, or to one that was started on this machine. Models that take turns share it."""
+
+    def __init__(self, options: RayOptions) -> None:
+        """Raises `UsageError` for options that cannot be used; connects to nothing yet."""
+        options.check()
+        self._options = options
+        self._is_ours = False
+        self._connected: Future[None] = Future()
+        self._closed = threading.Event()
+        # Linux ends the processes of a local cluster with the thread that started them, so this one lives on.
+        self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
+
+    def connect_soon(self) -> None:
+        """Begin to connect, in the background; once."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def connect(self) -> None:
+        """Wait until the cluster is there. Raises `UsageError` if it cannot be reached."""
+        self.connect_soon()
+        try:
+            self._connected.result(_START_S)
+        except TimeoutError:
+            raise UsageError(
+                f"Ray ({self._options.address}) has not answered for {_START_S:.0f} s; `ray status` shows whether it "
+                "runs, and `ray stop` removes what an earlier one left"
+            ) from None
+
+    def close(self) -> None:
+        """Disconnect; end the cluster if it was started here."""
+        self._closed.set()
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_S)
+
+    def _live(self) -> None:
+        try:
+            self._init()
+        except Exception as error:
+            self._connected.set_exception(error)
+            return
+        self._connected.set_result(None)
+        self._closed.wait()
+        if self._is_ours:
+            import ray
+
+            ray.shutdown()
+
+    def _init(self) -> None:
+        import ray
+
+        _use_own_generator()
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        self._is_ours = not ray.is_initialized()
+        if not self._is_ours:
+            return
+        local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+        address = self._options.address
+        try:
+            if (known := _ADDRESS.fullmatch(address)) is not None:
+                socket.create_connection((known[1], int(known[2])), _CONNECT_S).close()
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **(local if address == "local" else {}),
+            )
+        except Exception as error:
+            raise UsageError(_no_cluster(address, error)) from error
+
+    def device(self, wanted: str) -> str:
+        """Return the device of all workers; `auto` is cuda if the cluster has a GPU, else cpu."""
+        import ray
+
+        if wanted == "auto":
+            return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+        if ":" in wanted:
+            kind = wanted.partition(":")[0]
+            raise UsageError(f"--device {wanted} and --ray exclude each other: Ray gives each worker one; say {kind}")
+        return wanted
+
+    def start(self, model: ModelToLoad) -> RayWorkers:
+        """Start workers for a model. Raises `UsageError` where there is room for none."""
+        return RayWorkers(self._options, model)
+
+
+def _use_own_generator() -> None:
+    """Give Ray's modules a random generator of their own.
+
+    They draw names and ports from Python's global one while they connect. HELM's scenarios draw instances from it at
+    the same time, which would be others than those of one process.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "ray" and getattr(module, "random", None) is random:
+            setattr(module, "random", random.Random())  # noqa: B010
+
+
+def _no_cluster(address: str, error: Exception) -> str:
+    first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+    if address == "local":
+        return f"Ray cannot be started on this machine: {first_line}"
+    if "oken" in str(error):  # InvalidAuthToken, AuthenticationError
+        return (
+            f"the Ray cluster at {address} asks for a token ({first_line}); run: export RAY_AUTH_MODE=token, with the "
+            "token that `ray get-auth-token` prints there in ~/.ray/auth_token here"
+        )
+    what = "no Ray cluster runs here" if address == "auto" else f"there is no Ray cluster at {address}"
+    return f"{what} ({first_line}); start one with `ray start --head`, or take --ray local"
+
+
+@dataclass(eq=False)
+class _Actor:
+    """actor: Ray's handle. reply: of the order that is under way. sent: when, by `time.monotonic()`."""
+
+    place: Place
+    actor: Any
+    reply: Any = None
+    sent: float = 0.0
+    has_reported: bool = False
+
+
+class RayWorkers:
+    """Workers of one model; see `Workers`."""
+
+    def __init__(self, options: RayOptions, model: ModelToLoad) -> None:
+        self._options, self._model = options, model
+        self._actors: dict[str, _Actor] = {}
+        self._starts: dict[tuple[str, int], int] = {}
+        self._look_at = 0.0
+        self._on_gpus = model.config.device == "cuda"
+        if options.workers is None and not self._places():
+            what = "GPU" if self._on_gpus else f"machine with {options.cores or 1} cores for us"
+            raise UsageError(
+                f"the Ray cluster has no {what}; `ray status` shows what it has, and --ray-workers 1 waits for one"
+            )
+        self._request_machines(options.workers or 0)
+        self._fill()
+
+    def poll(self, timeout_s: float) -> list[WorkerEvent]:
+        import ray
+
+        if time.monotonic() >= self._look_at:
+            self._fill()
+        names = {state.reply: name for name, state in self._actors.items() if state.reply is not None}
+        if not names:
+            time.sleep(timeout_s)
+            return []
+        ready, _ = ray.wait(list(names), num_returns=1, timeout=timeout_s)
+        if ready:  # else it would return one of several
+            ready, _ = ray.wait(list(names), num_returns=len(names), timeout=0)
+        return [self._receive(names[reply]) for reply in ready] + self._silent()
+
+    def _receive(self, name: str) -> WorkerEvent:
+        import ray
+
+        state = self._actors[name]
+        reply, state.reply = state.reply, None
+        try:
+            report: Report = ray.get(reply)
+        except ray.exceptions.RayError as error:
+            return self._lose(name, _explain(error, state.place.host))
+        state.has_reported = True
+        return WorkerEvent(name, report)
+
+    def _silent(self) -> list[WorkerEvent]:
+        """Return the loss of workers that have not reported for long; one that has not begun is Ray's to wait for."""
+        now = time.monotonic()
+        silent = [
+            name
+            for name, state in self._actors.items()
+            if state.has_reported and state.reply is not None and now - state.sent > _SILENCE_S
+        ]
+        return [self._lose(name, f"it has not answered for {_SILENCE_S:.0f} s") for name in silent]
+
+    def _lose(self, name: str, why: str) -> WorkerEvent:
+        import ray
+
+        ray.kill(self._actors.pop(name).actor)
+        self._look_at = 0.0
+        return WorkerEvent(name, lost=why)
+
+    def is_listening(self, worker: str) -> bool:
+        return worker in self._actors and self._actors[worker].reply is None
+
+    def send(self, worker: str, order: Order) -> None:
+        state = self._actors[worker]
+        state.reply, state.sent = state.actor.exchange.remote(order), time.monotonic()
+
+    def drop(self, worker: str) -> None:
+        place = self._actors[worker].place
+        self._starts[place.node, place.number] = _MAX_STARTS
+        self._lose(worker, "")
+
+    def count(self) -> int:
+        return len(self._actors)
+
+    def may_serve(self) -> bool:
+        return bool(self._actors or self._vacant()) or self._options.workers is not None
+
+    def waiting_for(self) -> str:
+        if waiting := sum(not state.has_reported for state in self._actors.values()):
+            return f"{waiting} of {len(self._actors)} workers wait for Ray, which may be using their cores or GPUs"
+        return "workers wait for machines that join the Ray cluster" if not self._actors else ""
+
+    def close(self) -> None:
+        import ray
+
+        for state in self._actors.values():
+            ray.kill(state.actor)
+        self._actors.clear()
+        self._request_machines(0)
+
+    # Places
+
+    def _places(self) -> list[Place]:
+        import ray
+
+        return places(ray.nodes(), self._on_gpus, self._options.cores)
+
+    def _vacant(self) -> list[Place]:
+        taken = {(state.place.node, state.place.number) for state in self._actors.values()}
+        room = math.inf if self._options.workers is None else self._options.workers - len(self._actors)
+        free = [
+            place
+            for place in self._places()
+            if (key := (place.node, place.number)) not in taken and self._starts.get(key, 0) < _MAX_STARTS
+        ]
+        return free[: max(0, int(min(room, len(free))))]
+
+    def _fill(self) -> None:
+        """Start a worker in every place without one."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self._look_at = time.monotonic() + _LOOK_EVERY_S
+        for place in self._vacant():
+            starts = self._starts[place.node, place.number] = self._starts.get((place.node, place.number), 0) + 1
+            actor = (
+                ray.remote(Worker)
+                .options(
+                    num_cpus=place.cores,
+                    num_gpus=place.gpus,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(place.node, soft=False),
+                )
+                .remote(self._model, place.share, place.cores)
+            )
+            name = place.name if starts == 1 else f"{place.name}, start {starts}"
+            self._actors[name] = _Actor(place, actor)
+            self.send(name, Order(REPORT_EVERY_S))
+
+    def _request_machines(self, count: int) -> None:
+        """Ask Ray's autoscaler, if it has one, for room for so many workers; 0 takes the wish back."""
+        if self._options.workers is None:
+            return
+        from ray.autoscaler.sdk import request_resources
+
+        cores = self._options.cores or max((place.cores for place in self._places()), default=1)
+        bundle = {"CPU": cores, **({"GPU": 1} if self._on_gpus else {})}
+        request_resources(bundles=[bundle] * count)
+
+
+def _explain(error: Exception, host: str) -> str:
+    text = str(error)
+    if "No module named 'flexgen_helm" in text:
+        return f"flexgen-helm {__version__} is not installed for the Python that Ray uses on {host}; install it there"
+    if "OutOfMemory" in type(error).__name__ or "memory usage threshold" in text:
+        return f"Ray ended it because the memory of {host} ran out; lower --cpu-memory"
+    return f"its process on {host} ended ({type(error).__name__})"

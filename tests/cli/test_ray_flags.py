@@ -1,0 +1,52 @@
+"""The flags of `flexgen-helm run` for several machines, refused before anything long begins."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexgen_helm import cli
+from flexgen_helm.distributed import ray_cluster
+from tests.helpers.flags import record_suites
+
+RUN = ["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1"]
+
+
+@pytest.mark.parametrize(
+    "flags, installed, sentence",
+    [
+        (
+            ["--ray", "auto"],
+            False,
+            "--ray needs Ray, which is not installed here; run: pip install 'flexgen-helm[ray]'",
+        ),
+        (["--ray-workers", "2"], True, "--ray-workers and --ray-cores need --ray; write for example --ray auto"),
+        (["--ray", "auto", "--ray-cores", "0"], True, "--ray-cores is 0; it must be 1 or more"),
+        (["--ray-worker", "2"], True, "run has no flag --ray-worker; did you mean --ray-workers"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(
+    flags: list[str],
+    installed: bool,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls = record_suites(monkeypatch)
+    monkeypatch.setattr(ray_cluster, "find_spec", lambda name: object() if installed else None)
+    assert cli.main([*RUN, *flags]) == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
+    assert calls == []
+
+
+def test_a_gpu_of_other_machines_need_not_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the device nor the offload folder is this machine's."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    calls = record_suites(monkeypatch)
+    monkeypatch.setattr(ray_cluster, "find_spec", lambda name: object())
+    monkeypatch.setattr(ray_cluster.RaySession, "connect_soon", lambda session: None)
+    flags = ["--device", "cuda", "--offload-dir", "/proc/not/here"]
+    assert cli.main([*RUN, *flags]) == 2 and calls == []
+    assert cli.main([*RUN, *flags, "--ray", "auto"]) == 0 and len(calls) == 1

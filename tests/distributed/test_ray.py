@@ -1,0 +1,139 @@
+"""Real Ray: two workers on this machine, killed while they work."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from flexgen_helm import Engine, EngineConfig, GenerationRequest
+from flexgen_helm.distributed.engine import ClusterEngine
+from flexgen_helm.distributed.messages import ModelToLoad
+from flexgen_helm.distributed.ray_cluster import RayOptions, RaySession, places
+from flexgen_helm.errors import UsageError
+from flexgen_helm.request import GenerationResult
+from tests.helpers.tiny_models import TinyModel
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'flexgen-helm[ray]'")
+
+
+# So many that a worker which is killed after its first answers leaves work.
+NUM_REQUESTS = 1200
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[RaySession]:
+    """A local cluster, started by the session: two workers with a core each."""
+    import ray
+
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("two workers need two cores")
+    session = RaySession(RayOptions("local", workers=2, cores=1))
+    state = random.getstate()
+    session.connect()
+    assert random.getstate() == state  # HELM's scenarios draw from it meanwhile
+    yield session
+    session.close()
+    assert not ray.is_initialized()
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig(device="cpu", precision="fp16", **options)
+
+
+def cluster_engine(session: RaySession, path: str, **options: Any) -> ClusterEngine:
+    model = ModelToLoad(path, config(**options), "tiny")
+    return ClusterEngine(model, session.start(model))
+
+
+def requests_of(count: int, max_tokens: int = 8) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            prompt_token_ids=(5, 6, 7, 8 + place % 50, 60 + place // 50), max_tokens=max_tokens, ignore_eos=True,
+            echo_logprobs=True,
+        )
+        for place in range(count)
+    ]  # fmt: skip
+
+
+def same(results: list[GenerationResult], expected: list[GenerationResult]) -> None:
+    for result, other in zip(results, expected, strict=True):
+        assert result.error is None and result.prompt_token_ids == other.prompt_token_ids
+        assert [c.token_ids for c in result.completions] == [c.token_ids for c in other.completions]
+        assert [c.text for c in result.completions] == [c.text for c in other.completions]
+        for one, two in zip(result.completions, other.completions):
+            assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
+        assert result.prompt_logprobs is not None and other.prompt_logprobs is not None
+        assert result.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-4)
+
+
+def test_two_workers_answer_as_one_process_and_survive_a_kill(
+    session: RaySession, tiny: Callable[[str], TinyModel]
+) -> None:
+    path = str(tiny("llama").path)
+    requests = requests_of(NUM_REQUESTS, max_tokens=32)
+    with Engine.from_config(path, config()) as engine:
+        expected, fingerprint = engine.run(requests), engine.fingerprint
+    state = random.getstate()
+    engine = cluster_engine(session, path)
+    try:
+        assert engine.fingerprint == fingerprint  # so answers of one process and of a cluster share a response cache
+        seen: list[int] = []
+        killed: list[int] = []
+
+        def on_result(place: int, result: GenerationResult) -> None:
+            seen.append(place)
+            records = engine._records.values()
+            if len(seen) >= 5 and len(engine._ready) == 2 and not killed:
+                killed.append(next(record.identity.pid for record in records))
+                os.kill(killed[0], signal.SIGKILL)
+
+        results: list[GenerationResult] = []
+        while not killed:  # the second worker may have come late
+            seen.clear()
+            results = engine.run(requests, on_result=on_result)
+        same(results, expected)
+        assert sorted(seen) == list(range(NUM_REQUESTS))  # each once, also what had to be computed again
+        workers = engine.last_run["workers"]
+        assert sum(worker["num_requests"] for worker in workers) == NUM_REQUESTS
+        assert [worker["is_lost"] for worker in workers if worker["pid"] == killed[0]] == [True]
+        assert engine.last_run["workload"]["output_tokens"] == NUM_REQUESTS * 32
+
+        assert random.getstate() == state
+        same(engine.run(requests[:40]), expected[:40])  # the next run of the same engine, with who is left
+    finally:
+        engine.close()
+
+
+def test_addresses_without_a_cluster(session: RaySession) -> None:
+    assert session.device("auto") == "cpu" and session.device("sim") == "sim"
+    with pytest.raises(UsageError, match="Ray gives each worker one; say cuda"):
+        session.device("cuda:1")
+
+
+NODE = {"Alive": True, "NodeID": "n", "NodeManagerHostname": "h"}
+
+
+@pytest.mark.parametrize(
+    "resources, on_gpus, cores, expected",
+    [
+        ({"CPU": 16.0}, False, None, [(16, 0, 1.0)]),
+        ({"CPU": 16.0}, False, 8, [(8, 0, 0.5)] * 2),
+        ({"CPU": 16.0}, False, 32, []),
+        ({"CPU": 16.0, "GPU": 4.0}, True, None, [(4, 1, 0.25)] * 4),
+        ({"CPU": 16.0, "GPU": 4.0}, True, 2, [(2, 1, 0.25)] * 4),
+        ({"CPU": 16.0}, True, None, []),
+        ({"CPU": 16.0, "GPU": 4.0}, False, None, [(16, 0, 1.0)]),
+        ({}, False, None, []),  # a head that computes nothing
+    ],
+)
+def test_where_workers_are_placed(
+    resources: dict[str, float], on_gpus: bool, cores: int | None, expected: list[tuple[int, int, float]]
+) -> None:
+    found = places([{**NODE, "Resources": resources}, {**NODE, "Alive": False}], on_gpus, cores)
+    assert [(place.cores, place.gpus, place.share) for place in found] == expected
+    assert [place.name for place in found] == [f"h/{number}" for number in range(len(expected))]
