@@ -181,7 +181,7 @@ class Executor:
         elif state.hidden is None:
             state.hidden = self._activations.load(item.batch)
         if state.rotary is None:
-            state.rotary = self._decoder.rotary(state.metadata.positions)
+            state.rotary = self._decoder.rotary(state.metadata.positions.on_device)
         return state
 
     def _prefetch(self, item: WorkItem, following: WorkItem | None, states: dict[int, _BatchState]) -> None:
@@ -224,7 +224,7 @@ class Executor:
     def _new_state(self, batch: Batch) -> _BatchState:
         decoder = self._decoder
         metadata = build_attention_metadata(batch, decoder.config.windows, self._device, decoder.dtype, self._cache)
-        num_tokens = len(metadata.token_ids)
+        num_tokens = len(metadata.token_ids.on_device)
         self._note_workspace(
             self._workspace.layer(
                 num_tokens, metadata.longest_prompt, metadata.cached_positions, metadata.largest_prefix

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import KeysValues, Planes, make_codec
+from flexgen_helm.kv_cache.new_tokens import NewTokens
 from flexgen_helm.kv_cache.residual_window import ResidualWindow
 from flexgen_helm.kv_cache.storage import (
     DeviceStorage,
@@ -120,16 +121,18 @@ class KVCache:
                 planes = self.copy_to_host("cache", *planes)
             cache.storage.write(layer, sequence.slot, planes)
 
-    def append(self, block: CacheBlock, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store one token [B, Hk, D] of each sequence, at `positions` [B] of its own tokens."""
+    def append(self, block: CacheBlock, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
+        """Store one token [B, Hk, D] of each sequence."""
         layer, cache = self._stored_layer(layer), self._open(block)
         if cache.window is None:
+            assert new.units is not None
             cache.storage.prefetch(layer)
-            cache.storage.append(layer, torch.arange(len(positions)), positions, self.codec.encode(k, v))
+            cache.storage.append(layer, new.units, self.codec.encode(k, v))
             return
-        for group in cache.window.append(layer, k, v):
-            units = torch.full((len(group.slots),), group.unit)
-            cache.storage.append(layer, torch.tensor(group.slots), units, self.codec.encode(group.keys, group.values))
+        cache.window.append(layer, new, k, v)
+        for group in new.groups:
+            keys, values = cache.window.group(layer, group.units.on_device[0], group.window_places)
+            cache.storage.append(layer, group.units, self.codec.encode(keys, values))
 
     # Reading
 

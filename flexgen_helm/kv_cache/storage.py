@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import Codec, Plane, Planes, total_bytes
+from flexgen_helm.kv_cache.new_tokens import UnitPlaces
 from flexgen_helm.kv_cache.tensors import zeros
 from flexgen_helm.kv_cache.transfers import BlockTransfers
 from flexgen_helm.kv_cache.visibility import stored_extent
@@ -44,8 +45,8 @@ class Storage(ABC):
         """Store the first units [n, *shape] of a slot: those of its prompt."""
 
     @abstractmethod
-    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
-        """Store one unit for each of `slots`, planes [len(slots), *shape], at `units` [len(slots)]."""
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        """Store one unit in each of n slots, planes [n, *shape]."""
 
     @abstractmethod
     def read(self, layer: int) -> Planes:
@@ -128,8 +129,8 @@ class MemoryPlanes:
         for plane, stored, new in zip(self._planes, self._layers[layer], planes):
             plane.by_unit(stored)[slot, : new.shape[0]] = new
 
-    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
-        put_units(self._planes, self._layers[layer], slots, units, planes)
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        put_units(self._planes, self._layers[layer], places, planes)
 
     def read(self, layer: int, num_slots: int, units: int) -> Planes:
         """View the first units of the first slots, as they lie in memory."""
@@ -161,12 +162,9 @@ def joined(sources: SequenceOf[SlotSource]) -> list[SlotSource]:
     return runs
 
 
-def put_units(
-    specs: SequenceOf[Plane], stored: SequenceOf[Tensor], slots: Tensor, units: Tensor, planes: Planes
-) -> None:
-    """Put one unit for each of `slots` into planes; planes: the new units [len(slots), *shape]."""
-    device = stored[0].device
-    slots, units = slots.to(device), units.to(device)
+def put_units(specs: SequenceOf[Plane], stored: SequenceOf[Tensor], places: UnitPlaces, planes: Planes) -> None:
+    """Put one unit into each of n slots; planes: the new units [n, *shape]."""
+    slots, units = places.beside(stored[0])
     for plane, data, new in zip(specs, stored, planes):
         plane.by_unit(data)[slots, units] = new
 
@@ -180,8 +178,8 @@ class DeviceStorage(Storage):
     def write(self, layer: int, slot: int, planes: Planes) -> None:
         self._planes.write(layer, slot, planes)
 
-    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
-        self._planes.append(layer, slots, units, planes)
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        self._planes.append(layer, places, planes)
 
     def read(self, layer: int) -> Planes:
         return self._planes.planes(layer)
@@ -208,10 +206,10 @@ class HostStorage(Storage):
     def write(self, layer: int, slot: int, planes: Planes) -> None:
         self._store(layer, planes, lambda on_host: self._planes.write(layer, slot, on_host))
 
-    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
         if self._transfers.is_fetching(layer) and not self._codec.window_tokens:  # what is read next needs them too
-            put_units(self._codec.planes, self._transfers.fetched(layer), slots, units, planes)
-        self._store(layer, planes, lambda on_host: self._planes.append(layer, slots, units.cpu(), on_host))
+            put_units(self._codec.planes, self._transfers.fetched(layer), places, planes)
+        self._store(layer, planes, lambda on_host: self._planes.append(layer, places, on_host))
 
     def read(self, layer: int) -> Planes:
         self.prefetch(layer)
@@ -276,11 +274,12 @@ class DiskStorage(Storage):
         place = self._slots[slot]
         self._store(layer, planes, lambda on_host: self._layout.write(self._file, layer, place, on_host))
 
-    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
         if self._transfers.is_fetching(layer) and not self._codec.window_tokens:
-            put_units(self._codec.planes, self._transfers.fetched(layer)[0], slots, units, planes)
-        places, numbers = [self._slots[slot] for slot in slots.tolist()], units.tolist()
-        self._store(layer, planes, lambda on_host: self._layout.append(self._file, layer, places, numbers, on_host))
+            put_units(self._codec.planes, self._transfers.fetched(layer)[0], places, planes)
+        slots, units = (numbers.tolist() for numbers in places.on_host)
+        of_file = [self._slots[slot] for slot in slots]
+        self._store(layer, planes, lambda on_host: self._layout.append(self._file, layer, of_file, units, on_host))
 
     def read(self, layer: int) -> Planes:
         self.prefetch(layer)

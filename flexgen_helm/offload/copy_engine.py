@@ -34,6 +34,10 @@ class CopyEngine(ABC):
         """Copy from host memory to `target` (None: new device memory), after the work that `mark_used` marked."""
 
     @abstractmethod
+    def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
+        """Copy rows [T] of host memory [N, width] to new device memory [T, width], as `to_device` does."""
+
+    @abstractmethod
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         """Copy to `target` (None: new host memory), after the work that was launched on the device before."""
 
@@ -74,6 +78,9 @@ class SimulatedCopyEngine(CopyEngine):
 
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         return self._copy(source, target, *self._in)
+
+    def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
+        return self.to_device(source.index_select(0, rows))
 
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         return self._copy(source, target, *self._out)
@@ -121,6 +128,14 @@ class CudaCopyEngine(CopyEngine):
         else:
             for part, place in _pieces(source, target):
                 self._copy_in(self._buffer_like(part).copy_(part), place)
+        return target
+
+    def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
+        target = self.device_memory((len(rows), *source.shape[1:]), source.dtype)
+        step = max(1, COPY_BUFFER_BYTES // max(1, source[:1].nbytes))
+        for some_rows, place in zip(rows.split(step), target.split(step)):
+            buffer = self.thread_buffer(place.nbytes)[: place.nbytes].view(place.dtype).view(place.shape)
+            self._copy_in(torch.index_select(source, 0, some_rows, out=buffer), place)
         return target
 
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:

@@ -46,7 +46,7 @@ class OffloadedMatrix(ABC):
 
     @abstractmethod
     def gather(self, rows: Tensor) -> Tensor:
-        """Fetch single rows [T] of a table to the compute device -> [T, width]."""
+        """Fetch single rows of a table to the compute device -> [T, width]; rows: [T], on the host."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -65,7 +65,7 @@ class HostMatrix(OffloadedMatrix):
         return fetched.view(self._dtype).view(rows.shape)
 
     def gather(self, rows: Tensor) -> Tensor:
-        return self._tiers.to_device(self._stored.index_select(0, rows.cpu()), "weights")
+        return self._tiers.rows_to_device(self._stored, rows, "weights")
 
     def close(self) -> None:
         del self._stored
@@ -92,14 +92,14 @@ class DiskMatrix(OffloadedMatrix):
         return fetched.view(self._dtype).view(count, -1)
 
     def gather(self, rows: Tensor) -> Tensor:
-        unique_rows, inverse = rows.cpu().unique(return_inverse=True)
+        unique_rows, inverse = rows.unique(return_inverse=True)
         gathered = torch.empty((unique_rows.numel(), self.shape[1]), dtype=self._dtype)
         row_cost = max(_ROW_READ_BYTES, staged_bytes(1, self.row_bytes))
         if unique_rows.numel() * row_cost > self.shape[0] * self.row_bytes:
             self._scan(unique_rows, gathered)
         else:
             self._read_rows(unique_rows, gathered)
-        return self._tiers.to_device(gathered[inverse], "weights")
+        return self._tiers.rows_to_device(gathered, inverse, "weights")
 
     def close(self) -> None:
         self._threads.shutdown()

@@ -63,6 +63,13 @@ class Tiers:
         self.stats.count_bytes("cpu_to_gpu", kind, source.nbytes)
         return self.copy_engine.to_device(source, None if target is None else target[: source.numel()])
 
+    def rows_to_device(self, source: Tensor, rows: Tensor, kind: Kind) -> Tensor:
+        """Gather rows [T] of host memory [N, width] -> [T, width] on the device; block until they have arrived."""
+        if self.copy_engine is None:
+            return source.index_select(0, rows)
+        self.stats.count_bytes("cpu_to_gpu", kind, len(rows) * source[:1].nbytes)
+        return self.copy_engine.rows_to_device(source, rows)
+
     def to_host(self, source: Tensor, kind: Kind) -> Tensor:
         """Copy device memory to new host memory; block until it has arrived. Returns `source` if the host computes."""
         if self.copy_engine is None:

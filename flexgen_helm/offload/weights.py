@@ -23,7 +23,7 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.hardware.rates import column_major
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.models.config import EMBED, EMBED_TABLE, HEAD, stage_names, stage_tensor_shapes
-from flexgen_helm.models.decoder import StageWeights
+from flexgen_helm.models.decoder import StageWeights, TableRows
 from flexgen_helm.offload.linear import dequantize_tiled, tiled_linear
 from flexgen_helm.offload.matrices import DiskMatrix, MatrixLoader, OffloadedMatrix, buffered_rows
 from flexgen_helm.offload.prefetcher import (
@@ -264,12 +264,12 @@ class _StageView(StageWeights):
         weight = self._tensors.get(f"{self._stage}.{name}")
         return None if weight is None else weight.resident
 
-    def lookup(self, name: str, rows: Tensor) -> Tensor:
+    def lookup(self, name: str, rows: TableRows) -> Tensor:
         table = self._tensors[f"{self._stage}.{name}.weight"]
         if table.resident is not None:
-            return table.resident.index_select(0, rows).to(self._dtype)
+            return table.resident.index_select(0, rows.on_device).to(self._dtype)
         assert table.offloaded is not None
-        return table.offloaded.gather(rows).to(self._dtype)
+        return table.offloaded.gather(rows.on_host).to(self._dtype)
 
 
 def _is_table(name: str) -> bool:

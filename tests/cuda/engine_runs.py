@@ -9,14 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_helm import Engine, GenerationRequest, GenerationResult, MemoryLimits
+from flexgen_helm import Engine, GenerationRequest, GenerationResult, MemoryLimits, Policy
 from tests.helpers.tiny_models import VOCABULARY, TinyModel
 
 MIB = 1 << 20
 LIMITS = MemoryLimits(gpu=64 * MIB, cpu=128 * MIB, disk=256 * MIB)
+THIRDS = Policy(3, 2, *(0.3,) * 6)
+HOST = Policy(3, 2, 0, 1, 0, 1, 0, 1)
+DISK = Policy(3, 2, 0, 0, 0, 0, 0, 0)
+PLACEMENTS = {"resident": None, "thirds": THIRDS, "host": HOST, "disk": DISK}
 # Log-probabilities, each and on the mean, as on a GPU (tests/engine/test_gpu_parity.py); bfloat16 has 3 bits less.
 TOLERANCE = {torch.float32: (1e-3, 1e-4), torch.float16: (5e-2, 5e-3), torch.bfloat16: (0.4, 4e-2)}
 COSTLY, COSTLY_FACTOR = ("gemma", "mixtral", "qwen3-moe"), 4
+
+
+def slow_unless(value: Any, selected: Any) -> Any:
+    """Mark a case of a matrix that is not among those that `make test` runs."""
+    return pytest.param(*value, marks=[] if value in selected else pytest.mark.slow)
 
 
 def requests(count: int = 5, longest: int = 40, new: int = 3, shared: int = 0, **options: Any) -> list[Any]:

@@ -10,15 +10,11 @@ import itertools
 import pytest
 import torch
 
-from flexgen_helm import Engine, Policy
+from flexgen_helm import Engine
 from tests.cuda.device import cuda_in_host_memory
-from tests.cuda.engine_runs import LIMITS, MIB, assert_close, requests, run
+from tests.cuda.engine_runs import HOST, LIMITS, MIB, PLACEMENTS, THIRDS, assert_close, requests, run, slow_unless
 from tests.helpers.tiny_models import VARIANTS
 
-THIRDS = Policy(3, 2, *(0.3,) * 6)
-HOST = Policy(3, 2, 0, 1, 0, 1, 0, 1)
-DISK = Policy(3, 2, 0, 0, 0, 0, 0, 0)
-PLACEMENTS = {"resident": None, "thirds": THIRDS, "host": HOST, "disk": DISK}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SELECTED = {
     ("opt", torch.float16), ("bloom", torch.float16), ("gemma2", torch.bfloat16), ("mixtral", torch.float16),
@@ -29,10 +25,6 @@ SELECTED_PLACES = {
     ("zigzag", "disk", True, False), ("diagonal", "host", True, False), ("row", "thirds", False, True),
     ("zigzag", "thirds", True, True), ("row", "resident", True, False),
 }  # fmt: skip
-
-
-def slow_unless(value, selected):
-    return pytest.param(*value, marks=[] if value in selected else pytest.mark.slow)
 
 
 def check(model, variant, folder, dtype=torch.float16, asked=None, **settings):
