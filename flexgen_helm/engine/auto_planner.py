@@ -8,7 +8,7 @@ may be busier, or faster, than when it was measured.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -55,12 +55,15 @@ class AutoPlanner:
         device: Literal["cpu", "cuda", "sim"],
         storage_dtype: str,
         precision: Precision,
+        pins_host_memory: Callable[[], bool] = lambda: True,
     ) -> None:
         """Check the profile that `HARDWARE_VARIABLE` names; measure nothing yet.
 
         limits: bytes of the engine's tiers.
         folder: of the disk tier.
+        pins_host_memory: whether the driver has pinned all host memory so far.
         """
+        self._pins_host_memory = pins_host_memory
         self._config, self._options, self._limits, self._folder = config, options, limits, folder
         self._device, self._storage_dtype, self._precision = device, storage_dtype, precision
         self._profile: HardwareProfile | None = None
@@ -87,6 +90,7 @@ class AutoPlanner:
             overlap=self._options.overlap,
             cpu_attention=self._options.cpu_attention,
             endless=endless,
+            pins_host_memory=self._pins_host_memory(),
         )
 
     def weights(self) -> Policy | None:

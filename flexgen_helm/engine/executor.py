@@ -19,6 +19,7 @@ from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
+from flexgen_helm.models.attention import has_fused_attention
 from flexgen_helm.models.config import RopeConfig, stage_names
 from flexgen_helm.models.decoder import Decoder, Rotary, StageWeights
 from flexgen_helm.offload.activations import ActivationStore
@@ -118,7 +119,14 @@ class Executor:
         self._stages = stage_names(decoder.config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // decoder.config.vocab_size)
         tier: Tier = "cpu" if device.type == "cpu" else "gpu"
-        self._workspace = Workspace(decoder.config, decoder.dtype.itemsize, tier, cache.codec.cache_format)
+        self._workspace = Workspace(
+            decoder.config,
+            decoder.dtype.itemsize,
+            tier,
+            cache.codec.cache_format,
+            converts=weights.are_converted,
+            has_fused_attention=has_fused_attention(device, decoder.dtype, decoder.config.head_dim),
+        )
         self.peak_workspace_bytes = 0
 
     @property

@@ -31,6 +31,7 @@ from flexgen_helm.kv_cache.storage import (
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.sparse import TopK
+from flexgen_helm.offload.host_pool import HostPool
 from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.offload.transfer_stats import Kind
@@ -216,23 +217,25 @@ class KVCache:
         num_bytes, tier = self._storage_bytes(block), block.tier
         if tier is None or self._tiers.ledgers[tier].free < num_bytes:
             tier = block.tier = self._tier_for(num_bytes)
-        slots = [
-            SlotSource(old[source].storage.settled(), slot, 1, sequence.num_computed // self.codec.group_tokens)
-            for sequence, (source, slot) in zip(block.sequences, sources, strict=True)
-        ]
-        new = self._blocks[block] = self._claimed(block, tier, num_bytes, slots)
-        for target, (source, slot) in enumerate(sources):
-            if new.window is not None and (window := old[source].window) is not None:
-                new.window.copy_slot(target, window, slot)
-        for cache in old.values():
-            cache.storage.close()
+        try:
+            slots = [
+                SlotSource(old[source].storage.settled(), slot, 1, sequence.num_computed // self.codec.group_tokens)
+                for sequence, (source, slot) in zip(block.sequences, sources, strict=True)
+            ]
+            new = self._blocks[block] = self._claimed(block, tier, num_bytes, slots)
+            for target, (source, slot) in enumerate(sources):
+                if new.window is not None and (window := old[source].window) is not None:
+                    new.window.copy_slot(target, window, slot)
+        finally:
+            for cache in old.values():
+                cache.storage.close()
 
     def free(self, block: CacheBlock) -> None:
         """Give a block's memory back; harmless for one that never wrote."""
         cache = self._blocks.pop(block, None)
         if cache is not None:
-            cache.storage.close()
             self._release(cache)
+            cache.storage.close()
 
     def _release(self, cache: _BlockCache) -> None:
         tier, ledgers = cache.storage.tier, self._tiers.ledgers
@@ -302,14 +305,18 @@ class KVCache:
             layout = file_layout(block, codec, layers)
             file = tiers.directory().scratch(f"cache-{claim.serial}", claim.num_bytes)
             return DiskStorage(tiers, codec, block, layout, file)
-        device = tiers.device if tier == tiers.compute_tier else torch.device("cpu")
+        is_fetched = tier != tiers.compute_tier and not self._cpu_attention
+        memory: torch.device | HostPool = tiers.device if tier == tiers.compute_tier else torch.device("cpu")
+        if (pool := tiers.host_pool) is not None and tier == "cpu":
+            if is_fetched:
+                memory = pool
+            else:  # the host attends to it: nothing of it crosses the link
+                pool.make_room()
         if sources:
-            planes = MemoryPlanes.gathered(codec, block.num_slots, self._units(block), device, joined(sources))
+            planes = MemoryPlanes.gathered(codec, block.num_slots, self._units(block), memory, joined(sources))
         else:
-            planes = MemoryPlanes(codec, block.num_slots, layers, self._units(block), device)
-        if tier == tiers.compute_tier or self._cpu_attention:
-            return DeviceStorage(tier, codec, planes)
-        return HostStorage(tiers, codec, block, planes)
+            planes = MemoryPlanes(codec, block.num_slots, layers, self._units(block), memory)
+        return HostStorage(tiers, codec, block, planes) if is_fetched else DeviceStorage(tier, codec, planes)
 
     def _units(self, block: CacheBlock) -> int:
         """Return the units of a slot."""

@@ -17,16 +17,22 @@ from torch import Tensor
 
 from flexgen_helm.offload.staging import pages
 from flexgen_helm.planner.constants import COPY_BUFFER_BYTES
+from flexgen_helm.progress import Message, report
+from flexgen_helm.units import exact_size
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 class CopyEngine(ABC):
-    """One copy at a time in each direction; any thread may call."""
+    """One copy at a time in each direction; any thread may call.
+
+    pins: `host_memory` is pinned; False from the first refusal of the driver on.
+    """
 
     device: torch.device
 
     def __init__(self) -> None:
+        self.pins = True
         self._thread_local = threading.local()
 
     @abstractmethod
@@ -142,13 +148,15 @@ class CudaCopyEngine(CopyEngine):
         computed = torch.cuda.Event()
         computed.record(torch.cuda.current_stream(self.device))
         target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
-        for part, place in _pieces(source, target):
-            buffer = self._buffer_like(part)
+        is_pinned = target.is_contiguous() and source.is_contiguous() and target.is_pinned()
+        for part, place in [(source, target)] if is_pinned else _pieces(source, target):
+            arrived = place if is_pinned else self._buffer_like(part)
             with self._out_lock, torch.cuda.stream(self._out):
                 self._out.wait_event(computed)
-                buffer.copy_(part, non_blocking=True)
+                arrived.copy_(part, non_blocking=True)
                 self._out.synchronize()
-            place.copy_(buffer)
+            if not is_pinned:
+                place.copy_(arrived)
         return target
 
     def mark_used(self) -> None:
@@ -162,7 +170,16 @@ class CudaCopyEngine(CopyEngine):
         return memory
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        return torch.from_numpy(np.asarray(_RegisteredPages(num_bytes)))[:num_bytes]
+        registered = _RegisteredPages(num_bytes)
+        if self.pins and not registered.is_registered:
+            self.pins = False
+            report(
+                Message(
+                    f"the driver refuses to pin {exact_size(num_bytes)} of host memory, so copies to and from the GPU "
+                    "are about half as fast: lower --cpu-memory"
+                )
+            )
+        return torch.from_numpy(np.asarray(registered))[:num_bytes]
 
     def close(self) -> None:
         super().close()
@@ -184,16 +201,16 @@ class _RegisteredPages:
     It stays pageable where the driver refuses, as WSL does from half of the memory on; copies then use a buffer.
     """
 
-    _is_registered = False
+    is_registered = False
 
     def __init__(self, num_bytes: int) -> None:
         self._pages = pages(num_bytes)
         self.__array_interface__ = self._pages.numpy().__array_interface__
         address, size = self._pages.data_ptr(), self._pages.numel()
-        self._is_registered = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
+        self.is_registered = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
 
     def __del__(self) -> None:
-        if self._is_registered:
+        if self.is_registered:
             torch.cuda.cudart().cudaHostUnregister(self._pages.data_ptr())
 
 

@@ -64,6 +64,14 @@ class Weight:
     resident: Tensor | None = None
     offloaded: OffloadedMatrix | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """As it is stored."""
+        if self.resident is not None:
+            return self.resident.dtype
+        assert self.offloaded is not None
+        return self.offloaded.dtype
+
 
 class TieredWeights:
     """The weights of a model, each matrix on the tier that `placement` names (default: the compute device's).
@@ -122,6 +130,17 @@ class TieredWeights:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def are_converted(self) -> bool:
+        """Whether a product brings its weights to the compute dtype, from another dtype or packed."""
+        multiplied = [
+            weight
+            for name, weight in self.tensors.items()
+            if not _is_table(name) and (weight.resident is None or weight.resident.dim() > 1)
+        ]
+        # Packed matrices have bytes.
+        return any(weight.dtype != self._dtype for weight in multiplied)
 
     def prefetch(self, visits: Generator[StageVisit, None, None]) -> None:
         """Begin to load what the next visits need, as far ahead as the staging ring has room. Does not block.

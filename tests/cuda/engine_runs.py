@@ -49,6 +49,7 @@ def run(
         patch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: dtype)
         # Three units of a tiny model: its memory is used again and again.
         patch.setattr("flexgen_helm.planner.memory.MIN_STAGING_BYTES", 1 << 16)
+        patch.setattr("flexgen_helm.offload.host_pool.SMALLEST_REGION", 1)  # caches of tiny models are pinned too
         with Engine.from_pretrained(path, device=device, **{"limits": LIMITS, **settings}) as engine:
             results = engine.run(asked)
             for result in results:

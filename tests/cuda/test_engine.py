@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from flexgen_helm import Engine
+from flexgen_helm.offload.copy_engine import CudaCopyEngine
+from flexgen_helm.progress import Message, observed_by
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import HOST, LIMITS, MIB, PLACEMENTS, THIRDS, assert_close, requests, run, slow_unless
 from tests.helpers.tiny_models import VARIANTS
@@ -140,26 +142,47 @@ def test_memory_that_runs_out_halves_the_batches(tiny, tmp_path, monkeypatch, pl
     assert_close(model, results, torch.float16, "llama")
 
 
-def test_what_crosses_the_link_is_pinned(tiny, tmp_path):
-    """Weights in host memory are pinned, page by page and no more; all else goes through buffers of 8 MiB a thread."""
-    model = tiny("opt")
+def test_what_crosses_the_link_is_pinned(tiny, tmp_path, monkeypatch):
+    """Weights, caches and hidden states in host memory are pinned, and copied to the device from where they are.
+
+    Only keys and values of prompts, which are spread over their slots, and rows of tables go through buffers.
+    """
+    model, sources = tiny("opt"), []
+    honest = CudaCopyEngine.to_device
+
+    def to_device(self, source, target=None):
+        sources.append((source.is_pinned(), source.is_contiguous(), source.nbytes))
+        return honest(self, source, target)
+
+    monkeypatch.setattr(CudaCopyEngine, "to_device", to_device)
     with cuda_in_host_memory() as device:
-        run(
+        _, record = run(
             model.path, requests(), torch.float16, policy=HOST, schedule="zigzag", cpu_attention=False,
             offload_dir=tmp_path,
         )  # fmt: skip
+    moved = record["bytes"]["cpu_to_gpu"]
+    assert all(moved.values()) and all(pinned and dense for pinned, dense, _ in sources)
+    assert record["hardware"]["host_memory"] == "pinned"
     assert not [place for place in device.pageable_copies if place.startswith("offload/copy_engine.py")]
     assert not device.pinned_bytes, "freed with the engine"
     matrices = [p for p in model.text_parameters() if p.ndim == 2]
     exact = sum(-(-2 * p.numel() // 4096) * 4096 for p in matrices)
-    assert device.peak_registered <= exact + 6 * MIB, "the matrices' pages, and a buffer for each thread"
+    stored = record["peak_bytes"]["cpu"]
+    assert device.peak_registered <= stored + 6 * MIB, "the ledger knows all of it, but for a buffer a thread"
+    assert stored > exact, "caches and hidden states too"
 
 
 def test_a_driver_that_refuses_to_pin(tiny, tmp_path):
     """As WSL does: copies use the buffers, pageable ones too, and the answers are the same."""
-    model = tiny("opt")
+    model, events = tiny("opt"), []
     with cuda_in_host_memory() as device:
         device.register_error = 2
-        results, _ = run(model.path, requests(), torch.float16, policy=HOST, schedule="zigzag", offload_dir=tmp_path)
+        with observed_by(events.append):
+            results, record = run(
+                model.path, requests(), torch.float16, policy=HOST, schedule="zigzag", cpu_attention=False,
+                offload_dir=tmp_path,
+            )  # fmt: skip
     device.check()
+    assert record["hardware"]["host_memory"] == "pageable"
+    assert len([event for event in events if isinstance(event, Message) and "refuses to pin" in event.text]) == 1
     assert_close(model, results, torch.float16, "opt")
