@@ -295,7 +295,7 @@ class HostStorage(Storage):
         self._planes.move(source, target, units, stale_units)
 
     def settled(self) -> MemoryPlanes:
-        self._transfers.cancel()
+        self._transfers.drop_all()
         self._transfers.finish_stores()
         return self._planes
 

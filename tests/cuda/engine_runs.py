@@ -42,16 +42,19 @@ def requests(count: int = 5, longest: int = 40, new: int = 3, shared: int = 0, *
 
 
 def run(
-    path: Any, asked: Sequence[Any], dtype: torch.dtype, *, device: str = "cuda", **settings: Any
+    path: Any, asked: Sequence[Any], dtype: torch.dtype, *, device: str = "cuda", stops: Any = None, **settings: Any
 ) -> tuple[list[GenerationResult], dict[str, Any]]:
-    """Answer requests on the device in a compute dtype; return the results and the record."""
+    """Answer requests on the device in a compute dtype; return the results and the record.
+
+    stops: named arguments of `Engine.run`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: dtype)
         # Three units of a tiny model: its memory is used again and again.
         patch.setattr("flexgen_helm.planner.memory.MIN_STAGING_BYTES", 1 << 16)
         patch.setattr("flexgen_helm.offload.host_pool.SMALLEST_REGION", 1)  # caches of tiny models are pinned too
         with Engine.from_pretrained(path, device=device, **{"limits": LIMITS, **settings}) as engine:
-            results = engine.run(asked)
+            results = engine.run(asked, **(stops or {}))
             for result in results:
                 assert result.error is None, result.error
             return results, engine.last_run
