@@ -170,7 +170,7 @@ class CudaCopyEngine(CopyEngine):
         return memory
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        registered = _RegisteredPages(num_bytes)
+        registered = _RegisteredPages(num_bytes, self.device)
         if self.pins and not registered.is_registered:
             self.pins = False
             report(
@@ -203,15 +203,17 @@ class _RegisteredPages:
 
     is_registered = False
 
-    def __init__(self, num_bytes: int) -> None:
-        self._pages = pages(num_bytes)
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._pages, self._device = pages(num_bytes), device
         self.__array_interface__ = self._pages.numpy().__array_interface__
         address, size = self._pages.data_ptr(), self._pages.numel()
-        self.is_registered = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
+        with torch.cuda.device(device):  # a thread begins with device 0, whose memory the driver would take too
+            self.is_registered = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
 
     def __del__(self) -> None:
         if self.is_registered:
-            torch.cuda.cudart().cudaHostUnregister(self._pages.data_ptr())
+            with torch.cuda.device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(self._pages.data_ptr())
 
 
 def _pieces(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
