@@ -204,18 +204,19 @@ class _Pass:
         to_gpu, to_cpu = affine(), affine()
         if link is None:
             return to_gpu, to_cpu
+        store_rate = problem.cache_store_rate(link)
         offloaded: tuple[Tier, ...] = ("cpu", "disk")
         for tier in offloaded:
             weights_rate, in_rate, out_rate = problem.link_rates(link, tier)
             to_gpu[WEIGHTS[tier]] += self._weight_bytes / weights_rate + self._weight_transfers * link.transfer_s
             to_gpu[HIDDEN[tier]] += self._hidden_bytes / in_rate
             to_cpu[HIDDEN[tier]] += self._hidden_bytes / out_rate
-            to_cpu[CACHE[tier]] += self._new_cache_bytes / out_rate + self._cache_transfers * link.transfer_s
+            to_cpu[CACHE[tier]] += self._new_cache_bytes / store_rate + self._cache_transfers * link.transfer_s
             if self.prefill:
                 continue
             if tier in problem.host_attention_tiers:  # queries go there, outputs come back
                 queries = config.num_layers * self.sequences * config.q_size * problem.compute_bytes
-                to_cpu[CACHE[tier]] += queries / out_rate
+                to_cpu[CACHE[tier]] += queries / store_rate
                 to_gpu[CACHE[tier]] += queries / in_rate
             else:
                 positions = problem.fetched_positions(

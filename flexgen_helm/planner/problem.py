@@ -218,6 +218,13 @@ class PlanningProblem:
             return pinned, pageable, link.pageable_to_cpu_bytes_s
         return pinned, pinned, link.to_cpu_bytes_s
 
+    def cache_store_rate(self, link: Link) -> float:
+        """Bytes per second of new keys and values to offloaded caches.
+
+        They are spread over their slots, from a buffer: another copy within the host, as of pageable memory.
+        """
+        return link.pageable_to_cpu_bytes_s
+
     @property
     def pinned_excess(self) -> float:
         """What caches and hidden states in host memory behind a link take beyond their bytes, as a share of them."""
