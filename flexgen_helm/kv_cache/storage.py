@@ -287,7 +287,9 @@ class HostStorage(Storage):
         return self._transfers.fetched(layer)
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
-        selected = self._codec.select_values(self._planes.planes(layer)[1][slots], tokens.cpu())
+        on_host = self._tiers.to_host(tokens, "cache")
+        self._transfers.finish_stores(layer)  # of groups that are not visible yet, in the same tensors
+        selected = self._codec.select_values(self._planes.planes(layer)[1][slots], on_host)
         return copied_to_device(self._tiers, (selected,))[0]
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
@@ -360,8 +362,8 @@ class DiskStorage(Storage):
         return self._transfers.fetched(layer)[0]
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
-        on_host = self._transfers.fetched(layer)[1]
-        selected = self._codec.select_values(on_host[1][slots], tokens.cpu())
+        values = self._transfers.fetched(layer)[1][1]
+        selected = self._codec.select_values(values[slots], self._tiers.to_host(tokens, "cache"))
         return copied_to_device(self._tiers, (selected,))[0]
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:

@@ -95,7 +95,9 @@ def test_packed_and_sparse(tiny, tmp_path, precision, placement):
         )
     device.check()
     scores = [x for result in results for x in result.prompt_logprobs[1:]]
-    assert sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(scores) < 2e-2
+    # Where keys are packed and values selected by them, another selection is a larger step.
+    bound = 5e-2 if precision == "4bit-s" else 2e-2
+    assert sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(scores) < bound
 
 
 def test_automatic_plans(tiny, tmp_path, monkeypatch):

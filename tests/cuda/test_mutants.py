@@ -104,6 +104,9 @@ RUNS = {
     "host": dict(policy=Policy(3, 2, 0, 1, 0, 1, 0, 1), schedule="zigzag"),
     "cache alone": dict(policy=Policy(3, 2, 1, 0, 0, 1, 1, 0), schedule="zigzag"),
     "growing": dict(policy=Policy(3, 2, 0, 1, 0, 1, 0, 1), schedule="diagonal"),
+    "selected": dict(
+        policy=Policy(3, 2, 0, 1, 0, 1, 0, 1), schedule="zigzag", precision="4bit-s", longest=80, answers=(9,)
+    ),
 }
 
 
@@ -120,7 +123,8 @@ def late(copy):
 def races(model, folder, settings) -> int:
     """Run until the first race; return how many there were."""
     settings = dict(settings)
-    asked = [request for new in (1, 2, 5, 9) for request in requests(2 + new % 2, 30, new)]
+    longest, answers = settings.pop("longest", 30), settings.pop("answers", (1, 2, 5, 9))
+    asked = [request for new in answers for request in requests(2 + new % 2, longest, new)]
     with cuda_in_host_memory() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tiers, "to_host", late(Tiers.to_host))
         stops = dict(should_stop=lambda: bool(device.races))
