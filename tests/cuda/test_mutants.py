@@ -176,8 +176,10 @@ def test_what_breaks_off_has_no_race(tmp_path):
 @pytest.mark.parametrize("statement", statements(), ids=lambda s: " ".join(map(str, s)).removeprefix("flexgen_helm."))
 def test_each_removed_statement_is_caught(tiny, tmp_path, monkeypatch, statement):
     remove(monkeypatch, *statement)
-    # The first run that shows a race is enough.
-    assert races_of_what_breaks_off(tmp_path) or any(races(tiny("llama"), tmp_path, own) for own in RUNS.values())
+    # The first run that shows a race is enough; some statements need one of their own.
+    first = {"settled": "growing", "select": "selected", "move": "host"}.get(statement[1], "three tiers")
+    names = sorted(RUNS, key=lambda name: name != first)
+    assert races_of_what_breaks_off(tmp_path) or any(races(tiny("llama"), tmp_path, RUNS[name]) for name in names)
 
 
 def test_the_mutants_are_all_ordering_statements():
