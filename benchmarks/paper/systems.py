@@ -55,8 +55,19 @@ class PaperProblem(PlanningProblem):
     def host_attention_tiers(self) -> tuple[Tier, ...]:
         return ("cpu", "disk") if super().host_attention_tiers else ()
 
-    def link_rates(self, link: Link) -> tuple[float, float, float]:
+    def link_rates(self, link: Link, tier: Tier) -> tuple[float, float, float]:
         return link.to_gpu_bytes_s, link.pageable_to_gpu_bytes_s, link.pageable_to_cpu_bytes_s
+
+    @property
+    def pinned_excess(self) -> float:
+        return 0.0
+
+    def fetched_positions(self, tier: Tier, attended: float, stored: float) -> float:
+        return attended
+
+    @property
+    def fused_rows(self) -> int:
+        return 0
 
     def conversions(self, batches: float) -> float:
         return 1.0
@@ -92,7 +103,7 @@ class PaperProblem(PlanningProblem):
 class AccelerateProblem(PaperProblem):
     """Accelerate: its weights are pageable as well."""
 
-    def link_rates(self, link: Link) -> tuple[float, float, float]:
+    def link_rates(self, link: Link, tier: Tier) -> tuple[float, float, float]:
         return link.pageable_to_gpu_bytes_s, link.pageable_to_gpu_bytes_s, link.pageable_to_cpu_bytes_s
 
 

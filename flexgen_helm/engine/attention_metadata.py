@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from torch import Tensor
 from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.codec import Codec
+from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tokens
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart, decode_parts, prefix_parts, query_chunks
 from flexgen_helm.models import attention, sparse
 from flexgen_helm.models.attention import AttentionConfig, PartialAttention, mask_dtype, merge_partial
+from flexgen_helm.models.decoder import TableRows
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence
 
 # From so many queries on, keys and values in host memory are copied to them: those of a few hundred positions cross
@@ -65,7 +68,8 @@ class DecodeAttention:
 
     tokens: of the batch.
     on_host: the host computes attention.
-    positions: [B], where the tokens go in their slots; on the host if it computes attention.
+    positions: [B], of the tokens among their sequences' own; on the host if it computes attention.
+    new: where the tokens go.
     parts: of what they see; the first covers all of them.
     """
 
@@ -73,6 +77,7 @@ class DecodeAttention:
     block: CacheBlock
     on_host: bool
     positions: Tensor
+    new: NewTokens
     parts: tuple[DecodePart, ...]
 
     def attend(
@@ -84,7 +89,7 @@ class DecodeAttention:
             (joined,) = cache.copy_to_host("activations", torch.cat((q, k, v), 1))
             q, k, v = joined.split(heads, 1)
             config = config.on_host
-        cache.append(self.block, layer, self.positions, k, v)
+        cache.append(self.block, layer, self.new, k, v)
         first, *others = self.parts
         out, lse = self._attend(first, layer, window, config, cache, q)
         for part in others:
@@ -153,8 +158,8 @@ class AttentionMetadata:
     token_ids, positions: [T], positions are absolute.
     """
 
-    token_ids: Tensor
-    positions: Tensor
+    token_ids: TableRows
+    positions: TableRows
     prompts: tuple[PromptAttention, ...]
     decodes: tuple[DecodeAttention, ...]
     prefixes: tuple[PrefixAttention, ...]
@@ -240,28 +245,33 @@ def build_attention_metadata(
         for prefix in sequence.prefixes:
             users.setdefault(prefix, []).extend(range(tokens.start, tokens.stop))
 
-    cached = [[sequence.num_computed for sequence in block.sequences] for block in blocks]
+    appended = [new_token_lists(block, cache.codec) for block in blocks]
     in_prefixes = [[positions[token] - prefix.start for token in index] for prefix, index in users.items()]
-    lists = (token_ids, positions, *cached, *in_prefixes, *users.values())
-    (_, _, *on_host), (ids, at, *on_device) = host_and_device(device, lists)
+    lists = (token_ids, positions, *chain(*appended), *chain(*zip(in_prefixes, users.values())))
+    # Tensors in the order of the lists, each on the host and on the device.
+    pairs = zip(*host_and_device(device, lists)[:2], strict=True)
+    (host_ids, ids), (host_at, at) = next(pairs), next(pairs)
 
     decodes = []
-    for number, (block, first) in enumerate(blocks.items()):
+    for (block, first), own_lists in zip(blocks.items(), appended):
+        on_host, on_device = zip(*islice(pairs, len(own_lists)))
         host_attends = cache.attends_on_host(block)
-        own = (on_host if host_attends else on_device)[number]
+        own = (on_host if host_attends else on_device)[1]
         tokens = slice(first, first + len(block.sequences))
+        new = new_tokens(block, cache.codec, on_host, on_device)
         seen = decode_parts(block, own, kinds, cache.codec, mask_dtype(own.device, dtype))
-        decodes.append(DecodeAttention(tokens, block, host_attends, own, seen))
+        decodes.append(DecodeAttention(tokens, block, host_attends, own, new, seen))
 
     prefixes = []
-    for number, (prefix, index) in enumerate(users.items()):
+    for (prefix, index), own_positions in zip(users.items(), in_prefixes):
+        (own_on_host, own), (_, tokens_on_device) = next(pairs), next(pairs)
         adjacent = index[-1] - index[0] == len(index) - 1  # ascending, no token twice
-        where = slice(index[0], index[-1] + 1) if adjacent else on_device[len(blocks) + len(users) + number]
-        parts = prefix_parts(prefix, in_prefixes[number], cache.codec)
-        own, own_on_host = (tensors[len(blocks) + number] for tensors in (on_device, on_host))
+        where = slice(index[0], index[-1] + 1) if adjacent else tokens_on_device
+        parts = prefix_parts(prefix, own_positions, cache.codec)
         prefixes.append(PrefixAttention(prefix, where, own, own_on_host, parts))
 
-    return AttentionMetadata(ids, at, tuple(prompts), tuple(decodes), tuple(prefixes))
+    rows = TableRows(ids, host_ids), TableRows(at, host_at)
+    return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes))
 
 
 def _to_device(cache: KVCache, part: PartialAttention) -> PartialAttention:

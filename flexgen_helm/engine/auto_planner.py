@@ -8,7 +8,7 @@ may be busier, or faster, than when it was measured.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +56,7 @@ class AutoPlanner:
         storage_dtype: str,
         precision: Precision,
         num_ranks: int = 1,
+        pins_host_memory: Callable[[], bool] = lambda: True,
     ) -> None:
         """Check the profile that `HARDWARE_VARIABLE` names; measure nothing yet.
 
@@ -63,7 +64,9 @@ class AutoPlanner:
         limits: bytes of the engine's tiers.
         folder: of the disk tier.
         num_ranks: that share the layers as a pipeline; the others are taken to be like this one.
+        pins_host_memory: whether the driver has pinned all host memory so far.
         """
+        self._pins_host_memory = pins_host_memory
         self._config, self._options, self._limits, self._folder = config, options, limits, folder
         self._device, self._storage_dtype, self._precision = device, storage_dtype, precision
         self._num_ranks = num_ranks
@@ -91,6 +94,7 @@ class AutoPlanner:
             overlap=self._options.overlap,
             cpu_attention=self._options.cpu_attention,
             endless=endless,
+            pins_host_memory=self._pins_host_memory(),
         )
         return replace(problem, stages=self._num_ranks)
 

@@ -121,6 +121,7 @@ class Engine:
             storage_dtype=str(checkpoint.storage_dtype).removeprefix("torch."),
             precision=precision,
             num_ranks=1 if pipeline is None else pipeline.rank.size,
+            pins_host_memory=lambda: link is None or link.pins,
         )
         # Weights that do not all fit on the compute device are placed by the search, if it finds a way.
         self._searches = policy is None and (self._memory.streams_weights or options.max_latency is not None)

@@ -21,6 +21,7 @@ from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
+from flexgen_helm.models.attention import has_fused_attention
 from flexgen_helm.models.config import EMBED, HEAD, RopeConfig, layer_stage, stage_names
 from flexgen_helm.models.decoder import Decoder, Rotary, StageWeights
 from flexgen_helm.offload.activations import ActivationStore
@@ -166,7 +167,14 @@ class Executor:
         self._stages = stage_names(self._config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
         tier: Tier = "cpu" if device.type == "cpu" else "gpu"
-        self._workspace = Workspace(self._config, decoder.dtype.itemsize, tier, cache.codec.cache_format)
+        self._workspace = Workspace(
+            self._config,
+            decoder.dtype.itemsize,
+            tier,
+            cache.codec.cache_format,
+            converts=weights.are_converted,
+            has_fused_attention=has_fused_attention(device, decoder.dtype, self._config.head_dim),
+        )
         self.peak_workspace_bytes = 0
         self._head_outputs: dict[Batch, _HeadOutput] = {}  # of batches that `collect` has not asked for
         self._collected_at = time.perf_counter()
@@ -256,7 +264,7 @@ class Executor:
 
     def _receive(self, batch: Batch, state: _BatchState) -> None:
         assert self._pipeline is not None
-        shape = len(state.metadata.token_ids), self._config.hidden_size
+        shape = batch.num_tokens, self._config.hidden_size
         state.hidden, state.nonfinite_layer = self._pipeline.receive_hidden(
             _checksum(batch), shape, self._decoder.dtype, self._device
         )
@@ -271,7 +279,7 @@ class Executor:
         elif state.hidden is None:
             state.hidden = self._activations.load(item.batch)
         if state.rotary is None:
-            state.rotary = self._decoder.rotary(state.metadata.positions)
+            state.rotary = self._decoder.rotary(state.metadata.positions.on_device)
         return state
 
     def _prefetch(self, item: WorkItem, following: WorkItem | None, states: dict[int, _BatchState]) -> None:
@@ -319,7 +327,7 @@ class Executor:
     def _new_state(self, batch: Batch) -> _BatchState:
         decoder = self._decoder
         metadata = build_attention_metadata(batch, decoder.config.windows, self._device, decoder.dtype, self._cache)
-        num_tokens = len(metadata.token_ids)
+        num_tokens = len(metadata.token_ids.on_device)
         self._note_workspace(
             self._workspace.layer(
                 num_tokens, metadata.longest_prompt, metadata.cached_positions, metadata.largest_prefix

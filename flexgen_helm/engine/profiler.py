@@ -33,6 +33,9 @@ _UNCACHED_BYTES = 96 << 20
 # Bytes of the measured files, of one transfer, and transfers at once.
 _FILE_BYTES, _CHUNK_BYTES, _TRANSFERS = 512 << 20, 16 << 20, 2
 _LINK_BYTES = 256 << 20
+# Heads, elements of a head, tokens, and decoding sequences of the measured attention: a GPU would spend most of the
+# time of short attention on starting its kernels.
+_HOST_ATTENTION, _DEVICE_ATTENTION = (16, 64, 256, 32), (32, 128, 2048, 32)
 # Small operations of one batch in one layer, or of one cache block's attention: norms, views, copies of the cache, and
 # the interpreter between them, which takes as long again.
 _SMALL_OPERATIONS = 200
@@ -81,8 +84,7 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
             points.append((float(rows), 2.0 * rows * _WIDTH * _WIDTH / seconds))
         curves[name] = Curve(tuple(points))
     kind: torch.dtype = torch.float32 if device.type == "cpu" else torch.float16
-    # A GPU would spend most of the time of short attention on starting its kernels.
-    heads, dim, tokens, group = (16, 64, 256, 32) if device.type == "cpu" else (32, 128, 2048, 32)
+    heads, dim, tokens, group = _HOST_ATTENTION if device.type == "cpu" else _DEVICE_ATTENTION
     scoring = AttentionConfig(scale=dim**-0.5)
     prompt = [torch.randn(tokens, heads, dim, device=device, dtype=kind) for _ in range(3)]
     attention = 4.0 * tokens * tokens * heads * dim / best([_bind(attend_causal, *prompt, scoring)], 10)

@@ -98,6 +98,7 @@ def run_record(
             "device": "sim" if engine.simulated else str(engine.device),
             "name": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else processor_name(),
             "compute_dtype": str(engine.dtype).removeprefix("torch."),
+            "host_memory": None if tiers.copy_engine is None else "pinned" if tiers.copy_engine.pins else "pageable",
             "threads": torch.get_num_threads(),
             "matmul_flops": rate,
             "memory_bytes": psutil.virtual_memory().total,

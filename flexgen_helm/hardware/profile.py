@@ -72,6 +72,12 @@ class Processor:
     quantize_elements_s: float = math.inf
     step_s: float = 0.0
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether bfloat16 products are about as fast as float16 ones: GPUs from Ampere on."""
+        rates = {name: curve.best for name, curve in self.matmul_flops.items()}
+        return rates.get("bfloat16", 0.0) > rates.get("float16", 0.0) / 2
+
     def compute_dtype(self, storage_dtype: str) -> str:
         """The dtype of products, chosen as the engine does: the faster of the weights' 16 bits and float32."""
         known = [dtype for dtype in (storage_dtype, "float32") if dtype in self.matmul_flops] or list(self.matmul_flops)

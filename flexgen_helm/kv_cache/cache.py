@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import KeysValues, Planes, make_codec
+from flexgen_helm.kv_cache.new_tokens import NewTokens
 from flexgen_helm.kv_cache.residual_window import ResidualWindow
 from flexgen_helm.kv_cache.storage import (
     DeviceStorage,
@@ -30,6 +31,7 @@ from flexgen_helm.kv_cache.storage import (
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.sparse import TopK
+from flexgen_helm.offload.host_pool import HostPool
 from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.offload.transfer_stats import Kind
@@ -123,16 +125,18 @@ class KVCache:
                 planes = self.copy_to_host("cache", *planes)
             cache.storage.write(layer, sequence.slot, planes)
 
-    def append(self, block: CacheBlock, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store one token [B, Hk, D] of each sequence, at `positions` [B] of its own tokens."""
+    def append(self, block: CacheBlock, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
+        """Store one token [B, Hk, D] of each sequence."""
         layer, cache = self._stored_layer(layer), self._open(block)
         if cache.window is None:
+            assert new.units is not None
             cache.storage.prefetch(layer)
-            cache.storage.append(layer, torch.arange(len(positions)), positions, self.codec.encode(k, v))
+            cache.storage.append(layer, new.units, self.codec.encode(k, v))
             return
-        for group in cache.window.append(layer, k, v):
-            units = torch.full((len(group.slots),), group.unit)
-            cache.storage.append(layer, torch.tensor(group.slots), units, self.codec.encode(group.keys, group.values))
+        cache.window.append(layer, new, k, v)
+        for group in new.groups:
+            keys, values = cache.window.group(layer, group.units.on_device[0], group.window_places)
+            cache.storage.append(layer, group.units, self.codec.encode(keys, values))
 
     # Reading
 
@@ -216,23 +220,25 @@ class KVCache:
         num_bytes, tier = self._storage_bytes(block), block.tier
         if tier is None or self._tiers.ledgers[tier].free < num_bytes:
             tier = self._choose_tier(block, num_bytes)
-        slots = [
-            SlotSource(old[source].storage.settled(), slot, 1, sequence.num_computed // self.codec.group_tokens)
-            for sequence, (source, slot) in zip(block.sequences, sources, strict=True)
-        ]
-        new = self._blocks[block] = self._claimed(block, tier, num_bytes, slots)
-        for target, (source, slot) in enumerate(sources):
-            if new.window is not None and (window := old[source].window) is not None:
-                new.window.copy_slot(target, window, slot)
-        for cache in old.values():
-            cache.storage.close()
+        try:
+            slots = [
+                SlotSource(old[source].storage.settled(), slot, 1, sequence.num_computed // self.codec.group_tokens)
+                for sequence, (source, slot) in zip(block.sequences, sources, strict=True)
+            ]
+            new = self._blocks[block] = self._claimed(block, tier, num_bytes, slots)
+            for target, (source, slot) in enumerate(sources):
+                if new.window is not None and (window := old[source].window) is not None:
+                    new.window.copy_slot(target, window, slot)
+        finally:
+            for cache in old.values():
+                cache.storage.close()
 
     def free(self, block: CacheBlock) -> None:
         """Give a block's memory back; harmless for one that never wrote."""
         cache = self._blocks.pop(block, None)
         if cache is not None:
-            cache.storage.close()
             self._release(cache)
+            cache.storage.close()
 
     def _release(self, cache: _BlockCache) -> None:
         tier, ledgers = cache.storage.tier, self._tiers.ledgers
@@ -301,14 +307,18 @@ class KVCache:
             layout = file_layout(block, codec, layers)
             file = tiers.directory().scratch(f"cache-{claim.serial}", claim.num_bytes)
             return DiskStorage(tiers, codec, block, layout, file)
-        device = tiers.device if tier == tiers.compute_tier else torch.device("cpu")
+        is_fetched = tier != tiers.compute_tier and not self._cpu_attention
+        memory: torch.device | HostPool = tiers.device if tier == tiers.compute_tier else torch.device("cpu")
+        if (pool := tiers.host_pool) is not None and tier == "cpu":
+            if is_fetched:
+                memory = pool
+            else:  # the host attends to it: nothing of it crosses the link
+                pool.make_room()
         if sources:
-            planes = MemoryPlanes.gathered(codec, block.num_slots, self._units(block), device, joined(sources))
+            planes = MemoryPlanes.gathered(codec, block.num_slots, self._units(block), memory, joined(sources))
         else:
-            planes = MemoryPlanes(codec, block.num_slots, layers, self._units(block), device)
-        if tier == tiers.compute_tier or self._cpu_attention:
-            return DeviceStorage(tier, codec, planes)
-        return HostStorage(tiers, codec, block, planes)
+            planes = MemoryPlanes(codec, block.num_slots, layers, self._units(block), memory)
+        return HostStorage(tiers, codec, block, planes) if is_fetched else DeviceStorage(tier, codec, planes)
 
     def _units(self, block: CacheBlock) -> int:
         """Return the units of a slot."""

@@ -19,7 +19,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from flexgen_helm.quant.arithmetic import NotQuantizableError, largest_value
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into
 from flexgen_helm.quant.packing import quantize
@@ -206,13 +205,8 @@ class QuantizedCodec(Codec):
     def _quantize(self, x: Tensor, fmt: GroupFormat | None) -> Tensor:
         if fmt is None:
             return x.contiguous().view(torch.uint8)
-        x = x.reshape(self._matrix_shape(fmt, x.shape[0]))
-        try:
-            return quantize(x, fmt)
-        except NotQuantizableError:
-            # The sequence fails by its hidden states, which show what is not finite; its neighbours go on.
-            limit = largest_value(fmt)
-            return quantize(torch.nan_to_num(x, nan=0.0).clamp(-limit, limit), fmt)
+        # A sequence with values that are not finite fails by its hidden states, which show them; its neighbours go on.
+        return quantize(x.reshape(self._matrix_shape(fmt, x.shape[0])), fmt, saturate=True)
 
     def _dequantize_groups(self, data: Tensor, fmt: GroupFormat | None) -> Tensor:
         slots, groups = data.shape[:2]

@@ -8,24 +8,13 @@ Token p lies at place p mod W. A group is encoded and stored when its last token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import Codec, KeysValues
+from flexgen_helm.kv_cache.new_tokens import NewTokens
 from flexgen_helm.kv_cache.tensors import zeros
 from flexgen_helm.scheduling.sequence import CacheBlock
-
-
-@dataclass(frozen=True, eq=False)
-class CompleteGroups:
-    """Group number `unit` of some slots: keys and values [len(slots) * group_tokens, Hk, D], slot by slot."""
-
-    slots: list[int]
-    unit: int
-    keys: Tensor
-    values: Tensor
 
 
 class ResidualWindow:
@@ -51,26 +40,18 @@ class ResidualWindow:
             for half, new in enumerate(codec.round_trip(k[first:], v[first:])):
                 self._quantized[layer][half, slot, places] = new
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> list[CompleteGroups]:
-        """Keep one token [B, Hk, D] of each sequence; return the groups that they complete."""
-        codec, newest, sequences = self._codec, self._plain[layer], self._block.sequences
-        slots = torch.arange(len(sequences), device=self._device)
-        places = torch.tensor([s.num_computed % codec.window_tokens for s in sequences], device=self._device)
+    def append(self, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
+        """Keep one token [B, Hk, D] of each sequence."""
+        newest, slots, places = self._plain[layer], new.window_slots, new.window_places
         newest[0, slots, places], newest[1, slots, places] = k, v
         if self._quantized:
             seen = self._quantized[layer]
-            seen[0, slots, places], seen[1, slots, places] = codec.round_trip(k, v)
-        # Sequences that began together complete a group together.
-        complete: dict[int, list[int]] = {}
-        for slot, sequence in enumerate(sequences):
-            if (sequence.num_computed + 1) % codec.group_tokens == 0:
-                complete.setdefault(sequence.num_computed, []).append(slot)
-        groups = []
-        for last, of_slots in complete.items():
-            tokens = torch.arange(last - codec.group_tokens + 1, last + 1, device=self._device) % codec.window_tokens
-            keys, values = (half[of_slots][:, tokens].flatten(0, 1) for half in newest)
-            groups.append(CompleteGroups(of_slots, last // codec.group_tokens, keys, values))
-        return groups
+            seen[0, slots, places], seen[1, slots, places] = self._codec.round_trip(k, v)
+
+    def group(self, layer: int, slots: Tensor, places: Tensor) -> KeysValues:
+        """Return keys and values [n * G, Hk, D] of some slots [n] at some places [G], slot by slot."""
+        keys, values = self._plain[layer][:, slots[:, None], places].flatten(1, 2)
+        return keys, values
 
     def read(self, layer: int, seen_quantized: Tensor | None) -> KeysValues:
         """Return keys and values [B, Hk, W, D] of the block's sequences.

@@ -20,16 +20,21 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import Codec, Plane, Planes, total_bytes
+from flexgen_helm.kv_cache.new_tokens import UnitPlaces
 from flexgen_helm.kv_cache.tensors import zeros
 from flexgen_helm.kv_cache.transfers import BlockTransfers
 from flexgen_helm.kv_cache.visibility import stored_extent
 from flexgen_helm.offload.disk import DirectFile
+from flexgen_helm.offload.host_pool import HostPool, HostRegion
 from flexgen_helm.offload.staging import aligned
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.scheduling.sequence import CacheBlock
 
 _HOST = torch.device("cpu")
+# Share of its slots' units from which on a layer is fetched with all of them: pinned memory that is contiguous crosses
+# the link without a copy within the host, which would halve the rate.
+_WHOLE_SLOTS_FROM = 0.5
 # A slot of a file, and how many of its first units are read.
 SlotCount = tuple[int, int]
 
@@ -44,8 +49,8 @@ class Storage(ABC):
         """Store the first units [n, *shape] of a slot: those of its prompt."""
 
     @abstractmethod
-    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
-        """Store one unit for each of `slots`, planes [len(slots), *shape], at `units` [len(slots)]."""
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        """Store one unit in each of n slots, planes [n, *shape]."""
 
     @abstractmethod
     def read(self, layer: int) -> Planes:
@@ -94,42 +99,98 @@ class SlotSource:
 
 
 class MemoryPlanes:
-    """The tensors of a block in one memory, one for each plane and layer."""
+    """The tensors of a block in one memory, one for each plane and layer.
 
-    def __init__(self, codec: Codec, num_slots: int, num_layers: int, units: int, device: torch.device) -> None:
-        self._planes = codec.planes
-        self._layers = [empty_planes(codec.planes, num_slots, units, device) for _ in range(num_layers)]
+    units: of a slot.
+    """
+
+    def __init__(
+        self, codec: Codec, num_slots: int, num_layers: int, units: int, memory: torch.device | HostPool
+    ) -> None:
+        """memory: a device, or a pool of pinned host memory."""
+        self.units = units
+        self._planes, self._num_slots, self._memory = codec.planes, num_slots, memory
+        self._layers: list[Planes] = []
+        self._regions: list[HostRegion | None] = []  # of the layers that are in a pool
+        try:
+            for _ in range(num_layers):
+                self._add_layer()
+        except BaseException:
+            self.close()
+            raise
+
+    def _add_layer(self) -> Planes:
+        shapes = [plane.memory_shape(self._num_slots, self.units) for plane in self._planes]
+        if isinstance(self._memory, torch.device):
+            made = tuple(zeros(shape, self._memory, plane.dtype) for plane, shape in zip(self._planes, shapes))
+            self._regions.append(None)
+        else:
+            sizes = [self._num_slots * self.units * plane.unit_bytes for plane in self._planes]
+            region = self._memory.take(sum(sizes), zeros=True)
+            self._regions.append(region)
+            parts = region.memory.split(sizes)
+            made = tuple(part.view(plane.dtype).view(s) for part, plane, s in zip(parts, self._planes, shapes))
+        self._layers.append(made)
+        return made
+
+    def _drop_layer(self, layer: int) -> None:
+        self._layers[layer] = ()
+        region, self._regions[layer] = self._regions[layer], None
+        if region is not None:
+            assert isinstance(self._memory, HostPool)
+            self._memory.give_back(region)
+
+    def close(self) -> None:
+        """Give all memory back; harmless when called again."""
+        for layer in range(len(self._layers)):
+            self._drop_layer(layer)
 
     @classmethod
     def gathered(
-        cls, codec: Codec, num_slots: int, units: int, device: torch.device, sources: SequenceOf[SlotSource]
+        cls,
+        codec: Codec,
+        num_slots: int,
+        units: int,
+        memory: torch.device | HostPool,
+        sources: SequenceOf[SlotSource],
     ) -> MemoryPlanes:
         """Copy slots of other blocks, one behind the other; these lose their tensors.
 
         At most one layer exists twice at any time.
         """
-        made = cls(codec, num_slots, 0, units, device)
+        made = cls(codec, num_slots, 0, units, memory)
         others = list(dict.fromkeys(source.planes for source in sources))
+        try:
+            made._gather(others, sources)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _gather(self, others: SequenceOf[MemoryPlanes], sources: SequenceOf[SlotSource]) -> None:
         for layer in range(len(others[0]._layers)):
-            wider = empty_planes(codec.planes, num_slots, units, device)
+            wider = self._add_layer()
             slot = 0
             for source in sources:
                 slots = slice(source.first, source.first + source.count)
-                for plane, new, old in zip(codec.planes, wider, source.planes._layers[layer]):
+                for plane, new, old in zip(self._planes, wider, source.planes._layers[layer]):
                     target = plane.by_unit(new)[slot : slot + source.count]
                     target[:, : source.units] = plane.by_unit(old)[slots, : source.units]
                 slot += source.count
             for planes in others:
-                planes._layers[layer] = ()
-            made._layers.append(wider)
-        return made
+                planes._drop_layer(layer)
+
+    def first_units(self, layer: int, slot: int, units: int) -> Planes:
+        """View the first units of a slot [units, *shape]."""
+        stored = zip(self._planes, self._layers[layer])
+        return tuple(plane.by_unit(data)[slot, :units] for plane, data in stored)
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
-        for plane, stored, new in zip(self._planes, self._layers[layer], planes):
-            plane.by_unit(stored)[slot, : new.shape[0]] = new
+        for place, new in zip(self.first_units(layer, slot, len(planes[0])), planes):
+            place.copy_(new)
 
-    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
-        put_units(self._planes, self._layers[layer], slots, units, planes)
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        put_units(self._planes, self._layers[layer], places, planes)
 
     def read(self, layer: int, num_slots: int, units: int) -> Planes:
         """View the first units of the first slots, as they lie in memory."""
@@ -161,12 +222,9 @@ def joined(sources: SequenceOf[SlotSource]) -> list[SlotSource]:
     return runs
 
 
-def put_units(
-    specs: SequenceOf[Plane], stored: SequenceOf[Tensor], slots: Tensor, units: Tensor, planes: Planes
-) -> None:
-    """Put one unit for each of `slots` into planes; planes: the new units [len(slots), *shape]."""
-    device = stored[0].device
-    slots, units = slots.to(device), units.to(device)
+def put_units(specs: SequenceOf[Plane], stored: SequenceOf[Tensor], places: UnitPlaces, planes: Planes) -> None:
+    """Put one unit into each of n slots; planes: the new units [n, *shape]."""
+    slots, units = places.beside(stored[0])
     for plane, data, new in zip(specs, stored, planes):
         plane.by_unit(data)[slots, units] = new
 
@@ -180,8 +238,8 @@ class DeviceStorage(Storage):
     def write(self, layer: int, slot: int, planes: Planes) -> None:
         self._planes.write(layer, slot, planes)
 
-    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
-        self._planes.append(layer, slots, units, planes)
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        self._planes.append(layer, places, planes)
 
     def read(self, layer: int) -> Planes:
         return self._planes.planes(layer)
@@ -195,6 +253,9 @@ class DeviceStorage(Storage):
     def settled(self) -> MemoryPlanes:
         return self._planes
 
+    def close(self) -> None:
+        self._planes.close()
+
 
 class HostStorage(Storage):
     """In host memory behind the link: what a query reads crosses the link for each use."""
@@ -206,19 +267,29 @@ class HostStorage(Storage):
         self._transfers: BlockTransfers[Planes] = BlockTransfers(tiers)
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
-        self._store(layer, planes, lambda on_host: self._planes.write(layer, slot, on_host))
+        places = self._planes.first_units(layer, slot, len(planes[0]))
 
-    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
+        def store() -> None:
+            for new, place in zip(planes, places):
+                self._tiers.to_host(new, "cache", place)
+
+        self._transfers.store(layer, total_bytes(planes), store)
+
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
         if self._transfers.is_fetching(layer) and not self._codec.window_tokens:  # what is read next needs them too
-            put_units(self._codec.planes, self._transfers.fetched(layer), slots, units, planes)
-        self._store(layer, planes, lambda on_host: self._planes.append(layer, slots, units.cpu(), on_host))
+            put_units(self._codec.planes, self._transfers.fetched(layer), places, planes)
+        self._transfers.store(
+            layer, total_bytes(planes), lambda: self._planes.append(layer, places, copied_to_host(self._tiers, planes))
+        )
 
     def read(self, layer: int) -> Planes:
         self.prefetch(layer)
         return self._transfers.fetched(layer)
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
-        selected = self._codec.select_values(self._planes.planes(layer)[1][slots], tokens.cpu())
+        on_host = self._tiers.to_host(tokens, "cache")
+        self._transfers.finish_stores(layer)  # of groups that are not visible yet, in the same tensors
+        selected = self._codec.select_values(self._planes.planes(layer)[1][slots], on_host)
         return copied_to_device(self._tiers, (selected,))[0]
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
@@ -226,13 +297,18 @@ class HostStorage(Storage):
         self._planes.move(source, target, units, stale_units)
 
     def settled(self) -> MemoryPlanes:
-        self._transfers.cancel()
+        self._transfers.drop_all()
         self._transfers.finish_stores()
         return self._planes
 
     def prefetch(self, layer: int) -> None:
         codec, extent = self._codec, stored_extent(self._block, self._codec)
         if self._transfers.is_fetching(layer) or not extent.num_units:
+            return
+        if _WHOLE_SLOTS_FROM * self._planes.units <= extent.num_units:
+            stored = self._planes.planes(layer)[: codec.num_fetched_planes]
+            whole = tuple(data[: extent.num_slots] for data in stored)
+            self._transfers.prefetch(layer, total_bytes(whole), lambda: copied_to_device(self._tiers, whole))
             return
 
         def fetch() -> Planes:
@@ -257,9 +333,7 @@ class HostStorage(Storage):
 
     def close(self) -> None:
         self._transfers.close()
-
-    def _store(self, layer: int, planes: Planes, write: Callable[[Planes], None]) -> None:
-        self._transfers.store(layer, total_bytes(planes), lambda: write(copied_to_host(self._tiers, planes)))
+        self._planes.close()
 
 
 class DiskStorage(Storage):
@@ -276,19 +350,20 @@ class DiskStorage(Storage):
         place = self._slots[slot]
         self._store(layer, planes, lambda on_host: self._layout.write(self._file, layer, place, on_host))
 
-    def append(self, layer: int, slots: Tensor, units: Tensor, planes: Planes) -> None:
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
         if self._transfers.is_fetching(layer) and not self._codec.window_tokens:
-            put_units(self._codec.planes, self._transfers.fetched(layer)[0], slots, units, planes)
-        places, numbers = [self._slots[slot] for slot in slots.tolist()], units.tolist()
-        self._store(layer, planes, lambda on_host: self._layout.append(self._file, layer, places, numbers, on_host))
+            put_units(self._codec.planes, self._transfers.fetched(layer)[0], places, planes)
+        slots, units = (numbers.tolist() for numbers in places.on_host)
+        of_file = [self._slots[slot] for slot in slots]
+        self._store(layer, planes, lambda on_host: self._layout.append(self._file, layer, of_file, units, on_host))
 
     def read(self, layer: int) -> Planes:
         self.prefetch(layer)
         return self._transfers.fetched(layer)[0]
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
-        on_host = self._transfers.fetched(layer)[1]
-        selected = self._codec.select_values(on_host[1][slots], tokens.cpu())
+        values = self._transfers.fetched(layer)[1][1]
+        selected = self._codec.select_values(values[slots], self._tiers.to_host(tokens, "cache"))
         return copied_to_device(self._tiers, (selected,))[0]
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
@@ -453,8 +528,7 @@ def file_layout(block: CacheBlock, codec: Codec, num_layers: int) -> FileLayout:
 
 def copied_to_device(tiers: Tiers, planes: Planes) -> Planes:
     """Copy tensors of the host to the compute device; the same tensors where the host computes."""
-    # Without a copy the planes need not be contiguous either.
-    return planes if tiers.copy_engine is None else tuple(tiers.to_device(p.contiguous(), "cache") for p in planes)
+    return tuple(tiers.to_device(plane, "cache") for plane in planes)
 
 
 def copied_to_host(tiers: Tiers, planes: Planes) -> Planes:

@@ -54,6 +54,11 @@ class BlockTransfers(Generic[Fetched]):
             fetch[0].exception()  # waits; an error was raised where the layer was read
             self._tiers.ledgers[self._tiers.compute_tier].release(fetch[1])
 
+    def drop_all(self) -> None:
+        """Give the memory of all fetched layers back."""
+        for layer in list(self._fetches):
+            self.drop(layer)
+
     def store(self, layer: int, num_bytes: int, write: Callable[[], None]) -> None:
         """Write in the background; a later fetch of the layer waits for it, and gets its error."""
 
@@ -88,8 +93,7 @@ class BlockTransfers(Generic[Fetched]):
 
         Stores finish first, so that the next pass writes behind them.
         """
-        for layer in list(self._fetches):
-            self.drop(layer)
+        self.drop_all()
         for future in [future for waiting in self._stores.values() for future in waiting]:
             future.exception()  # waits
 

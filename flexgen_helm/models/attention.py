@@ -333,6 +333,11 @@ def _fused_kernel(q: Tensor, mask: Tensor | None) -> _Kernel | None:
     return _device_kernel(q.device, q.dtype, q.shape[-1], mask is not None)
 
 
+def has_fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether a fused kernel attends where neither soft cap nor ALiBi forbid it."""
+    return device.type == "cpu" or _device_kernel(device, dtype, head_dim, has_mask=False) is not None
+
+
 @lru_cache
 def _device_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, has_mask: bool) -> _Kernel | None:
     """Choose by the rules that PyTorch documents for its kernels (`torch.nn.attention.SDPBackend`); None: no kernel.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,6 +25,17 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, rotated element
 
 # Tokens whose inner MLP activations exist at once: bounds the workspace of long prompts without changing a result.
 _MLP_TOKENS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class TableRows:
+    """Rows of a table to look up, [T] each: on the compute device, and on the host for a table that is not there."""
+
+    on_device: Tensor
+    on_host: Tensor
+
+    def shifted(self, offset: int) -> TableRows:
+        return TableRows(self.on_device + offset, self.on_host + offset) if offset else self
 
 
 class StageWeights(Protocol):
@@ -43,7 +55,7 @@ class StageWeights(Protocol):
         """A norm's weight or bias; None if the model has none."""
         ...
 
-    def lookup(self, name: str, rows: Tensor) -> Tensor:
+    def lookup(self, name: str, rows: TableRows) -> Tensor:
         """Rows [T] of a table -> [T, width]."""
         ...
 
@@ -82,7 +94,7 @@ class Decoder:
             rotations[rope] = cos.to(self.dtype), sin.to(self.dtype)
         return rotations
 
-    def embed(self, weights: StageWeights, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, weights: StageWeights, token_ids: TableRows, positions: TableRows) -> Tensor:
         """token_ids and positions [T] -> hidden [T, H]."""
         config = self.config
         hidden = weights.lookup("tokens", token_ids)
@@ -91,7 +103,7 @@ class Decoder:
         if config.projects_embeddings:
             hidden = weights.linear("project_in", hidden)
         if config.learned_positions:
-            hidden = hidden + weights.lookup("positions", positions + config.position_offset)
+            hidden = hidden + weights.lookup("positions", positions.shifted(config.position_offset))
         return self._norm(weights, "norm", hidden) if config.embed_norm else hidden
 
     def layer(

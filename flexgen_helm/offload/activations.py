@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.offload.disk import DirectFile
+from flexgen_helm.offload.host_pool import HostRegion
 from flexgen_helm.offload.staging import aligned
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.planner.placement import TIERS, Tier
@@ -22,6 +23,7 @@ class _StoredBatch:
 
     resident: the first rows, on the compute device.
     stores: tier -> store of the next rows; its result is the rows in host memory, or None on the disk.
+    regions: of host memory that have the rows.
     claims: releases the memory on all tiers.
     fetch: of all rows to the compute device, once `prefetch` was called.
     """
@@ -29,6 +31,7 @@ class _StoredBatch:
     shape: torch.Size
     resident: Tensor
     stores: dict[Tier, Future[Tensor | None]] = field(default_factory=dict)
+    regions: list[HostRegion] = field(default_factory=list)
     claims: ExitStack = field(default_factory=ExitStack)
     fetch: Future[Tensor] | None = None
 
@@ -63,7 +66,7 @@ class ActivationStore:
             stored.claims.callback(tiers.ledgers[tier].release, tiers.ledgers[tier].claim("activations", part.nbytes))
             self.placed[tier] += part.nbytes
             if tier != compute_tier:
-                stored.stores[tier] = self._store_async(batch, tier, part)
+                stored.stores[tier] = self._store_async(batch, tier, part, stored.regions)
         if stored.stores:
             # A view, even an empty one, would keep the memory of the other rows.
             stored.resident = stored.resident.clone()
@@ -79,7 +82,7 @@ class ActivationStore:
         self.prefetch(batch)
         stored = self._batches[batch]
         hidden = stored.resident if stored.fetch is None else self._tiers.wait(stored.fetch, "activations")
-        self._batches.pop(batch).claims.close()
+        self._release(self._batches.pop(batch))
         return hidden
 
     def close(self) -> None:
@@ -88,19 +91,30 @@ class ActivationStore:
             for future in (*stored.stores.values(), stored.fetch):
                 if future is not None:
                     future.exception()  # waits
-            stored.claims.close()
+            self._release(stored)
         self._batches.clear()
         for file in self._files.values():
             file.close(delete=True)
         self._files.clear()
 
-    def _store_async(self, batch: int, tier: Tier, part: Tensor) -> Future[Tensor | None]:
+    def _release(self, stored: _StoredBatch) -> None:
+        stored.claims.close()
+        for region in stored.regions:
+            assert self._tiers.host_pool is not None
+            self._tiers.host_pool.give_back(region)
+
+    def _store_async(self, batch: int, tier: Tier, part: Tensor, regions: list[HostRegion]) -> Future[Tensor | None]:
         if tier == "disk" and (batch not in self._files or self._files[batch].size < aligned(part.nbytes)):
             if batch in self._files:
                 self._files.pop(batch).close(delete=True)
             self._files[batch] = self._tiers.directory().scratch(f"activations-{batch}", part.nbytes)
 
         def store() -> Tensor | None:
+            pool = self._tiers.host_pool
+            if tier != "disk" and pool is not None:
+                region = pool.take(part.nbytes)
+                regions.append(region)
+                return self._tiers.to_host(part, "activations", region.memory.view(part.dtype).view(part.shape))
             on_host = self._tiers.to_host(part, "activations")
             if tier != "disk":
                 return on_host

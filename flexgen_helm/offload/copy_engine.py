@@ -17,21 +17,31 @@ from torch import Tensor
 
 from flexgen_helm.offload.staging import pages
 from flexgen_helm.planner.constants import COPY_BUFFER_BYTES
+from flexgen_helm.progress import Message, report
+from flexgen_helm.units import exact_size
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 class CopyEngine(ABC):
-    """One copy at a time in each direction; any thread may call."""
+    """One copy at a time in each direction; any thread may call.
+
+    pins: `host_memory` is pinned; False from the first refusal of the driver on.
+    """
 
     device: torch.device
 
     def __init__(self) -> None:
+        self.pins = True
         self._thread_local = threading.local()
 
     @abstractmethod
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         """Copy from host memory to `target` (None: new device memory), after the work that `mark_used` marked."""
+
+    @abstractmethod
+    def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
+        """Copy rows [T] of host memory [N, width] to new device memory [T, width], as `to_device` does."""
 
     @abstractmethod
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
@@ -74,6 +84,9 @@ class SimulatedCopyEngine(CopyEngine):
 
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         return self._copy(source, target, *self._in)
+
+    def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
+        return self.to_device(source.index_select(0, rows))
 
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         return self._copy(source, target, *self._out)
@@ -123,17 +136,27 @@ class CudaCopyEngine(CopyEngine):
                 self._copy_in(self._buffer_like(part).copy_(part), place)
         return target
 
+    def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
+        target = self.device_memory((len(rows), *source.shape[1:]), source.dtype)
+        step = max(1, COPY_BUFFER_BYTES // max(1, source[:1].nbytes))
+        for some_rows, place in zip(rows.split(step), target.split(step)):
+            buffer = self.thread_buffer(place.nbytes)[: place.nbytes].view(place.dtype).view(place.shape)
+            self._copy_in(torch.index_select(source, 0, some_rows, out=buffer), place)
+        return target
+
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         computed = torch.cuda.Event()
         computed.record(torch.cuda.current_stream(self.device))
         target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
-        for part, place in _pieces(source, target):
-            buffer = self._buffer_like(part)
+        is_pinned = target.is_contiguous() and source.is_contiguous() and target.is_pinned()
+        for part, place in [(source, target)] if is_pinned else _pieces(source, target):
+            arrived = place if is_pinned else self._buffer_like(part)
             with self._out_lock, torch.cuda.stream(self._out):
                 self._out.wait_event(computed)
-                buffer.copy_(part, non_blocking=True)
+                arrived.copy_(part, non_blocking=True)
                 self._out.synchronize()
-            place.copy_(buffer)
+            if not is_pinned:
+                place.copy_(arrived)
         return target
 
     def mark_used(self) -> None:
@@ -147,7 +170,16 @@ class CudaCopyEngine(CopyEngine):
         return memory
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        return torch.from_numpy(np.asarray(_RegisteredPages(num_bytes)))[:num_bytes]
+        registered = _RegisteredPages(num_bytes, self.device)
+        if self.pins and not registered.is_registered:
+            self.pins = False
+            report(
+                Message(
+                    f"the driver refuses to pin {exact_size(num_bytes)} of host memory, so copies to and from the GPU "
+                    "are about half as fast: lower --cpu-memory"
+                )
+            )
+        return torch.from_numpy(np.asarray(registered))[:num_bytes]
 
     def close(self) -> None:
         super().close()
@@ -169,17 +201,19 @@ class _RegisteredPages:
     It stays pageable where the driver refuses, as WSL does from half of the memory on; copies then use a buffer.
     """
 
-    _is_registered = False
+    is_registered = False
 
-    def __init__(self, num_bytes: int) -> None:
-        self._pages = pages(num_bytes)
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._pages, self._device = pages(num_bytes), device
         self.__array_interface__ = self._pages.numpy().__array_interface__
         address, size = self._pages.data_ptr(), self._pages.numel()
-        self._is_registered = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
+        with torch.cuda.device(device):  # a thread begins with device 0, whose memory the driver would take too
+            self.is_registered = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
 
     def __del__(self) -> None:
-        if self._is_registered:
-            torch.cuda.cudart().cudaHostUnregister(self._pages.data_ptr())
+        if self.is_registered:
+            with torch.cuda.device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(self._pages.data_ptr())
 
 
 def _pieces(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

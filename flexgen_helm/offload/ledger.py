@@ -26,11 +26,13 @@ class Ledger:
     """Counts the bytes of one tier. Whoever allocates memory claims it here first. Thread-safe.
 
     limit: bytes.
-    peak: the most bytes in use so far.
+    peak: the most bytes that were taken so far, in use, excess or spare.
+    excess: bytes that were taken beyond claims (`offload.host_pool`).
+    spare: bytes that are kept for later and make room for any claim.
     """
 
     def __init__(self, tier: Tier, limit: int) -> None:
-        self.tier, self.limit, self.peak = tier, limit, 0
+        self.tier, self.limit, self.peak, self.excess, self.spare = tier, limit, 0, 0, 0
         self._allocations: dict[int, Allocation] = {}
         self._in_use = 0
         self._serial = 0
@@ -42,7 +44,7 @@ class Ledger:
 
     @property
     def free(self) -> int:
-        return self.limit - self._in_use
+        return self.limit - self._in_use - self.excess
 
     def claim(self, kind: str, num_bytes: int) -> Allocation:
         """Claim bytes before allocating them.
@@ -52,9 +54,10 @@ class Ledger:
         Raises `MemoryLimitError` and claims nothing if they exceed the limit.
         """
         with self._lock:
-            if self._in_use + num_bytes > self.limit:
+            taken = self._in_use + self.excess
+            if taken + num_bytes > self.limit:
                 raise MemoryLimitError(
-                    f"the {self.tier} tier is limited to {exact_size(self.limit)}, of which {exact_size(self._in_use)} "
+                    f"the {self.tier} tier is limited to {exact_size(self.limit)}, of which {exact_size(taken)} "
                     f"are in use; {exact_size(num_bytes)} more of {kind} do not fit: raise {limit_flag(self.tier)} or "
                     "take a smaller block"
                 )
@@ -62,7 +65,7 @@ class Ledger:
             allocation = Allocation(kind, num_bytes, self._serial)
             self._allocations[allocation.serial] = allocation
             self._in_use += num_bytes
-            self.peak = max(self.peak, self._in_use)
+            self.peak = max(self.peak, self._in_use + self.excess)
             return allocation
 
     @contextmanager
@@ -80,6 +83,12 @@ class Ledger:
             assert self._allocations.pop(allocation.serial, None) is not None, f"{allocation} was not held"
             self._in_use -= allocation.num_bytes
 
+    def note_beside(self, excess: int, spare: int) -> None:
+        """Note the bytes that are taken beside the claims now."""
+        with self._lock:
+            self.excess, self.spare = excess, spare
+            self.peak = max(self.peak, self._in_use + excess + spare)
+
     def by_kind(self) -> dict[str, int]:
         """Return {kind: bytes in use}."""
         with self._lock:
@@ -92,5 +101,5 @@ class Ledger:
         """Assert that the books balance, and that just `expected` bytes by kind are in use (None: any)."""
         by_kind = self.by_kind()
         assert sum(by_kind.values()) == self._in_use, f"{self.tier}: {by_kind} does not sum to {self._in_use}"
-        assert self._in_use <= self.limit
+        assert self._in_use + self.excess + self.spare <= self.limit
         assert expected is None or by_kind == expected, f"{self.tier}: holds {by_kind}, expected {expected}"

@@ -34,10 +34,13 @@ _SCAN_BYTES = 8 << 20
 
 
 class OffloadedMatrix(ABC):
-    """A matrix on another tier than the compute device's; `shape` and `row_bytes` are those of its storage format."""
+    """A matrix on another tier than the compute device's.
+
+    shape, dtype, row_bytes: of its storage format.
+    """
 
     def __init__(self, tiers: Tiers, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._tiers, self._dtype = tiers, dtype
+        self._tiers, self.dtype = tiers, dtype
         self.shape, self.row_bytes = (shape[0], shape[1]), shape[1] * dtype.itemsize
 
     @abstractmethod
@@ -46,7 +49,7 @@ class OffloadedMatrix(ABC):
 
     @abstractmethod
     def gather(self, rows: Tensor) -> Tensor:
-        """Fetch single rows [T] of a table to the compute device -> [T, width]."""
+        """Fetch single rows of a table to the compute device -> [T, width]; rows: [T], on the host."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -62,10 +65,10 @@ class HostMatrix(OffloadedMatrix):
     def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
         rows = self._stored[first : first + count]
         fetched = self._tiers.to_device(rows.reshape(-1).view(torch.uint8), "weights", staging)
-        return fetched.view(self._dtype).view(rows.shape)
+        return fetched.view(self.dtype).view(rows.shape)
 
     def gather(self, rows: Tensor) -> Tensor:
-        return self._tiers.to_device(self._stored.index_select(0, rows.cpu()), "weights")
+        return self._tiers.rows_to_device(self._stored, rows, "weights")
 
     def close(self) -> None:
         del self._stored
@@ -89,17 +92,17 @@ class DiskMatrix(OffloadedMatrix):
                 rows = min(step, count - done)
                 on_host = self._read(first + done, rows, copy_engine.thread_buffer(staged_bytes(rows, row_bytes)))
                 self._tiers.to_device(on_host, "weights", fetched[done * row_bytes :])
-        return fetched.view(self._dtype).view(count, -1)
+        return fetched.view(self.dtype).view(count, -1)
 
     def gather(self, rows: Tensor) -> Tensor:
-        unique_rows, inverse = rows.cpu().unique(return_inverse=True)
-        gathered = torch.empty((unique_rows.numel(), self.shape[1]), dtype=self._dtype)
+        unique_rows, inverse = rows.unique(return_inverse=True)
+        gathered = torch.empty((unique_rows.numel(), self.shape[1]), dtype=self.dtype)
         row_cost = max(_ROW_READ_BYTES, staged_bytes(1, self.row_bytes))
         if unique_rows.numel() * row_cost > self.shape[0] * self.row_bytes:
             self._scan(unique_rows, gathered)
         else:
             self._read_rows(unique_rows, gathered)
-        return self._tiers.to_device(gathered[inverse], "weights")
+        return self._tiers.rows_to_device(gathered, inverse, "weights")
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -113,13 +116,13 @@ class DiskMatrix(OffloadedMatrix):
             in_tile = (rows >= first) & (rows < first + count)
             if in_tile.any():
                 tile = self._read(first, count, pages(staged_bytes(count, self.row_bytes)))
-                out[in_tile] = tile.view(self._dtype).view(count, -1)[rows[in_tile] - first]
+                out[in_tile] = tile.view(self.dtype).view(count, -1)[rows[in_tile] - first]
 
     def _read_rows(self, rows: Tensor, out: Tensor) -> None:
         """Read single rows, several at a time."""
 
         def read_row(index: int, row: int) -> None:
-            out[index] = self._read(row, 1, pages(staged_bytes(1, self.row_bytes))).view(self._dtype)
+            out[index] = self._read(row, 1, pages(staged_bytes(1, self.row_bytes))).view(self.dtype)
 
         list(self._threads.map(read_row, range(rows.numel()), rows.tolist()))
 

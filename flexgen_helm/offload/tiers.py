@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.disk import OffloadDirectory
+from flexgen_helm.offload.host_pool import HostPool
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.transfer_stats import Kind, TransferStats
 from flexgen_helm.planner.constants import MAX_PENDING_STORE_BYTES
@@ -37,6 +38,7 @@ class Tiers:
     overlap: transfers run in the background; False runs each one in its caller.
     peak_pending_store_bytes: the most bytes that waited to be stored.
     peak_fetch_bytes: of the largest fetch.
+    host_pool: pinned memory for caches and hidden states; None if the host computes.
     """
 
     device: torch.device
@@ -48,10 +50,15 @@ class Tiers:
     stats: TransferStats = field(default_factory=TransferStats)
     peak_pending_store_bytes: int = 0
     peak_fetch_bytes: int = 0
+    host_pool: HostPool | None = None
     _pending_store_bytes: int = 0
     _store_done: threading.Condition = field(default_factory=threading.Condition)
     _directory: OffloadDirectory | None = None
     _threads: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.copy_engine is not None:
+            self.host_pool = HostPool(self.ledgers["cpu"], self.copy_engine)
 
     def to_device(self, source: Tensor, kind: Kind, target: Tensor | None = None) -> Tensor:
         """Copy host memory to the device, into the first elements of `target` if given; block until it has arrived.
@@ -63,12 +70,22 @@ class Tiers:
         self.stats.count_bytes("cpu_to_gpu", kind, source.nbytes)
         return self.copy_engine.to_device(source, None if target is None else target[: source.numel()])
 
-    def to_host(self, source: Tensor, kind: Kind) -> Tensor:
-        """Copy device memory to new host memory; block until it has arrived. Returns `source` if the host computes."""
+    def rows_to_device(self, source: Tensor, rows: Tensor, kind: Kind) -> Tensor:
+        """Gather rows [T] of host memory [N, width] -> [T, width] on the device; block until they have arrived."""
+        if self.copy_engine is None:
+            return source.index_select(0, rows)
+        self.stats.count_bytes("cpu_to_gpu", kind, len(rows) * source[:1].nbytes)
+        return self.copy_engine.rows_to_device(source, rows)
+
+    def to_host(self, source: Tensor, kind: Kind, target: Tensor | None = None) -> Tensor:
+        """Copy device memory to `target`, by default new host memory; block until it has arrived.
+
+        Returns `source` itself if the host computes.
+        """
         if self.copy_engine is None:
             return source
         self.stats.count_bytes("gpu_to_cpu", kind, source.nbytes)
-        return self.copy_engine.to_host(source)
+        return self.copy_engine.to_host(source, target)
 
     def submit(self, thread: str, transfer: Callable[[], Result]) -> Future[Result]:
         """Run a transfer in the background thread of that name, after those submitted before. Never blocks or raises.
@@ -146,6 +163,8 @@ class Tiers:
         for thread in self._threads.values():
             thread.shutdown(cancel_futures=True)
         self._threads.clear()
+        if self.host_pool is not None:
+            self.host_pool.close()
         if self.copy_engine is not None:
             self.copy_engine.close()
         if self._directory is not None:

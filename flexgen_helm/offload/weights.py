@@ -31,7 +31,7 @@ from flexgen_helm.models.config import (
     stage_tensor_shapes,
     tensor_shapes,
 )
-from flexgen_helm.models.decoder import StageWeights
+from flexgen_helm.models.decoder import StageWeights, TableRows
 from flexgen_helm.offload.linear import dequantize_tiled, tiled_linear
 from flexgen_helm.offload.matrices import DiskMatrix, MatrixLoader, OffloadedMatrix, buffered_rows
 from flexgen_helm.offload.prefetcher import (
@@ -71,6 +71,14 @@ class Weight:
     fmt: GroupFormat | None
     resident: Tensor | None = None
     offloaded: OffloadedMatrix | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As it is stored."""
+        if self.resident is not None:
+            return self.resident.dtype
+        assert self.offloaded is not None
+        return self.offloaded.dtype
 
 
 class TieredWeights:
@@ -133,6 +141,17 @@ class TieredWeights:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def are_converted(self) -> bool:
+        """Whether a product brings its weights to the compute dtype, from another dtype or packed."""
+        multiplied = [
+            weight
+            for name, weight in self.tensors.items()
+            if not _is_table(name) and (weight.resident is None or weight.resident.dim() > 1)
+        ]
+        # Packed matrices have bytes.
+        return any(weight.dtype != self._dtype for weight in multiplied)
 
     def prefetch(self, visits: Generator[StageVisit, None, None]) -> None:
         """Begin to load what the next visits need, as far ahead as the staging ring has room. Does not block.
@@ -275,12 +294,12 @@ class _StageView(StageWeights):
         weight = self._tensors.get(f"{self._stage}.{name}")
         return None if weight is None else weight.resident
 
-    def lookup(self, name: str, rows: Tensor) -> Tensor:
+    def lookup(self, name: str, rows: TableRows) -> Tensor:
         table = self._tensors[f"{self._stage}.{name}.weight"]
         if table.resident is not None:
-            return table.resident.index_select(0, rows).to(self._dtype)
+            return table.resident.index_select(0, rows.on_device).to(self._dtype)
         assert table.offloaded is not None
-        return table.offloaded.gather(rows).to(self._dtype)
+        return table.offloaded.gather(rows.on_host).to(self._dtype)
 
 
 def _is_table(name: str) -> bool:

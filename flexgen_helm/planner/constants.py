@@ -43,6 +43,10 @@ LONG_PAGE_TOKENS = 64
 # there is little to be gained, and reserving never has to be taken back.
 LONG_ANSWER_TOKENS = 128
 
+# Rows of x up to which products read packed weights without dequantizing them (`quant.kernels`): with tensor cores that
+# take bfloat16 too, on other devices, and on CPUs. Tests compare them with the kernels' own.
+FUSED_ROWS_WITH_TENSOR_CORES, FUSED_ROWS_ON_DEVICES, FUSED_ROWS_ON_CPUS = 128, 16, 8
+
 # --- Bytes ---
 # Direct I/O requires addresses, offsets and lengths that are multiples of this.
 ALIGNMENT = 4096
@@ -68,6 +72,8 @@ SAMPLED_ELEMENTS: Mapping[Tier, int] = {"cpu": 1 << 17, "gpu": 1 << 21}
 # --- Shares of a tier ---
 # Free bytes that hidden states of waiting batches may take where no policy says so.
 ACTIVATIONS_SHARE = 0.1
+# What pinned regions of host memory may have beyond the caches and hidden states in them (`offload.host_pool`).
+PINNED_EXCESS_SHARE = 1 / 32
 # Two layers of an offloaded cache block on the compute tier, where answers may become long.
 STAGED_CACHE_SHARE = 0.25
 # Weights in the compute dtype; the KV cache keeps the rest.

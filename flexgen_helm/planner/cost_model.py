@@ -20,7 +20,9 @@ from flexgen_helm.models.config import EMBED_TABLE
 from flexgen_helm.planner.affine import CACHE, CD, HD, HIDDEN, ONE, WD, WEIGHTS, Affine, affine
 from flexgen_helm.planner.constants import PREFILL_LANES
 from flexgen_helm.planner.placement import TIERS, Tier
+from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
+from flexgen_helm.quant.formats import GroupFormat
 
 RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
 # Both directions of the disk or the link together, which bound a pass from below too.
@@ -76,9 +78,15 @@ def block_costs(problem: PlanningProblem, shape: BlockShape, resident: bool = Fa
     memory = _stored_memory(problem, shape, sequences, resident)
     workspace = dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)}
     # A pass computes one lane's share of the block, and reads the weights for it.
-    lanes = min(problem.stages, shape.num_gpu_batches) if schedule != "prefill-only" else PREFILL_LANES * problem.stages
-    lanes = lanes if problem.stages > 1 else 1
-    prefill = _Pass(problem, shape.gpu_batch_size, sequences / lanes, prefill=True, converts=converts)
+    lanes = 1
+    if problem.stages > 1:
+        lanes = (
+            PREFILL_LANES * problem.stages if schedule == "prefill-only" else min(problem.stages, shape.num_gpu_batches)
+        )
+    positions = _slot_positions(problem, schedule)
+    prefill = _Pass(
+        problem, shape.gpu_batch_size, sequences / lanes, prefill=True, converts=converts, slot_positions=positions
+    )
     decode = replace(prefill, prefill=False).times()
     passes = workload.output - 1
     if schedule == "diagonal" and passes > 0:
@@ -111,6 +119,7 @@ class _Pass:
 
     batch_sequences: sequences of one batch.
     converts: weights are stored in another type than products take.
+    slot_positions: that a sequence's cache has.
     weight_loads: times that the weights are read; 0 if another part of the same pass reads them.
     """
 
@@ -119,6 +128,7 @@ class _Pass:
     sequences: float
     prefill: bool
     converts: bool
+    slot_positions: float
     weight_loads: float = 1.0
 
     @cached_property
@@ -136,9 +146,13 @@ class _Pass:
     @cached_property
     def attended_elements(self) -> float:
         """Keys and values that decoding tokens attend to, on average over the block's passes."""
-        problem, workload = self.problem, self.problem.workload
-        context = problem.visible_positions(workload.prompt + workload.output / 2)
-        return problem.kv_elements * self.sequences * context
+        problem = self.problem
+        return problem.kv_elements * self.sequences * problem.visible_positions(self.context)
+
+    @property
+    def context(self) -> float:
+        """Positions of a decoding sequence, on average over the block's passes."""
+        return self.problem.workload.prompt + self.problem.workload.output / 2
 
     def times(self) -> PassTimes:
         disk, link = self.problem.hardware.disk, self.problem.hardware.link
@@ -160,18 +174,19 @@ class _Pass:
         weights = problem.layer_elements * config.num_layers
         layers_s = config.linear_flops_per_token * self.tokens / rate.at(self.tokens / batches)
         head_s = config.head_flops_per_token * sequences / rate.at(min(sequences, self.batch_sequences))
-        reading_s = batches * (weights + problem.head_elements) * work / processor.memory_bytes_s
+        convert, read_bytes = 0.0, 0.0
+        head_format = problem.precision.format_of(EMBED_TABLE)
+        head_rows = min(sequences, self.batch_sequences)
+        for elements, fmt, rows in (
+            (weights, problem.precision.weights, self.tokens / batches),
+            (problem.head_elements, head_format, head_rows),
+        ):
+            converted, read = self._conversion_and_reading(elements, fmt, rows)
+            convert += converted
+            read_bytes += read
+        reading_s = batches * read_bytes / processor.memory_bytes_s
         steps = batches if self.prefill else problem.decode_steps(batches, sequences)
         products = max(layers_s + head_s, reading_s * self.weight_loads) + steps * config.num_layers * processor.step_s
-
-        convert = 0.0
-        conversions = self.weight_loads * problem.conversions(batches) if self.converts else 0.0
-        head_format = problem.precision.format_of(EMBED_TABLE)
-        for elements, fmt in ((weights, problem.precision.weights), (problem.head_elements, head_format)):
-            if fmt is not None:
-                convert += conversions * elements / processor.dequantize_elements_s
-            elif work > 2:
-                convert += conversions * elements / processor.upcast_elements_s
 
         attention, host_attention = affine(), affine()
         if self.prefill:
@@ -191,26 +206,46 @@ class _Pass:
         forms |= {"attention": attention, "host_attention": host_attention}
         return {name: slowdown * form for name, form in forms.items()}
 
+    def _conversion_and_reading(self, elements: float, fmt: GroupFormat | None, rows: float) -> tuple[float, float]:
+        """Return the seconds of converting some weights in a pass, and the bytes that a batch's products read of them.
+
+        rows: of x. For few of them a device multiplies packed weights as they are. So does a CPU, which takes as long
+        for it as for dequantizing.
+        """
+        problem, processor, work = self.problem, self.problem.hardware.compute_processor, self.problem.compute_bytes
+        is_fused = self.converts and fmt is not None and fmt.bits == 4 and rows <= problem.fused_rows
+        conversions = self.weight_loads * problem.conversions(self.batches) if self.converts else 0.0
+        if is_fused and fmt is not None:
+            seconds = conversions * elements / processor.dequantize_elements_s if problem.hardware.gpu is None else 0.0
+            return seconds, elements * (fmt.code_bytes + fmt.scale_bytes) / fmt.group_size
+        if fmt is not None:
+            return conversions * elements / processor.dequantize_elements_s, elements * work
+        return conversions * elements / processor.upcast_elements_s if work > 2 else 0.0, elements * work
+
     def _link_times(self) -> tuple[Affine, Affine]:
         problem, config, link = self.problem, self.problem.config, self.problem.hardware.link
         to_gpu, to_cpu = affine(), affine()
         if link is None:
             return to_gpu, to_cpu
-        weights_rate, in_rate, out_rate = problem.link_rates(link)
+        store_rate = problem.cache_store_rate(link)
         offloaded: tuple[Tier, ...] = ("cpu", "disk")
         for tier in offloaded:
+            weights_rate, in_rate, out_rate = problem.link_rates(link, tier)
             to_gpu[WEIGHTS[tier]] += self._weight_bytes / weights_rate + self._weight_transfers * link.transfer_s
             to_gpu[HIDDEN[tier]] += self._hidden_bytes / in_rate
             to_cpu[HIDDEN[tier]] += self._hidden_bytes / out_rate
-            to_cpu[CACHE[tier]] += self._new_cache_bytes / out_rate + self._cache_transfers * link.transfer_s
+            to_cpu[CACHE[tier]] += self._new_cache_bytes / store_rate + self._cache_transfers * link.transfer_s
             if self.prefill:
                 continue
             if tier in problem.host_attention_tiers:  # queries go there, outputs come back
                 queries = config.num_layers * self.sequences * config.q_size * problem.compute_bytes
-                to_cpu[CACHE[tier]] += queries / out_rate
+                to_cpu[CACHE[tier]] += queries / store_rate
                 to_gpu[CACHE[tier]] += queries / in_rate
             else:
-                fetched = self.attended_elements * problem.fetched_cache_bytes
+                positions = problem.fetched_positions(
+                    tier, problem.visible_positions(self.context), self.slot_positions
+                )
+                fetched = problem.kv_elements * self.sequences * positions * problem.fetched_cache_bytes
                 to_gpu[CACHE[tier]] += fetched / in_rate + self._cache_transfers * link.transfer_s
         return to_gpu, to_cpu
 
@@ -255,17 +290,22 @@ class _Pass:
         return config.num_layers * self.tokens * config.hidden_size * self.problem.compute_bytes
 
 
+def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
+    """Positions allocated for a sequence: all; with sequences of all ages and a cache that grows by pages, the mean."""
+    workload = problem.workload
+    if schedule == "prefill-only":
+        return 0
+    if schedule == "diagonal":
+        return math.ceil(workload.longest_prompt + workload.output / 2 + 8)
+    return workload.longest
+
+
 def _stored_memory(
     problem: PlanningProblem, shape: BlockShape, sequences: float, resident: bool
 ) -> dict[Tier, tuple[Affine, ...]]:
     """Bytes of weights, cache and waiting hidden states on each tier with its staging, at the end of prefill."""
     config, workload, stages = problem.config, problem.workload, problem.stages
-    # Positions allocated for a sequence: all; with sequences of all ages and a cache that grows by pages, the mean.
-    positions = workload.longest
-    if shape.schedule == "diagonal":
-        positions = math.ceil(workload.longest_prompt + workload.output / 2 + 8)
-    if shape.schedule == "prefill-only":
-        positions = 0
+    positions = _slot_positions(problem, shape.schedule)
     cache = sequences * positions * problem.kv_elements * problem.cache_bytes / stages
     waiting_tokens = sequences * workload.computed
     one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.max_batch_tokens
@@ -277,6 +317,7 @@ def _stored_memory(
     for tier in TIERS:
         copies = resident and problem.copies_fit and tier == problem.compute_tier
         weights = (problem.copies_bytes if copies else problem.stored_bytes) / stages
-        stored = affine(0.0, {WEIGHTS[tier]: weights, CACHE[tier]: cache, HIDDEN[tier]: hidden})
+        beside = 1 + (problem.pinned_excess if tier == "cpu" else 0.0)
+        stored = affine(0.0, {WEIGHTS[tier]: weights, CACHE[tier]: beside * cache, HIDDEN[tier]: beside * hidden})
         memory[tier] = tuple(stored + form for form in staging.get(tier, (affine(),)))
     return memory

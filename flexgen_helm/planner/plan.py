@@ -56,6 +56,7 @@ def planning_problem(
     overlap: bool = True,
     cpu_attention: bool = True,
     endless: bool = False,
+    pins_host_memory: bool = True,
 ) -> PlanningProblem:
     """Collect what the cost model needs.
 
@@ -75,6 +76,7 @@ def planning_problem(
         overlap=overlap,
         cpu_attention=cpu_attention,
         endless=endless,
+        pins_host_memory=pins_host_memory,
     )
     bytes_by_tier: dict[Tier, float] = {}
     for tier in TIERS:

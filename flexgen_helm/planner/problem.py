@@ -15,8 +15,12 @@ from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.constants import (
     BLOCK_SEQUENCES,
     COPIES_SHARE,
+    FUSED_ROWS_ON_CPUS,
+    FUSED_ROWS_ON_DEVICES,
+    FUSED_ROWS_WITH_TENSOR_CORES,
     MAX_BATCH_TOKENS,
     MAX_PENDING_STORE_BYTES,
+    PINNED_EXCESS_SHARE,
 )
 from flexgen_helm.planner.memory import loader_buffer_bytes, staging_bytes
 from flexgen_helm.planner.placement import StorageSizes, Tier
@@ -58,6 +62,7 @@ class PlanningProblem:
     stages: pipeline stages; each is a machine with these limits and an equal share of the layers.
     endless: the workload repeats without end, so that one block gives the rate.
     max_batch_tokens: prompt tokens of one batch, however many sequences it has.
+    pins_host_memory: the driver pins what crosses the link; False where it was seen to refuse.
     """
 
     config: ModelConfig
@@ -71,6 +76,7 @@ class PlanningProblem:
     stages: int = 1
     endless: bool = False
     max_batch_tokens: int = MAX_BATCH_TOKENS
+    pins_host_memory: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.stages <= self.config.num_layers:
@@ -202,9 +208,47 @@ class PlanningProblem:
         on_host = self.cpu_attention and self.hardware.gpu is not None and self.precision.cache is None
         return ("cpu",) if on_host else ()
 
-    def link_rates(self, link: Link) -> tuple[float, float, float]:
-        """Bytes per second of weights to the gpu, and of cache and hidden states to and from it."""
-        return link.to_gpu_bytes_s, link.to_gpu_bytes_s, link.to_cpu_bytes_s
+    def link_rates(self, link: Link, tier: Tier) -> tuple[float, float, float]:
+        """Bytes per second of weights on `tier` to the gpu, and of cache and hidden states there to and from it.
+
+        Weights on the disk are read into pinned memory, caches and hidden states into other memory.
+        """
+        pinned, pageable = link.to_gpu_bytes_s, link.pageable_to_gpu_bytes_s
+        if not self.pins_host_memory:
+            return pageable, pageable, link.pageable_to_cpu_bytes_s
+        if tier == "disk":
+            return pinned, pageable, link.pageable_to_cpu_bytes_s
+        return pinned, pinned, link.to_cpu_bytes_s
+
+    def cache_store_rate(self, link: Link) -> float:
+        """Bytes per second of new keys and values to offloaded caches.
+
+        They are spread over their slots, from a buffer: another copy within the host, as of pageable memory.
+        """
+        return link.pageable_to_cpu_bytes_s
+
+    @property
+    def pinned_excess(self) -> float:
+        """What caches and hidden states in host memory behind a link take beyond their bytes, as a share of them."""
+        return PINNED_EXCESS_SHARE if self.hardware.gpu is not None else 0.0
+
+    def fetched_positions(self, tier: Tier, attended: float, stored: float) -> float:
+        """Positions of a sequence's cache that a decode step fetches to the gpu.
+
+        attended: that it attends to, on average.
+        stored: of a slot, all of which pinned memory is fetched with (`kv_cache.storage`).
+        """
+        return stored if tier == "cpu" and attended > stored / 2 else attended
+
+    @property
+    def fused_rows(self) -> int:
+        """Rows of x up to which products read packed weights without dequantizing them."""
+        processor = self.hardware.compute_processor
+        if self.hardware.gpu is None:
+            fmt = self.precision.weights
+            return FUSED_ROWS_ON_CPUS if fmt is not None and fmt.axis == "out" else 0
+        has_tensor_cores = processor.has_bfloat16 and self.compute_bytes == 2
+        return FUSED_ROWS_WITH_TENSOR_CORES if has_tensor_cores else FUSED_ROWS_ON_DEVICES
 
     def conversions(self, batches: float) -> float:
         """Times that one pass over `batches` batches converts a weight to the compute dtype."""
@@ -240,7 +284,8 @@ class PlanningProblem:
         sequences: of the block.
         """
         config, workload, cache = self.config, self.workload, self.precision.cache
-        workspace = Workspace(config, self.compute_bytes, self.compute_tier, cache)
+        converts = self.precision.weights is not None or self.compute_bytes > 2
+        workspace = Workspace(config, self.compute_bytes, self.compute_tier, cache, converts=converts)
         most = max(self.max_batch_tokens, workload.longest_prompt)
         prompt_tokens = int(min(shape.gpu_batch_size * workload.computed, most))
         decoding = min(sequences, shape.gpu_batch_size)

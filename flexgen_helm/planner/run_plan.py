@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.cache_sizes import cache_sizes
+from flexgen_helm.planner.constants import PINNED_EXCESS_SHARE
 from flexgen_helm.planner.linear_program import Solution
 from flexgen_helm.planner.memory import Fractions, MemoryPlan, RunMemory, RunSize, SchedulerLimits
 from flexgen_helm.planner.placement import TIER_PLACES, Tier, tier_fractions
@@ -104,5 +105,7 @@ def plan_run(
         one_layer=schedule == "prefill-only",
     )
     hidden_bytes = config.hidden_size * compute_bytes
+    if compute_tier == "gpu":
+        free = {**free, "cpu": int(free["cpu"] / (1 + PINNED_EXCESS_SHARE))}
     division = RunMemory(memory, policy, schedule, run, free, compute_tier, sizes, hidden_bytes, is_searched)
     return RunPlan(policy, schedule, memory.cache, division.activation_fractions(), division.limits())

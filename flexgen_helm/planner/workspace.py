@@ -29,19 +29,33 @@ class Workspace:
     element: bytes of an element in the compute dtype.
     tier: that computes.
     cache: format of a quantized or sparse cache; None for one in the compute dtype.
+    converts: weights have another dtype than products, or are packed.
+    has_fused_attention: the device has a kernel that keeps scores in registers.
     """
 
-    def __init__(self, config: ModelConfig, element: int, tier: Tier, cache: CacheFormat | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        element: int,
+        tier: Tier,
+        cache: CacheFormat | None = None,
+        *,
+        converts: bool = True,
+        has_fused_attention: bool = True,
+    ) -> None:
         self._config, self._element, self._cache = config, element, cache
         on_device = tier == "gpu"
-        # Fused kernels know no soft cap, and on a device no bias in float32 beside queries in 16 bits.
-        self._direct = config.attn_softcap is not None or (on_device and config.alibi)
+        # Fused kernels know no soft cap, and on a device no bias in float32 beside queries in 16 bits, and no heads
+        # that are not whole 16 bytes.
+        self._direct = config.attn_softcap is not None or not has_fused_attention
+        self._direct |= on_device and (config.alibi or config.head_dim * element % 16 > 0)
         self._sampled_elements = SAMPLED_ELEMENTS[tier]
         shapes = tensor_shapes(config)
         ffn_size = max(shape[0] for name, shape in shapes.items() if name.endswith(".up.weight"))
         largest = max(prod(shape) for shape in shapes.values() if len(shape) > 1)
         # On the CPU a product may pack a copy of the tile that was upcast.
-        self._upcast_elements = upcast_elements(largest, True) if on_device else 2 * upcast_elements(largest, False)
+        copies = 0 if not converts else 1 if on_device else 2
+        self._upcast_elements = copies * upcast_elements(largest, on_device)
         # The states, their norm with two temporaries and both branches' results; then the larger of: q, k, v, their
         # rotations with three temporaries and the outputs twice; gate, up, activation and a product joined from tiles.
         attention, ffn = 8 * config.q_size + 6 * config.kv_size, 5 * ffn_size

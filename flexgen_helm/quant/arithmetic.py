@@ -55,24 +55,23 @@ def decode_words(words: Tensor, bits: int) -> ScaleOffset:
     return scale, -(word_zero_points(bits, words.device)[words & _LAST_ZERO_POINT] * scale)
 
 
-def to_codes(values: Tensor, fmt: GroupFormat) -> tuple[Tensor, Tensor]:
+def to_codes(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> tuple[Tensor, Tensor]:
     """Quantize values [..., group] to codes [..., group] (uint8) and their scales.
 
     Scales are pairs [..., 2] (float16) or words [...] (int32).
+    saturate: values that cannot be quantized are changed to ones that can, in their group alone. The host does not
+        wait for a device, which it does to raise an error.
+
     Raises `NotQuantizableError` for values that are not finite or beyond the reach of the scales.
     """
-    values = values.float()
-    if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
-        raise NotQuantizableError("a value that is not finite cannot be quantized; fetch the model again")
+    values = _saturated(values.float(), fmt) if saturate else values.float()
+    if not saturate:
+        _check(values, fmt)
     least, greatest = values.amin(-1), values.amax(-1)
     if fmt.scales == "pair":
         pairs = _range_pairs(least, greatest, fmt.bits)
         scale, offset = pairs[..., 0].float(), pairs[..., 1].float()
         return _round_codes(values, scale, offset, fmt.bits).to(torch.uint8), pairs
-    if least.numel() and float((greatest.clamp_min(0.0) - least.clamp_max(0.0)).max()) > 2 * largest_value(fmt):
-        raise NotQuantizableError(
-            f"a group of values that spans more than {2 * largest_value(fmt):g} is out of reach of scales in 16 bits"
-        )
     words = _range_words(least, greatest, fmt.bits)
     if fmt.fit == "error":
         words = _fitted_words(values, words, fmt.bits)
@@ -95,6 +94,35 @@ def largest_value(fmt: GroupFormat) -> float:
     return ((1 << fmt.bits) - 1) * 2.0 ** ((_NUM_SCALES - 1) / _SCALES_PER_OCTAVE + _LOWEST_EXPONENT) / 2
 
 
+def _check(values: Tensor, fmt: GroupFormat) -> None:
+    """Raise `NotQuantizableError` for values [..., group] that cannot be quantized."""
+    if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
+        raise NotQuantizableError("a value that is not finite cannot be quantized; fetch the model again")
+    if not values.numel():
+        return
+    limit = largest_value(fmt)
+    if fmt.scales == "pair" and float(torch.maximum(values.max(), -values.min())) > limit:
+        raise NotQuantizableError(f"a value beyond {limit:g} cannot be quantized with scales in FP16")
+    if fmt.scales == "word" and float(_spans(values).max()) > 2 * limit:
+        raise NotQuantizableError(
+            f"a group of values that spans more than {2 * limit:g} is out of reach of scales in 16 bits"
+        )
+
+
+def _saturated(values: Tensor, fmt: GroupFormat) -> Tensor:
+    """Clamp groups [..., group] that cannot be quantized, with 0 for what is no number; others are as before."""
+    values, limit = torch.nan_to_num(values, nan=0.0), largest_value(fmt)
+    if fmt.scales == "pair":
+        return values.clamp_(-limit, limit)
+    limits = torch.where(_spans(values) > 2 * limit, limit, torch.inf)[..., None]
+    return torch.minimum(torch.maximum(values, -limits), limits)
+
+
+def _spans(values: Tensor) -> Tensor:
+    """Return the spans [...] of groups [..., group] with zero, which words always cover."""
+    return values.amax(-1).clamp_min_(0.0) - values.amin(-1).clamp_max_(0.0)
+
+
 def _round_codes(values: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor:
     """Codes in float32."""
     scaled = (values - offset[..., None]).div_(scale[..., None])
@@ -102,8 +130,6 @@ def _round_codes(values: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Te
 
 
 def _range_pairs(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
-    if least.numel() and float(torch.maximum(greatest.max(), -least.min())) > _FP16_MAX:
-        raise NotQuantizableError(f"a value beyond {_FP16_MAX:g} cannot be quantized with scales in FP16")
     offset = _round_half(least, down=True)
     scale = _round_half((greatest - offset.float()) / ((1 << bits) - 1), down=False)
     # A floor, so that a constant is code 0 exactly and nothing is divided by 0.

@@ -17,9 +17,9 @@ from flexgen_helm.quant.arithmetic import from_codes, to_codes
 from flexgen_helm.quant.formats import GroupFormat
 
 
-def quantize(values: Tensor, fmt: GroupFormat) -> Tensor:
-    """Matrix [rows, width] -> bytes [stripes, stripe_bytes]. Raises `NotQuantizableError`."""
-    codes, scales = to_codes(_to_groups(values, fmt), fmt)
+def quantize(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> Tensor:
+    """Matrix [rows, width] -> bytes [stripes, stripe_bytes]; `saturate` and errors: see `to_codes`."""
+    codes, scales = to_codes(_to_groups(values, fmt), fmt, saturate=saturate)
     if fmt.scales == "word":
         scales = _to_int16(scales)[..., None]
     code_bytes = pack_codes(codes, fmt.bits)

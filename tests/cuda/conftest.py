@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from flexgen_helm.quant import precisions
+from flexgen_helm.quant.precisions import PRECISIONS
 from tests.cuda.device import Device, cuda_in_host_memory
+from tests.helpers.packed_caches import FORMATS
 
 
 @pytest.fixture
@@ -15,3 +19,11 @@ def cuda_device() -> Iterator[Device]:
     with cuda_in_host_memory() as device:
         yield device
     device.check()
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups and residual windows of packed caches so small that tiny prompts and short answers fill some."""
+    monkeypatch.setattr(precisions, "_PLAIN_GROUP", 16)
+    for name, fmt in (("4bit", "channels"), ("4bit-s", "sparse channels"), ("fp16-s", "sparse")):
+        monkeypatch.setitem(PRECISIONS, name, replace(PRECISIONS[name], cache=FORMATS[fmt]))

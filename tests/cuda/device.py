@@ -257,6 +257,7 @@ class Device:
         self.streams: list[Stream] = []
         self.memory = [Allocator(self.ordering, memory, (1 + index) << 44) for index in range(num_devices)]
         self.register_error = 0
+        self.registered_from: set[int] = set()  # devices that were current then
         # Pinned host memory: address -> size. Registered pages, and storages that the driver allocated.
         self.registered: dict[int, int] = {}
         self.peak_registered = 0
@@ -347,6 +348,7 @@ class Device:
     def register(self, address: int, size: int) -> int:
         if self.register_error or address % mmap.PAGESIZE:
             return self.register_error or 1
+        self.registered_from.add(self.current_device())
         with self.ordering.lock:
             self.registered[address] = size
             self.peak_registered = max(self.peak_registered, sum(self.registered.values()))
@@ -649,11 +651,13 @@ def _world() -> Device:
 
 def stand_in_for_triton(packed: CudaTensor, fmt: Any, out: CudaTensor) -> CudaTensor:
     """Stand in for the kernel that dequantizes: plain PyTorch, one launch; needs its device to be the current one."""
+    from flexgen_helm.quant import triton_kernels
     from flexgen_helm.quant.packing import dequantize
 
     world = _world()
-    if world.current_device() != packed.device.index:
-        world._mix("a kernel of Triton on another device than the current one")
+    with triton_kernels._on_device(packed):  # as the launch does
+        if world.current_device() != packed.device.index:
+            world._mix("a kernel of Triton on another device than the current one")
     out.values.copy_(dequantize(packed.values, fmt, *out.shape))
     world.launch("triton kernel", packed.device, [packed], [out])
     return out

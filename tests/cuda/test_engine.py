@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from flexgen_helm import Engine, Policy
+from flexgen_helm import Engine, MemoryLimits
+from flexgen_helm.engine import profiler
+from flexgen_helm.hardware.profile import HardwareProfile
+from flexgen_helm.offload.copy_engine import CudaCopyEngine
+from flexgen_helm.progress import Message, observed_by
 from tests.cuda.device import cuda_in_host_memory
-from tests.cuda.engine_runs import LIMITS, MIB, assert_close, requests, run
+from tests.cuda.engine_runs import HOST, LIMITS, MIB, PLACEMENTS, THIRDS, assert_close, requests, run, slow_unless
 from tests.helpers.tiny_models import VARIANTS
 
-THIRDS = Policy(3, 2, *(0.3,) * 6)
-HOST = Policy(3, 2, 0, 1, 0, 1, 0, 1)
-DISK = Policy(3, 2, 0, 0, 0, 0, 0, 0)
-PLACEMENTS = {"resident": None, "thirds": THIRDS, "host": HOST, "disk": DISK}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SELECTED = {
     ("opt", torch.float16), ("bloom", torch.float16), ("gemma2", torch.bfloat16), ("mixtral", torch.float16),
@@ -31,15 +33,11 @@ SELECTED_PLACES = {
 }  # fmt: skip
 
 
-def slow_unless(value, selected):
-    return pytest.param(*value, marks=[] if value in selected else pytest.mark.slow)
-
-
 def check(model, variant, folder, dtype=torch.float16, asked=None, **settings):
     with cuda_in_host_memory() as device:
         results, record = run(model.path, asked or requests(), dtype, offload_dir=folder, **settings)
     device.check()
-    assert_close(model, results, dtype, variant)
+    assert_close(model, results, dtype)
     return device, record
 
 
@@ -97,7 +95,9 @@ def test_packed_and_sparse(tiny, tmp_path, precision, placement):
         )
     device.check()
     scores = [x for result in results for x in result.prompt_logprobs[1:]]
-    assert sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(scores) < 2e-2
+    # Where keys are packed and values selected by them, another selection is a larger step.
+    bound = 5e-2 if precision == "4bit-s" else 2e-2
+    assert sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(scores) < bound
 
 
 def test_automatic_plans(tiny, tmp_path, monkeypatch):
@@ -107,16 +107,47 @@ def test_automatic_plans(tiny, tmp_path, monkeypatch):
     assert record["predicted_latency_s"] > 0
 
 
-def test_a_second_device(tiny, tmp_path):
-    model = tiny("llama")
+def test_automatic_plans_of_weights_that_exceed_the_device(tiny, tmp_path, monkeypatch):
+    """The search places weights, cache and hidden states; two runs, the second with what the first has learnt."""
+    monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "t4")
+    small = MemoryLimits(gpu=120 << 10, cpu=32 * MIB, disk=256 * MIB)
+    _, record = check(tiny("opt"), "opt", tmp_path, limits=small)
+    assert record["achieved_placement"]["weights"]["gpu"] < 1 and record["predicted_latency_s"] > 0
+    assert record["bytes"]["cpu_to_gpu"]["weights"] > 0
+
+
+def test_the_machine_is_measured(tmp_path, monkeypatch):
+    """`profile`: every operation that it times runs on a device, without a race, and gives a rate."""
+    for name, value in {
+        "_ROWS": (1, 16), "_WIDTH": 128, "_UNCACHED_BYTES": 4 * MIB, "_FILE_BYTES": 4 * MIB, "_CHUNK_BYTES": MIB // 2,
+        "_LINK_BYTES": MIB, "_SMALL_OPERATIONS": 2, "_DEVICE_ATTENTION": (4, 16, 32, 2),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(profiler, name, value)
+    with cuda_in_host_memory() as device:
+        profile = profiler.measure(tmp_path)
+    device.check()
+    assert profile.gpu is not None and set(profile.gpu.matmul_flops) == {"float16", "bfloat16", "float32"}
+    rates = [*asdict(profile.link).values(), profile.gpu.attention_flops, profile.gpu.dequantize_elements_s]
+    assert all(math.isfinite(rate) and rate > 0 for rate in rates)
+    assert HardwareProfile.from_json(profile.to_json()) == profile
+    pinned = [place for place in device.pageable_copies if "profiler.py" in place]
+    assert pinned, "the rates of pageable memory are measured too"
+
+
+@pytest.mark.parametrize("precision", ["fp16", "4bit"])
+def test_a_second_device(tiny, tmp_path, precision):
+    """Whatever a thread does, loaders included, is on the engine's device: nothing is on the first one."""
+    model, asked = tiny("llama"), requests(4, 90, 2)
     with cuda_in_host_memory(num_devices=2) as device:
         results, _ = run(
-            model.path, requests(), torch.float16, device="cuda:1", policy=THIRDS, schedule="zigzag",
-            offload_dir=tmp_path,
+            model.path, asked, torch.float16, device="cuda:1", policy=THIRDS, schedule="zigzag", precision=precision,
+            cpu_attention=False, offload_dir=tmp_path,
         )  # fmt: skip
         assert not device.memory[0].num_allocations and device.memory[1].num_allocations
+        assert device.registered_from == {1}
     device.check()
-    assert_close(model, results, torch.float16, "llama")
+    if precision == "fp16":
+        assert_close(model, results, torch.float16)
 
 
 def test_a_second_engine_sees_the_memory_of_the_first(tiny, tmp_path):
@@ -145,29 +176,50 @@ def test_memory_that_runs_out_halves_the_batches(tiny, tmp_path, monkeypatch, pl
             ledger.check()
         assert device.memory[0].num_allocations > max(device.memory[0].failing)
     device.check()
-    assert_close(model, results, torch.float16, "llama")
+    assert_close(model, results, torch.float16)
 
 
-def test_what_crosses_the_link_is_pinned(tiny, tmp_path):
-    """Weights in host memory are pinned, page by page and no more; all else goes through buffers of 8 MiB a thread."""
-    model = tiny("opt")
+def test_what_crosses_the_link_is_pinned(tiny, tmp_path, monkeypatch):
+    """Weights, caches and hidden states in host memory are pinned, and copied to the device from where they are.
+
+    Only keys and values of prompts, which are spread over their slots, and rows of tables go through buffers.
+    """
+    model, sources = tiny("opt"), []
+    honest = CudaCopyEngine.to_device
+
+    def to_device(self, source, target=None):
+        sources.append((source.is_pinned(), source.is_contiguous(), source.nbytes))
+        return honest(self, source, target)
+
+    monkeypatch.setattr(CudaCopyEngine, "to_device", to_device)
     with cuda_in_host_memory() as device:
-        run(
+        _, record = run(
             model.path, requests(), torch.float16, policy=HOST, schedule="zigzag", cpu_attention=False,
             offload_dir=tmp_path,
         )  # fmt: skip
+    moved = record["bytes"]["cpu_to_gpu"]
+    assert all(moved.values()) and all(pinned and dense for pinned, dense, _ in sources)
+    assert record["hardware"]["host_memory"] == "pinned"
     assert not [place for place in device.pageable_copies if place.startswith("offload/copy_engine.py")]
     assert not device.pinned_bytes, "freed with the engine"
     matrices = [p for p in model.text_parameters() if p.ndim == 2]
     exact = sum(-(-2 * p.numel() // 4096) * 4096 for p in matrices)
-    assert device.peak_registered <= exact + 6 * MIB, "the matrices' pages, and a buffer for each thread"
+    stored = record["peak_bytes"]["cpu"]
+    assert device.peak_registered <= stored + 6 * MIB, "the ledger knows all of it, but for a buffer a thread"
+    assert stored > exact, "caches and hidden states too"
 
 
 def test_a_driver_that_refuses_to_pin(tiny, tmp_path):
     """As WSL does: copies use the buffers, pageable ones too, and the answers are the same."""
-    model = tiny("opt")
+    model, events = tiny("opt"), []
     with cuda_in_host_memory() as device:
         device.register_error = 2
-        results, _ = run(model.path, requests(), torch.float16, policy=HOST, schedule="zigzag", offload_dir=tmp_path)
+        with observed_by(events.append):
+            results, record = run(
+                model.path, requests(), torch.float16, policy=HOST, schedule="zigzag", cpu_attention=False,
+                offload_dir=tmp_path,
+            )  # fmt: skip
     device.check()
-    assert_close(model, results, torch.float16, "opt")
+    assert record["hardware"]["host_memory"] == "pageable"
+    assert len([event for event in events if isinstance(event, Message) and "refuses to pin" in event.text]) == 1
+    assert_close(model, results, torch.float16)

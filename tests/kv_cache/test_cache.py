@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.kv_cache.cache import KVCache
+from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tokens
 from flexgen_helm.kv_cache.visibility import decode_parts, prefix_parts
 from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
 from flexgen_helm.offload.ledger import Ledger
@@ -66,6 +67,11 @@ def open_cache(folder: Path, place: str, fmt: CacheFormat | None, overlap: bool)
     tiers = Tiers(torch.device("cpu"), "gpu" if has_gpu else "cpu", ledgers, engine, folder, overlap)
     fractions = {name: float(name == tier) for name in TIERS}
     return KVCache(CONFIG, tiers, torch.float32, fractions, cache_format=fmt), tiers
+
+
+def placed(cache: KVCache, block: CacheBlock) -> NewTokens:
+    lists = [torch.tensor(numbers) for numbers in new_token_lists(block, cache.codec)]
+    return new_tokens(block, cache.codec, lists, lists)
 
 
 def visible(cache: KVCache, block: CacheBlock, layer: int) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
@@ -167,8 +173,7 @@ def decode_step(cache: KVCache, block: CacheBlock, reference: Reference, prefetc
         k, v = reference.new(len(block.sequences))
         for row, sequence in enumerate(block.sequences):
             reference.add(sequence, layer, k[row : row + 1], v[row : row + 1])
-        at = torch.tensor([sequence.num_computed for sequence in block.sequences])
-        cache.append(block, layer, at, k, v)
+        cache.append(block, layer, placed(cache, block), k, v)
         for sequence, found in zip(block.sequences, visible(cache, block, layer)):
             keys, values = reference.seen(cache, sequence, layer, sequence.num_computed)
             assert sorted(found) == list(range(sequence.num_computed + 1))
@@ -236,7 +241,7 @@ def test_a_slot_that_was_not_moved_would_be_noticed(tmp_path):
         cache.write(sequence, 0, k, v)
         reference.add(sequence, 0, k, v)
     block.sequences[:] = [sequences[1]]
-    cache.append(block, 0, torch.tensor([3]), *reference.new(1))
+    cache.append(block, 0, placed(cache, block), *reference.new(1))
     keys = visible(cache, block, 0)[0]
     assert not torch.equal(keys[0][0], reference.tokens[sequences[1], 0][0][0])
     cache.close()

@@ -162,7 +162,9 @@ def test_a_value_that_cannot_be_packed_fails_its_request_alone(tiny, tmp_path, m
     honest = Decoder.embed
 
     def broken(self, weights, token_ids, positions):
-        at = (token_ids == 77) & (positions == 1)  # in the prompt only: others may draw that token later
+        at = (token_ids.on_device == 77) & (
+            positions.on_device == 1
+        )  # in the prompt only: others may draw that token later
         return honest(self, weights, token_ids, positions).masked_fill(at[:, None], value)
 
     monkeypatch.setattr(Decoder, "embed", broken)

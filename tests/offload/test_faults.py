@@ -20,6 +20,7 @@ from flexgen_helm.kv_cache import residual_window, storage
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.offload import weights
 from flexgen_helm.offload.disk import DirectFile
+from flexgen_helm.offload.host_pool import HostPool
 from flexgen_helm.offload.matrices import DiskMatrix
 from tests.helpers.faults import replaced
 from tests.helpers.parity import assert_same, prompts
@@ -276,7 +277,9 @@ def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatc
         expected = engine.run(workload())
         for at in (0, 1, 2, 5):
             with monkeypatch.context() as patch:
-                once = replaced(patch, module, "zeros", at, MemoryError)
+                in_pool = module is storage and policy == "6x2,0,100,0,100,0,100"
+                place = (HostPool, "take") if in_pool else (module, "zeros")
+                once = replaced(patch, *place, at, MemoryError)
                 try:
                     results = engine.run(workload())
                 except MemoryLimitError as error:

@@ -10,13 +10,16 @@ from flexgen_helm.benchmarks.paper.systems import COMPRESSED, PaperProblem
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.planner import constants
 from flexgen_helm.planner.affine import fraction_vector
 from flexgen_helm.planner.cost_model import RESOURCES, block_costs, pass_seconds
+from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import BlockShape
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.quant.precisions import FP16
+from flexgen_helm.quant.precisions import FP16, PRECISIONS
+from tests.helpers.planning_problems import config
 
 T4 = load_profile("t4")
 ROOMY = {"gpu": 1e15, "cpu": 1e15, "disk": 1e15}
@@ -180,3 +183,78 @@ def test_compression_moves_and_keeps_a_little_over_a_quarter():
     assert packed.memory["cpu"].peak / plain.memory["cpu"].peak == pytest.approx(4.5 / 16, rel=0.05)
     assert 4.5 / 16 < packed.seconds["decode"]["to_gpu"] / plain.seconds["decode"]["to_gpu"] < 0.30
     assert packed.seconds["decode"]["convert"] > 0
+
+
+def on_machine(name, model="llama-3.1-8b", prompt=512, output=32, count=64, **more):
+    return planning_problem(config(model), load_profile(name), Workload.uniform(prompt, output, count), **more)
+
+
+def decode_parts(problem, shape, fractions):
+    times = block_costs(problem, shape, resident=True).decode
+    return {name: float(form @ fractions) for name, form in times.items()}
+
+
+@pytest.mark.parametrize("machine, model, most_rows", [("t4", "llama-3.1-8b", 16), ("h100", "llama-3-70b", 128)])
+def test_few_rows_read_packed_weights_and_more_dequantize_them(machine, model, most_rows):
+    """As the device's product does (`quant.kernels`)."""
+    resident = fraction_vector(Policy(1, 1, 1, 0, 1, 0, 1, 0), True)
+    problem = on_machine(machine, model, precision="4bit", count=4 * most_rows)
+    few = decode_parts(problem, BlockShape(most_rows, 1, "zigzag"), resident)
+    many = decode_parts(problem, BlockShape(2 * most_rows, 1, "zigzag"), resident)
+    rate = problem.hardware.gpu.dequantize_elements_s
+    in_layers = problem.layer_elements * problem.config.num_layers
+    assert few["convert"] < 1e-9 and many["convert"] == pytest.approx(in_layers / rate, rel=0.3)
+    dense = decode_parts(on_machine(machine, model, count=4 * most_rows), BlockShape(1, 1, "zigzag"), resident)
+    packed = decode_parts(problem, BlockShape(1, 1, "zigzag"), resident)
+    steps = 2 * problem.config.num_layers * problem.hardware.gpu.step_s
+    read = (packed["products"] - steps) / (dense["products"] - steps)
+    assert 0.25 < read < 0.5, "4.5 bits of 16, and the head in 16"
+
+
+def test_the_rows_of_fused_products_are_the_kernels_own():
+    from flexgen_helm.quant import kernels
+
+    assert constants.FUSED_ROWS_ON_CPUS == kernels.QUANTIZED_MATMUL_ROWS
+    pytest.importorskip("triton")
+    torch = pytest.importorskip("torch")
+    from flexgen_helm.quant import triton_kernels as launches
+
+    fmt = PRECISIONS["4bit"].weights
+    for bound, has_tensor_cores in (
+        (constants.FUSED_ROWS_WITH_TENSOR_CORES, True), (constants.FUSED_ROWS_ON_DEVICES, False),
+    ):  # fmt: skip
+        device = launches.Device(100, has_tensor_cores)
+        planned = [
+            launches.plan_product(fmt, rows, 4096, 4096, torch.float16, False, device) for rows in (bound, bound + 1)
+        ]
+        assert planned[0] is not None and planned[1] is None
+    assert [load_profile(name).gpu.has_bfloat16 for name in ("t4", "rtx3090", "a100", "h100")] == [False, *3 * [True]]
+
+
+def test_each_tier_has_the_rate_of_its_memory():
+    """Pinned: host memory, and weights of the disk. Pageable: caches and hidden states of the disk, or all."""
+    problem = on_machine("t4", cpu_attention=False)
+    link = problem.hardware.link
+    assert link.pageable_to_gpu_bytes_s < link.to_gpu_bytes_s
+    assert problem.link_rates(link, "cpu") == (link.to_gpu_bytes_s, link.to_gpu_bytes_s, link.to_cpu_bytes_s)
+    assert problem.link_rates(link, "disk")[0] == link.to_gpu_bytes_s
+    assert problem.link_rates(link, "disk")[1:] == (link.pageable_to_gpu_bytes_s, link.pageable_to_cpu_bytes_s)
+    refused = replace(problem, pins_host_memory=False)
+    shape, on_host = BlockShape(16, 2, "zigzag"), fraction_vector(Policy(1, 1, 0, 1, 0, 1, 0, 1), True)
+    seconds = [float(block_costs(each, shape).decode["to_gpu"] @ on_host) for each in (problem, refused)]
+    assert seconds[1] / seconds[0] == pytest.approx(link.to_gpu_bytes_s / link.pageable_to_gpu_bytes_s, rel=0.02)
+
+
+def test_a_cache_in_host_memory_is_fetched_with_whole_slots():
+    problem = on_machine("t4", prompt=100, output=80, cpu_attention=False)
+    shape, on_host = BlockShape(16, 2, "zigzag"), fraction_vector(Policy(1, 1, 1, 0, 0, 1, 1, 0), True)
+    expected = problem.kv_elements * 32 * 180 * 2 / problem.hardware.link.to_gpu_bytes_s
+    assert float(block_costs(problem, shape).decode["to_gpu"] @ on_host) == pytest.approx(expected, rel=0.01)
+
+
+def test_plans_leave_room_for_what_pinned_regions_have_beyond_caches():
+    problem = on_machine("t4")
+    shape, cached = BlockShape(16, 2, "zigzag"), fraction_vector(Policy(1, 1, 1, 0, 0, 1, 1, 0), True)
+    exact = 32 * 544 * problem.kv_elements * 2
+    form = block_costs(problem, shape, resident=True).memory["cpu"][0]
+    assert float(form @ cached) == pytest.approx(exact * (1 + constants.PINNED_EXCESS_SHARE))

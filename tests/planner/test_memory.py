@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
-from flexgen_helm.models.config import tensor_shapes
+from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.models.config import SCORE_TOKENS, tensor_shapes
 from flexgen_helm.planner import workspace
 from flexgen_helm.planner.cache_sizes import CacheSizes
-from flexgen_helm.planner.constants import ACTIVATIONS_SHARE
+from flexgen_helm.planner.constants import ACTIVATIONS_SHARE, MAX_PENDING_STORE_BYTES
 from flexgen_helm.planner.memory import MemoryPlan, RunMemory, RunSize
+from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.problem import BlockShape
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
 from tests.helpers import planning_problems
 from tests.helpers.planning_problems import small
@@ -116,3 +121,30 @@ def test_the_workspace_holds_what_a_product_brings_to_the_compute_dtype(monkeypa
     counted = [with_weights.layer(7, 7, 7) - rest.layer(7, 7, 7), with_weights.head(7, 7) - rest.head(7, 7)]
     needed = 2 * max(tiles) * (1 if on_device else 2)
     assert all(needed <= each <= 1.1 * needed for each in counted)
+
+
+@pytest.mark.parametrize("precision, dtype, converts", [("fp16", "float16", 0), ("4bit", "float16", 1)])
+def test_only_weights_of_another_dtype_are_brought_to_the_compute_dtype(precision, dtype, converts):
+    """Llama-8B in 16 bits on a T4 needs no tile: its largest matrix, which half of a gigabyte bounds, was counted."""
+    machine = load_profile("t4")
+    problem = planning_problem(
+        planning_problems.config("llama-3.1-8b"), machine, Workload.uniform(512, 32, 8), precision=precision,
+        storage_dtype=dtype,
+    )  # fmt: skip
+    tile = 2 * workspace.upcast_elements(max(prod(s) for s in tensor_shapes(problem.config).values()), True)
+    own = Workspace(problem.config, 2, "gpu", problem.precision.cache, converts=False)
+    shape = BlockShape(4, 2, "zigzag")
+    bare = max(own.layer(2048, 512, 0), own.layer(4, 1, 4 * 544)) + 4 * MAX_PENDING_STORE_BYTES
+    assert problem.workspace_bytes(shape, 8) == bare + converts * tile
+
+
+def test_attention_without_a_fused_kernel_holds_a_score_matrix():
+    config, prompt = planning_problems.config("llama-3.1-8b"), 2048
+    fused, formula = (Workspace(config, 2, "gpu", has_fused_attention=fused) for fused in (True, False))
+    scores = 4 * config.num_heads * min(prompt, SCORE_TOKENS) * prompt
+    assert formula.layer(prompt, prompt, 0) - fused.layer(prompt, prompt, 0) >= 4 * scores
+    odd = replace(config, head_dim=100)  # 200 bytes are no multiple of 16
+    assert Workspace(odd, 2, "gpu").layer(prompt, prompt, 0) == Workspace(
+        odd, 2, "gpu", has_fused_attention=False
+    ).layer(prompt, prompt, 0)
+    assert Workspace(odd, 4, "cpu").layer(prompt, prompt, 0) < Workspace(odd, 4, "gpu").layer(prompt, prompt, 0) * 2

@@ -141,6 +141,24 @@ def test_values_that_are_not_finite_are_refused(bad, fmt):
     assert (dequantize(quantize(near, OURS), OURS, 64, 64) - near).abs().max() <= largest_value(OURS) / 15
 
 
+@pytest.mark.parametrize("fmt", [PAPER, OURS], ids=["paper", "ours"])
+def test_saturation_changes_the_groups_that_cannot_be_quantized_and_no_others(fmt):
+    """The cache's way: without an error, so that the host does not wait for a device."""
+    values = matrix(128, 128)
+    assert torch.equal(quantize(values, fmt, saturate=True), quantize(values, fmt))
+    good = dequantize(quantize(values, fmt), fmt, 128, 128)
+    limit = largest_value(fmt)
+    values[3, 5], values[3, 6], values[4, 5], values[5, 5] = math.nan, math.inf, -math.inf, -3 * limit
+    back = dequantize(quantize(values, fmt, saturate=True), fmt, 128, 128)
+    assert torch.isfinite(back).all() and back.abs().max() <= 2 * limit
+    of_other_groups = torch.ones(128, 128, dtype=torch.bool)
+    if fmt.axis == "in":
+        of_other_groups[3:6, : fmt.group_size] = False
+    else:
+        of_other_groups[: fmt.group_size, 5:7] = False
+    assert torch.equal(back[of_other_groups], good[of_other_groups])
+
+
 def test_the_grid_of_words():
     scales = word_scales(torch.device("cpu"))
     assert scales.shape == (512,) and float(scales[0]) == 2.0**-24 and 2.0**7.9 < float(scales[-1]) < 2.0**8

@@ -1,0 +1,42 @@
+"""Copies in pieces: what is larger than a buffer arrives whole, whatever its layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexgen_helm.models import attention
+from flexgen_helm.offload import copy_engine
+from flexgen_helm.offload.copy_engine import CudaCopyEngine
+
+
+@pytest.mark.parametrize("buffer", [64, 700, 1 << 20])
+@pytest.mark.parametrize("view", ["whole", "strided", "transposed"])
+def test_what_exceeds_a_buffer_crosses_in_pieces(cuda_device, monkeypatch, buffer, view):
+    """Rows that are longer than the buffer are divided too."""
+    monkeypatch.setattr(copy_engine, "COPY_BUFFER_BYTES", buffer)
+    engine, memory = CudaCopyEngine(torch.device("cuda")), torch.arange(6.0 * 10 * 8).view(6, 10, 8)
+    source = {"whole": memory, "strided": memory[:, 2:9], "transposed": memory.transpose(0, 1)}[view]
+    on_device = engine.to_device(source)
+    assert torch.equal(on_device.cpu(), source)
+    assert torch.equal(engine.to_host(on_device), source)
+    into = torch.zeros(2, *source.shape).transpose(1, 2)[1].transpose(0, 1)
+    assert torch.equal(engine.to_host(on_device, into), source)
+    rows = torch.tensor([5, 0, 5, 3])
+    assert torch.equal(engine.rows_to_device(memory, rows).cpu(), memory[rows])
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, dim, kernel",
+    [
+        ((7, 5), torch.bfloat16, 64, None), ((7, 5), torch.float16, 64, attention._attend_efficient),
+        ((8, 0), torch.float16, 64, attention._attend_flash), ((8, 0), torch.float16, 260, None),
+        ((8, 0), torch.float16, 264, attention._attend_efficient), ((13, 0), torch.float16, 64, None),
+    ],
+)  # fmt: skip
+def test_the_kernel_of_a_device(cuda_device, monkeypatch, capability, dtype, dim, kernel):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    device = torch.device("cuda", 0)
+    assert attention._device_kernel.__wrapped__(device, dtype, dim, False) is kernel
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert attention._device_kernel.__wrapped__(device, dtype, dim, False) is None, "ROCm"
