@@ -17,7 +17,7 @@ from flexgen_helm.request import Cost, GenerationResult, Progress
 class WorkerRecord:
     """One worker of a run.
 
-    costs: of the answers that were the first. record: of its units, joined. busy_s: seconds within units.
+    costs: of the answers that were the first. record: of its units, joined.
     """
 
     name: str
