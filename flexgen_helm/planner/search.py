@@ -7,7 +7,6 @@ rounded to whole matrices and cache blocks and evaluated again, so the predictio
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -19,7 +18,7 @@ from flexgen_helm.planner.infeasible import explain_infeasible
 from flexgen_helm.planner.linear_program import Candidate, Solution, finish, solve
 from flexgen_helm.planner.placement import TIERS, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
-from flexgen_helm.planner.predict import as_placed, shrunk
+from flexgen_helm.planner.predict import as_placed, predict, shrunk
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
 
 # Schedules of 'auto'. 'row' is never better, and the model lacks the cost of the diagonal schedule's growing caches.
@@ -57,7 +56,9 @@ def search(
     if not solutions:
         raise MemoryLimitError(explain_infeasible(problem, schedules, max_latency))
     best = max(solutions, key=lambda done: (_rank(done.prediction.tokens_per_s), -done.policy.block_size))
-    return replace(best, policy=as_placed(problem, best.policy))
+    policy = as_placed(problem, best.policy)
+    named = Solution(policy, best.schedule, predict(problem, policy, best.schedule))
+    return named if named.prediction.feasible else best
 
 
 def _candidates(
