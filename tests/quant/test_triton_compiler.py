@@ -15,7 +15,7 @@ from flexgen_helm.quant.precisions import PRECISIONS
 
 triton = pytest.importorskip("triton")
 
-from flexgen_helm.quant import triton_kernels  # noqa: E402
+from flexgen_helm.quant import triton_kernels, triton_launches  # noqa: E402
 from tests.helpers.triton_driver import SHARED_MEMORY, instructions, recording_driver, resources  # noqa: E402
 from tests.helpers.triton_stand_in import run  # noqa: E402
 
@@ -38,14 +38,14 @@ QUICK += [(75, PAPER, 0, torch.float16), (75, PAPER, 1, torch.float16), (80, OUR
 
 def launch(monkeypatch, capability, fmt, tokens, dtype, rows=ROWS, width=WIDTH):
     """Launch on a GPU that is not there; returns the launches."""
-    device = triton_kernels.Device(processors=8, has_tensor_cores=capability >= 80)
-    monkeypatch.setattr(triton_kernels, "_describe", lambda _: device)
+    device = triton_launches.Device(processors=8, has_tensor_cores=capability >= 80)
+    monkeypatch.setattr(triton_launches, "_describe", lambda _: device)
     packed = torch.zeros(fmt.num_stripes(rows), fmt.stripe_bytes(width), dtype=torch.uint8)
     with recording_driver(capability) as driver:
         if tokens:
-            triton_kernels.matmul(torch.zeros(tokens, width, dtype=dtype), packed, fmt, rows)
+            triton_launches.matmul(torch.zeros(tokens, width, dtype=dtype), packed, fmt, rows)
         else:
-            triton_kernels.dequantize_into(packed, fmt, torch.zeros(rows, width, dtype=dtype))
+            triton_launches.dequantize_into(packed, fmt, torch.zeros(rows, width, dtype=dtype))
     return driver.launched
 
 
@@ -56,7 +56,7 @@ def check(monkeypatch, tmp_path, capability, fmt, tokens, dtype, width=WIDTH):
         assert not launched
         return
     # A product may join partial sums; nothing else is launched, however large the matrix is.
-    assert len(launched) == 1 or (tokens and [one.kernel.name for one in launched[1:]] == ["_join"])
+    assert len(launched) == 1 or (tokens and [one.kernel.name for one in launched[1:]] == ["join"])
     kernel = launched[0].kernel
     # Codes are loaded from 8 a load on, none byte by byte.
     loads = instructions(kernel, r"ld\.global|cp\.async\.c[ag]")
@@ -96,12 +96,12 @@ def test_an_annotation_that_the_compiler_does_not_know_is_noticed():
 
 
 def test_spilled_registers_are_noticed(monkeypatch, tmp_path):
-    run = triton_kernels.Launch.run
+    run = triton_launches.Launch.run
 
     def with_few_registers(self, *arguments, fused):
         run(replace(self, constants={**self.constants, "maxnreg": 40}), *arguments, fused=fused)
 
-    monkeypatch.setattr(triton_kernels.Launch, "run", with_few_registers)
+    monkeypatch.setattr(triton_launches.Launch, "run", with_few_registers)
     with pytest.raises(AssertionError, match="stack_bytes"):
         check(monkeypatch, tmp_path, 80, OURS, 1, torch.float16)
 
@@ -124,11 +124,11 @@ def test_launches_are_made_on_the_tensors_device(monkeypatch):
     properties = SimpleNamespace(multi_processor_count=40, major=7), SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
     second = torch.device("cuda:1")
-    triton_kernels._on_device(SimpleNamespace(is_cuda=True, device=second))
+    triton_launches._on_device(SimpleNamespace(is_cuda=True, device=second))
     assert entered == [second]
-    assert triton_kernels._describe(torch.device("cuda:0")) == triton_kernels.Device(40, has_tensor_cores=False)
-    assert triton_kernels._describe(second) == triton_kernels.Device(132, has_tensor_cores=True)
-    triton_kernels._describe.cache_clear()
+    assert triton_launches._describe(torch.device("cuda:0")) == triton_launches.Device(40, has_tensor_cores=False)
+    assert triton_launches._describe(second) == triton_launches.Device(132, has_tensor_cores=True)
+    triton_launches._describe.cache_clear()
 
 
 @pytest.mark.parametrize("fmt", [OURS, PAPER, ALONG_WORDS, ALONG_PAIRS], ids=str)
@@ -139,20 +139,22 @@ def test_the_stand_in_for_other_devices_computes_what_kernels_do(monkeypatch, fm
     packed, x = quantize(torch.randn(rows, width) * 0.3, fmt), torch.randn(tokens, width)
     weights, bias = dequantize(packed, fmt, rows, width), torch.randn(rows)
     launches = []
-    monkeypatch.setattr(triton_kernels.Launch, "run", lambda self, *a, **k: launches.append(self) or run(self, *a, **k))
-    assert torch.equal(triton_kernels.dequantize_into(packed, fmt, torch.empty(rows, width)), weights)
+    monkeypatch.setattr(
+        triton_launches.Launch, "run", lambda self, *a, **k: launches.append(self) or run(self, *a, **k)
+    )
+    assert torch.equal(triton_launches.dequantize_into(packed, fmt, torch.empty(rows, width)), weights)
     for processors in (1, 1000):
-        device = triton_kernels.Device(processors, has_tensor_cores=False)
-        monkeypatch.setattr(triton_kernels, "_describe", lambda _, device=device: device)
-        y = triton_kernels.matmul(x, packed, fmt, rows, bias)
+        device = triton_launches.Device(processors, has_tensor_cores=False)
+        monkeypatch.setattr(triton_launches, "_describe", lambda _, device=device: device)
+        y = triton_launches.matmul(x, packed, fmt, rows, bias)
         assert torch.allclose(y, x @ weights.t() + bias, atol=1e-4)
     # The columns of the second product are split, unless the bound on partial sums forbids it.
-    joined = launches[-1].kernel is triton_kernels._join
+    joined = launches[-1].kernel is triton_kernels.join
     assert joined == (launches[2].grid[1] > 1) and (joined or tokens > 1)
 
 
 def test_products_with_no_rows_and_with_many(monkeypatch):
-    monkeypatch.setattr(triton_kernels, "_describe", lambda _: triton_kernels.Device(8, has_tensor_cores=False))
+    monkeypatch.setattr(triton_launches, "_describe", lambda _: triton_launches.Device(8, has_tensor_cores=False))
     packed = quantize(torch.randn(64, 64), OURS)
-    assert triton_kernels.matmul(torch.zeros(0, 64), packed, OURS, 64).shape == (0, 64)
-    assert triton_kernels.matmul(torch.zeros(17, 64), packed, OURS, 64) is None  # dequantizing is faster
+    assert triton_launches.matmul(torch.zeros(0, 64), packed, OURS, 64).shape == (0, 64)
+    assert triton_launches.matmul(torch.zeros(17, 64), packed, OURS, 64) is None  # dequantizing is faster

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 # [rows, width] of the matrices of OPT-30B and of Llama-3-70B.
 OPT_30B = [(7168, 7168), (28672, 7168), (7168, 28672)]
 LLAMA_70B = [(8192, 8192), (1024, 8192), (28672, 8192), (8192, 28672)]
-PRODUCTS = ["_matvec_in", "_matvec_out", "_tiles_in", "_tiles_out"]
+PRODUCTS = ["matvec_in", "matvec_out", "tiles_in", "tiles_out"]
 
 
 def interpreted(*arguments):
@@ -64,10 +64,10 @@ def test_each_packed_byte_is_read_once():
 def test_a_product_moves_at_most_a_tenth_more_than_its_packed_bytes(
     rows, width, tokens, processors, has_tensor_cores, precision
 ):
-    from flexgen_helm.quant import triton_kernels
+    from flexgen_helm.quant import triton_launches
 
-    fmt, device = PRECISIONS[precision].weights, triton_kernels.Device(processors, has_tensor_cores)
-    launch = triton_kernels.plan_product(fmt, tokens, rows, width, torch.float16, False, device)
+    fmt, device = PRECISIONS[precision].weights, triton_launches.Device(processors, has_tensor_cores)
+    launch = triton_launches.plan_product(fmt, tokens, rows, width, torch.float16, False, device)
     if launch is None:
         assert tokens > 16 and not has_tensor_cores
         return
@@ -86,9 +86,9 @@ def test_a_product_moves_at_most_a_tenth_more_than_its_packed_bytes(
 
 
 def test_a_grid_without_the_bound_would_move_more(monkeypatch):
-    from flexgen_helm.quant import triton_kernels
+    from flexgen_helm.quant import triton_launches
 
-    monkeypatch.setattr(triton_kernels, "partial_splits", lambda *sizes: 1 << 30)
-    fmt, device = PRECISIONS["4bit"].weights, triton_kernels.Device(132, True)
-    launch = triton_kernels.plan_product(fmt, 64, 1024, 8192, torch.float16, False, device)
+    monkeypatch.setattr(triton_launches, "partial_splits", lambda *sizes: 1 << 30)
+    fmt, device = PRECISIONS["4bit"].weights, triton_launches.Device(132, True)
+    launch = triton_launches.plan_product(fmt, 64, 1024, 8192, torch.float16, False, device)
     assert 2 * 4 * launch.grid[1] * 64 * 1024 > 0.1 * fmt.packed_bytes(1024, 8192)
