@@ -20,6 +20,7 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.auto_planner import AutoPlanner
+from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.device import open_device, tier_capacities
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.run import OnResult, Run
@@ -43,6 +44,7 @@ from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_f
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.run_plan import RunPlan, plan_run
 from flexgen_helm.planner.workload import Workload
+from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import ModelInUse, PlanLine, Stage, report
 from flexgen_helm.quant.precisions import FP16, Precision, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
@@ -133,6 +135,7 @@ class Engine:
             if self._threads is not None:
                 self._threads.release()
         self._decoder = Decoder(self.config, device, self._dtype)
+        self._graphs = self._layer_graphs() if options.cuda_graphs and device.type == "cuda" else None
         if device.type == "cpu":
             keep_freed_memory()
         tokenizer_fingerprint = tokenizer.fingerprint if tokenizer else None
@@ -241,7 +244,9 @@ class Engine:
                 one_layer=plan.schedule == "prefill-only",
             )
             activations = ActivationStore(self._tiers, plan.activations)
-            executor = Executor(self._decoder, self._weights, cache, activations, self._device, self._threads)
+            executor = Executor(
+                self._decoder, self._weights, cache, activations, self._device, self._threads, self._graphs
+            )
             try:
                 eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
                 run = Run(self.config, executor, cache, plan.limits, plan.schedule, eos_ids, prefix_cost)
@@ -278,6 +283,8 @@ class Engine:
         with self._lock:
             if not self._closed:
                 self._closed = True
+                if self._graphs is not None:
+                    self._graphs.close()
                 self._weights.close()
                 self._tiers.close()
                 for ledger in self._tiers.ledgers.values():
@@ -289,6 +296,12 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _layer_graphs(self) -> LayerGraphs | None:
+        """Return graphs for the batches that share of the free memory allows; None if there is none."""
+        room, workspace = self.ledger.free, Workspace(self.config, self._dtype.itemsize, "gpu")
+        rows = workspace.graph_rows(room, self._weights.direct_rows)
+        return LayerGraphs(self._decoder, self._device, self.ledger, rows) if rows else None
 
     def _plan(self, prepared: PreparedRequests, workload: Workload | None) -> RunPlan:
         """Plan one run; `auto` searches block, cache and hidden states for it, with the weights as they are."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.engine.attention_metadata import AttentionMetadata, build_attention_metadata
+from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.sampler import sample_tokens
 from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.errors import Interrupted, MemoryLimitError
@@ -111,10 +112,14 @@ class Executor:
         activations: ActivationStore,
         device: torch.device,
         threads: ThreadGovernor | None = None,
+        graphs: LayerGraphs | None = None,
     ) -> None:
-        """threads: chooses the threads that compute; None where a device does."""
+        """threads: chooses the threads that compute; None where a device does.
+
+        graphs: run layers of decode batches; None if none can.
+        """
         self._decoder, self._weights, self._cache, self._activations = decoder, weights, cache, activations
-        self._device, self._threads = device, threads
+        self._device, self._threads, self._graphs = device, threads, graphs
         self._stages = stage_names(decoder.config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // decoder.config.vocab_size)
         tier: Tier = "cpu" if device.type == "cpu" else "gpu"
@@ -209,14 +214,13 @@ class Executor:
                 metadata = state.metadata
                 state.hidden = self._decoder.embed(weights, metadata.token_ids, metadata.positions)
             else:
-                state.hidden = self._layer(item.stage - 1, state, weights)
-        if item.stage:  # one sum a token meets every element
-            state.sums.append(state.hidden.sum(-1, dtype=torch.float32))
+                state.hidden, sums = self._layer(item.stage - 1, state, weights)
+                state.sums.append(sums)
         return None
 
     def _store(self, item: WorkItem, state: _BatchState) -> None:
         assert state.hidden is not None
-        self._activations.store(item.batch, state.hidden)
+        self._activations.store(item.batch, state.hidden if self._graphs is None else self._graphs.owned(state.hidden))
         state.hidden = state.rotary = None
         if state.sums:  # those of many waiting batches would be large
             state.check_finite()
@@ -235,7 +239,8 @@ class Executor:
     def _note_workspace(self, num_bytes: int) -> None:
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)
 
-    def _layer(self, layer: int, state: _BatchState, weights: StageWeights) -> Tensor:
+    def _layer(self, layer: int, state: _BatchState, weights: StageWeights) -> tuple[Tensor, Tensor]:
+        """Return the hidden states after a layer, and the sum of each token's, which meets every element."""
         decoder, cache, metadata = self._decoder, self._cache, state.metadata
         window = decoder.config.window(layer)
 
@@ -243,7 +248,13 @@ class Executor:
             return metadata.attend(layer, window, decoder.attention, cache, q, k, v)
 
         assert state.hidden is not None and state.rotary is not None
-        return decoder.layer(weights, layer, state.hidden, state.rotary, attend)
+        graphs = None if metadata.prompts else self._graphs
+        if graphs is not None and graphs.takes(layer, len(state.hidden)):
+            # What is stored in the background must not be in the graphs' buffer, which the next layer overwrites.
+            own = attend if metadata.caches_on_device else lambda q, k, v: attend(q, k.clone(), v.clone())
+            return graphs.layer(weights, layer, state.hidden, state.rotary, own)
+        hidden = decoder.layer(weights, layer, state.hidden, state.rotary, attend)
+        return hidden, hidden.sum(-1, dtype=torch.float32)
 
     def _head(
         self, batch: Batch, state: _BatchState, sampling: Callable[[Sequence], list[SamplingParams]]
