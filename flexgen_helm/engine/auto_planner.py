@@ -53,16 +53,17 @@ class AutoPlanner:
         folder: Path,
         *,
         device: Literal["cpu", "cuda", "sim"],
-        storage_dtype: str,
+        compute_dtype: str,
         precision: Precision,
     ) -> None:
         """Check the profile that `HARDWARE_VARIABLE` names; measure nothing yet.
 
         limits: bytes of the engine's tiers.
+        compute_dtype: that the engine has chosen; the plan's is the faster of it and float32.
         folder: of the disk tier.
         """
         self._config, self._options, self._limits, self._folder = config, options, limits, folder
-        self._device, self._storage_dtype, self._precision = device, storage_dtype, precision
+        self._device, self._compute_dtype, self._precision = device, compute_dtype, precision
         self._profile: HardwareProfile | None = None
         self._has_profile: bool | None = None  # None: not tried yet
         if os.environ.get(HARDWARE_VARIABLE, "measured") != "measured":
@@ -82,7 +83,7 @@ class AutoPlanner:
             self.profile,
             workload,
             precision=self._precision,
-            storage_dtype=self._storage_dtype,
+            storage_dtype=self._compute_dtype,
             limits=MemoryLimits(self._limits["gpu"], self._limits["cpu"], self._limits["disk"]),
             overlap=self._options.overlap,
             cpu_attention=self._options.cpu_attention,

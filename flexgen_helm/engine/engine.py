@@ -21,11 +21,11 @@ from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.auto_planner import AutoPlanner
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
-from flexgen_helm.engine.device import open_device, tier_capacities
+from flexgen_helm.engine.device import dtype_reason, open_device, prefer_float16, tier_capacities
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.run import OnResult, Run
 from flexgen_helm.engine.run_record import EngineIdentity, predicted, run_record
-from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.rates import compute_dtype
@@ -45,7 +45,7 @@ from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.run_plan import RunPlan, plan_run
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
-from flexgen_helm.progress import ModelInUse, PlanLine, Stage, report
+from flexgen_helm.progress import Message, ModelInUse, PlanLine, Stage, report
 from flexgen_helm.quant.precisions import FP16, Precision, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
@@ -64,6 +64,11 @@ _SEGMENT_FLOPS = 900.0
 _TYPICAL_FLOPS = {"cpu": 2e11, "cuda": 1e14}
 # Unplanned runs longer than this measure the machine, so that a prediction can be reported; measuring takes half of it.
 _MEASURE_FROM_S = 60.0
+# What to do about values that are not finite where float16 stands in for bfloat16.
+_FLOAT16_ADVICE = (
+    "float16 took the place of the model's bfloat16, which this GPU has no products for, and was too small: "
+    "take --device cpu, or a GPU of compute capability 8.0 or later"
+)
 # Part of every fingerprint: raised when a change of the code can change a result.
 RESULTS_VERSION = 4
 
@@ -82,13 +87,19 @@ class Engine:
         device: torch.device,
         link: CopyEngine | None,
         chat: ChatFormat | None = None,
+        why_not_float16: str = "",
     ) -> None:
+        """Load the weights.
+
+        why_not_float16: what keeps a bfloat16 checkpoint from being computed in float16, on a GPU without bfloat16.
+        """
         began = time.perf_counter()
         self.name, self.config, self.tokenizer, self.precision = name, checkpoint.config, tokenizer, precision.name
         self.chat = chat  # how prompts and messages are rendered, None without a tokenizer
         self.last_run: dict[str, Any] = {}
         self._options = options
         self._cache_format = precision.cache
+        self._reads_bfloat16_as_float16 = checkpoint.as_float16
         self._threads = ThreadGovernor() if device.type == "cpu" else None
         self._device, self._dtype = device, compute_dtype(device, checkpoint.storage_dtype)
         compute_tier: Tier = "cpu" if link is None else "gpu"
@@ -110,7 +121,7 @@ class Engine:
             capacities,
             folder,
             device="cpu" if link is None else "sim" if simulated else "cuda",
-            storage_dtype=str(checkpoint.storage_dtype).removeprefix("torch."),
+            compute_dtype=str(self._dtype).removeprefix("torch."),
             precision=precision,
         )
         # Weights that do not all fit on the compute device are placed by the search, if it finds a way.
@@ -149,6 +160,7 @@ class Engine:
             precision.name,
             device,
             self._dtype,
+            why_not_float16 or dtype_reason(device, self._dtype, checkpoint),
             simulated,
             time.perf_counter() - began,
         )
@@ -191,16 +203,28 @@ class Engine:
         tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
         if tokenizer is None and config.apply_chat_template is True:
             raise UsageError(f"the model {name} has no tokenizer files, and so no chat template")
-        return cls(
-            checkpoint,
-            tokenizer,
-            config,
-            name=name,
-            precision=precision,
-            device=device,
-            link=link,
-            chat=None if tokenizer is None else chat_format(tokenizer, config.chat, name, resolved.is_base),
-        )
+        chat = None if tokenizer is None else chat_format(tokenizer, config.chat, name, resolved.is_base)
+
+        def load(link: CopyEngine | None, why_not_float16: str) -> "Engine":
+            return cls(
+                checkpoint,
+                tokenizer,
+                config,
+                name=name,
+                precision=precision,
+                device=device,
+                link=link,
+                chat=chat,
+                why_not_float16=why_not_float16,
+            )
+
+        try:
+            return load(link, prefer_float16(device, checkpoint))
+        except Float16Error as error:  # found while the weights were read
+            checkpoint.read_as_float16(False)
+            report(Message(f"products are in float32, which takes longer: {error}"))
+            _, link = open_device(config.device, config.link_gb_s)
+            return load(link, f"the GPU has no bfloat16 products, and {error}")
 
     def run(
         self,
@@ -250,6 +274,8 @@ class Engine:
             try:
                 eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
                 run = Run(self.config, executor, cache, plan.limits, plan.schedule, eos_ids, prefix_cost)
+                if self._reads_bfloat16_as_float16:
+                    run.nonfinite_advice = _FLOAT16_ADVICE
                 observe, should_stop = self._reporter(progress), should_stop or (lambda: False)
                 results = run.answer(requests, prepared, on_result, should_stop, observe)
             finally:
