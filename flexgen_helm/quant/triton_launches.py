@@ -15,14 +15,11 @@ from flexgen_helm.quant import triton_kernels
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.formats import GroupFormat
 
-# Columns of a step of a product by tiles, by rows of x: what registers and shared memory hold without a spill.
-# More rows than the last ones are left to a matrix that is dequantized once and a library's product. A weight takes 4.6
-# bytes of traffic there and 0.6 here: on an H100, 4 bytes / 3.35 TB/s = 1.2 ps. Tiles that reach half of the library's
-# 990 TFLOP/s lose 2 ps for 1,000 rows, so up to 590 rows would be faster; but beyond 128 the codes are read again.
-# Without tensor cores (float32, and Triton before Ampere) a row of x takes 1.5 instructions a weight. A T4 does 4 in a
-# ps, so 32 rows take the 4 bytes / 300 GB/s = 13 ps.
-_TENSOR_CORE_COLUMNS = {16: 128, 32: 64, 64: 64, 128: 32}
-_FMA_COLUMNS = {8: 32, 16: 16}
+# Columns of a step of a product by tiles, by rows of x: what registers and shared memory hold without a spill. More
+# rows are several products: 128 in one tile would unpack each code in all warps, five times the instructions of 64.
+_TENSOR_CORE_COLUMNS = {16: 128, 32: 64, 64: 64}
+_FMA_COLUMNS = {8: 32, 16: 16, 32: 16, 64: 16}
+TILE_TOKENS = 64
 # Byte rows of a program that multiplies tiles.
 _TILE_ROWS = 64
 # Bytes of the vector loads of x and of the scales, and of the vector stores.
@@ -38,6 +35,15 @@ _MATVEC_WARPS = 16
 _PARTIAL_SHARE = 10
 _JOINED = 1024  # sums of a program that joins
 
+# What decides how many rows of x are worth reading codes again instead of dequantizing once.
+# Instructions of a tile for each weight by rows of x, with tensor cores: counted in the machine code for sm_80 to 90.
+# Without them (float32, and before Ampere, where Triton has no tensor-core product) a row takes one multiply-add.
+_TENSOR_CORE_INSTRUCTIONS = {16: 7.1, 32: 8.1, 64: 9.4}
+_LANES = 128  # instructions of a processor and clock, in threads
+# Share of the peak that loops of Triton reach. Assumed: no GPU has measured it.
+_EFFICIENCY = 0.7
+_PACKED_BYTES = 9 / 16  # of a weight, with 16 bits of scales for 32 values
+
 
 @dataclass(frozen=True)
 class Device:
@@ -45,10 +51,52 @@ class Device:
 
     processors: streaming multiprocessors.
     has_tensor_cores: Triton can use them: from Ampere on, and for 16 bits.
+    rows_16_bits, rows_float32: most rows of x for which products read the codes (`direct_rows`).
     """
 
     processors: int
     has_tensor_cores: bool
+    rows_16_bits: int = TILE_TOKENS
+    rows_float32: int = TILE_TOKENS
+
+    def rows(self, dtype: torch.dtype) -> int:
+        return self.rows_16_bits if dtype.itemsize == 2 else self.rows_float32
+
+
+def direct_rows(
+    capability: tuple[int, int], processors: int, clock: float, memory_bytes_s: float, element_bytes: int
+) -> int:
+    """Return the most rows of x for which a product that reads codes is faster than one that dequantizes first.
+
+    Both take what is longest: memory traffic, instructions, or multiply-adds, for each weight. Reading codes moves
+    `_PACKED_BYTES` for every `TILE_TOKENS` rows. Dequantizing moves them once, and the weight twice.
+
+    capability: of computing; clock: Hz; element_bytes: of x.
+    """
+    has_tensor_cores = capability >= (8, 0) and element_bytes == 2
+    clocks = processors * clock
+    # Multiply-adds of a processor and clock: in float32, and by tensor cores with sums in float32 (GeForce's for 8.6).
+    fma = clocks * (64 if capability <= (8, 0) else 128)
+    tensor_fma = clocks * {(7, 5): 512, (8, 0): 1024, (9, 0): 2048}.get(capability, 256 if capability[1] else 2048)
+    library_fma = tensor_fma if element_bytes == 2 else fma
+
+    def reading_codes(rows: int) -> float:
+        seconds = 0.0
+        for first in range(0, rows, TILE_TOKENS):
+            tile = next(size for size in _TENSOR_CORE_INSTRUCTIONS if size >= min(rows - first, TILE_TOKENS))
+            instructions, rate = (tile + 1, fma) if not has_tensor_cores else (tile, tensor_fma)
+            loop = instructions / rate
+            if has_tensor_cores:
+                loop = max(loop, _TENSOR_CORE_INSTRUCTIONS[tile] / (clocks * _LANES))
+            seconds += max(_PACKED_BYTES / memory_bytes_s, loop / _EFFICIENCY)
+        return seconds
+
+    def dequantizing(rows: int) -> float:
+        reading = element_bytes / memory_bytes_s
+        return (_PACKED_BYTES + element_bytes) / memory_bytes_s + max(reading, rows / library_fma)
+
+    sizes = (*_TENSOR_CORE_INSTRUCTIONS, *range(2 * TILE_TOKENS, 5 * TILE_TOKENS, TILE_TOKENS))
+    return max((rows for rows in sizes if reading_codes(rows) <= dequantizing(rows)), default=16)
 
 
 @dataclass(frozen=True)
@@ -92,14 +140,13 @@ def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype)
 @lru_cache(maxsize=1024)
 def plan_product(
     fmt: GroupFormat, tokens: int, rows: int, width: int, dtype: torch.dtype, has_bias: bool, device: Device
-) -> Launch | None:
+) -> Launch:
     """Plan the launch that multiplies x [tokens, width] in `dtype` by a packed matrix [rows, width].
 
-    None where dequantizing once is faster.
+    tokens: at most `TILE_TOKENS`.
     """
-    tile_columns = _tile_columns(device, dtype)
-    if tokens > max(tile_columns):
-        return None
+    has_tensor_cores = device.has_tensor_cores and dtype.itemsize == 2
+    tile_columns = _TENSOR_CORE_COLUMNS if has_tensor_cores else _FMA_COLUMNS
     axis_out, padded = fmt.axis == "out", _power_of_two(tokens)
     constants = _format_constants(fmt)
     lanes, most_splits = constants["lanes"], partial_splits(fmt, tokens, rows, width)
@@ -116,7 +163,7 @@ def plan_product(
         constants |= {"chunks": 32 * warps, "vector": vector}
         constants |= {} if axis_out else {"block_rows": row_block}
     else:
-        warps, padded = 4 if padded < 128 else 8, max(padded, min(tile_columns))
+        warps, padded = 4, max(padded, min(tile_columns))
         warps_wanted, block = 2 * warps * device.processors, tile_columns[padded]
         # Smaller tiles where the bound on partial sums would leave processors idle.
         stripe_rows = fmt.group_size if axis_out else 1
@@ -144,11 +191,7 @@ def plan_product(
 
 def most_rows(device: torch.device, dtype: torch.dtype) -> int:
     """Return the most rows of x in `dtype` that `matmul` takes on a device."""
-    return max(_tile_columns(_describe(device), dtype))
-
-
-def _tile_columns(device: Device, dtype: torch.dtype) -> dict[int, int]:
-    return _TENSOR_CORE_COLUMNS if device.has_tensor_cores and dtype.itemsize == 2 else _FMA_COLUMNS
+    return _describe(device).rows(dtype)
 
 
 def partial_splits(fmt: GroupFormat, tokens: int, rows: int, width: int) -> int:
@@ -170,24 +213,28 @@ def matmul(x: Tensor, packed: Tensor, fmt: GroupFormat, rows: int, bias: Tensor 
 
     None where dequantizing once is faster.
     """
-    (tokens, width), device = x.shape, x.device
-    y = x.new_empty((tokens, rows))
-    if not tokens:
-        return y
-    launch = plan_product(fmt, tokens, rows, width, x.dtype, bias is not None, _describe(device))
-    if launch is None:
+    if x.shape[0] > most_rows(x.device, x.dtype):
         return None
+    y = x.new_empty((x.shape[0], rows))
+    with _on_device(packed):
+        for part in zip(x.split(TILE_TOKENS), y.split(TILE_TOKENS)) if len(x) else ():
+            _multiply(*part, packed, fmt, bias)
+    return y
+
+
+def _multiply(x: Tensor, y: Tensor, packed: Tensor, fmt: GroupFormat, bias: Tensor | None) -> None:
+    """Multiply at most `TILE_TOKENS` rows."""
+    (tokens, width), rows, device = x.shape, y.shape[1], x.device
+    launch = plan_product(fmt, tokens, rows, width, x.dtype, bias is not None, _describe(device))
     splits = launch.grid[1]
     target = y if splits == 1 else torch.empty((splits, tokens, rows), dtype=torch.float32, device=device)
     given_bias = x if bias is None else bias
     sizes = tokens, rows, width, packed.stride(0), launch.split_steps
-    with _on_device(packed):
-        launch.run(x, packed, *_tables(fmt, packed), given_bias, target, *sizes, fused=True)
-        if splits > 1:
-            constants = {"has_bias": bias is not None, "block": _JOINED}
-            join = Launch(triton_kernels.join, (triton.cdiv(tokens * rows, _JOINED), 1), constants, num_warps=4)
-            join.run(target, given_bias, y, tokens * rows, rows, splits, fused=True)
-    return y
+    launch.run(x, packed, *_tables(fmt, packed), given_bias, target, *sizes, fused=True)
+    if splits > 1:
+        constants = {"has_bias": bias is not None, "block": _JOINED}
+        join = Launch(triton_kernels.join, (triton.cdiv(tokens * rows, _JOINED), 1), constants, num_warps=4)
+        join.run(target, given_bias, y, tokens * rows, rows, splits, fused=True)
 
 
 def _format_constants(fmt: GroupFormat) -> dict[str, Any]:
@@ -208,7 +255,13 @@ def _describe(device: torch.device) -> Device:
     if device.type != "cuda":  # in Triton's interpreter
         return Device(1, True)
     properties = torch.cuda.get_device_properties(device)
-    return Device(properties.multi_processor_count, properties.major >= 8)
+    capability, processors = (properties.major, properties.minor), properties.multi_processor_count
+    clock = 1e3 * properties.clock_rate
+    memory_bytes_s = 2 * 1e3 * properties.memory_clock_rate * properties.memory_bus_width / 8  # double data rate
+    if not clock * memory_bytes_s:  # some virtual machines do not say
+        return Device(processors, capability >= (8, 0))
+    rows = (direct_rows(capability, processors, clock, memory_bytes_s, element_bytes) for element_bytes in (2, 4))
+    return Device(processors, capability >= (8, 0), *rows)
 
 
 def _on_device(tensor: Tensor) -> AbstractContextManager[object]:

@@ -854,6 +854,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
         class Properties:
             name, major, minor, multi_processor_count = "CUDA in host memory", 8, 0, 108
             total_memory = world.memory[0].total
+            clock_rate, memory_clock_rate, memory_bus_width = 1_410_000, 1_215_000, 5120
 
         replaced: dict[str, Any] = {
             "_lazy_init": lambda: None,

@@ -44,9 +44,9 @@ _CUT_OFF_TOKENS = (1, 2)
 _TOLERANCE = {torch.float32: 1e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 
 
-def values(full: bool, spoiled: bool = False) -> dict[str, int]:
+def values(full: bool, spoiled: bool = False) -> dict[str, object]:
     draw = torch.Generator().manual_seed(0)
-    dequantized, products, kernels = 0, 0, set()
+    dequantized, products, kernels, formats = 0, 0, set(), set()
     for fmt, (rows, width) in _cases(full):
         packed = quantize(torch.randn(rows, width, generator=draw) * 0.3, fmt)
         weights = dequantize(packed, fmt, rows, width)
@@ -71,8 +71,14 @@ def values(full: bool, spoiled: bool = False) -> dict[str, int]:
             y = triton_launches.matmul(x, packed, fmt, rows, bias)
             _compare(x, weights, bias, y, (fmt, rows, width, tokens, dtype))
             kernels.add(f"{launch.kernel.__name__}{' split' if launch.grid[1] > 1 else ''}")
+            formats.add(f"{fmt.axis} {fmt.group_size}")  # dequantized above, and multiplied
             products += 1
-    return {"dequantized": dequantized, "products": products, "kernels": sorted(kernels)}
+    return {
+        "dequantized": dequantized,
+        "products": products,
+        "kernels": sorted(kernels),
+        "formats": sorted(formats),
+    }
 
 
 def _cases(full: bool) -> Iterator[tuple[GroupFormat, tuple[int, int]]]:

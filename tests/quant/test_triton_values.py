@@ -32,6 +32,7 @@ def check_values(amount, dequantized, products):
     assert found.returncode == 0, found.stderr[-2000:]
     counts = json.loads(found.stdout)
     assert (counts["dequantized"], counts["products"]) == (dequantized, products)
+    assert set(counts["formats"]) == {f"{axis} {group}" for axis in ("in", "out") for group in (8, 24, 32, 64, 128)}
     # Every kernel, alone and with partial sums that another one joins.
     assert set(counts["kernels"]) == {*PRODUCTS, *(f"{name} split" for name in PRODUCTS)}
 
@@ -59,7 +60,7 @@ def test_each_packed_byte_is_read_once():
 
 @pytest.mark.parametrize("precision", ["4bit", "paper-4bit"])
 @pytest.mark.parametrize("processors, has_tensor_cores", [(40, False), (82, True), (132, True)])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16, 32, 64])
 @pytest.mark.parametrize("rows, width", [*OPT_30B, *LLAMA_70B])
 def test_a_product_moves_at_most_a_tenth_more_than_its_packed_bytes(
     rows, width, tokens, processors, has_tensor_cores, precision
@@ -68,9 +69,6 @@ def test_a_product_moves_at_most_a_tenth_more_than_its_packed_bytes(
 
     fmt, device = PRECISIONS[precision].weights, triton_launches.Device(processors, has_tensor_cores)
     launch = triton_launches.plan_product(fmt, tokens, rows, width, torch.float16, False, device)
-    if launch is None:
-        assert tokens > 16 and not has_tensor_cores
-        return
     (programs, splits), given = launch.grid, launch.constants
     rows_of_program = fmt.group_size * given.get("block_stripes", 1)
     columns_of_step = given["block"] if "block" in given else given["chunks"] * given["vector"]
