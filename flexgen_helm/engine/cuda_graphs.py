@@ -14,6 +14,7 @@ have buffers that all graphs share, and one memory pool has the temporaries of a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,6 +29,12 @@ from flexgen_helm.progress import Message, report
 _Part = Callable[[], object]
 
 
+@lru_cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that all captures use: cuBLAS keeps a workspace for every stream."""
+    return torch.cuda.Stream(device)
+
+
 class LayerGraphs:
     """Runs the layers of decode batches by graphs. All weights must stay where they are on the device.
 
@@ -40,11 +47,16 @@ class LayerGraphs:
         ledger: of the device; the memory of all graphs is claimed now, so that caches leave room for them.
         max_rows: rows of the largest batch, one of `GRAPH_ROWS`.
 
-        Raises `MemoryLimitError`, and then holds nothing.
+        Raises `MemoryLimitError` and `torch.OutOfMemoryError`, and then holds nothing.
         """
         config, dtype = decoder.config, decoder.dtype
         self._decoder, self._device, self._ledger, self._max_rows = decoder, device, ledger, max_rows
+        self._graphs: dict[tuple[str, int, int], torch.cuda.CUDAGraph] = {}
+        self._rotary: dict[RopeConfig, Rotary] = {}
+        self._given: Tensor | None = None  # hidden states in the buffer that a batch has
+        self._failed = False
         bound = Workspace(config, dtype.itemsize, "gpu").graphs(max_rows)
+        self._pool, self._pool_bytes = torch.cuda.graph_pool_handle(), bound.pool_bytes
         self._claims = [ledger.claim("graphs", bound.num_bytes)]
         try:
             heads, dim = config.num_heads + 2 * config.num_kv_heads, config.head_dim
@@ -55,12 +67,6 @@ class LayerGraphs:
         except BaseException:
             self.close()
             raise
-        self._rotary: dict[RopeConfig, Rotary] = {}
-        self._pool, self._pool_bytes = torch.cuda.graph_pool_handle(), bound.pool_bytes
-        self._stream = torch.cuda.Stream(device)
-        self._graphs: dict[tuple[str, int, int], torch.cuda.CUDAGraph] = {}
-        self._given: Tensor | None = None  # hidden states in the buffer that a batch has
-        self._failed = False
 
     def takes(self, layer: int, rows: int) -> bool:
         """Return whether a layer can run here: the host chooses the experts of a mixture, which no graph can."""
@@ -102,7 +108,7 @@ class LayerGraphs:
 
     def close(self) -> None:
         """Release all memory; harmless when called again."""
-        self.__dict__.pop("_graphs", {}).clear()
+        self._graphs.clear()
         for claim in self._claims:
             self._ledger.release(claim)
         self._claims.clear()
@@ -138,7 +144,7 @@ class LayerGraphs:
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved(self._device)
         # Not `torch.cuda.graph`, which gives all cached memory back to the driver for every capture. Other threads may
         # copy and allocate meanwhile.
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(_capture_stream(self._device)):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 part()

@@ -311,6 +311,7 @@ class Engine:
                 self._closed = True
                 if self._graphs is not None:
                     self._graphs.close()
+                    self._graphs = None
                 self._weights.close()
                 self._tiers.close()
                 for ledger in self._tiers.ledgers.values():
@@ -327,7 +328,10 @@ class Engine:
         """Return graphs for the batches that share of the free memory allows; None if there is none."""
         room, workspace = self.ledger.free, Workspace(self.config, self._dtype.itemsize, "gpu")
         rows = workspace.graph_rows(room, self._weights.direct_rows)
-        return LayerGraphs(self._decoder, self._device, self.ledger, rows) if rows else None
+        try:
+            return LayerGraphs(self._decoder, self._device, self.ledger, rows) if rows else None
+        except torch.OutOfMemoryError:  # other programs have taken it
+            return None
 
     def _plan(self, prepared: PreparedRequests, workload: Workload | None) -> RunPlan:
         """Plan one run; `auto` searches block, cache and hidden states for it, with the weights as they are."""

@@ -167,7 +167,7 @@ def plan_product(
         warps_wanted, block = 2 * warps * device.processors, tile_columns[padded]
         # Smaller tiles where the bound on partial sums would leave processors idle.
         stripe_rows = fmt.group_size if axis_out else 1
-        stripes = max(1, _TILE_ROWS // (lanes if axis_out else 1))
+        stripes = max(1, _TILE_ROWS // (lanes if axis_out else max(1, lanes // block)))  # a step takes whole groups
         while stripes * lanes > 16 and stripes > (1 if axis_out else 16):
             if triton.cdiv(rows, stripes * stripe_rows) * most_splits >= device.processors:
                 break

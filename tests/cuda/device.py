@@ -890,11 +890,13 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
         patch.setattr(Tensor, "is_pinned", lambda tensor, device=None: world.is_pinned(tensor))
 
     def package(patch: pytest.MonkeyPatch) -> None:
+        from flexgen_helm.engine import cuda_graphs
         from flexgen_helm.kv_cache import visibility
         from flexgen_helm.models import attention
         from flexgen_helm.offload import disk, tiers
 
         kept = [attention._device_kernel, attention._window_chunk_mask, visibility._kept_chunks]
+        kept.append(cuda_graphs._capture_stream)
         with suppress(ImportError):  # a machine without Triton
             from flexgen_helm.quant import triton_launches
 

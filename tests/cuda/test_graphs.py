@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from flexgen_helm import Engine, MemoryLimits, Policy
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.engine.attention_metadata import AttentionMetadata
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
+from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.planner.constants import GRAPH_ROWS
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda.device import Device, cuda_in_host_memory
@@ -198,6 +201,23 @@ def test_a_batch_that_kept_the_buffer_would_be_overwritten(tiny, tmp_path, monke
     policy = Policy(3, 2, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
     results, _ = answers(tiny("opt").path, requests(6, new=5), torch.float16, policy=policy, schedule="zigzag")
     with pytest.raises(AssertionError):
+        assert_close(tiny("opt"), results, torch.float16, "opt")
+
+
+def test_keys_that_are_stored_from_the_buffer_would_be_overwritten(tiny, tmp_path, monkeypatch):
+    """The inverse: what goes to host memory in the background is copied out of it first."""
+    monkeypatch.setattr(AttentionMetadata, "caches_on_device", True)
+    to_host = Tiers.to_host
+
+    def late(self, *arguments):
+        time.sleep(0.02)  # else it may be over before the next layer begins
+        return to_host(self, *arguments)
+
+    monkeypatch.setattr(Tiers, "to_host", late)
+    policy = Policy(3, 2, 1.0, 0.0, 0.0, 1.0, 0.5, 0.5)
+    settings = dict(policy=policy, schedule="diagonal", cpu_attention=False, offload_dir=tmp_path)
+    with pytest.raises(AssertionError):  # the copy comes too late, or nothing orders it
+        results, _ = answers(tiny("opt").path, requests(6, new=5), torch.float16, **settings)
         assert_close(tiny("opt"), results, torch.float16, "opt")
 
 

@@ -30,7 +30,10 @@ def run(launch: Launch, *arguments: Any, fused: bool) -> None:
         out.copy_(dequantize(packed, fmt, rows, width))
         return
     x, packed, _, _, bias, y, tokens, rows, width, _, _ = arguments
-    total = x.float() @ dequantize(packed, fmt, rows, width).t()
+    weights = dequantize(packed, fmt, rows, width)
+    if name.startswith("tiles"):
+        weights = weights.to(x.dtype).float()
+    total = x.float() @ weights.t()
     if given["has_bias"]:
         total += bias.float()
     if launch.grid[1] == 1:
