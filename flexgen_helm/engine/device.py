@@ -55,7 +55,9 @@ def dtype_reason(device: torch.device, dtype: torch.dtype, checkpoint: Checkpoin
         return "the GPU has no bfloat16 products, and float16 has the values of these bfloat16 weights"
     if dtype == checkpoint.storage_dtype:
         return "the type of the weights"
-    return "promised precision" if device.type == "cpu" else "measured to be faster than the type of the weights"
+    if device.type == "cpu":
+        return "the precision that is promised for CPUs"
+    return "measured to be faster than the type of the weights"
 
 
 def tier_capacities(limits: MemoryLimits, device: torch.device, folder: Path) -> dict[Tier, int]:

@@ -325,7 +325,7 @@ class Engine:
         self.close()
 
     def _layer_graphs(self) -> LayerGraphs | None:
-        """Return graphs for the batches that share of the free memory allows; None if there is none."""
+        """Return graphs for batches up to the size that their share of the free memory allows; None if none fits."""
         room, workspace = self.ledger.free, Workspace(self.config, self._dtype.itemsize, "gpu")
         rows = workspace.graph_rows(room, self._weights.direct_rows)
         try:

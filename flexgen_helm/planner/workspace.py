@@ -119,6 +119,11 @@ class Workspace:
         return GraphMemory(buffers, temporaries + GRAPH_OVERHEAD_BYTES)
 
     def graph_rows(self, room: float, most: int) -> int:
-        """Return the largest size of CUDA graphs, up to `most` rows, whose share of `room` is enough; 0 if none is."""
+        """Return the largest size of CUDA graphs, up to `most` rows, whose share of `room` is enough; 0 if none is.
+
+        Layers with experts have no graphs.
+        """
+        if all(self._config.moe(layer) is not None for layer in range(self._config.num_layers)):
+            return 0
         sizes = [rows for rows in GRAPH_ROWS if rows <= most and self.graphs(rows).num_bytes <= GRAPHS_SHARE * room]
         return max(sizes, default=0)

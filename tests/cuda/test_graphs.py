@@ -262,6 +262,12 @@ def test_without_room_or_by_request_there_are_no_graphs(tiny, limits):
     assert_close(tiny("opt"), results, torch.float16, "opt")
 
 
+def test_experts_alone_take_no_memory_for_graphs(tiny, monkeypatch):
+    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
+    with cuda_in_host_memory(), Engine.from_pretrained(tiny("mixtral").path, device="cuda", limits=ROOMY) as engine:
+        assert "graphs" not in engine.ledger.by_kind()
+
+
 def test_offloaded_weights_use_no_graphs(tiny, tmp_path):
     policy = Policy(3, 2, 0.5, 0.5, 1.0, 0.0, 1.0, 0.0)
     _, device = answers(tiny("opt").path, requests(3, new=4), torch.float16, policy=policy, offload_dir=tmp_path)
