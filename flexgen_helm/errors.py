@@ -30,6 +30,10 @@ class CheckpointError(UsageError):
     """A checkpoint file is missing, truncated or corrupt; the message names file and tensor."""
 
 
+class Float16Error(CheckpointError):
+    """A bfloat16 checkpoint has values that float16 has not; the message names file and tensor."""
+
+
 class UnsafePickleError(CheckpointError):
     """A pickled checkpoint contains more than tensors; nothing of it was executed."""
 

@@ -16,13 +16,14 @@ from flexgen_helm.quant.precisions import PRECISIONS
 # What users write today; a name that is missing here is new, a name that is missing there breaks them.
 KEYWORDS = {
     "revision", "precision", "limits", "policy", "schedule", "offload_dir", "device", "overlap", "cpu_attention",
-    "weights", "seed", "link_gb_s", "pipeline_layers", "max_latency", "apply_chat_template", "chat_template_kwargs",
+    "cuda_graphs", "weights", "seed", "link_gb_s", "pipeline_layers", "max_latency", "apply_chat_template",
+    "chat_template_kwargs",
     "system_prompt", "thinking_budget",
 }  # fmt: skip
 FLAGS = {
     "--precision", "--policy", "--schedule", "--gpu-memory", "--cpu-memory", "--disk", "--offload-dir", "--device",
-    "--link", "--pipeline-layers", "--no-overlap", "--no-cpu-attention", "--dummy-weights", "--max-latency",
-    "--chat-template", "--chat-template-kwargs", "--system-prompt", "--thinking-budget",
+    "--link", "--pipeline-layers", "--no-overlap", "--no-cpu-attention", "--no-cuda-graphs", "--dummy-weights",
+    "--max-latency", "--chat-template", "--chat-template-kwargs", "--system-prompt", "--thinking-budget",
 }  # fmt: skip
 
 

@@ -12,9 +12,12 @@ from pathlib import Path
 import torch
 
 from flexgen_helm.checkpoint.stored_tensors import MatchedTensor
-from flexgen_helm.errors import CheckpointError
+from flexgen_helm.errors import CheckpointError, Float16Error
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 
+# Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16 at all. Values from
+# 2^-17 on lose nothing, smaller ones at most 2^-25.
+_MAX_FLOAT16_ERROR = 2.0**-9
 # Elements that are checked and rounded at a time: the workspace of a read is a few MB beyond its result.
 TILE_ELEMENTS = 1 << 20
 
@@ -26,6 +29,7 @@ class Checkpoint(ABC):
 
     config: sizes and features of the model.
     storage_dtype: float16 or bfloat16, the checkpoint's own 16-bit type; float16 for float32 and quantized weights.
+    as_float16: the checkpoint's own type is bfloat16, and `read_as_float16` has changed `storage_dtype`.
     tokenizer_path: a folder with tokenizer files, or the .gguf file that contains a tokenizer, or None.
     origin: for records; a repository with its commit ('org/repo@0123…'), or the name of a folder or file. Filled by
         `open_checkpoint`.
@@ -35,6 +39,7 @@ class Checkpoint(ABC):
     storage_dtype: torch.dtype
     tokenizer_path: Path | None
     origin: str = ""
+    as_float16: bool = False
 
     @property
     @abstractmethod
@@ -58,17 +63,21 @@ class Checkpoint(ABC):
         """Canonical name -> shape, in the order in which a forward pass uses them."""
         return tensor_shapes(self.config)
 
+    def read_as_float16(self, as_float16: bool) -> None:
+        """Read a bfloat16 checkpoint in float16 from now on, or no longer; tensors are checked as they are read."""
+        self.as_float16, self.storage_dtype = as_float16, torch.float16 if as_float16 else torch.bfloat16
+
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor: on the CPU, contiguous, in `storage_dtype`, each value rounded once from the source.
 
         Raises `CheckpointError` naming file and tensor if the file is short or changed, or if a value is not finite
-        before or after rounding; KeyError for a name that the model does not have.
+        before or after rounding; `Float16Error` if float16 has not the values of a bfloat16 checkpoint; KeyError for a
+        name that the model does not have.
         """
         tensor = torch.empty(self.shapes[name], dtype=self.storage_dtype)
         flat, done = tensor.view(-1), 0
-        for tile in self._read_tiles(name):
-            self._require_finite(name, tile)
-            flat[done : done + tile.numel()].copy_(tile)
+        for tile in self._rounded_tiles(name):
+            flat[done : done + tile.numel()] = tile
             done += tile.numel()
         assert done == flat.numel(), f"{self._title(name)}: {done} of {flat.numel()} elements"
         reorder = self._reordering(name)
@@ -79,14 +88,27 @@ class Checkpoint(ABC):
         if self._reordering(name) is not None:
             yield self.tensor(name).view(-1)
             return
-        for tile in self._read_tiles(name):
-            self._require_finite(name, tile)
-            yield tile.to(self.storage_dtype)
+        yield from self._rounded_tiles(name)
 
     def verify(self) -> None:
         """Read every tensor once; raises `CheckpointError` at the first that cannot be used."""
         for name in self.shapes:
             self.tensor(name)
+
+    def _rounded_tiles(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the tiles of the file in `storage_dtype`; see `tensor` for what is checked."""
+        error = total = 0.0
+        for tile in self._read_tiles(name):
+            self._require_finite(name, tile)
+            rounded = tile.to(self.storage_dtype)
+            if self.as_float16:
+                exact = tile.double()
+                total += float(exact.square().sum())
+                error += float((exact - rounded).square().sum())
+            yield rounded
+        if error > _MAX_FLOAT16_ERROR**2 * total:
+            lost = (error / total) ** 0.5
+            raise Float16Error(f"{self._title(name)} would lose {lost:.1%} of its norm in float16")
 
     def _require_finite(self, name: str, tile: torch.Tensor) -> None:
         # NaN propagates through minimum and maximum, and rounding is monotone: two numbers stand for all.
@@ -95,7 +117,8 @@ class Checkpoint(ABC):
             raise CheckpointError(f"{self._title(name)} contains a value that is not finite; fetch the model again")
         if not extremes.to(self.storage_dtype).isfinite().all():
             largest, dtype = float(extremes.abs().max()), str(self.storage_dtype).removeprefix("torch.")
-            raise CheckpointError(f"{self._title(name)} contains {largest:g}, too large for {dtype}")
+            kind = Float16Error if self.as_float16 else CheckpointError
+            raise kind(f"{self._title(name)} contains {largest:g}, too large for {dtype}")
 
 
 class FileCheckpoint(Checkpoint):

@@ -194,6 +194,11 @@ class AttentionMetadata:
                 cache.prefetch(block, layer)
 
     @property
+    def caches_on_device(self) -> bool:
+        """Whether the caches that decoding tokens go to are on the compute device, which stores them at once."""
+        return all(own.block.tier == "gpu" for own in self.decodes)
+
+    @property
     def longest_prompt(self) -> int:
         return max((own.tokens.stop - own.tokens.start for own in self.prompts), default=0)
 

@@ -53,7 +53,7 @@ class AutoPlanner:
         folder: Path,
         *,
         device: Literal["cpu", "cuda", "sim"],
-        storage_dtype: str,
+        compute_dtype: str,
         precision: Precision,
         num_ranks: int = 1,
         pins_host_memory: Callable[[], bool] = lambda: True,
@@ -62,13 +62,14 @@ class AutoPlanner:
 
         config: of the whole model.
         limits: bytes of the engine's tiers.
+        compute_dtype: that the engine has chosen; the plan's is the faster of it and float32.
         folder: of the disk tier.
         num_ranks: that share the layers as a pipeline; the others are taken to be like this one.
         pins_host_memory: whether the driver has pinned all host memory so far.
         """
         self._pins_host_memory = pins_host_memory
         self._config, self._options, self._limits, self._folder = config, options, limits, folder
-        self._device, self._storage_dtype, self._precision = device, storage_dtype, precision
+        self._device, self._compute_dtype, self._precision = device, compute_dtype, precision
         self._num_ranks = num_ranks
         self._profile: HardwareProfile | None = None
         self._has_profile: bool | None = None  # None: not tried yet
@@ -89,7 +90,7 @@ class AutoPlanner:
             self.profile,
             workload,
             precision=self._precision,
-            storage_dtype=self._storage_dtype,
+            storage_dtype=self._compute_dtype,
             limits=MemoryLimits(self._limits["gpu"], self._limits["cpu"], self._limits["disk"]),
             overlap=self._options.overlap,
             cpu_attention=self._options.cpu_attention,

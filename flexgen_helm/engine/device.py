@@ -8,9 +8,11 @@ from pathlib import Path
 import psutil
 import torch
 
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder
 from flexgen_helm.hardware.ranks import Rank
+from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.problem import without_margin
@@ -41,6 +43,34 @@ def open_device(
             )
         device = torch.device("cuda", rank.local_number)
     return device, CudaCopyEngine(device)
+
+
+def prefer_float16(device: torch.device, checkpoint: Checkpoint) -> str:
+    """Let a bfloat16 checkpoint be read as float16 if the GPU has no bfloat16 products; say why, where it must not.
+
+    Such GPUs (compute capability below 8.0, as the T4) multiply float16 eight times as fast as float32.
+    """
+    is_cuda = device.type == "cuda" and torch.version.hip is None
+    if not is_cuda or checkpoint.storage_dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0):
+        return ""
+    architecture = checkpoint.config.architecture
+    if ARCHITECTURES[architecture].overflows_float16:
+        return f"the GPU has no bfloat16 products, and hidden states of {architecture} exceed float16"
+    checkpoint.read_as_float16(True)
+    # Parts of a sum stay in float32: one that overflows although the sum does not would be hidden by a ReLU.
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    return ""
+
+
+def dtype_reason(device: torch.device, dtype: torch.dtype, checkpoint: Checkpoint) -> str:
+    """Say why products are in `dtype`, where nothing stood in the way."""
+    if checkpoint.as_float16 and dtype == torch.float16:
+        return "the GPU has no bfloat16 products, and float16 has the values of these bfloat16 weights"
+    if dtype == checkpoint.storage_dtype:
+        return "the type of the weights"
+    if device.type == "cpu":
+        return "the precision that is promised for CPUs"
+    return "measured to be faster than the type of the weights"
 
 
 def tier_capacities(limits: MemoryLimits, device: torch.device, folder: Path, num_sharers: int = 1) -> dict[Tier, int]:

@@ -20,12 +20,13 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.auto_planner import AutoPlanner
-from flexgen_helm.engine.device import open_device, tier_capacities
+from flexgen_helm.engine.cuda_graphs import LayerGraphs
+from flexgen_helm.engine.device import dtype_reason, open_device, prefer_float16, tier_capacities
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, Pipeline, joined_pipeline
 from flexgen_helm.engine.run import Answers, OnResult, Run, finish
 from flexgen_helm.engine.run_record import EngineIdentity, predicted, run_record
-from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.rates import compute_dtype
@@ -45,7 +46,8 @@ from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_f
 from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.planner.run_plan import RunPlan, plan_run
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.progress import ModelInUse, PlanLine, Stage, report
+from flexgen_helm.planner.workspace import Workspace
+from flexgen_helm.progress import Message, ModelInUse, PlanLine, Stage, report
 from flexgen_helm.quant.precisions import FP16, Precision, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.lanes import common_limits, divide, lane_limits, num_lanes
@@ -65,6 +67,11 @@ _SEGMENT_FLOPS = 900.0
 _TYPICAL_FLOPS = {"cpu": 2e11, "cuda": 1e14}
 # Unplanned runs longer than this measure the machine, so that a prediction can be reported; measuring takes half of it.
 _MEASURE_FROM_S = 60.0
+# What to do about values that are not finite where float16 stands in for bfloat16.
+_FLOAT16_ADVICE = (
+    "float16 took the place of the model's bfloat16, which this GPU has no products for, and was too small: "
+    "take --device cpu, or a GPU of compute capability 8.0 or later"
+)
 # Part of every fingerprint: raised when a change of the code can change a result.
 RESULTS_VERSION = 4
 
@@ -83,9 +90,14 @@ class Engine:
         device: torch.device,
         link: CopyEngine | None,
         chat: ChatFormat | None = None,
+        why_not_float16: str = "",
         pipeline: Pipeline | None = None,
     ) -> None:
-        """pipeline: this process's rank, which has some of the layers; None where one process has all."""
+        """Load the weights.
+
+        why_not_float16: what keeps a bfloat16 checkpoint from being computed in float16, on a GPU without bfloat16.
+        pipeline: this process's rank, which has some of the layers; None where one process has all.
+        """
         began = time.perf_counter()
         self._pipeline, self.number = pipeline, 0 if pipeline is None else pipeline.num_engines
         self.name, self.config, self.tokenizer, self.precision = name, checkpoint.config, tokenizer, precision.name
@@ -93,6 +105,7 @@ class Engine:
         self.last_run: dict[str, Any] = {}
         self._options = options
         self._cache_format = precision.cache
+        self._reads_bfloat16_as_float16 = checkpoint.as_float16
         self._threads = ThreadGovernor() if device.type == "cpu" else None
         self._device, self._dtype = device, compute_dtype(device, checkpoint.storage_dtype)
         compute_tier: Tier = "cpu" if link is None else "gpu"
@@ -118,7 +131,7 @@ class Engine:
             capacities,
             folder,
             device="cpu" if link is None else "sim" if simulated else "cuda",
-            storage_dtype=str(checkpoint.storage_dtype).removeprefix("torch."),
+            compute_dtype=str(self._dtype).removeprefix("torch."),
             precision=precision,
             num_ranks=1 if pipeline is None else pipeline.rank.size,
             pins_host_memory=lambda: link is None or link.pins,
@@ -146,6 +159,7 @@ class Engine:
             if self._threads is not None:
                 self._threads.release()
         self._decoder = Decoder(self._part, device, self._dtype)
+        self._graphs = self._layer_graphs() if options.cuda_graphs and device.type == "cuda" else None
         if device.type == "cpu":
             keep_freed_memory()
         tokenizer_fingerprint = tokenizer.fingerprint if tokenizer else None
@@ -159,6 +173,7 @@ class Engine:
             precision.name,
             device,
             self._dtype,
+            why_not_float16 or dtype_reason(device, self._dtype, checkpoint),
             simulated,
             time.perf_counter() - began,
         )
@@ -203,7 +218,10 @@ class Engine:
             finally:
                 pipeline.num_engines += 1
             try:
-                pipeline.agree(None)
+                dtypes = pipeline.agree(engine._dtype)
+                if len(set(dtypes)) > 1:
+                    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                    raise UsageError(f"the ranks of the pipeline compute in {names}; take devices that compute alike")
             except FlexgenError:
                 engine._close()
                 raise
@@ -228,17 +246,29 @@ class Engine:
         tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
         if tokenizer is None and config.apply_chat_template is True:
             raise UsageError(f"the model {name} has no tokenizer files, and so no chat template")
-        return cls(
-            checkpoint,
-            tokenizer,
-            config,
-            name=name,
-            precision=precision,
-            device=device,
-            link=link,
-            chat=None if tokenizer is None else chat_format(tokenizer, config.chat, name, resolved.is_base),
-            pipeline=pipeline,
-        )
+        chat = None if tokenizer is None else chat_format(tokenizer, config.chat, name, resolved.is_base)
+
+        def load(link: CopyEngine | None, why_not_float16: str) -> "Engine":
+            return cls(
+                checkpoint,
+                tokenizer,
+                config,
+                name=name,
+                precision=precision,
+                device=device,
+                link=link,
+                chat=chat,
+                why_not_float16=why_not_float16,
+                pipeline=pipeline,
+            )
+
+        try:
+            return load(link, prefer_float16(device, checkpoint))
+        except Float16Error as error:  # found while the weights were read
+            checkpoint.read_as_float16(False)
+            report(Message(f"products are in float32, which takes longer: {error}"))
+            _, link = open_device(config.device, config.link_gb_s, None if pipeline is None else pipeline.rank)
+            return load(link, f"the GPU has no bfloat16 products, and {error}")
 
     def run(
         self,
@@ -297,7 +327,9 @@ class Engine:
             names_tiers=pipeline is None,
         )
         activations = ActivationStore(self._tiers, plan.activations)
-        executor = Executor(self._decoder, self._weights, cache, activations, self._device, self._threads, pipeline)
+        executor = Executor(
+            self._decoder, self._weights, cache, activations, self._device, self._threads, self._graphs, pipeline
+        )
         try:
             eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
             answers = Answers(len(requests), on_result, self._reporter(progress))
@@ -311,6 +343,9 @@ class Engine:
                 Run(self.config, executor, cache, limits, plan.schedule, eos_ids, prefix_cost, own, answers)
                 for own in divide(prepared.distinct, lanes)
             ]
+            if self._reads_bfloat16_as_float16:
+                for run in runs:
+                    run.nonfinite_advice = _FLOAT16_ADVICE
             finish(runs, should_stop or (lambda: False))
             results = answers.results()
             if pipeline is not None:
@@ -360,6 +395,9 @@ class Engine:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
+            if self._graphs is not None:
+                self._graphs.close()
+                self._graphs = None
             self._weights.close()
             self._tiers.close()
             for ledger in self._tiers.ledgers.values():
@@ -371,6 +409,15 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _layer_graphs(self) -> LayerGraphs | None:
+        """Return graphs for batches up to the size that their share of the free memory allows; None if none fits."""
+        room, workspace = self.ledger.free, Workspace(self._part, self._dtype.itemsize, "gpu")
+        rows = workspace.graph_rows(room, self._weights.direct_rows)
+        try:
+            return LayerGraphs(self._decoder, self._device, self.ledger, rows) if rows else None
+        except torch.OutOfMemoryError:  # other programs have taken it
+            return None
 
     def _common_plan(self, pipeline: Pipeline, prepared: PreparedRequests, workload: Workload | None) -> RunPlan:
         """Plan one run on a rank of a pipeline, within limits that suit all ranks."""

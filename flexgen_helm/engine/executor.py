@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.engine.attention_metadata import AttentionMetadata, build_attention_metadata
+from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import sample_tokens
 from flexgen_helm.engine.small_tensors import host_and_device
@@ -155,15 +156,17 @@ class Executor:
         activations: ActivationStore,
         device: torch.device,
         threads: ThreadGovernor | None = None,
+        graphs: LayerGraphs | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
         """threads: chooses the threads that compute; None where a device does.
 
+        graphs: run layers of decode batches; None if none can.
         pipeline: this rank of a pipeline, whose other stages other ranks compute; None where the model is whole.
         """
         self._config = decoder.config
         self._decoder, self._weights, self._cache, self._activations = decoder, weights, cache, activations
-        self._device, self._threads, self._pipeline = device, threads, pipeline
+        self._device, self._threads, self._graphs, self._pipeline = device, threads, graphs, pipeline
         self._stages = stage_names(self._config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
         tier: Tier = "cpu" if device.type == "cpu" else "gpu"
@@ -308,9 +311,8 @@ class Executor:
                 metadata = state.metadata
                 state.hidden = self._decoder.embed(weights, metadata.token_ids, metadata.positions)
             else:
-                state.hidden = self._layer(layer, state, weights)
-        if layer is not None:  # one sum a token meets every element
-            state.sums.append(state.hidden.sum(-1, dtype=torch.float32))
+                state.hidden, sums = self._layer(layer, state, weights)
+                state.sums.append(sums)
         return None
 
     def _layer_of(self, stage: int) -> int | None:
@@ -319,7 +321,7 @@ class Executor:
 
     def _store(self, item: WorkItem, state: _BatchState) -> None:
         assert state.hidden is not None
-        self._activations.store(item.batch, state.hidden)
+        self._activations.store(item.batch, state.hidden if self._graphs is None else self._graphs.owned(state.hidden))
         state.hidden = state.rotary = None
         if state.sums:  # those of many waiting batches would be large
             state.check_finite()
@@ -338,7 +340,8 @@ class Executor:
     def _note_workspace(self, num_bytes: int) -> None:
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)
 
-    def _layer(self, layer: int, state: _BatchState, weights: StageWeights) -> Tensor:
+    def _layer(self, layer: int, state: _BatchState, weights: StageWeights) -> tuple[Tensor, Tensor]:
+        """Return the hidden states after a layer, and the sum of each token's, which meets every element."""
         decoder, cache, metadata = self._decoder, self._cache, state.metadata
         window = decoder.config.window(layer)
 
@@ -346,7 +349,13 @@ class Executor:
             return metadata.attend(layer, window, decoder.attention, cache, q, k, v)
 
         assert state.hidden is not None and state.rotary is not None
-        return decoder.layer(weights, layer, state.hidden, state.rotary, attend)
+        graphs = None if metadata.prompts else self._graphs
+        if graphs is not None and graphs.takes(layer, len(state.hidden)):
+            # What is stored in the background must not be in the graphs' buffer, which the next layer overwrites.
+            own = attend if metadata.caches_on_device else lambda q, k, v: attend(q, k.clone(), v.clone())
+            return graphs.layer(weights, layer, state.hidden, state.rotary, own)
+        hidden = decoder.layer(weights, layer, state.hidden, state.rotary, attend)
+        return hidden, hidden.sum(-1, dtype=torch.float32)
 
     def _head(
         self, batch: Batch, state: _BatchState, sampling: Callable[[Sequence], list[SamplingParams]]

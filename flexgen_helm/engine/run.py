@@ -70,6 +70,7 @@ class Answers:
 class Run:
     """Some requests of one call of `Engine.run`: all of them, or a lane's where ranks of a pipeline take turns.
 
+    nonfinite_advice: what requests fail with where a value is not finite.
     halvings: how often batches were halved because memory ran out.
     num_preempted: how often a sequence gave its cache back and was computed again.
     saved_tokens: prompt tokens that were not computed because sequences share them.
@@ -91,6 +92,7 @@ class Run:
         self._config, self._executor, self._cache = config, executor, cache
         self._limits, self._schedule = limits, schedule
         self._eos_ids, self._prefix_cost, self._answers = eos_ids, prefix_cost, answers
+        self.nonfinite_advice = "the checkpoint may be corrupt: check it with flexgen-helm doctor"
         self.halvings = 0
         self.saved_tokens = 0
         self.expected_tokens = self._done_tokens = 0.0
@@ -317,8 +319,7 @@ class Run:
         if output.nonfinite_stage is not None:
             for request in sequence.requests:
                 request.error = NumericalError(
-                    f"a value that is not finite appeared at stage {output.nonfinite_stage}; "
-                    "the checkpoint may be corrupt: check it with flexgen-helm doctor"
+                    f"a value that is not finite appeared at stage {output.nonfinite_stage}; {self.nonfinite_advice}"
                 )
         if output.prompt_logprobs:  # assigned: a shared prefix may be computed again
             sequence.prompt_logprobs = output.prompt_logprobs

@@ -24,6 +24,7 @@ from flexgen_helm.request import GenerationResult
 class EngineIdentity:
     """What the records of all runs of one engine share.
 
+    dtype_reason: why products are in `dtype`.
     simulated: a gpu in host memory computes.
     load_s: seconds that loading took.
     """
@@ -34,6 +35,7 @@ class EngineIdentity:
     precision: str
     device: torch.device
     dtype: torch.dtype
+    dtype_reason: str
     simulated: bool
     load_s: float
 
@@ -99,6 +101,7 @@ def run_record(
             "name": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else processor_name(),
             "compute_dtype": str(engine.dtype).removeprefix("torch."),
             "host_memory": None if tiers.copy_engine is None else "pinned" if tiers.copy_engine.pins else "pageable",
+            "compute_dtype_reason": engine.dtype_reason,
             "threads": torch.get_num_threads(),
             "matmul_flops": rate,
             "memory_bytes": psutil.virtual_memory().total,

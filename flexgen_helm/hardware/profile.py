@@ -78,8 +78,15 @@ class Processor:
         rates = {name: curve.best for name, curve in self.matmul_flops.items()}
         return rates.get("bfloat16", 0.0) > rates.get("float16", 0.0) / 2
 
-    def compute_dtype(self, storage_dtype: str) -> str:
-        """The dtype of products, chosen as the engine does: the faster of the weights' 16 bits and float32."""
+    def compute_dtype(self, storage_dtype: str, float16_suffices: bool = True) -> str:
+        """The dtype of products, chosen as the engine does: the faster of the weights' 16 bits and float32.
+
+        float16_suffices: it may take the place of a bfloat16 that the processor lacks, or has only by emulation.
+        """
+        if storage_dtype == "bfloat16" and float16_suffices and "float16" in self.matmul_flops:
+            bfloat16, float32 = (self.matmul_flops.get(dtype) for dtype in ("bfloat16", "float32"))
+            if bfloat16 is None or (float32 is not None and bfloat16.best < float32.best):
+                storage_dtype = "float16"
         known = [dtype for dtype in (storage_dtype, "float32") if dtype in self.matmul_flops] or list(self.matmul_flops)
         return max(known, key=lambda dtype: self.matmul_flops[dtype].best)
 

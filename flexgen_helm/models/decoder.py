@@ -115,19 +115,37 @@ class Decoder:
         attend: Attend,
     ) -> Tensor:
         """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
-        rope, moe = self.config.layer_rope(layer), self.config.moe(layer)
+        q, k, v = self.before_attention(weights, layer, hidden, rotary)
+        return self.after_attention(weights, layer, hidden, attend(q, k, v))
 
-        def attention(x: Tensor) -> Tensor:
-            return self._attention(weights, x, None if rope is None else rotary[rope], attend)
+    def before_attention(
+        self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Mapping[RopeConfig, Rotary]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [T, H] -> queries [T, Hq, D], keys and values [T, Hk, D] of a layer."""
+        config, rope = self.config, self.config.layer_rope(layer)
+        x = self._norm(weights, "attn_norm", hidden) if RESIDUALS[config.residual].input_norm else hidden
+        q = weights.linear("attn.q", x).view(-1, config.num_heads, config.head_dim)
+        k = weights.linear("attn.k", x).view(-1, config.num_kv_heads, config.head_dim)
+        v = weights.linear("attn.v", x).view(-1, config.num_kv_heads, config.head_dim)
+        if config.qk_norm:
+            q, k = self._qk_norm(weights, "attn.q_norm", q), self._qk_norm(weights, "attn.k_norm", k)
+        if rope is not None:
+            q, k = rotate(q, rotary[rope]), rotate(k, rotary[rope])
+        return q, k, v
+
+    def after_attention(self, weights: StageWeights, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """hidden [T, H] before the layer and the outputs of its attention [T, Hq, D] -> hidden [T, H] after it."""
+        residual, moe = RESIDUALS[self.config.residual], self.config.moe(layer)
 
         def mlp(x: Tensor) -> Tensor:
             return self._mlp(weights, "mlp", x) if moe is None else self._moe(weights, moe, x)
 
-        if RESIDUALS[self.config.residual].parallel:
-            x = attention(self._norm(weights, "attn_norm", hidden)).add_(hidden)
-            return x.add_(mlp(self._norm(weights, "mlp_norm", hidden)))
-        hidden = self._add_block(weights, "attn", attention, hidden)
-        return self._add_block(weights, "mlp", mlp, hidden)
+        x = weights.linear("attn.o", attended.reshape(-1, self.config.q_size))
+        if residual.parallel:
+            return x.add_(hidden).add_(mlp(self._norm(weights, "mlp_norm", hidden)))
+        hidden = self._add(weights, "attn", x, hidden)
+        x = mlp(self._norm(weights, "mlp_norm", hidden) if residual.input_norm else hidden)
+        return self._add(weights, "mlp", x, hidden)
 
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
         """Hidden states [T, H] of the positions to score -> logits [T, V] in float32."""
@@ -139,25 +157,13 @@ class Decoder:
         cap = self.config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _add_block(self, weights: StageWeights, name: str, block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Add one block's output to the residual stream, with the norms that the model has (`Residual`)."""
+    def _add(self, weights: StageWeights, block: str, x: Tensor, hidden: Tensor) -> Tensor:
+        """Add one block's output x to the residual stream, with the norms that follow it (`Residual`)."""
         residual = RESIDUALS[self.config.residual]
-        x = block(self._norm(weights, f"{name}_norm", hidden) if residual.input_norm else hidden)
         if residual.output_norm:
-            x = self._norm(weights, f"{name}_post_norm", x)
+            x = self._norm(weights, f"{block}_post_norm", x)
         hidden = x.add_(hidden)
-        return self._norm(weights, f"{name}_norm", hidden) if residual.sum_norm else hidden
-
-    def _attention(self, weights: StageWeights, x: Tensor, rotary: Rotary | None, attend: Attend) -> Tensor:
-        config = self.config
-        q = weights.linear("attn.q", x).view(-1, config.num_heads, config.head_dim)
-        k = weights.linear("attn.k", x).view(-1, config.num_kv_heads, config.head_dim)
-        v = weights.linear("attn.v", x).view(-1, config.num_kv_heads, config.head_dim)
-        if config.qk_norm:
-            q, k = self._qk_norm(weights, "attn.q_norm", q), self._qk_norm(weights, "attn.k_norm", k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        return weights.linear("attn.o", attend(q, k, v).reshape(-1, config.q_size))
+        return self._norm(weights, f"{block}_norm", hidden) if residual.sum_norm else hidden
 
     def _mlp(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         if x.shape[0] > _MLP_TOKENS and weights.repeatable:

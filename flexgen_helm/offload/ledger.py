@@ -49,7 +49,7 @@ class Ledger:
     def claim(self, kind: str, num_bytes: int) -> Allocation:
         """Claim bytes before allocating them.
 
-        kind: 'weights', 'staging', 'buffers' (of threads that load), 'cache' or 'activations'.
+        kind: 'weights', 'staging', 'buffers' (of threads that load), 'graphs', 'cache' or 'activations'.
 
         Raises `MemoryLimitError` and claims nothing if they exceed the limit.
         """

@@ -44,9 +44,11 @@ from flexgen_helm.offload.prefetcher import (
 )
 from flexgen_helm.offload.staging import StagingRing, aligned
 from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.planner.constants import UNLIMITED
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.progress import Stage, report
 from flexgen_helm.quant.formats import GroupFormat
+from flexgen_helm.quant.kernels import most_fused_rows
 from flexgen_helm.quant.precisions import FP16, Precision
 from flexgen_helm.scheduling.schedule import StageVisit
 
@@ -152,6 +154,20 @@ class TieredWeights:
         ]
         # Packed matrices have bytes.
         return any(weight.dtype != self._dtype for weight in multiplied)
+
+    @property
+    def direct_rows(self) -> int:
+        """Most rows of x whose products in the layers convert no weight; 0 if weights are offloaded.
+
+        A kernel multiplies the codes of packed weights for so many rows.
+        """
+        rows = UNLIMITED
+        for name, weight in self.tensors.items():
+            if name.startswith("layers.") and (matrix := weight.resident) is not None and weight.fmt is not None:
+                rows = min(rows, most_fused_rows(matrix.device, weight.fmt, self._dtype))
+            elif weight.resident is None or (name.startswith("layers.") and weight.resident.dtype != self._dtype):
+                return 0
+        return rows
 
     def prefetch(self, visits: Generator[StageVisit, None, None]) -> None:
         """Begin to load what the next visits need, as far ahead as the staging ring has room. Does not block.

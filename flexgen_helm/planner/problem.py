@@ -18,6 +18,7 @@ from flexgen_helm.planner.constants import (
     FUSED_ROWS_ON_CPUS,
     FUSED_ROWS_ON_DEVICES,
     FUSED_ROWS_WITH_TENSOR_CORES,
+    GRAPH_ROWS,
     MAX_BATCH_TOKENS,
     MAX_PENDING_STORE_BYTES,
     PINNED_EXCESS_SHARE,
@@ -265,7 +266,8 @@ class PlanningProblem:
         resident: all weights are on the compute tier.
         """
         config, work = self.config, self.compute_bytes
-        staging = affine(self.storage.vector_bytes(work) / self.stages + (0.0 if resident else self.ring_bytes))
+        vectors = self.storage.vector_bytes(work)
+        staging = affine(vectors / self.stages + (self._graph_bytes(vectors) if resident else self.ring_bytes))
         if shape.schedule != "prefill-only":
             sizes = cache_sizes(config, self.precision.cache, work, on_disk=False)
             staging += affine(sequences * sizes.window_bytes / self.stages)
@@ -277,6 +279,15 @@ class PlanningProblem:
         if resident or self.hardware.gpu is None:
             return {self.compute_tier: (staging,)}
         return {self.compute_tier: (staging,), "cpu": (affine(loader_buffer_bytes(self.storage)),)}
+
+    def _graph_bytes(self, vectors: int) -> int:
+        """Bytes of CUDA graphs, which launch decode layers whose weights are resident; vectors: bytes of those."""
+        if self.compute_tier != "gpu":
+            return 0
+        workspace = Workspace(self.config, self.compute_bytes, "gpu")
+        weights = self.copies_bytes if self.copies_fit else self.stored_bytes
+        rows = workspace.graph_rows(self.limits["gpu"] - weights / self.stages - vectors, GRAPH_ROWS[-1])
+        return workspace.graphs(rows).num_bytes if rows else 0
 
     def workspace_bytes(self, shape: BlockShape, sequences: float) -> float:
         """Bytes that computing takes on the compute tier besides what its limit counts.

@@ -5,11 +5,15 @@ Temporaries are counted as if each were freed only after the operation that foll
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, ModelConfig, tensor_shapes
 from flexgen_helm.planner.constants import (
     DEVICE_UPCAST_ELEMENTS,
+    GRAPH_OVERHEAD_BYTES,
+    GRAPH_ROWS,
+    GRAPHS_SHARE,
     HOST_UPCAST_ELEMENTS,
     KEPT_MASK_BYTES,
     SAMPLED_ELEMENTS,
@@ -21,6 +25,18 @@ from flexgen_helm.quant.precisions import CacheFormat
 def upcast_elements(matrix_elements: int, on_device: bool) -> int:
     """Return how many elements of a matrix are brought to the compute dtype at once, for a product with them."""
     return min(matrix_elements, DEVICE_UPCAST_ELEMENTS if on_device else HOST_UPCAST_ELEMENTS)
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """Bytes of CUDA graphs: of the tensors that all share, and of the pool that has the temporaries of every size."""
+
+    buffer_bytes: int
+    pool_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffer_bytes + self.pool_bytes
 
 
 class Workspace:
@@ -51,14 +67,14 @@ class Workspace:
         self._direct |= on_device and (config.alibi or config.head_dim * element % 16 > 0)
         self._sampled_elements = SAMPLED_ELEMENTS[tier]
         shapes = tensor_shapes(config)
-        ffn_size = max(shape[0] for name, shape in shapes.items() if name.endswith(".up.weight"))
+        self._ffn_size = max(shape[0] for name, shape in shapes.items() if name.endswith(".up.weight"))
         largest = max(prod(shape) for shape in shapes.values() if len(shape) > 1)
         # On the CPU a product may pack a copy of the tile that was upcast.
         copies = 0 if not converts else 1 if on_device else 2
         self._upcast_elements = copies * upcast_elements(largest, on_device)
         # The states, their norm with two temporaries and both branches' results; then the larger of: q, k, v, their
         # rotations with three temporaries and the outputs twice; gate, up, activation and a product joined from tiles.
-        attention, ffn = 8 * config.q_size + 6 * config.kv_size, 5 * ffn_size
+        attention, ffn = 8 * config.q_size + 6 * config.kv_size, 5 * self._ffn_size
         self._elements_per_token = 6 * config.hidden_size + max(attention, ffn)
         self._masks = config.alibi or any(window is not None for window in config.windows)
 
@@ -99,3 +115,29 @@ class Workspace:
         logits = 4 * positions * (copies * vocabulary + 3 * self._config.hidden_size)
         logits += 5 * 8 * vocabulary * min(positions, max(1, self._sampled_elements // vocabulary))
         return logits + self._element * (tokens * self._config.hidden_size + self._upcast_elements)
+
+    def graphs(self, rows: int) -> GraphMemory:
+        """Bound the bytes of the CUDA graphs of all layers, for batches of up to `rows` rows whose weights are direct.
+
+        The driver's own memory for them is not counted.
+        """
+        config = self._config
+        ropes = {config.rope, config.local_rope} - {None}
+        shared = config.hidden_size + 2 * config.q_size + 2 * config.kv_size + 2 * len(ropes) * config.head_dim
+        buffers = rows * (self._element * shared + 4 * config.num_layers)
+        # Before attention the norm, q, k, v and their rotations; after it the states, norm, gate, up and activation.
+        attention, ffn = 3 * config.q_size + 4 * config.kv_size, 3 * config.hidden_size + 3 * self._ffn_size
+        # Sizes that are captured in the order of their growth find no room in what the smaller ones had.
+        all_rows = sum(count for count in GRAPH_ROWS if count <= rows)
+        temporaries = all_rows * self._element * (config.hidden_size + max(attention, ffn))
+        return GraphMemory(buffers, temporaries + GRAPH_OVERHEAD_BYTES)
+
+    def graph_rows(self, room: float, most: int) -> int:
+        """Return the largest size of CUDA graphs, up to `most` rows, whose share of `room` is enough; 0 if none is.
+
+        Layers with experts have no graphs.
+        """
+        if all(self._config.moe(layer) is not None for layer in range(self._config.num_layers)):
+            return 0
+        sizes = [rows for rows in GRAPH_ROWS if rows <= most and self.graphs(rows).num_bytes <= GRAPHS_SHARE * room]
+        return max(sizes, default=0)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.formats import GroupFormat, Scales
 from flexgen_helm.quant.packing import dequantize
+
+Result = TypeVar("Result")
 
 # Tokens up to which a product on the CPU reads codes; for more, dequantizing once and a library's product are faster.
 QUANTIZED_MATMUL_ROWS = 8
@@ -59,7 +61,7 @@ def quantized_matmul(
     """x [T, width] times the packed matrix [rows, width] transposed, plus bias [rows] -> [T, rows].
 
     The matrix is not dequantized in memory. None where dequantizing is faster or there is no kernel: more tokens than
-    `QUANTIZED_MATMUL_ROWS` on the CPU or `triton_kernels` takes on a device, other bits; on the CPU, axis 'in'.
+    `QUANTIZED_MATMUL_ROWS` on the CPU or `triton_launches` takes on a device, other bits; on the CPU, axis 'in'.
     """
     if fmt.bits != 4 or not x.is_contiguous():
         return None
@@ -79,6 +81,13 @@ def quantized_matmul(
         lambda part: (data[part], given, target[:, part.start * group : part.stop * group]),
     )
     return y if bias is None else y.add_(bias)
+
+
+def most_fused_rows(device: torch.device, fmt: GroupFormat, dtype: torch.dtype) -> int:
+    """Return the most rows of x whose product with a packed matrix on a CUDA device needs no dequantized one."""
+    if fmt.bits != 4 or device.type != "cuda":
+        return 0
+    return _with_triton(lambda kernels: kernels.most_rows(device, dtype)) or 0
 
 
 def _is_for_triton(packed: Tensor, values: Tensor) -> bool:
@@ -130,13 +139,13 @@ def _numba_kernels() -> ModuleType | None:
     return numba_kernels
 
 
-def _triton_kernels() -> ModuleType:
-    from flexgen_helm.quant import triton_kernels
+def _triton_launches() -> ModuleType:
+    from flexgen_helm.quant import triton_launches
 
-    return triton_kernels
+    return triton_launches
 
 
-def _with_triton(call: Callable[[ModuleType], Tensor | None]) -> Tensor | None:
+def _with_triton(call: Callable[[ModuleType], Result | None]) -> Result | None:
     """Return the result of a call with Triton's kernels; None if there is none.
 
     The first error ends the use of Triton in this process, with one warning. It compiles a kernel at its first launch,
@@ -145,7 +154,7 @@ def _with_triton(call: Callable[[ModuleType], Tensor | None]) -> Tensor | None:
     if _triton_failed.is_set():
         return None
     try:
-        return call(_triton_kernels())
+        return call(_triton_launches())
     except Exception as error:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error):
             raise

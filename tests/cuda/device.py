@@ -18,8 +18,10 @@ All but the first two count by place: 'file:line' of the package's innermost fra
             engine.run(requests)
     device.check()
 
-What it does not model: time, 16-bit rounding of a GPU's products, CUDA graphs, and kernels of Triton, whose place a
-stand-in takes that computes by plain PyTorch and counts as one kernel.
+CUDA graphs (`graphs`) are captured and replayed: `kernels` counts a replay as one, `graph_kernels` what it launches.
+
+What it does not model: time, 16-bit rounding of a GPU's products, and the bodies of Triton's kernels. They are planned
+and launched as on a GPU, and a stand-in computes by plain PyTorch.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ import mmap
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import flexgen_helm
+from tests.cuda.graphs import Capture, Graph, new_pool, placed
 from tests.cuda.memory import Allocator, Block, Lease
 from tests.cuda.ordering import Access, Ordering, Recording, TrackedLock, TrackedRLock, Trail
 from tests.helpers.fused_attention import KERNELS
@@ -116,6 +119,7 @@ class Event:
 
     def synchronize(self) -> None:
         world = _world()
+        world.forbid("waiting for an event")
         world.count(world.syncs)
         world.ordering.wait_for(world.ordering.certain(self.recordings))
 
@@ -158,8 +162,12 @@ class CudaTensor(Tensor):
             return 0, 0
         first = self.values.storage_offset()
         last = first + sum((n - 1) * abs(step) for n, step in zip(self.values.shape, self.values.stride()))
-        size = self.values.element_size()
-        return self.block.start + first * size, self.block.start + (last + 1) * size
+        size, origin = self.values.element_size(), self.lease.origin
+        return origin + first * size, origin + (last + 1) * size
+
+    @property
+    def ordering(self) -> Ordering:
+        return self.lease.ordering
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -251,6 +259,9 @@ class Device:
         self.mixes: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
+        self.graph_kernels: Counter[str] = Counter()
+        self.capture: Capture | None = None
+        self._arenas: dict[int, Tensor] = {}  # bytes of a graph pool's segments, by address
         self.pageable_copies: Counter[str] = Counter()
         self.allocations: Counter[str] = Counter()
         self.pinned_allocations: Counter[str] = Counter()
@@ -279,7 +290,14 @@ class Device:
 
     def reset(self) -> None:
         """Clear all counters, but no races and no mixes."""
-        for counter in (self.syncs, self.kernels, self.pageable_copies, self.allocations, self.pinned_allocations):
+        for counter in (
+            self.syncs,
+            self.kernels,
+            self.graph_kernels,
+            self.pageable_copies,
+            self.allocations,
+            self.pinned_allocations,
+        ):
             counter.clear()
 
     @property
@@ -324,11 +342,13 @@ class Device:
 
     def synchronize(self, stream: Stream | None = None) -> None:
         """Wait for a stream; None: the current one."""
+        self.forbid("synchronizing a stream")
         self.count(self.syncs)
         stream = stream or self.current_stream()
         self.ordering.wait_for(self.ordering.snapshot(stream.actor))
 
     def synchronize_device(self, device: Any = None) -> None:
+        self.forbid("synchronizing the device")
         self.count(self.syncs)
         index = self.index_of(device)
         for stream in self.streams:
@@ -340,12 +360,14 @@ class Device:
         return memory.total - memory.reserved, memory.total
 
     def empty_cache(self) -> None:
+        self.forbid("giving memory back")
         for memory in self.memory:
             memory.empty_cache()
 
     # Host memory
 
     def register(self, address: int, size: int) -> int:
+        self.forbid("pinning memory")
         if self.register_error or address % mmap.PAGESIZE:
             return self.register_error or 1
         self.registered_from.add(self.current_device())
@@ -375,6 +397,7 @@ class Device:
 
     def _pinned_memory(self, shape: Any, dtype: torch.dtype) -> Tensor:
         """`torch.empty(..., pin_memory=True)`: the driver rounds sizes up to powers of two."""
+        self.forbid("allocating pinned memory")
         num_bytes = prod(shape) * dtype.itemsize
         pages = np.frombuffer(mmap.mmap(-1, max(1, num_bytes)), np.uint8)
         made = torch.from_numpy(pages)[:num_bytes].view(dtype).view(list(shape))
@@ -413,24 +436,50 @@ class Device:
         with self.ordering.lock:
             counter[place] += 1
 
+    def forbid(self, what: str) -> None:
+        """Break off a capture that is under way: of this thread, or of any if its mode is global."""
+        capture = self.capture
+        if capture is not None and (capture.mode == "global" or capture.thread == threading.get_ident()):
+            capture.broken = what
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
+
+    def capturing(self, device: Any) -> Capture | None:
+        """Return the capture that records what this thread launches."""
+        capture = self.capture
+        if capture is None or capture.thread != threading.get_ident():
+            return None
+        if self.current_stream(device) != capture.stream:
+            self.forbid("a launch on another stream")
+        return capture
+
     def new_tensor(self, values: Tensor, device: Any) -> CudaTensor:
         """Allocate memory for values that were just computed on the current stream."""
         index = self.index_of(device)
         self.count(self.allocations)
+        if (capture := self.capturing(device)) is not None:
+            lease = self.memory[index].allocate(values.untyped_storage().nbytes(), capture.pool)
+            segment = lease.block.segment
+            lease.origin = segment.start
+            arena = self._arenas.setdefault(segment.start, torch.empty(segment.size, dtype=torch.uint8))
+            return CudaTensor(placed(values, lease, arena), lease, torch.device("cuda", index))
         lease = self.memory[index].allocate(values.untyped_storage().nbytes(), self.current_stream(index).actor)
         return CudaTensor(values, lease, torch.device("cuda", index))
 
     def launch(self, what: str, device: Any, reads: list[CudaTensor], writes: list[CudaTensor]) -> None:
         """Run one kernel or copy on the device's current stream."""
+        self.count(self.kernels)
+        self.access(what, device, reads, writes)
+
+    def access(self, what: str, device: Any, reads: list[Any], writes: list[Any]) -> None:
+        """Note what a kernel on the device's current stream reads and writes."""
         stream, trail = self.current_stream(device).actor, _trail()
         with self.ordering.lock:
             self.ordering.launch(stream)
-            self.kernels[_text(trail[:1])] += 1
             for tensors, is_write in ((reads, False), (writes, True)):
                 for tensor in tensors:
                     first, end = tensor.span
                     # The package keeps small tensors for good: those of a test before this one have no clocks here.
-                    if end > first and tensor.lease.ordering is self.ordering:
+                    if end > first and tensor.ordering is self.ordering:
                         self.ordering.access(tensor.block.accesses, first, end, stream, is_write, what, trail)
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -451,9 +500,11 @@ class Device:
                 self._mix(name)
             kwargs = {**kwargs, "device": torch.device("cpu")}
             kwargs.pop("pin_memory", None)
-            made = self.new_tensor(func(*args, **kwargs), device)
+            values = func(*args, **kwargs)
+            made = self.new_tensor(values, device)
+            target = made.values
             if "empty" not in name:
-                self.launch(name, device, [], [made])
+                self.run(name, device, [], [made], lambda: target.copy_(values))
             return made
         self._check_devices(name, args, tensors, on_device)
         return self._compute(name, func, args, kwargs, on_device)
@@ -482,19 +533,22 @@ class Device:
         options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")}
         if isinstance(source, CudaTensor):
             if kind == "cpu":
+                self.forbid("a copy to the host")
                 self.launch("copy to the host", source.device, [source], [])
                 self.count(self.pageable_copies)
                 self.synchronize(self.current_stream(source.device))
                 return func(source.values, **options)
-            device = kwargs.get("device") or source.device
-            made = self.new_tensor(func(source.values, **options).clone(), device)
-            self.launch("aten::_to_copy", source.device, [source], [made])
+            device, values = kwargs.get("device") or source.device, source.values
+            made = self.new_tensor(func(values, **options).clone(), device)
+            target = made.values
+            self.run("aten::_to_copy", source.device, [source], [made], lambda: target.copy_(func(values, **options)))
             return made
         made = self.new_tensor(func(source, **options).clone(), kwargs["device"])
         self._send(source, made, kwargs.get("non_blocking", False))
         return made
 
     def _copy_across(self, target: Tensor, source: Tensor, is_async: bool) -> Tensor:
+        self.forbid("a copy across the link")
         _values(target).copy_(_values(source))
         if isinstance(target, CudaTensor):
             self._send(source, target, is_async)
@@ -513,6 +567,7 @@ class Device:
 
     def _send(self, source: Tensor, target: CudaTensor, is_async: bool) -> None:
         """Copy host memory to the device, on its current stream."""
+        self.forbid("a copy to the device")
         self.launch("copy to the device", target.device, [], [target])
         stream = self.current_stream(target.device)
         if not source.dim() and source.numel() == 1 and not self._is_watched(source):
@@ -560,8 +615,11 @@ class Device:
             if torch.device(values["device"]).type == "cpu":
                 self._mix(f"{name} for the host")
             values["device"] = torch.device("cpu")
-        out = KERNELS.get(name, func)(*_values(args), **values)
+        kernel, given = KERNELS.get(name, func), _values(args)
         reads, writes = _operands(func, args, kwargs)
+        if (capture := self.capturing(device)) is not None:
+            return self._record(capture, name, kernel, given, values, on_device, reads, writes)
+        out = kernel(*given, **values)
         storages = {x.values.untyped_storage()._cdata: x for x in reversed(on_device)}
         made: list[CudaTensor] = []
 
@@ -571,15 +629,76 @@ class Device:
             self.launch(name, device, [x for x in reads if isinstance(x, CudaTensor)], [*writes, *made])
         return result
 
-    def _wrapped(
-        self, value: Any, operands: list[CudaTensor], storages: dict[int, CudaTensor], made: list[CudaTensor]
+    def _record(
+        self,
+        capture: Capture,
+        name: str,
+        kernel: Any,
+        given: Any,
+        values: dict[str, Any],
+        on_device: list[CudaTensor],
+        reads: list[Any],
+        writes: list[Any],
     ) -> Any:
-        """Wrap an operation's result: an operand itself, a view of one, or a new tensor, which `made` gets."""
+        """Record an operation: nothing that exists changes, and its results have no values yet."""
+        changed = {id(x.values): x.values.clone() for x in writes}
+
+        def untouched(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(map(untouched, value))
+            return changed.get(id(value), value)
+
+        out = kernel(*untouched(given), **{key: untouched(value) for key, value in values.items()})
+        originals = {id(clone): x for x in writes for clone in (changed[id(x.values)],)}
+        storages = {x.values.untyped_storage()._cdata: x for x in reversed(on_device)}
+        made: list[CudaTensor] = []
+        result = self._wrapped(out, on_device, storages, made, originals)
+        targets = [x.values for x in made]
+        if (made or writes) and not name.startswith(("aten::empty", "aten::new_empty")):
+
+            def compute() -> None:
+                computed = kernel(*given, **values)
+                fresh = [x for x in _tensors((computed,)) if not any(x is own for own in _tensors((given,)))]
+                for target, own in zip(targets, fresh if targets else ()):
+                    target.copy_(own)
+
+            capture.record(name, [x for x in reads if isinstance(x, CudaTensor)], [*writes, *made], compute)
+        return result
+
+    def run(
+        self,
+        what: str,
+        device: Any,
+        reads: list[CudaTensor],
+        writes: list[CudaTensor],
+        compute: Callable[[], object],
+    ) -> None:
+        """Launch a kernel that computes into memory that exists, or record it."""
+        if (capture := self.capturing(device)) is not None:
+            capture.record(what, reads, writes, lambda: (compute(), None)[1])
+            return
+        compute()
+        self.launch(what, device, reads, writes)
+
+    def _wrapped(
+        self,
+        value: Any,
+        operands: list[CudaTensor],
+        storages: dict[int, CudaTensor],
+        made: list[CudaTensor],
+        originals: Mapping[int, CudaTensor] = MappingProxyType({}),
+    ) -> Any:
+        """Wrap an operation's result: an operand itself, a view of one, or a new tensor, which `made` gets.
+
+        originals: operands in whose place others were given.
+        """
         # No function within a function, which would keep the operands until the collector runs.
         if isinstance(value, list | tuple):
-            return type(value)(self._wrapped(one, operands, storages, made) for one in value)
+            return type(value)(self._wrapped(one, operands, storages, made, originals) for one in value)
         if not isinstance(value, Tensor):
             return value
+        if (original := originals.get(id(value))) is not None:
+            return original
         for own in operands:
             if own.values is value:
                 return own
@@ -649,18 +768,17 @@ def _world() -> Device:
     return _device
 
 
-def stand_in_for_triton(packed: CudaTensor, fmt: Any, out: CudaTensor) -> CudaTensor:
-    """Stand in for the kernel that dequantizes: plain PyTorch, one launch; needs its device to be the current one."""
-    from flexgen_helm.quant import triton_kernels
-    from flexgen_helm.quant.packing import dequantize
+def _launch_triton(launch: Any, *arguments: Any, fused: bool) -> None:
+    """Stand in for a launch of Triton; needs the kernel's device to be the current one."""
+    from tests.helpers.triton_stand_in import run, written
 
     world = _world()
-    with triton_kernels._on_device(packed):  # as the launch does
-        if world.current_device() != packed.device.index:
-            world._mix("a kernel of Triton on another device than the current one")
-    out.values.copy_(dequantize(packed.values, fmt, *out.shape))
-    world.launch("triton kernel", packed.device, [packed], [out])
-    return out
+    tensors = [x for x in arguments if isinstance(x, CudaTensor)]
+    if len(tensors) < len([*_tensors(arguments)]) or any(x.device.index != world.current_device() for x in tensors):
+        world._mix("a kernel of Triton on another device than the current one")
+    given, target = _values(arguments), arguments[written(launch)]
+    reads = [x for x in tensors if x is not target]
+    world.run(launch.kernel.__name__, target.device, reads, [target], lambda: run(launch, *given, fused=fused))
 
 
 def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
@@ -738,6 +856,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
         class Properties:
             name, major, minor, multi_processor_count = "CUDA in host memory", 8, 0, 108
             total_memory = world.memory[0].total
+            clock_rate, memory_clock_rate, memory_bus_width = 1_410_000, 1_215_000, 5120
 
         replaced: dict[str, Any] = {
             "_lazy_init": lambda: None,
@@ -759,7 +878,11 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
             "memory_allocated": lambda device=None: world.memory[world.index_of(device)].in_use,
             "empty_cache": world.empty_cache,
             "cudart": lambda: _Runtime,
-            "is_current_stream_capturing": lambda: False,
+            "is_current_stream_capturing": lambda: (
+                world.capture is not None and world.current_stream() == world.capture.stream
+            ),
+            "CUDAGraph": Graph,
+            "graph_pool_handle": new_pool,
             "get_device_name": lambda device=None: Properties.name,
             "get_device_properties": lambda device=None: Properties,
             "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
@@ -769,13 +892,20 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
         patch.setattr(Tensor, "is_pinned", lambda tensor, device=None: world.is_pinned(tensor))
 
     def package(patch: pytest.MonkeyPatch) -> None:
+        from flexgen_helm.engine import cuda_graphs
         from flexgen_helm.kv_cache import visibility
         from flexgen_helm.models import attention
         from flexgen_helm.offload import disk, tiers
-        from flexgen_helm.quant import kernels
 
-        for kept in (attention._device_kernel, attention._window_chunk_mask, visibility._kept_chunks):
-            kept.cache_clear()  # tensors and rules of an earlier device
+        kept = [attention._device_kernel, attention._window_chunk_mask, visibility._kept_chunks]
+        kept.append(cuda_graphs._capture_stream)
+        with suppress(ImportError):  # a machine without Triton
+            from flexgen_helm.quant import triton_launches
+
+            kept.append(triton_launches._describe)
+            patch.setattr(triton_launches.Launch, "run", _launch_triton)
+        for function in kept:
+            function.cache_clear()  # tensors and rules of an earlier device
 
         transfer = disk.DirectFile._transfer
 
@@ -791,9 +921,6 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
 
         patch.setattr(tiers.Tiers, "__init__", made_without)
         patch.setattr(disk.DirectFile, "_transfer", noted)
-        # Products dequantize: the fused kernels have a stand-in of their own (tests/quant).
-        stand_in = SimpleNamespace(dequantize_into=stand_in_for_triton, matmul=lambda *_: None)
-        patch.setattr(kernels, "_triton_kernels", lambda: stand_in)
 
     for part in (own_threads, own_locks, torch_cuda, package):
         part(patch)

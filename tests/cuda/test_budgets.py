@@ -18,7 +18,7 @@ from flexgen_helm import Policy
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from tests.cuda.device import Device, cuda_in_host_memory
-from tests.cuda.engine_runs import LIMITS, PLACEMENTS, assert_close, requests, run, slow_unless
+from tests.cuda.engine_runs import LIMITS, PLACEMENTS, ROOMY, assert_close, requests, run, slow_unless
 
 # A copying thread waits for its copies, in these two methods and nowhere else.
 COPIES = "offload/copy_engine.py"
@@ -28,11 +28,13 @@ COPIES = "offload/copy_engine.py"
 class Costs:
     """Of one run.
 
-    layers: kernels of each decode layer.
+    layers: launches of each decode layer.
+    others: launches of each pass besides those.
     waits, pageable: synchronizations and pageable copies, by source line; without those of `COPIES`.
     """
 
     layers: list[int] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
     batches: int = 0
     waits: list[str] = field(default_factory=list)
     pageable: list[str] = field(default_factory=list)
@@ -61,7 +63,9 @@ def counted(device: Device) -> Iterator[Costs]:
 
     def run_pass(self: Executor, batches: Any, *arguments: Any, **named: Any) -> None:
         syncs, copies = device.syncs.copy(), device.pageable_copies.copy()
+        kernels, layers = sum(device.kernels.values()), sum(costs.layers)
         honest_run(self, batches, *arguments, **named)
+        costs.others.append(sum(device.kernels.values()) - kernels - (sum(costs.layers) - layers))
         costs.batches += len(batches)
         for before, after, places in (
             (syncs, device.syncs, costs.waits),
@@ -130,11 +134,26 @@ def test_a_batch_waits_once_while_the_host_attends(tiny, tmp_path, variant):
     assert_close(tiny(variant), results, torch.float16)
 
 
-@pytest.mark.parametrize(("variant", "most"), [("opt", 15), ("llama", 25)])
-def test_kernels_of_a_decode_layer(tiny, variant, most):
-    with cuda_in_host_memory() as device, counted(device) as costs:
-        run(tiny(variant).path, requests(5, new=4), torch.float16)
-    assert costs.layers and min(costs.layers) <= most
+# Launches of a decode layer with CUDA graphs and without; a replay is one.
+LAUNCHES = {("opt", "fp16"): (7, 16), ("llama", "fp16"): (9, 26), ("opt", "4bit"): (8, 17), ("llama", "4bit"): (10, 27)}
+# Launches of a pass besides its layers: embedding, masks, head, and hidden states and rotations that graphs copy.
+OTHERS = 50
+
+
+@pytest.mark.parametrize(("variant", "precision"), LAUNCHES)
+def test_launches_of_a_decode_step(tiny, variant, precision):
+    """One block of sequences. The first use of a size launches as without graphs, so the fewest count."""
+    counts = []
+    for cuda_graphs in (True, False):
+        with cuda_in_host_memory() as device, counted(device) as costs:
+            run(
+                tiny(variant).path, requests(5, new=6), torch.float16, precision=precision, limits=ROOMY,
+                cuda_graphs=cuda_graphs,
+            )  # fmt: skip
+        check(costs)
+        counts.append(min(costs.layers))
+        assert min(costs.others) <= OTHERS
+    assert tuple(counts) == LAUNCHES[variant, precision]
 
 
 def test_a_wait_in_a_layer_would_be_counted(tiny, monkeypatch):

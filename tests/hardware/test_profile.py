@@ -98,7 +98,11 @@ def test_an_unknown_machine_is_refused_with_those_that_are_known(tmp_path):
 def test_products_run_in_the_faster_of_16_bits_and_float32():
     gpu = load_profile("t4").gpu
     assert gpu.compute_dtype("float16") == "float16"
-    assert gpu.compute_dtype("bfloat16") == "float32"  # a T4 has no bfloat16
+    assert gpu.compute_dtype("bfloat16") == "float16"  # a T4 has no bfloat16
+    assert gpu.compute_dtype("bfloat16", float16_suffices=False) == "float32"
+    emulated = replace(gpu, matmul_flops={**gpu.matmul_flops, "bfloat16": Curve(((1, 1.0),))})
+    assert emulated.compute_dtype("bfloat16") == "float16"
+    assert load_profile("a100").gpu.compute_dtype("bfloat16") != "float32"
     assert replace(gpu, matmul_flops={"float32": Curve(((1, 1.0),))}).compute_dtype("float16") == "float32"
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from flexgen_helm.quant import triton_kernels
+from flexgen_helm.quant import triton_launches
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import dequantize, quantize
 
@@ -44,16 +44,16 @@ _CUT_OFF_TOKENS = (1, 2)
 _TOLERANCE = {torch.float32: 1e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 
 
-def values(full: bool, spoiled: bool = False) -> dict[str, int]:
+def values(full: bool, spoiled: bool = False) -> dict[str, object]:
     draw = torch.Generator().manual_seed(0)
-    dequantized, products, kernels = 0, 0, set()
+    dequantized, products, kernels, formats = 0, 0, set(), set()
     for fmt, (rows, width) in _cases(full):
         packed = quantize(torch.randn(rows, width, generator=draw) * 0.3, fmt)
         weights = dequantize(packed, fmt, rows, width)
         packed[0, 0] ^= spoiled
         for dtype in _DTYPES:
             out = torch.full((rows, width), torch.nan, dtype=dtype)
-            triton_kernels.dequantize_into(packed, fmt, out)
+            triton_launches.dequantize_into(packed, fmt, out)
             assert torch.equal(out, weights.to(dtype)), (fmt, rows, width, dtype)
             dequantized += 1
         cases = [*itertools.product(_TOKENS, _DTYPES), *((tokens, torch.bfloat16) for tokens in _CUT_OFF_TOKENS)]
@@ -63,16 +63,22 @@ def values(full: bool, spoiled: bool = False) -> dict[str, int]:
             if not full and (number + fmt.group_size // 8) % 3:
                 continue
             # One processor leaves the columns whole, a thousand split them over programs.
-            device = triton_kernels.Device(1000 if number % 2 else 1, has_tensor_cores=dtype != torch.float32)
-            triton_kernels._describe = lambda _, device=device: device
+            device = triton_launches.Device(1000 if number % 2 else 1, has_tensor_cores=dtype != torch.float32)
+            triton_launches._describe = lambda _, device=device: device
             x = torch.randn(tokens, width, generator=draw).to(dtype)
             bias = torch.randn(rows, generator=draw).to(dtype) if number % 4 < 2 else None
-            launch = triton_kernels.plan_product(fmt, tokens, rows, width, dtype, bias is not None, device)
-            y = triton_kernels.matmul(x, packed, fmt, rows, bias)
+            launch = triton_launches.plan_product(fmt, tokens, rows, width, dtype, bias is not None, device)
+            y = triton_launches.matmul(x, packed, fmt, rows, bias)
             _compare(x, weights, bias, y, (fmt, rows, width, tokens, dtype))
             kernels.add(f"{launch.kernel.__name__}{' split' if launch.grid[1] > 1 else ''}")
+            formats.add(f"{fmt.axis} {fmt.group_size}")  # dequantized above, and multiplied
             products += 1
-    return {"dequantized": dequantized, "products": products, "kernels": sorted(kernels)}
+    return {
+        "dequantized": dequantized,
+        "products": products,
+        "kernels": sorted(kernels),
+        "formats": sorted(formats),
+    }
 
 
 def _cases(full: bool) -> Iterator[tuple[GroupFormat, tuple[int, int]]]:
@@ -107,11 +113,11 @@ def read_counts() -> list[dict[str, object]]:
     for fmt, tokens in itertools.product(_FORMATS[:2] + _FORMATS[5:7], (0, 1, 9)):
         packed = quantize(torch.randn(rows, width), fmt)
         counts, base = np.zeros(packed.numel(), np.int64), packed.data_ptr()
-        triton_kernels._describe = lambda _: triton_kernels.Device(100, True)
+        triton_launches._describe = lambda _: triton_launches.Device(100, True)
         if tokens:
-            triton_kernels.matmul(torch.randn(tokens, width).half(), packed, fmt, rows)
+            triton_launches.matmul(torch.randn(tokens, width).half(), packed, fmt, rows)
         else:
-            triton_kernels.dequantize_into(packed, fmt, torch.empty(rows, width))
+            triton_launches.dequantize_into(packed, fmt, torch.empty(rows, width))
         found.append({"format": str(fmt), "tokens": tokens, "least": int(counts.min()), "most": int(counts.max())})
     return found
 

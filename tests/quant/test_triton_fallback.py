@@ -17,7 +17,7 @@ from flexgen_helm.quant.precisions import PRECISIONS
 
 triton = pytest.importorskip("triton")
 
-from flexgen_helm.quant import triton_kernels  # noqa: E402
+from flexgen_helm.quant import triton_launches  # noqa: E402
 from tests.helpers.triton_driver import RecordingDriver, recording_driver  # noqa: E402
 
 OURS = PRECISIONS["4bit"].weights
@@ -67,14 +67,14 @@ def test_with_a_kernel_that_does_not_compile(packed, monkeypatch):
     def broken(packed: Any) -> None:
         pass
 
-    monkeypatch.setattr(triton_kernels.Launch, "run", lambda self, *_, **__: broken[(1,)](torch.zeros(1)))
+    monkeypatch.setattr(triton_launches.Launch, "run", lambda self, *_, **__: broken[(1,)](torch.zeros(1)))
     with recording_driver(75):
         (warning,) = use(packed)
     assert "CompilationError" in warning and "\n" not in warning
 
 
 def test_without_triton(packed, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "flexgen_helm.quant.triton_kernels", None)
+    monkeypatch.setitem(__import__("sys").modules, "flexgen_helm.quant.triton_launches", None)
     (warning,) = use(packed)
     assert "Error" in warning
 
@@ -96,7 +96,7 @@ def test_too_little_memory_is_the_callers_affair(packed, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(triton_kernels.Launch, "run", fail)
+    monkeypatch.setattr(triton_launches.Launch, "run", fail)
     with pytest.raises(type(error)):
         kernels.dequantize_into(packed, OURS, torch.empty(70, 48))
     assert not kernels._triton_failed.is_set()

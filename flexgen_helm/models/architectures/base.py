@@ -52,6 +52,7 @@ class Architecture:
     gguf_names: values of `general.architecture` in GGUF files; empty if GGUF files are not supported.
     read_gguf: as `read_config`, of what `gguf_fields.gguf_config` returns; None if `read_config` reads that too.
     gguf_tensors: as `tensors`, for GGUF files.
+    overflows_float16: hidden states of published models exceed 65,504, so float16 cannot take bfloat16's place.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Architecture:
     gguf_names: tuple[str, ...] = ()
     read_gguf: Callable[[Mapping[str, Any]], ModelConfig] | None = None
     gguf_tensors: Mapping[str, TensorSource] = field(default_factory=dict)
+    overflows_float16: bool = False
 
 
 # Indices of the numbers in layers.{i}.mlp.experts.{e}.gate.weight

@@ -55,6 +55,7 @@ ARCHITECTURE = Architecture(
     name="gemma2",
     hf_names=("Gemma2ForCausalLM", "Gemma2Model"),
     read_config=read_config,
+    overflows_float16=True,
     tensors={
         **llama.ARCHITECTURE.tensors,
         "layers.{i}.attn_post_norm": TensorSource(_LAYER + "post_attention_layernorm"),

@@ -56,6 +56,7 @@ ARCHITECTURE = Architecture(
     name="gemma3",
     hf_names=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel"),
     read_config=read_config,
+    overflows_float16=True,
     # 'language_model': with an image encoder, as published and as transformers 5 names the same tensors.
     prefixes=("model.", "language_model.model.", "model.language_model.", "language_model.", ""),
     tensors={**qwen3.ARCHITECTURE.tensors, **gemma2.ARCHITECTURE.tensors},

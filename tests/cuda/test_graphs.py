@@ -1,0 +1,315 @@
+"""CUDA graphs: what a capture forbids, and decoding by graphs, whose numbers are those of launching each kernel."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from flexgen_helm import Engine, MemoryLimits, Policy
+from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.engine.attention_metadata import AttentionMetadata
+from flexgen_helm.engine.cuda_graphs import LayerGraphs
+from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.planner.constants import GRAPH_ROWS
+from flexgen_helm.progress import Message, observed_by
+from tests.cuda.device import Device, cuda_in_host_memory
+from tests.cuda.engine_runs import MIB, ROOMY, assert_close, requests, run
+from tests.helpers.tiny_models import VARIANTS
+
+
+def captured(device: Device, body: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            body()
+        finally:
+            graph.capture_end()
+    return graph
+
+
+# The device
+
+
+def test_a_capture_computes_nothing_and_a_replay_what_it_recorded(cuda_device):
+    x, w, out = torch.ones(3, 4).to("cuda"), torch.randn(5, 4).to("cuda"), torch.zeros(3, 5, device="cuda")
+
+    def body():
+        y = torch.relu_(torch.nn.functional.linear(x, w))
+        out.copy_(torch.nn.functional.layer_norm(y, (5,)).add_(1.0))
+
+    graph = captured(cuda_device, body)
+    assert not out.cpu().any()
+    for value in (1.0, -3.0):
+        x.fill_(value)
+        graph.replay()
+        by_graph = out.cpu()
+        body()
+        assert torch.equal(by_graph, out.cpu())
+    assert sum(cuda_device.graph_kernels.values()) == 2 * 5
+
+
+@pytest.mark.parametrize(
+    "forbidden",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.ones(3).to("cuda"),
+        lambda x: x.copy_(torch.ones(3)),
+        lambda x: torch.empty(3, pin_memory=True),
+        lambda x: torch.cuda.synchronize(),
+        lambda x: torch.cuda.current_stream().synchronize(),
+        lambda x: torch.cuda.empty_cache(),
+    ],
+)
+def test_a_capture_forbids(cuda_device, forbidden):
+    x = torch.ones(3, device="cuda")
+    with pytest.raises(RuntimeError, match="previous error during capture") as found:
+        captured(cuda_device, lambda: forbidden(x))
+    assert "not permitted when stream is capturing" in str(found.value.__context__)
+    assert captured(cuda_device, lambda: x.add_(1.0)), "the next one works"
+
+
+def test_another_stream_breaks_a_capture_off(cuda_device):
+    x, other = torch.ones(3, device="cuda"), torch.cuda.Stream()
+
+    def body():
+        with torch.cuda.stream(other):
+            x.add_(1.0)
+
+    with pytest.raises(RuntimeError, match="another stream"):
+        captured(cuda_device, body)
+
+
+def test_memory_that_was_freed_is_noticed(cuda_device):
+    kept, inputs = torch.ones(3, device="cuda"), [torch.ones(3, device="cuda")]
+    graph = captured(cuda_device, lambda: kept.add_(inputs[0]))
+    graph.replay()
+    inputs.clear()
+    with pytest.raises(RuntimeError, match="memory that was freed"):
+        graph.replay()
+
+
+def test_graphs_of_one_pool_overwrite_what_nobody_keeps(cuda_device):
+    """As they would on a GPU: a result that is not kept is the next graph's memory."""
+    pool, stream, x, results = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.ones(64, device="cuda"), []
+    graphs = []
+    for factor in (2.0, 3.0):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            made = x * factor
+            graph.capture_end()
+        results.append(made.values)
+        graphs.append(graph)
+        del made
+    graphs[0].replay()
+    assert results[0][0] == 2.0
+    graphs[1].replay()
+    assert results[0][0] == 3.0 == results[1][0]
+
+
+# Decoding
+
+
+def answers(path, asked, dtype, **settings):
+    """Return the results and the device that computed them."""
+    with cuda_in_host_memory() as device:
+        results, record = run(path, asked, dtype, **{"limits": ROOMY, **settings})
+    device.check()
+    return results, device
+
+
+def compared(path, dtype, asked=None, **settings):
+    """Answer by graphs, and by the same operations on the same padded rows launched one by one: bit for bit alike."""
+    asked = asked or requests(5, new=6)
+    results, device = answers(path, asked, dtype, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerGraphs, "_run", lambda self, key, part: part())
+        expected, plain = answers(path, asked, dtype, **settings)
+    assert [r.completions for r in results] == [r.completions for r in expected]
+    assert not plain.graph_kernels
+    return results, device
+
+
+# Norms at other places, both blocks side by side, learned positions, experts in some layers, soft caps.
+SELECTED = {
+    ("opt", torch.float16), ("opt-350m", torch.float16), ("llama", torch.bfloat16), ("pythia", torch.float16),
+    ("gemma2", torch.bfloat16), ("mixtral", torch.float16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "variant, dtype",
+    [
+        pytest.param(*case, marks=[] if case in SELECTED else pytest.mark.slow)
+        for case in itertools.product(VARIANTS, (torch.float16, torch.bfloat16))
+    ],
+)
+def test_every_family_by_graphs(tiny, variant, dtype):
+    model = tiny(variant)
+    results, device = compared(model.path, dtype)
+    assert_close(model, results, dtype, variant)
+    # The host chooses the experts of a mixture.
+    experts = open_checkpoint(resolve(model.path, None)).config.experts
+    assert bool(device.graph_kernels) == (experts is None or bool(experts.dense_layers))
+
+
+@pytest.mark.parametrize(
+    "precision", ["4bit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("4bit-s", "fp16-s", "paper-4bit"))]
+)
+def test_packed_weights_by_graphs(tiny, precision):
+    _, device = compared(tiny("llama").path, torch.float16, requests(4, 90, 4), precision=precision)
+    assert device.graph_kernels
+
+
+def test_shared_prefixes_and_samples_by_graphs(tiny):
+    asked = requests(8, 20, new=5, shared=40, temperature=0.9, top_p=0.8, seed=3)
+    results, device = compared(tiny("llama").path, torch.float16, asked)
+    assert device.graph_kernels
+    assert_close(tiny("llama"), results, torch.float16, "llama")
+
+
+@pytest.mark.parametrize(
+    "schedule, cpu_attention",
+    [
+        ("zigzag", True),
+        ("diagonal", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("row", False), ("zigzag", False), ("row", True))),
+    ],
+)
+def test_batches_in_turns_do_not_overwrite_each_other(tiny, tmp_path, schedule, cpu_attention):
+    """Weights on the device, caches and hidden states in host memory; two batches take turns in every layer."""
+    policy = Policy(3, 2, 1.0, 0.0, 0.0, 1.0, 0.5, 0.5)
+    settings = dict(policy=policy, schedule=schedule, cpu_attention=cpu_attention, offload_dir=tmp_path)
+    results, device = compared(tiny("opt").path, torch.float16, requests(6, new=5), **settings)
+    assert device.graph_kernels
+    assert_close(tiny("opt"), results, torch.float16, "opt")
+
+
+def test_a_batch_that_kept_the_buffer_would_be_overwritten(tiny, tmp_path, monkeypatch):
+    """The inverse: hidden states that wait are copied out of the graphs' buffer."""
+    monkeypatch.setattr(LayerGraphs, "owned", lambda self, hidden: hidden)
+    policy = Policy(3, 2, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
+    results, _ = answers(tiny("opt").path, requests(6, new=5), torch.float16, policy=policy, schedule="zigzag")
+    with pytest.raises(AssertionError):
+        assert_close(tiny("opt"), results, torch.float16, "opt")
+
+
+def test_keys_that_are_stored_from_the_buffer_would_be_overwritten(tiny, tmp_path, monkeypatch):
+    """The inverse: what goes to host memory in the background is copied out of it first."""
+    monkeypatch.setattr(AttentionMetadata, "caches_on_device", True)
+    to_host = Tiers.to_host
+
+    def late(self, *arguments):
+        time.sleep(0.02)  # else it may be over before the next layer begins
+        return to_host(self, *arguments)
+
+    monkeypatch.setattr(Tiers, "to_host", late)
+    policy = Policy(3, 2, 1.0, 0.0, 0.0, 1.0, 0.5, 0.5)
+    settings = dict(policy=policy, schedule="diagonal", cpu_attention=False, offload_dir=tmp_path)
+    with pytest.raises(AssertionError):  # the copy comes too late, or nothing orders it
+        results, _ = answers(tiny("opt").path, requests(6, new=5), torch.float16, **settings)
+        assert_close(tiny("opt"), results, torch.float16, "opt")
+
+
+def test_memory_of_graphs_is_claimed_and_enough(tiny, monkeypatch):
+    """What captures take from the driver is within the bound that was claimed before caches were planned."""
+    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
+    grown = []
+    captured_part = LayerGraphs._captured
+
+    def measured(self, part):
+        before = torch.cuda.memory_reserved()
+        graph = captured_part(self, part)
+        grown.append(torch.cuda.memory_reserved() - before)
+        return graph
+
+    monkeypatch.setattr(LayerGraphs, "_captured", measured)
+    with cuda_in_host_memory(), Engine.from_pretrained(tiny("llama").path, device="cuda", limits=ROOMY) as engine:
+        claimed = engine.ledger.by_kind()["graphs"]
+        for count in (1, 3, 7, 20):
+            engine.run(requests(count, new=3))
+            engine.ledger.check()
+        assert engine.ledger.by_kind()["graphs"] == claimed
+        assert 0 < sum(grown) <= claimed <= ROOMY.gpu / 16
+        assert len(engine._graphs._graphs) == len(grown)
+
+
+def test_a_pool_beyond_its_bound_is_claimed_too(tiny, monkeypatch):
+    monkeypatch.setattr("flexgen_helm.planner.workspace.GRAPH_OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
+    with cuda_in_host_memory(), Engine.from_pretrained(tiny("opt").path, device="cuda", limits=ROOMY) as engine:
+        claimed = engine.ledger.by_kind()["graphs"]
+        engine._graphs._pool_bytes = 0
+        engine.run(requests(3, new=3))
+        assert engine.ledger.by_kind()["graphs"] > claimed
+
+
+@pytest.mark.parametrize("limits", [MemoryLimits(gpu=64 * MIB), ROOMY])
+def test_without_room_or_by_request_there_are_no_graphs(tiny, limits):
+    settings = {"cuda_graphs": False} if limits is ROOMY else {"limits": limits}
+    results, device = answers(tiny("opt").path, requests(3, new=4), torch.float16, **settings)
+    assert not device.graph_kernels
+    assert_close(tiny("opt"), results, torch.float16, "opt")
+
+
+def test_experts_alone_take_no_memory_for_graphs(tiny, monkeypatch):
+    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
+    with cuda_in_host_memory(), Engine.from_pretrained(tiny("mixtral").path, device="cuda", limits=ROOMY) as engine:
+        assert "graphs" not in engine.ledger.by_kind()
+
+
+def test_offloaded_weights_use_no_graphs(tiny, tmp_path):
+    policy = Policy(3, 2, 0.5, 0.5, 1.0, 0.0, 1.0, 0.0)
+    _, device = answers(tiny("opt").path, requests(3, new=4), torch.float16, policy=policy, offload_dir=tmp_path)
+    assert not device.graph_kernels
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_capture_that_fails_ends_their_use_with_one_warning(tiny, monkeypatch, number):
+    honest, calls, events = LayerGraphs._captured, [], []
+
+    def failing(self, part):
+        def waiting():
+            part()
+            torch.cuda.synchronize()
+
+        calls.append(part)
+        return honest(self, waiting if len(calls) == number + 1 else part)
+
+    monkeypatch.setattr(LayerGraphs, "_captured", failing)
+    asked = requests(5, new=5)
+    with observed_by(events.append):
+        results, _ = answers(tiny("opt").path, asked, torch.float16)
+    warnings = [event.text for event in events if isinstance(event, Message) and event.is_warning]
+    assert len(warnings) == 1 and "CUDA graphs do not work here" in warnings[0] and "synchronizing" in warnings[0]
+    assert len(calls) == number + 1
+    assert_close(tiny("opt"), results, torch.float16, "opt")
+
+
+@pytest.mark.parametrize("number", [5, 60, 200])
+def test_memory_that_runs_out_with_graphs(tiny, monkeypatch, number):
+    """In an operation the batches are halved; in a capture the graphs end."""
+    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
+    model, asked = tiny("llama"), requests(6, new=4)
+    with cuda_in_host_memory() as device, Engine.from_pretrained(model.path, device="cuda", limits=ROOMY) as engine:
+        device.memory[0].failing = {device.memory[0].num_allocations + number}
+        results = engine.run(asked)
+    device.check()
+    assert_close(model, results, torch.float16, "llama")
+
+
+def test_sizes_pad_little():
+    """Up to 64 rows by less than two; of larger ones by less than 64 rows."""
+    for rows in range(1, max(GRAPH_ROWS) + 1):
+        size = next(count for count in GRAPH_ROWS if count >= rows)
+        assert size < 2 * rows or rows <= 1 or size - rows < 64
