@@ -45,7 +45,7 @@ LONG_ANSWER_TOKENS = 128
 
 # Rows of x up to which products read packed weights without dequantizing them (`quant.kernels`): with tensor cores that
 # take bfloat16 too, on other devices, and on CPUs. Tests compare them with the kernels' own.
-FUSED_ROWS_WITH_TENSOR_CORES, FUSED_ROWS_ON_DEVICES, FUSED_ROWS_ON_CPUS = 128, 16, 8
+FUSED_ROWS_WITH_TENSOR_CORES, FUSED_ROWS_ON_DEVICES, FUSED_ROWS_ON_CPUS = 192, 32, 8
 
 # --- Bytes ---
 # Direct I/O requires addresses, offsets and lengths that are multiples of this.

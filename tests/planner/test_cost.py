@@ -194,7 +194,7 @@ def decode_parts(problem, shape, fractions):
     return {name: float(form @ fractions) for name, form in times.items()}
 
 
-@pytest.mark.parametrize("machine, model, most_rows", [("t4", "llama-3.1-8b", 16), ("h100", "llama-3-70b", 128)])
+@pytest.mark.parametrize("machine, model, most_rows", [("t4", "llama-3.1-8b", 32), ("h100", "llama-3-70b", 192)])
 def test_few_rows_read_packed_weights_and_more_dequantize_them(machine, model, most_rows):
     """As the device's product does (`quant.kernels`)."""
     resident = fraction_vector(Policy(1, 1, 1, 0, 1, 0, 1, 0), True)
@@ -216,18 +216,11 @@ def test_the_rows_of_fused_products_are_the_kernels_own():
 
     assert constants.FUSED_ROWS_ON_CPUS == kernels.QUANTIZED_MATMUL_ROWS
     pytest.importorskip("triton")
-    torch = pytest.importorskip("torch")
-    from flexgen_helm.quant import triton_kernels as launches
+    from flexgen_helm.quant.triton_launches import direct_rows
 
-    fmt = PRECISIONS["4bit"].weights
-    for bound, has_tensor_cores in (
-        (constants.FUSED_ROWS_WITH_TENSOR_CORES, True), (constants.FUSED_ROWS_ON_DEVICES, False),
-    ):  # fmt: skip
-        device = launches.Device(100, has_tensor_cores)
-        planned = [
-            launches.plan_product(fmt, rows, 4096, 4096, torch.float16, False, device) for rows in (bound, bound + 1)
-        ]
-        assert planned[0] is not None and planned[1] is None
+    # An H100, the one with tensor cores that takes fewest rows together with the RTX 3090; and a T4.
+    assert direct_rows((9, 0), 132, 1.83e9, 3.35e12, 2) == constants.FUSED_ROWS_WITH_TENSOR_CORES
+    assert direct_rows((7, 5), 40, 1.59e9, 320e9, 2) == constants.FUSED_ROWS_ON_DEVICES
     assert [load_profile(name).gpu.has_bfloat16 for name in ("t4", "rtx3090", "a100", "h100")] == [False, *3 * [True]]
 
 
