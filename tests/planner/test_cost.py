@@ -18,7 +18,7 @@ from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import BlockShape
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.quant.precisions import FP16, PRECISIONS
+from flexgen_helm.quant.precisions import FP16
 from tests.helpers.planning_problems import config
 
 T4 = load_profile("t4")
