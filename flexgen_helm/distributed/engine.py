@@ -16,8 +16,8 @@ from flexgen_helm.distributed.dispatcher import Dispatcher, explain_failures
 from flexgen_helm.distributed.messages import Failure, ModelToLoad, Order, Report, WorkerIdentity
 from flexgen_helm.distributed.records import RunTotals, WorkerRecord
 from flexgen_helm.distributed.worker import REPORT_EVERY_S
+from flexgen_helm.engine.answers import OnResult
 from flexgen_helm.engine.engine import engine_fingerprint
-from flexgen_helm.engine.run import OnResult
 from flexgen_helm.errors import Interrupted, UsageError, WorkerError
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, Stage, report
 from flexgen_helm.quant.precisions import FP16, precision_named

@@ -19,13 +19,15 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.config import EngineConfig, with_options_of
+from flexgen_helm.engine.answers import Answers, OnResult
 from flexgen_helm.engine.auto_planner import AutoPlanner
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.device import dtype_reason, open_device, prefer_float16, tier_capacities
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, Pipeline, joined_pipeline
-from flexgen_helm.engine.run import Answers, OnResult, Run, finish
-from flexgen_helm.engine.run_record import EngineIdentity, predicted, run_record
+from flexgen_helm.engine.run import Run, finish
+from flexgen_helm.engine.run_planner import RunPlanner
+from flexgen_helm.engine.run_record import EngineIdentity, run_record
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
@@ -39,34 +41,18 @@ from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.constants import UNLIMITED
 from flexgen_helm.planner.layers import divide_layers
-from flexgen_helm.planner.memory import RunSize, plan_memory
+from flexgen_helm.planner.memory import plan_memory
 from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_fractions
-from flexgen_helm.planner.policy import Policy, Schedule
-from flexgen_helm.planner.run_plan import RunPlan, plan_run
-from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, Stage, report
 from flexgen_helm.quant.precisions import FP16, Precision, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
-from flexgen_helm.scheduling.lanes import common_limits, divide, lane_limits, num_lanes
-from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
-from flexgen_helm.scheduling.prepare import PreparedRequests, drawn_workload, planned_workload, prepare
+from flexgen_helm.scheduling.lanes import divide, lane_limits, num_lanes
+from flexgen_helm.scheduling.prepare import drawn_workload, prepare
 from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
-# Seconds that a batch takes in one layer for one more segment of keys: a few small operations.
-_SEGMENT_S = 1e-4
-# Operations that a token takes for one more segment, for each element of its queries: passes over queries and merged
-# outputs, in operations of products that take as long (7 % of computing the token for SmolLM2-135M on two cores, 1 %
-# for 7B).
-_SEGMENT_FLOPS = 900.0
-# Rates that the two are weighed with. Not measured: what is shared, and with it the last bits of a result, must not
-# change between two processes.
-_TYPICAL_FLOPS = {"cpu": 2e11, "cuda": 1e14}
-# Unplanned runs longer than this measure the machine, so that a prediction can be reported; measuring takes half of it.
-_MEASURE_FROM_S = 60.0
 # What to do about values that are not finite where float16 stands in for bfloat16.
 _FLOAT16_ADVICE = (
     "float16 took the place of the model's bfloat16, which this GPU has no products for, and was too small: "
@@ -122,10 +108,9 @@ class Engine:
         self._tiers = Tiers(device, compute_tier, ledgers, link, folder, options.overlap)
         self.ledger = ledgers[compute_tier]
         storage = StorageSizes(self._part, precision)
-        self._matrix_bytes = storage.matrices
         policy = options.fixed_policy
-        self._memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, policy)
-        self._planner = AutoPlanner(
+        memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, policy)
+        auto = AutoPlanner(
             self.config,
             options,
             capacities,
@@ -137,17 +122,31 @@ class Engine:
             pins_host_memory=lambda: link is None or link.pins,
         )
         # Weights that do not all fit on the compute device are placed by the search, if it finds a way.
-        self._searches = policy is None and (self._memory.streams_weights or options.max_latency is not None)
-        if self._searches and (placement := self._planner.weights()) is not None:
-            self._memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, placement)
+        searches = policy is None and (memory.streams_weights or options.max_latency is not None)
+        if searches and (placement := auto.weights()) is not None:
+            memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, placement)
+        self._weight_fractions = achieved_fractions(storage.matrices, memory.weights)
+        self._planner = RunPlanner(
+            self.config,
+            self._part,
+            options,
+            memory,
+            self._weight_fractions,
+            self._tiers,
+            auto,
+            searches=searches,
+            cache_format=self._cache_format,
+            compute_bytes=self._dtype.itemsize,
+            pipeline=pipeline,
+        )
         try:
             self._weights = TieredWeights(
                 checkpoint,
                 self._tiers,
-                self._memory.weights,
+                memory.weights,
                 self._dtype,
-                compute_copies=self._memory.compute_copies,
-                staging_bytes=self._memory.staging_bytes,
+                compute_copies=memory.compute_copies,
+                staging_bytes=memory.staging_bytes,
                 precision=precision,
                 threads=self._threads,
                 part=self._part,
@@ -210,22 +209,29 @@ class Engine:
             return cls._open(name_or_path, config, name, None)
         with pipeline.lock:
             pipeline.send_command(OpenEngine(name_or_path, config, name))
-            try:
-                engine = cls._open(name_or_path, config, name, pipeline)
-            except FlexgenError as error:
-                pipeline.agree(error)
-                raise
-            finally:
-                pipeline.num_engines += 1
-            try:
-                dtypes = pipeline.agree(engine._dtype)
-                if len(set(dtypes)) > 1:
-                    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-                    raise UsageError(f"the ranks of the pipeline compute in {names}; take devices that compute alike")
-            except FlexgenError:
-                engine._close()
-                raise
-            return engine
+            return cls._open_on_all_ranks(name_or_path, config, name, pipeline)
+
+    @classmethod
+    def _open_on_all_ranks(
+        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, pipeline: Pipeline
+    ) -> "Engine":
+        """Open this rank's part of an engine; an error of one rank is raised on all, and none keeps its part."""
+        try:
+            engine = cls._open(name_or_path, config, name, pipeline)
+        except FlexgenError as error:
+            pipeline.agree(error)
+            raise
+        finally:
+            pipeline.num_engines += 1
+        try:
+            dtypes = pipeline.agree(engine._dtype)
+            if len(set(dtypes)) > 1:
+                names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                raise UsageError(f"the ranks of the pipeline compute in {names}; take devices that compute alike")
+        except FlexgenError:
+            engine._close()
+            raise
+        return engine
 
     @classmethod
     def _open(
@@ -310,12 +316,9 @@ class Engine:
         self._tiers.reset()
         schedule = self._options.fixed_schedule or "zigzag"
         prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
-        prefix_cost = self._prefix_cost()
-        # Only a search must know beforehand what will be shared; the run plans that with its own room.
-        workload = planned_workload(prepared.distinct, prefix_cost, self._searches, self._cache_format)
-        pipeline = self._pipeline
-        plan = self._plan(prepared, workload) if pipeline is None else self._common_plan(pipeline, prepared, workload)
-        report(PlanLine(plan.describe(self._weight_fractions(), len(prepared.distinct), self._tiers.compute_tier)))
+        pipeline, prefix_cost, workload = self._pipeline, self._planner.prefix_cost, self._planner.workload(prepared)
+        plan = self._planner.plan(prepared, workload)
+        report(PlanLine(plan.describe(self._weight_fractions, len(prepared.distinct), self._tiers.compute_tier)))
         cache = KVCache(
             self._part,
             self._tiers,
@@ -360,7 +363,7 @@ class Engine:
             if self._threads is not None:
                 self._threads.release()
         placement = {
-            "weights": self._weight_fractions(),
+            "weights": self._weight_fractions,
             "cache": _fractions(cache.placed, plan.cache),
             "activations": _fractions(activations.placed, plan.activations),
         }
@@ -380,7 +383,7 @@ class Engine:
             self.last_run["pipeline"] = {"lanes": lanes, "ranks": pipeline.gather(self._rank_record())}
         if workload is not None:
             saved_tokens = sum(run.saved_tokens for run in runs)
-            self._compare(plan, drawn_workload(prepared.distinct, saved_tokens))
+            self._planner.compare(plan, drawn_workload(prepared.distinct, saved_tokens), self.last_run)
         return results
 
     def close(self) -> None:
@@ -419,65 +422,11 @@ class Engine:
         except torch.OutOfMemoryError:  # other programs have taken it
             return None
 
-    def _common_plan(self, pipeline: Pipeline, prepared: PreparedRequests, workload: Workload | None) -> RunPlan:
-        """Plan one run on a rank of a pipeline, within limits that suit all ranks."""
-
-        def planned(schedule: Schedule | None) -> tuple[RunPlan, list[RunPlan]]:
-            try:
-                plan = self._plan(prepared, workload, schedule)
-            except FlexgenError as error:
-                pipeline.agree(error)
-                raise
-            return plan, pipeline.agree(plan)
-
-        plan, plans = planned(None)
-        if len({other.schedule == "prefill-only" for other in plans}) > 1:
-            plan, plans = planned("zigzag")  # which every rank can follow
-        return replace(plan, limits=common_limits([other.limits for other in plans]))
-
-    def _plan(self, prepared: PreparedRequests, workload: Workload | None, schedule: Schedule | None = None) -> RunPlan:
-        """Plan one run; `auto` searches block, cache and hidden states for it, with the weights as they are.
-
-        schedule: one that must be followed although it was not asked for.
-        """
-        solution = None
-        if self._searches and workload is not None and schedule is None:
-            weights = self._weight_fractions()
-            solution = self._planner.block(workload, Policy(1, 1, wg=weights["gpu"], wc=weights["cpu"]))
-        size = RunSize(
-            max((request.num_fed for request in prepared.distinct), default=1),
-            sum(max(len(request.tokens), request.num_completions) for request in prepared.distinct),
-            max((request.length_group or 0 for request in prepared.distinct), default=0),
-        )
-        return plan_run(
-            self._memory,
-            size,
-            {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()},
-            policy=self._options.fixed_policy,
-            schedule=schedule or self._options.fixed_schedule,
-            solution=solution,
-            config=self._part,
-            cache_format=self._cache_format,
-            compute_tier=self._tiers.compute_tier,
-            compute_bytes=self._dtype.itemsize,
-            cpu_attention=self._options.cpu_attention,
-        )
-
     def _rank_record(self) -> dict[str, Any]:
         """Return what the run's record says of this rank."""
         first = self._part.layers_before
         keys = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
         return {"layers": [first, first + self._part.num_layers], **{key: self.last_run[key] for key in keys}}
-
-    def _compare(self, plan: RunPlan, workload: Workload) -> None:
-        """Record the prediction for what was computed, and correct the rates by how far it is from the measurement."""
-        policy = plan.comparable_policy(self._weight_fractions(), workload.num_sequences, self._tiers.compute_tier)
-        measure = self._searches or self.last_run["latency_s"] > _MEASURE_FROM_S
-        prediction = self._planner.predict(workload, policy, plan.schedule, measure=measure)
-        if prediction is not None:
-            self.last_run.update(predicted(prediction))
-            if self._pipeline is None:  # what one rank waited for says little about its rates
-                self._planner.learn(prediction, self.last_run)
 
     def _reporter(self, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
         """Return a function that adds the memory in use to a run's progress and hands it on."""
@@ -491,16 +440,6 @@ class Engine:
                 progress(event)
 
         return with_memory
-
-    def _prefix_cost(self) -> PrefixCostModel:
-        """Return what sharing a prefix costs in tokens, over all layers; room is left open."""
-        flops_per_layer = self.config.linear_flops_per_token / self.config.num_layers
-        overhead = _SEGMENT_S * _TYPICAL_FLOPS[self._device.type] / flops_per_layer
-        token_overhead = _SEGMENT_FLOPS * self.config.q_size / flops_per_layer
-        return PrefixCostModel(UNLIMITED, overhead, token_overhead=token_overhead)
-
-    def _weight_fractions(self) -> dict[Tier, float]:
-        return achieved_fractions(self._matrix_bytes, self._memory.weights)
 
 
 def engine_fingerprint(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import zlib
 from collections import abc
@@ -17,38 +16,31 @@ from torch import Tensor
 from flexgen_helm.engine.attention_metadata import AttentionMetadata, build_attention_metadata
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.pipeline import Pipeline
+from flexgen_helm.engine.predictions import (
+    HeadOutput,
+    Prediction,
+    Sampling,
+    SequenceOutput,
+    num_predictions,
+    predictions_of,
+)
 from flexgen_helm.engine.sampler import sample_tokens
 from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.attention import has_fused_attention
-from flexgen_helm.models.config import EMBED, HEAD, RopeConfig, layer_stage, stage_names
+from flexgen_helm.models.config import EMBED, HEAD, RopeConfig, stage_names
 from flexgen_helm.models.decoder import Decoder, Rotary, StageWeights
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.workspace import Workspace
-from flexgen_helm.scheduling.sampling import SamplingParams
 from flexgen_helm.scheduling.schedule import WorkItem, stage_visits
-from flexgen_helm.scheduling.sequence import Batch, Sequence
+from flexgen_helm.scheduling.sequence import Batch
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
 _LOGIT_ELEMENTS = 1 << 24
-
-
-@dataclass
-class SequenceOutput:
-    """What a pass computed for one sequence.
-
-    prompt_logprobs: log-probabilities of the prompt's tokens 1, 2, ….
-    drawn: tokens with their log-probabilities.
-    nonfinite_stage: the first stage after which a value was not finite; None if all were.
-    """
-
-    prompt_logprobs: list[float] = field(default_factory=list)
-    drawn: list[tuple[int, float]] = field(default_factory=list)
-    nonfinite_stage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,57 +86,6 @@ class _BatchState:
         return self.nonfinite_layer
 
 
-@dataclass(frozen=True, eq=False)
-class _Prediction:
-    """One prediction to make: the log-probability of `target` at a position of the batch, or a token drawn there."""
-
-    output: SequenceOutput
-    position: int
-    target: int | None
-    sampling: SamplingParams | None
-
-    def fill(self, token: int, logprob: float) -> None:
-        output = self.output
-        if not math.isfinite(logprob):
-            output.nonfinite_stage = output.nonfinite_stage or HEAD
-        elif output.nonfinite_stage is not None:
-            return
-        elif self.target is None:
-            output.drawn.append((token, logprob))
-        else:
-            output.prompt_logprobs.append(logprob)
-
-
-@dataclass(eq=False)
-class _HeadOutput:
-    """What the head predicts for a batch.
-
-    outputs: one for each sequence of the batch.
-    predictions: those of all sequences, in order.
-    values: for each token of the batch the first layer after which a value was not finite, or -1; then the tokens and
-        the log-probabilities of each slice of predictions.
-    """
-
-    outputs: list[SequenceOutput]
-    predictions: list[_Prediction]
-    values: list[float] = field(default_factory=list)
-
-    def fill(self, batch: Batch, slice_size: int) -> None:
-        """Fill the values into the outputs; slice_size: predictions of a slice."""
-        first = 0
-        for item, output in zip(batch.scheduled, self.outputs):
-            bad = [layer for layer in self.values[first : first + item.count] if layer >= 0]
-            output.nonfinite_stage = layer_stage(int(min(bad))) if bad else None
-            first += item.count
-        values = self.values[first:]
-        for first in range(0, len(self.predictions), slice_size):
-            part = self.predictions[first : first + slice_size]
-            tokens = values[2 * first : 2 * first + len(part)]
-            logprobs = values[2 * first + len(part) : 2 * (first + len(part))]
-            for prediction, token, logprob in zip(part, tokens, logprobs):
-                prediction.fill(int(token), logprob)
-
-
 class Executor:
     """Takes the batches of a pass through the stages of the model, in the order that a schedule names."""
 
@@ -179,7 +120,7 @@ class Executor:
             has_fused_attention=has_fused_attention(device, decoder.dtype, self._config.head_dim),
         )
         self.peak_workspace_bytes = 0
-        self._head_outputs: dict[Batch, _HeadOutput] = {}  # of batches that `collect` has not asked for
+        self.predictions_ofs: dict[Batch, HeadOutput] = {}  # of batches that `collect` has not asked for
         self._collected_at = time.perf_counter()
 
     @property
@@ -195,7 +136,7 @@ class Executor:
         self,
         batches: abc.Sequence[Batch],
         items: abc.Sequence[WorkItem],
-        sampling: Callable[[Sequence], list[SamplingParams]],
+        sampling: Sampling,
         on_batch: Callable[[BatchOutput], None],
         should_stop: Callable[[Batch], bool],
         another_pass: bool = False,
@@ -243,27 +184,27 @@ class Executor:
             self._activations.close()
             raise
 
-    def collect(self, batch: Batch, sampling: Callable[[Sequence], list[SamplingParams]]) -> BatchOutput:
+    def collect(self, batch: Batch, sampling: Sampling) -> BatchOutput:
         """Wait for the outputs of a batch that `run` has taken through this rank; in the order of the batches.
 
         Charged to it is the time since the last one was collected.
         """
         assert self._pipeline is not None
-        head = self._head_outputs.pop(batch, None)
+        head = self.predictions_ofs.pop(batch, None)
         if head is None:
-            head = _head_output(batch, sampling)
+            head = predictions_of(batch, sampling)
             head.values = self._pipeline.receive_values(batch.num_tokens + 2 * len(head.predictions))
         since, self._collected_at = self._collected_at, time.perf_counter()
         return self._finish(batch, head, self._collected_at - since)
 
-    def _hand_on(self, batch: Batch, state: _BatchState, head: _HeadOutput | None) -> None:
+    def _hand_on(self, batch: Batch, state: _BatchState, head: HeadOutput | None) -> None:
         """Send what the next rank needs, or from the last rank the values of the head to all others."""
         assert self._pipeline is not None and state.hidden is not None
         if head is None:
             self._pipeline.send_hidden(_checksum(batch), state.hidden, state.check_finite())
         else:
             self._pipeline.send_values(head.values)
-            self._head_outputs[batch] = head
+            self.predictions_ofs[batch] = head
 
     def _receive(self, batch: Batch, state: _BatchState) -> None:
         assert self._pipeline is not None
@@ -300,8 +241,8 @@ class Executor:
         item: WorkItem,
         batch: Batch,
         state: _BatchState,
-        sampling: Callable[[Sequence], list[SamplingParams]],
-    ) -> _HeadOutput | None:
+        sampling: Sampling,
+    ) -> HeadOutput | None:
         """Take the batch through one stage; return what the head computed, and None after other stages."""
         name, layer = self._stages[item.stage], self._layer_of(item.stage)
         if name == HEAD:
@@ -357,10 +298,8 @@ class Executor:
         hidden = decoder.layer(weights, layer, state.hidden, state.rotary, attend)
         return hidden, hidden.sum(-1, dtype=torch.float32)
 
-    def _head(
-        self, batch: Batch, state: _BatchState, sampling: Callable[[Sequence], list[SamplingParams]]
-    ) -> _HeadOutput:
-        head = _head_output(batch, sampling)
+    def _head(self, batch: Batch, state: _BatchState, sampling: Sampling) -> HeadOutput:
+        head = predictions_of(batch, sampling)
         predictions = head.predictions
         assert state.hidden is not None
         # On the device until the end, so that the host waits for it once.
@@ -379,10 +318,10 @@ class Executor:
 
     def _num_head_uses(self, batch: Batch) -> int:
         """Return in how many slices of positions a batch passes the head."""
-        positions = sum(_num_predictions(item.sequence) for item in batch.scheduled)
+        positions = sum(num_predictions(item.sequence) for item in batch.scheduled)
         return -(-positions // self._head_positions)
 
-    def _predict(self, weights: StageWeights, hidden: Tensor, predictions: list[_Prediction]) -> tuple[Tensor, Tensor]:
+    def _predict(self, weights: StageWeights, hidden: Tensor, predictions: list[Prediction]) -> tuple[Tensor, Tensor]:
         """Return tokens and log-probabilities of the raw logits, both in float64, which has all their values."""
         positions = [prediction.position for prediction in predictions]
         targets = [prediction.target or 0 for prediction in predictions]
@@ -397,7 +336,7 @@ class Executor:
         logprobs = logits.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
         return tokens.double(), logprobs.double()
 
-    def _finish(self, batch: Batch, head: _HeadOutput, seconds: float) -> BatchOutput:
+    def _finish(self, batch: Batch, head: HeadOutput, seconds: float) -> BatchOutput:
         """Advance a batch's sequences by what was computed."""
         head.fill(batch, self._head_positions)
         for scheduled in batch.scheduled:  # last: after an out-of-memory all is computed again
@@ -418,32 +357,8 @@ def _charge(states: abc.Iterable[_BatchState], since: float) -> float:
     return now
 
 
-def _head_output(batch: Batch, sampling: Callable[[Sequence], list[SamplingParams]]) -> _HeadOutput:
-    """Return what is to be predicted for a batch in this pass."""
-    #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn from
-    #  predict           b c ?
-    outputs, predictions = [SequenceOutput() for _ in batch.scheduled], []
-    first = 0
-    for item, output in zip(batch.scheduled, outputs):
-        sequence, last = item.sequence, first + item.count - 1
-        predictions += [_Prediction(output, first + i, t, None) for i, t in enumerate(_scored_targets(sequence))]
-        if sequence.num_draws:
-            predictions += [_Prediction(output, last, None, params) for params in sampling(sequence)]
-        first += item.count
-    return _HeadOutput(outputs, predictions)
-
-
-def _num_predictions(sequence: Sequence) -> int:
-    return sequence.num_draws + len(_scored_targets(sequence))
-
-
 def _checksum(batch: Batch) -> int:
     """Return a number that is the same on all ranks of a pipeline which compute the same tokens."""
     fed = [(item.sequence.start, item.sequence.num_computed, item.count, item.sequence.tokens[-1])
            for item in batch.scheduled]  # fmt: skip
     return zlib.crc32(repr(fed).encode())
-
-
-def _scored_targets(sequence: Sequence) -> list[int]:
-    """Return the tokens whose log-probabilities this pass computes for a prompt."""
-    return sequence.targets if sequence.needs_scores and sequence.is_prefill else []

@@ -35,7 +35,8 @@ def divide(requests: Sequence[Request], lanes: int) -> list[list[Request]]:
     order = sorted(range(len(requests)), key=lambda place: requests[place].tokens)
     sizes = [len(requests[place].tokens) + requests[place].request.max_tokens for place in order]
     before = [end - size / 2 for end, size in zip(accumulate(sizes), sizes)]
-    lane_of = {place: int(lanes * middle / sum(sizes)) for place, middle in zip(order, before)}
+    total = max(1, sum(sizes))  # nothing is fed of an empty prompt that is scored
+    lane_of = {place: int(lanes * middle / total) for place, middle in zip(order, before)}
     return [[request for place, request in enumerate(requests) if lane_of[place] == lane] for lane in range(lanes)]
 
 

@@ -272,7 +272,7 @@ def test_a_search_that_fails_does_not_take_the_placement_of_the_last_run(tiny, t
     limits = MemoryLimits(cpu=streamed_limit(path), disk=64 << 20)
     on_disk = Policy(3, 3, wg=0.0, wc=0.2, cg=0.0, cc=0.0, hg=0.0, hc=0.0)
     with Engine.from_pretrained(path, device="cpu", limits=limits, offload_dir=tmp_path) as engine:
-        planner = engine._planner
+        planner = engine._planner._auto
         solved = planner.block(Workload.uniform(12, 4, 9), on_disk)
         monkeypatch.setattr(planner, "block", lambda *_: replace(solved, policy=on_disk, schedule="zigzag"))
         assert [result.error for result in engine.run(requests(9))] == [None] * 9

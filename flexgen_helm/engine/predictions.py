@@ -1,0 +1,103 @@
+"""What the head predicts for a batch: log-probabilities of given tokens, and tokens to draw. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flexgen_helm.models.config import HEAD, layer_stage
+from flexgen_helm.scheduling.sampling import SamplingParams
+from flexgen_helm.scheduling.sequence import Batch, Sequence
+
+# How each of a sequence's next tokens is drawn.
+Sampling = Callable[[Sequence], list[SamplingParams]]
+
+
+@dataclass
+class SequenceOutput:
+    """What a pass computed for one sequence.
+
+    prompt_logprobs: log-probabilities of the prompt's tokens 1, 2, ….
+    drawn: tokens with their log-probabilities.
+    nonfinite_stage: the first stage after which a value was not finite; None if all were.
+    """
+
+    prompt_logprobs: list[float] = field(default_factory=list)
+    drawn: list[tuple[int, float]] = field(default_factory=list)
+    nonfinite_stage: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """One prediction to make: the log-probability of `target` at a position of the batch, or a token drawn there."""
+
+    output: SequenceOutput
+    position: int
+    target: int | None
+    sampling: SamplingParams | None
+
+    def fill(self, token: int, logprob: float) -> None:
+        output = self.output
+        if not math.isfinite(logprob):
+            output.nonfinite_stage = output.nonfinite_stage or HEAD
+        elif output.nonfinite_stage is not None:
+            return
+        elif self.target is None:
+            output.drawn.append((token, logprob))
+        else:
+            output.prompt_logprobs.append(logprob)
+
+
+@dataclass(eq=False)
+class HeadOutput:
+    """What the head predicts for a batch.
+
+    outputs: one for each sequence of the batch.
+    predictions: those of all sequences, in order.
+    values: for each token of the batch the first layer after which a value was not finite, or -1; then the tokens and
+        the log-probabilities of each slice of predictions.
+    """
+
+    outputs: list[SequenceOutput]
+    predictions: list[Prediction]
+    values: list[float] = field(default_factory=list)
+
+    def fill(self, batch: Batch, slice_size: int) -> None:
+        """Fill the values into the outputs; slice_size: predictions of a slice."""
+        first = 0
+        for item, output in zip(batch.scheduled, self.outputs):
+            bad = [layer for layer in self.values[first : first + item.count] if layer >= 0]
+            output.nonfinite_stage = layer_stage(int(min(bad))) if bad else None
+            first += item.count
+        values = self.values[first:]
+        for first in range(0, len(self.predictions), slice_size):
+            part = self.predictions[first : first + slice_size]
+            tokens = values[2 * first : 2 * first + len(part)]
+            logprobs = values[2 * first + len(part) : 2 * (first + len(part))]
+            for prediction, token, logprob in zip(part, tokens, logprobs):
+                prediction.fill(int(token), logprob)
+
+
+def predictions_of(batch: Batch, sampling: Sampling) -> HeadOutput:
+    """Return what is to be predicted for a batch in this pass."""
+    #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn from
+    #  predict           b c ?
+    outputs, predictions = [SequenceOutput() for _ in batch.scheduled], []
+    first = 0
+    for item, output in zip(batch.scheduled, outputs):
+        sequence, last = item.sequence, first + item.count - 1
+        predictions += [Prediction(output, first + i, t, None) for i, t in enumerate(_scored_targets(sequence))]
+        if sequence.num_draws:
+            predictions += [Prediction(output, last, None, params) for params in sampling(sequence)]
+        first += item.count
+    return HeadOutput(outputs, predictions)
+
+
+def num_predictions(sequence: Sequence) -> int:
+    return sequence.num_draws + len(_scored_targets(sequence))
+
+
+def _scored_targets(sequence: Sequence) -> list[int]:
+    """Return the tokens whose log-probabilities this pass computes for a prompt."""
+    return sequence.targets if sequence.needs_scores and sequence.is_prefill else []
