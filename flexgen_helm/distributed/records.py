@@ -54,6 +54,7 @@ class RunTotals:
         """workers: all that are known; more may come."""
         self._began = time.monotonic()
         self._workers = workers
+        self._lost_before = {name for name, worker in workers.items() if worker.is_lost}
         for worker in workers.values():
             worker.costs, worker.record, worker.num_units = [], {}, 0
         self._running: dict[str, Progress] = {}
@@ -102,7 +103,11 @@ class RunTotals:
         load_s: until the first worker was ready. `time_s` and `bytes` add up over workers; `wall_s` is the driver's.
         """
         seconds = time.monotonic() - self._began
-        used = [worker for worker in self._workers.values() if worker.num_units or worker.costs]
+        used = [
+            worker
+            for name, worker in self._workers.items()
+            if worker.num_units or worker.costs or (worker.is_lost and name not in self._lost_before)
+        ]
         record: dict[str, Any] = {}
         for worker in used:
             if worker.record:

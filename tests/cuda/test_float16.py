@@ -68,7 +68,7 @@ def test_a_t4_computes_bfloat16_weights_in_float16(tiny, tmp_path, gpu):
     results, hardware, stored, warnings = answered(model)
     assert hardware["compute_dtype"] == "float16" and "float16 has the values" in hardware["compute_dtype_reason"]
     assert stored == {torch.float16} and not warnings  # no product converts a weight
-    assert_close(model, results, torch.float16, "llama")
+    assert_close(model, results, torch.float16)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "4bit"])
@@ -80,7 +80,7 @@ def test_offloaded_weights_are_stored_in_float16_too(tiny, tmp_path, gpu, precis
     results, hardware, stored, warnings = answered(model, **settings)
     assert hardware["compute_dtype"] == "float16" and torch.bfloat16 not in stored and not warnings
     if precision == "fp16":
-        assert_close(model, results, torch.float16, "llama")
+        assert_close(model, results, torch.float16)
 
 
 def test_a_gpu_with_bfloat16_keeps_it(tiny, tmp_path, gpu):
@@ -131,7 +131,7 @@ def test_architectures_that_overflow_stay_in_float32(tiny, tmp_path, gpu, varian
     results, hardware, _, warnings = answered(model)
     assert hardware["compute_dtype"] == "float32" and f"{variant} exceed float16" in hardware["compute_dtype_reason"]
     assert not warnings
-    assert_close(model, results, torch.float32, variant)
+    assert_close(model, results, torch.float32)
 
 
 @pytest.mark.parametrize("variant", ["llama", "opt", "pythia", "olmo2"])

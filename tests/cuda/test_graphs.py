@@ -157,7 +157,7 @@ SELECTED = {
 def test_every_family_by_graphs(tiny, variant, dtype):
     model = tiny(variant)
     results, device = compared(model.path, dtype)
-    assert_close(model, results, dtype, variant)
+    assert_close(model, results, dtype)
     # The host chooses the experts of a mixture.
     experts = open_checkpoint(resolve(model.path, None)).config.experts
     assert bool(device.graph_kernels) == (experts is None or bool(experts.dense_layers))
@@ -175,7 +175,7 @@ def test_shared_prefixes_and_samples_by_graphs(tiny):
     asked = requests(8, 20, new=5, shared=40, temperature=0.9, top_p=0.8, seed=3)
     results, device = compared(tiny("llama").path, torch.float16, asked)
     assert device.graph_kernels
-    assert_close(tiny("llama"), results, torch.float16, "llama")
+    assert_close(tiny("llama"), results, torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_batches_in_turns_do_not_overwrite_each_other(tiny, tmp_path, schedule, 
     settings = dict(policy=policy, schedule=schedule, cpu_attention=cpu_attention, offload_dir=tmp_path)
     results, device = compared(tiny("opt").path, torch.float16, requests(6, new=5), **settings)
     assert device.graph_kernels
-    assert_close(tiny("opt"), results, torch.float16, "opt")
+    assert_close(tiny("opt"), results, torch.float16)
 
 
 def test_a_batch_that_kept_the_buffer_would_be_overwritten(tiny, tmp_path, monkeypatch):
@@ -201,7 +201,7 @@ def test_a_batch_that_kept_the_buffer_would_be_overwritten(tiny, tmp_path, monke
     policy = Policy(3, 2, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
     results, _ = answers(tiny("opt").path, requests(6, new=5), torch.float16, policy=policy, schedule="zigzag")
     with pytest.raises(AssertionError):
-        assert_close(tiny("opt"), results, torch.float16, "opt")
+        assert_close(tiny("opt"), results, torch.float16)
 
 
 def test_keys_that_are_stored_from_the_buffer_would_be_overwritten(tiny, tmp_path, monkeypatch):
@@ -218,7 +218,7 @@ def test_keys_that_are_stored_from_the_buffer_would_be_overwritten(tiny, tmp_pat
     settings = dict(policy=policy, schedule="diagonal", cpu_attention=False, offload_dir=tmp_path)
     with pytest.raises(AssertionError):  # the copy comes too late, or nothing orders it
         results, _ = answers(tiny("opt").path, requests(6, new=5), torch.float16, **settings)
-        assert_close(tiny("opt"), results, torch.float16, "opt")
+        assert_close(tiny("opt"), results, torch.float16)
 
 
 def test_memory_of_graphs_is_claimed_and_enough(tiny, monkeypatch):
@@ -259,7 +259,7 @@ def test_without_room_or_by_request_there_are_no_graphs(tiny, limits):
     settings = {"cuda_graphs": False} if limits is ROOMY else {"limits": limits}
     results, device = answers(tiny("opt").path, requests(3, new=4), torch.float16, **settings)
     assert not device.graph_kernels
-    assert_close(tiny("opt"), results, torch.float16, "opt")
+    assert_close(tiny("opt"), results, torch.float16)
 
 
 def test_experts_alone_take_no_memory_for_graphs(tiny, monkeypatch):
@@ -293,7 +293,7 @@ def test_a_capture_that_fails_ends_their_use_with_one_warning(tiny, monkeypatch,
     warnings = [event.text for event in events if isinstance(event, Message) and event.is_warning]
     assert len(warnings) == 1 and "CUDA graphs do not work here" in warnings[0] and "synchronizing" in warnings[0]
     assert len(calls) == number + 1
-    assert_close(tiny("opt"), results, torch.float16, "opt")
+    assert_close(tiny("opt"), results, torch.float16)
 
 
 @pytest.mark.parametrize("number", [5, 60, 200])
@@ -305,7 +305,7 @@ def test_memory_that_runs_out_with_graphs(tiny, monkeypatch, number):
         device.memory[0].failing = {device.memory[0].num_allocations + number}
         results = engine.run(asked)
     device.check()
-    assert_close(model, results, torch.float16, "llama")
+    assert_close(model, results, torch.float16)
 
 
 def test_sizes_pad_little():

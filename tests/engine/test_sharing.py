@@ -461,7 +461,7 @@ def test_a_value_that_is_not_finite_in_a_prefix_fails_its_users_alone(tiny, monk
 
     def broken(self, weights, token_ids, positions):
         hidden = honest(self, weights, token_ids, positions)
-        return hidden.masked_fill((token_ids == 77)[:, None], float("nan"))
+        return hidden.masked_fill((token_ids.on_device == 77)[:, None], float("nan"))
 
     monkeypatch.setattr(Decoder, "embed", broken)
     requests = [
