@@ -9,8 +9,7 @@ import psutil
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.engine import auto_planner, machine_profile, profiler
-from flexgen_helm.engine import engine as engine_module
+from flexgen_helm.engine import auto_planner, machine_profile, profiler, run_planner
 from flexgen_helm.engine.auto_planner import corrected, corrections
 from flexgen_helm.engine.machine_profile import SavedProfile
 from flexgen_helm.errors import MemoryLimitError, UsageError
@@ -213,7 +212,7 @@ def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(machine_profile, "measure", full)
-    monkeypatch.setattr(engine_module, "_MEASURE_FROM_S", 0.0)
+    monkeypatch.setattr(run_planner, "_MEASURE_FROM_S", 0.0)
     with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
         assert all(result.error is None for result in engine.run(requests(3)))
         assert engine.last_run["predicted_latency_s"] is None

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.engine import engine as engine_module
+from flexgen_helm.engine import run_planner
 from flexgen_helm.models import attention
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.planner.constants import UNLIMITED
@@ -30,13 +30,13 @@ def sharing(monkeypatch):
 
 def at_no_cost(monkeypatch):
     """However tiny the models are, that one token is saved is worth it."""
-    monkeypatch.setattr(engine_module, "_SEGMENT_S", 0.0)
-    monkeypatch.setattr(engine_module, "_SEGMENT_FLOPS", 0.0)
+    monkeypatch.setattr(run_planner, "_SEGMENT_S", 0.0)
+    monkeypatch.setattr(run_planner, "_SEGMENT_FLOPS", 0.0)
 
 
 def alone(monkeypatch):
     """The engine as if nothing were worth sharing."""
-    monkeypatch.setattr(engine_module, "_SEGMENT_S", 1e9)
+    monkeypatch.setattr(run_planner, "_SEGMENT_S", 1e9)
 
 
 def tree(seed: int = 0, count: int = 12) -> list[list[int]]:
