@@ -90,7 +90,7 @@ def test_resident_matrices_are_not_read(tiny, tmp_path, gathered, share):
     model, new = tiny("opt-untied"), 4
     policy = f"3x2,0,{share},0,100,0,100"
     with Engine.from_pretrained(model.path, policy=policy, offload_dir=tmp_path) as engine:
-        resident = {name for name, tier in engine._memory.weights.items() if tier == "cpu"}
+        resident = {name for name, tier in engine._planner._memory.weights.items() if tier == "cpu"}
         shapes = {name: HALF * model_rows(engine, name) for name in resident if name.startswith("layers.")}
         head_is_resident = "head.lm.weight" in resident
     _, record = run(model, tmp_path, same_length(6, 9, new), "zigzag", policy=policy)
@@ -172,7 +172,7 @@ def test_matrices_from_disk_and_host_cross_the_link(tiny, tmp_path, gathered, po
         limits=MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB),
     ) as engine:  # fmt: skip
         tables = ("embed.tokens.weight", "embed.positions.weight")
-        host = [name for name, tier in engine._memory.weights.items() if tier == "cpu" and name not in tables]
+        host = [name for name, tier in engine._planner._memory.weights.items() if tier == "cpu" and name not in tables]
         from_host = sum(HALF * model_rows(engine, name) for name in host)
     _, record = run(model, tmp_path, same_length(6, 9, new), "zigzag", policy=policy, device="sim")
     moved = record["bytes"]

@@ -15,6 +15,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.models.config import EMBED_TABLE, stage_names, tensor_shapes
 from flexgen_helm.planner.layers import divide_layers
 from flexgen_helm.planner.memory import SchedulerLimits
+from flexgen_helm.planner.network import Network, pipeline_turns
 from flexgen_helm.scheduling.lanes import common_limits, divide, lane_limits, num_lanes
 from flexgen_helm.scheduling.sequence import Request
 
@@ -115,3 +116,19 @@ def test_a_lane_has_room_for_the_longest_request():
 def test_common_limits_suit_every_rank():
     other = replace(LIMITS, batch_tokens=32, cache_tokens=9000, slot_overhead=3, page_tokens=16, is_paced=True)
     assert common_limits([LIMITS, other]) == replace(LIMITS, batch_tokens=32, slot_overhead=3)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.floats(0, 2), st.floats(0.1, 9), st.floats(0, 1))
+def test_turns_of_a_network_equal_a_simulation(stages, batches, links, pass_s, message_bytes, delay_s):
+    """A chain of stages and links, each of which serves one batch after the other; links deliver after a delay."""
+    network = Network(delay_s, 10.0)
+    turns = pipeline_turns(pass_s, stages, batches, message_bytes, network, links)
+    servers = [(pass_s / stages, 0.0)] * stages + [(message_bytes / 10.0, delay_s)] * links
+    free_at, end = [0.0] * len(servers), 0.0
+    for _ in range(batches):
+        end = 0.0
+        for number, (busy_s, more_s) in enumerate(servers):
+            free_at[number] = max(end, free_at[number]) + busy_s
+            end = free_at[number] + more_s
+    assert turns.once_s == pytest.approx(end)
+    assert turns.again_s >= max(busy_s for busy_s, _ in servers) * batches - 1e-9
