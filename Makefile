@@ -51,10 +51,11 @@ docs: install
 docs-serve: install
 	$(MKDOCS) serve
 
-# Rewrites what the docs take from code and results: the command reference and the chart.
+# Rewrites what the docs take from code and results: the command reference and the charts.
 pages: install
 	$(BIN)/python docs/commands.py
 	$(BIN)/python docs/figures.py
+	$(BIN)/python docs/network.py
 
 # Rewrites the table of docs/models.md from the tests' own tiny models.
 model-table: install

@@ -158,9 +158,9 @@ def test_the_command_reference_is_up_to_date() -> None:
     assert (DOCS / "reference" / "commands.md").read_text() == made, "run `make pages`"
 
 
-def test_the_chart_is_up_to_date() -> None:
-    made = load(DOCS / "figures.py").chart()
-    assert (DOCS / "images" / "measured.svg").read_text() == made, "run `make pages`"
+@pytest.mark.parametrize(("script", "picture"), [("figures.py", "measured.svg"), ("network.py", "network.svg")])
+def test_charts_are_up_to_date(script: str, picture: str) -> None:
+    assert (DOCS / "images" / picture).read_text() == load(DOCS / script).chart(), "run `make pages`"
 
 
 def test_the_readme_is_short() -> None:
