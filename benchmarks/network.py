@@ -6,19 +6,17 @@ one T4. Latency is that of twelve sequences on both sides; throughput is that of
 offloading's best block.
 
 The second part measures the network term with real processes: two ranks of a pipeline in network namespaces of their
-own, whose link `tc` delays and throttles. It needs root and Debian's iproute2, and is left out with a note elsewhere.
+own, over a link of the given delay and rate (`slow_link`). Where that is not allowed, a note says so.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from typing import Any
 from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.benchmarks.common import log_tail, machine, refuse_engine_flags
 from flexgen_helm.benchmarks.paper.systems import SYSTEMS
+from flexgen_helm.benchmarks.slow_link import namespaces, why_not
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import FlexgenError, MemoryLimitError
 from flexgen_helm.hardware.profile import load_profile
@@ -150,7 +149,7 @@ def _problem(output: int) -> PlanningProblem:
 
 def measured_rows(options: Options) -> tuple[list[dict[str, Any]], list[str]]:
     """Return measured and predicted seconds of a pipeline of two processes by network, or a note why there are none."""
-    if why := _why_no_namespaces():
+    if why := why_not():
         return [], [f"nothing was measured: {why}"]
     networks = dict([*NETWORKS.items()][2:] if options.quick else NETWORKS)
     repeats = options.repeats or (1 if options.quick else 3)
@@ -175,18 +174,18 @@ def measured_rows(options: Options) -> tuple[list[dict[str, Any]], list[str]]:
 
 def run_ranks(folder: Path, network: Network | None, repeats: int) -> dict[str, list[float]]:
     """Return seconds by number of new tokens, measured by two ranks in namespaces of their own."""
-    with _namespaces(network) as (names, address):
+    with namespaces(network) as (names, addresses):
         commands = [
             [
                 "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
-                f"--node-rank={rank}", "--nproc-per-node=1", f"--master-addr={address}", "--master-port=29517",
+                f"--node-rank={rank}", "--nproc-per-node=1", f"--master-addr={addresses[0]}", "--master-port=29517",
                 "-m", "flexgen_helm.benchmarks.network_task", str(folder), str(repeats),
             ]
             for rank, name in enumerate(names)
         ]  # fmt: skip
         ranks, logs = [], [folder / f"rank{rank}.log" for rank in range(2)]
         for rank, command in enumerate(commands):
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": f"fgveth{rank}", "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": names[rank], "OMP_NUM_THREADS": "1"}
             with logs[rank].open("wb") as sink:
                 ranks.append(subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment))
         try:
@@ -197,49 +196,6 @@ def run_ranks(folder: Path, network: Network | None, repeats: int) -> dict[str, 
                 process.kill()
     seconds: dict[str, list[float]] = json.loads((folder / "seconds.json").read_text())
     return seconds
-
-
-@contextmanager
-def _namespaces(network: Network | None) -> Iterator[tuple[Sequence[str], str]]:
-    """Make two namespaces with a link between them; yield their names and the address of the first."""
-    names = [f"flexgen{os.getpid()}_{rank}" for rank in range(2)]
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip("link", "add", "fgveth0", "netns", names[0], "type", "veth", "peer", "name", "fgveth1", "netns", names[1])
-        for rank, name in enumerate(names):
-            device = f"fgveth{rank}"
-            _ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", device)
-            _ip("-n", name, "link", "set", device, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-            if network is not None:
-                rate = f"{network.bytes_s * 8 / 1e6:.0f}mbit"
-                shape = ["delay", f"{network.delay_s * 1e3:.0f}ms", "rate", rate, "limit", "100000"]
-                _call("tc", "-n", name, "qdisc", "add", "dev", device, "root", "netem", *shape)
-        yield names, "10.77.0.1"
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def _why_no_namespaces() -> str | None:
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        return "there is no ip or tc (Debian's iproute2)"
-    try:
-        with _namespaces(NETWORKS["10 ms, 1 Gbit/s"]):
-            return None
-    except FlexgenError as error:
-        return f"network namespaces with traffic control are not allowed here ({error})"
-
-
-def _ip(*arguments: str) -> None:
-    _call("ip", *arguments)
-
-
-def _call(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise FlexgenError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def _save_model(folder: Path) -> int:
