@@ -50,6 +50,8 @@ PROMPT = 512
 NODES, CLIENTS, CLIENT_SEQUENCES = 4, 6, 2
 # The measured part: tokens that each of the requests draws, and the requests.
 MEASURED_OUTPUTS, MEASURED_REQUESTS, MEASURED_PROMPT = (2, 16), 4, 64
+# Delays of the network that a message takes: the sender waits until the receiver has said that it is ready.
+GLOO_DELAYS = 2
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -156,20 +158,23 @@ def measured_rows(options: Options) -> tuple[list[dict[str, Any]], list[str]]:
     rows = []
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as scratch:
         folder = Path(scratch)
-        hidden_size = _save_model(folder)
-        near = run_ranks(folder, None, repeats)
+        message_bytes = 4 * _save_model(folder) * MEASURED_REQUESTS // 2  # of a lane's decode step
+        near_s = summary(_step_seconds(run_ranks(folder, None, repeats)))["median"]
         for name, network in networks.items():
             options.tell(f"measuring two processes over {name}")
             far = run_ranks(folder, network, repeats)
-            for output in MEASURED_OUTPUTS:
-                prompt_bytes = 4 * hidden_size * MEASURED_PROMPT * MEASURED_REQUESTS // 2
-                # A rank's time is known without the network. It hides what the network takes only where it is longer.
-                first = pipeline_turns(0.0, 2, 2, prompt_bytes, network, 2).once_s
-                step = pipeline_turns(0.0, 2, 2, 4 * hidden_size * MEASURED_REQUESTS // 2, network, 2).again_s
-                base = summary(near[str(output)])["median"]
-                row = {"label": f"two processes, {name}, {output} new tokens", **summary(far[str(output)])}
-                rows.append({**row, "predicted_s": base + first + (output - 1) * step, "without_network_s": base})
+            # Gloo asks the receiver before it sends. A rank's own time hides in a turn only where it is longer.
+            asked = replace(network, delay_s=GLOO_DELAYS * network.delay_s)
+            predicted_s = near_s + pipeline_turns(0.0, 2, 2, message_bytes, asked, 2).again_s
+            row = {"label": f"two processes, {name}, a decode step", **summary(_step_seconds(far))}
+            rows.append({**row, "predicted_s": predicted_s, "without_network_s": near_s})
     return rows, ["two processes: measured seconds beside those without the network plus the network's term"]
+
+
+def _step_seconds(seconds: Mapping[str, list[float]]) -> list[float]:
+    """Return seconds of a decode step, from runs that differ in the number of steps only."""
+    few, many = MEASURED_OUTPUTS
+    return [(more - less) / (many - few) for less, more in zip(seconds[str(few)], seconds[str(many)])]
 
 
 def run_ranks(folder: Path, network: Network | None, repeats: int) -> dict[str, list[float]]:

@@ -19,12 +19,13 @@ from flexgen_helm.errors import FlexgenError, MemoryLimitError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.cost_model import RESOURCES
+from flexgen_helm.planner.layers import seconds_by_layers
 from flexgen_helm.planner.linear_program import Solution
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
 from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.planner.predict import Prediction, predict
-from flexgen_helm.planner.problem import PlanningProblem
+from flexgen_helm.planner.problem import MEASURED, PlanningProblem
 from flexgen_helm.planner.search import AUTOMATIC, search
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.progress import Message, report
@@ -55,7 +56,6 @@ class AutoPlanner:
         device: Literal["cpu", "cuda", "sim"],
         compute_dtype: str,
         precision: Precision,
-        num_ranks: int = 1,
         pins_host_memory: Callable[[], bool] = lambda: True,
     ) -> None:
         """Check the profile that `HARDWARE_VARIABLE` names; measure nothing yet.
@@ -64,17 +64,22 @@ class AutoPlanner:
         limits: bytes of the engine's tiers.
         compute_dtype: that the engine has chosen; the plan's is the faster of it and float32.
         folder: of the disk tier.
-        num_ranks: that share the layers as a pipeline; the others are taken to be like this one.
         pins_host_memory: whether the driver has pinned all host memory so far.
         """
         self._pins_host_memory = pins_host_memory
         self._config, self._options, self._limits, self._folder = config, options, limits, folder
         self._device, self._compute_dtype, self._precision = device, compute_dtype, precision
-        self._num_ranks = num_ranks
+        self._stages = 1.0
         self._profile: HardwareProfile | None = None
         self._has_profile: bool | None = None  # None: not tried yet
-        if os.environ.get(HARDWARE_VARIABLE, "measured") != "measured":
+        if self.profile_name is not None:
             _ = self.profile
+
+    @property
+    def profile_name(self) -> str | None:
+        """Name of the profile that takes the place of the measured one, if there is one."""
+        name = os.environ.get(HARDWARE_VARIABLE) or MEASURED
+        return None if name == MEASURED else name
 
     @property
     def profile(self) -> HardwareProfile:
@@ -97,7 +102,18 @@ class AutoPlanner:
             endless=endless,
             pins_host_memory=self._pins_host_memory(),
         )
-        return replace(problem, stages=self._num_ranks)
+        return replace(problem, stages=self._stages)
+
+    def seconds_by_layers(self, rank: int, num_ranks: int) -> list[float]:
+        """Predict a decode step with 1, 2, … layers on this rank; empty without a profile."""
+        if not self._measured():
+            return []
+        problem = self.problem(TYPICAL_WORKLOAD, endless=True)
+        return seconds_by_layers(problem, self._limits, rank, num_ranks, self._options.fixed_policy)
+
+    def has_layers(self, count: int) -> None:
+        """Plan for a rank with so many of the model's layers from now on."""
+        self._stages = self._config.num_layers / count
 
     def weights(self) -> Policy | None:
         """Search a policy for weights that exceed the compute device; None without a profile or a feasible policy."""
@@ -124,11 +140,8 @@ class AutoPlanner:
         self._profile = corrected(self.profile, corrections(prediction, record))
 
     def _load_profile(self) -> HardwareProfile:
-        name = os.environ.get(HARDWARE_VARIABLE) or "measured"
-        if name == "measured":
-            profile = measured_profile(folder=self._folder)
-        else:
-            profile = profile_named(name)
+        name = self.profile_name
+        profile = measured_profile(folder=self._folder) if name is None else profile_named(name)
         if self._device == "sim":
             profile = simulated_gpu(replace(profile, gpu=None, link=None), self._limits["gpu"], self._options.link_gb_s)
         elif self._device == "cpu":

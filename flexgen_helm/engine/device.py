@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.engine.machine_profile import processor_name
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder
 from flexgen_helm.hardware.ranks import Rank
@@ -43,6 +44,11 @@ def open_device(
             )
         device = torch.device("cuda", rank.local_number)
     return device, CudaCopyEngine(device)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU or processor that computes."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def prefer_float16(device: torch.device, checkpoint: Checkpoint) -> str:

@@ -24,6 +24,7 @@ from flexgen_helm.engine.auto_planner import AutoPlanner
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.device import dtype_reason, open_device, prefer_float16, tier_capacities
 from flexgen_helm.engine.executor import Executor
+from flexgen_helm.engine.layer_division import divide_among_ranks
 from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, Pipeline, joined_pipeline
 from flexgen_helm.engine.run import Run, finish
 from flexgen_helm.engine.run_planner import RunPlanner
@@ -41,7 +42,6 @@ from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.layers import divide_layers
 from flexgen_helm.planner.memory import plan_memory
 from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_fractions
 from flexgen_helm.planner.workspace import Workspace
@@ -99,17 +99,12 @@ class Engine:
         folder = Path(options.offload_dir) if options.offload_dir is not None else state_dir() / "offload"
         if options.offload_dir is not None:
             require_writable(folder, "offload_dir")
-        self._part, num_sharers = self.config, 1
-        if pipeline is not None:
-            ranges = divide_layers(self.config, pipeline.rank.size, options.pipeline_layers)
-            self._part, num_sharers = self.config.part(ranges[pipeline.rank.number]), pipeline.rank.local_size
-        capacities = tier_capacities(options.limits, device, folder, num_sharers)
+        capacities = tier_capacities(
+            options.limits, device, folder, 1 if pipeline is None else pipeline.rank.local_size
+        )
         ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
         self._tiers = Tiers(device, compute_tier, ledgers, link, folder, options.overlap)
         self.ledger = ledgers[compute_tier]
-        storage = StorageSizes(self._part, precision)
-        policy = options.fixed_policy
-        memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, policy)
         auto = AutoPlanner(
             self.config,
             options,
@@ -118,14 +113,24 @@ class Engine:
             device="cpu" if link is None else "sim" if simulated else "cuda",
             compute_dtype=str(self._dtype).removeprefix("torch."),
             precision=precision,
-            num_ranks=1 if pipeline is None else pipeline.rank.size,
             pins_host_memory=lambda: link is None or link.pins,
         )
+        self._part = self.config
+        if pipeline is not None:
+            ranges = divide_among_ranks(self.config, options, pipeline, auto, device, capacities)
+            self._part = self.config.part(ranges[pipeline.rank.number])
+            auto.has_layers(self._part.num_layers)
+        storage = StorageSizes(self._part, precision)
+        policy = options.fixed_policy
+        memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, policy)
         # Weights that do not all fit on the compute device are placed by the search, if it finds a way.
         searches = policy is None and (memory.streams_weights or options.max_latency is not None)
         if searches and (placement := auto.weights()) is not None:
             memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, placement)
         self._weight_fractions = achieved_fractions(storage.matrices, memory.weights)
+        ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
+        self._tiers = Tiers(device, compute_tier, ledgers, link, folder, options.overlap)
+        self.ledger = ledgers[compute_tier]
         self._planner = RunPlanner(
             self.config,
             self._part,

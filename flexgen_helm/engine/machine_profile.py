@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from filelock import FileLock
 
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.engine.profiler import measure
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder, replace_text
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
+from flexgen_helm.hardware.ranks import rank_of_process
 from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
 from flexgen_helm.progress import Message, Stage, report
 
@@ -56,9 +58,20 @@ def measured_profile(*, folder: Path | None = None, fresh: bool = False) -> Hard
     fresh: measure again in any case.
     """
     folder = folder or state_dir() / "offload"
-    saved = None if fresh else load_saved(folder)
-    if saved is not None and (not saved.is_marked or busy_share() > _BUSY_SHARE):
-        return saved.profile
+    if not fresh and (saved := _usable(folder)) is not None:
+        return saved
+    # One process at a time: two that measure at once would each find half a machine.
+    with FileLock(state_dir() / "profile.lock"):
+        return (None if fresh else _usable(folder)) or _measured_now(folder)
+
+
+def _usable(folder: Path) -> HardwareProfile | None:
+    """Return what is saved, unless a quiet machine can now be measured better."""
+    saved = load_saved(folder)
+    return saved.profile if saved is not None and (not saved.is_marked or busy_share() > _BUSY_SHARE) else None
+
+
+def _measured_now(folder: Path) -> HardwareProfile:
     report(Stage("measure", "takes half a minute; close programs that compute"))
     before = busy_share()
     measured = SavedProfile(measure(folder), max(before, busy_share()))
@@ -109,7 +122,6 @@ def machine_identity(folder: Path) -> dict[str, Any]:
     """Return what a profile depends on: if one of these differs, the machine is measured again."""
     from importlib.metadata import version
 
-    gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
     return {
         "version": _VERSION,
         "processor": processor_name(),
@@ -117,7 +129,7 @@ def machine_identity(folder: Path) -> dict[str, Any]:
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "memory_bytes": psutil.virtual_memory().total,
         "device": os.stat(existing_folder(folder)).st_dev,
-        "gpu": [line for path in gpus for line in _lines(path)],
+        "gpu": [line for gpu in _gpus() for line in gpu],
         "torch": version("torch"),
     }
 
@@ -128,7 +140,15 @@ def processor_name() -> str:
 
 
 def _path() -> Path:
-    return state_dir() / "profile.json"
+    """Return the file of this process's profile: ranks of a pipeline may compute on GPUs of several models."""
+    rank, models = rank_of_process(), {line for gpu in _gpus() for line in gpu if line.startswith("Model:")}
+    number = rank.local_number if rank is not None and len(models) > 1 else 0
+    return state_dir() / (f"profile-gpu{number}.json" if number else "profile.json")
+
+
+def _gpus() -> list[list[str]]:
+    """Return what the driver says of each GPU, line by line."""
+    return [_lines(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
 
 
 def _lines(path: str | Path) -> list[str]:

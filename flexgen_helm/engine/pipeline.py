@@ -83,6 +83,7 @@ class Pipeline:
         self._store = store
         self.num_engines = 0
         self._failed: PipelineError | None = None
+        self._common_error: FlexgenError | None = None
         # Works that are under way, with what they send.
         self._hidden: deque[tuple[dist.Work, Tensor]] = deque()
         self._values: deque[tuple[dist.Work, Tensor]] = deque()
@@ -116,11 +117,18 @@ class Pipeline:
         return everyone
 
     def agree(self, own: T | FlexgenError) -> list[T]:
-        """Return what all ranks have; if one has an error, raise the first of them on every rank."""
+        """Return what all ranks have; if one has an error, raise the first of them on every rank.
+
+        An error that was raised here is one that all ranks have: it is only raised again.
+        """
+        if isinstance(own, FlexgenError) and own is self._common_error:
+            raise own
         everyone = self.gather(own)
         for number, other in enumerate(everyone):
             if isinstance(other, FlexgenError):
-                raise other if number == self.rank.number else type(other)(f"rank {number} of the pipeline: {other}")
+                where = "" if number == self.rank.number else f"rank {number} of the pipeline: "
+                self._common_error = type(other)(f"{where}{other}")
+                raise self._common_error
         return [other for other in everyone if not isinstance(other, FlexgenError)]
 
     # Hidden states and outputs of a pass

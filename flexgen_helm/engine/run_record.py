@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-from flexgen_helm.engine.machine_profile import processor_name
+from flexgen_helm.engine.device import device_name
 from flexgen_helm.hardware.rates import matmul_flops
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.planner.placement import Tier
@@ -98,7 +98,7 @@ def run_record(
         "achieved_placement": {kind: dict(fractions) for kind, fractions in placement.items()},
         "hardware": {
             "device": "sim" if engine.simulated else str(engine.device),
-            "name": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else processor_name(),
+            "name": device_name(engine.device),
             "compute_dtype": str(engine.dtype).removeprefix("torch."),
             "host_memory": None if tiers.copy_engine is None else "pinned" if tiers.copy_engine.pins else "pageable",
             "compute_dtype_reason": engine.dtype_reason,

@@ -78,7 +78,7 @@ def block_costs(problem: PlanningProblem, shape: BlockShape, resident: bool = Fa
     memory = _stored_memory(problem, shape, sequences, resident)
     workspace = dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)}
     # A pass computes one lane's share of the block, and reads the weights for it.
-    lanes = 1
+    lanes = 1.0
     if problem.stages > 1:
         lanes = (
             PREFILL_LANES * problem.stages if schedule == "prefill-only" else min(problem.stages, shape.num_gpu_batches)
@@ -104,7 +104,7 @@ def block_costs(problem: PlanningProblem, shape: BlockShape, resident: bool = Fa
     return BlockCosts(sequences, prefills, decode, decode_passes, memory, workspace)
 
 
-def _turns(stages: int, lanes: int) -> tuple[float, float]:
+def _turns(stages: float, lanes: float) -> tuple[float, float]:
     """Return the time of a lane's pass over all stages that one pass of all lanes takes, for prefill and for decoding.
 
     Prefill waits until the pipeline is full and until it is empty (the paper's 'Extension to Multiple GPUs'). Decoding

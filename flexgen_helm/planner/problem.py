@@ -60,7 +60,7 @@ class PlanningProblem:
 
     compute_bytes: of an element in the compute dtype.
     limits: bytes by tier.
-    stages: pipeline stages; each is a machine with these limits and an equal share of the layers.
+    stages: pipeline stages; this machine has its limits and one of so many shares of the layers.
     endless: the workload repeats without end, so that one block gives the rate.
     max_batch_tokens: prompt tokens of one batch, however many sequences it has.
     pins_host_memory: the driver pins what crosses the link; False where it was seen to refuse.
@@ -74,7 +74,7 @@ class PlanningProblem:
     limits: Mapping[Tier, float]
     overlap: bool = True
     cpu_attention: bool = True
-    stages: int = 1
+    stages: float = 1
     endless: bool = False
     max_batch_tokens: int = MAX_BATCH_TOKENS
     pins_host_memory: bool = True

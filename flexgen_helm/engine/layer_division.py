@@ -1,0 +1,57 @@
+"""Divide the layers among the ranks of a pipeline, by the speed and memory of their devices where those differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.auto_planner import AutoPlanner
+from flexgen_helm.engine.device import device_name
+from flexgen_helm.engine.pipeline import Pipeline
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.layers import divide_by_speed, divide_layers
+from flexgen_helm.planner.placement import Tier
+
+# Devices of one name count as equal if none has less than this share of another's memory.
+_EQUAL_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """What tells the device of a rank from others: its name, and the bytes of its tiers in memory."""
+
+    name: str
+    memory: tuple[int, ...]
+
+
+def divide_among_ranks(
+    config: ModelConfig,
+    options: EngineConfig,
+    pipeline: Pipeline,
+    auto: AutoPlanner,
+    device: torch.device,
+    capacities: Mapping[Tier, int],
+) -> list[range]:
+    """Return the layers of each rank, the same on all ranks.
+
+    Equal devices need no profile. Raises what `divide_layers` raises.
+    """
+    size = pipeline.rank.size
+    if options.pipeline_layers is not None:
+        return divide_layers(config, size, options.pipeline_layers)
+    even = divide_layers(config, size)
+    own = RankDevice(auto.profile_name or device_name(device), (capacities["gpu"], capacities["cpu"]))
+    if _are_equal(pipeline.agree(own)):
+        return even
+    seconds = pipeline.agree(auto.seconds_by_layers(pipeline.rank.number, size))
+    # If no division fits, the rank that lacks memory says how much.
+    return (divide_by_speed(seconds) if all(seconds) else None) or even
+
+
+def _are_equal(devices: list[RankDevice]) -> bool:
+    if len({device.name for device in devices}) > 1:
+        return False
+    return all(min(sizes) >= _EQUAL_SHARE * max(sizes) for sizes in zip(*(device.memory for device in devices)))
