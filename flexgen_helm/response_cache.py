@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import sqlite3
-import time
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,14 +76,16 @@ def decode_result(text: object) -> GenerationResult:
 
 
 class ResponseCache:
-    """Results by request key in one SQLite file. Used by one thread; safe among any number of processes."""
+    """Results by request key in one SQLite file. Used by one thread at a time; safe among any number of processes."""
 
     def __init__(self, path: Path) -> None:
         """Open or create. Raises `ResponseCacheError` where the file is foreign, damaged or of another version."""
         self.path = path
         with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            self._connection = sqlite3.connect(
+                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
             try:
                 self._prepare()
             except BaseException:
@@ -147,13 +149,15 @@ class ResponseCache:
 class ResponseWriter:
     """The response cache of one engine during a block: results are written in transactions.
 
-    A cache that fails is given up with a warning: results are then computed, and not stored.
+    A result is on the disk `MAX_PENDING_S` after it was added, also if no other one follows. A cache that fails is
+    given up with a warning: results are then computed, and not stored.
     """
 
     def __init__(self, path: Path | None) -> None:
         """path: the cache's file; None stores nothing."""
         self._pending: dict[str, GenerationResult] = {}
-        self._last_write = time.monotonic()
+        self._timer: threading.Timer | None = None  # runs while something is pending
+        self._lock = threading.RLock()
         self._cache: ResponseCache | None = None
         with self._given_up_on_error():
             self._cache = ResponseCache(path) if path is not None else None
@@ -170,25 +174,35 @@ class ResponseWriter:
 
     def get_many(self, keys: list[str]) -> dict[str, GenerationResult]:
         """Return the stored results among `keys`."""
-        with self._given_up_on_error():
+        with self._lock, self._given_up_on_error():
             return self._cache.get_many(keys) if self._cache else {}
         return {}
 
     def add(self, key: str, result: GenerationResult) -> None:
         """Store a successful result with the next transaction."""
-        self._pending[key] = result
-        if len(self._pending) >= MAX_PENDING_RESULTS or time.monotonic() - self._last_write > MAX_PENDING_S:
-            self._flush()
+        with self._lock:
+            self._pending[key] = result
+            if len(self._pending) >= MAX_PENDING_RESULTS:
+                self._flush()
+            elif self._timer is None:
+                self._timer = threading.Timer(MAX_PENDING_S, self._flush)
+                self._timer.daemon = True
+                self._timer.start()
 
     def _flush(self) -> None:
-        pending, self._pending = self._pending, {}
-        with self._given_up_on_error():
-            if self._cache is not None:
-                self._cache.put_many(pending)
-        self._last_write = time.monotonic()
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            pending, self._pending = self._pending, {}
+            with self._given_up_on_error():
+                if self._cache is not None:
+                    self._cache.put_many(pending)
 
     def close(self) -> None:
         """Write what is pending."""
-        self._flush()
-        if self._cache is not None:
-            self._cache.close()
+        with self._lock:
+            self._flush()
+            if self._cache is not None:
+                self._cache.close()
+                self._cache = None

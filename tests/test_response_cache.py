@@ -6,6 +6,7 @@ import pickle
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_helm import response_cache
 from flexgen_helm.errors import RequestError
 from flexgen_helm.request import Completion, Cost, GenerationResult
 from flexgen_helm.response_cache import (
     ResponseCache,
     ResponseCacheError,
+    ResponseWriter,
     decode_result,
     encode_result,
     response_cache_path,
@@ -149,3 +152,24 @@ def test_four_processes_lose_nothing(tmp_path: Path) -> None:
         found = cache.get_many([f"{who}-{i}" for who in range(4) for i in range(500)])
     assert len(found) == 2000
     assert all(found[f"{who}-{i}"].cost == Cost(who, i) for who in range(4) for i in range(500))
+
+
+def test_a_result_is_stored_soon_although_no_other_one_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = GenerationResult((Completion("a", ("a",), (1,), (-0.5,), "stop"),))
+
+    def is_stored(path: Path, wait_s: float) -> bool:
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            with closing(ResponseCache(path)) as cache:
+                if cache.get_many(["k"]) == {"k": result}:
+                    return True
+            time.sleep(0.02)
+        return False
+
+    for name, seconds, is_soon in (("soon", 0.1, True), ("late", 3600.0, False)):
+        monkeypatch.setattr(response_cache, "MAX_PENDING_S", seconds)
+        writer = ResponseWriter(tmp_path / name)
+        writer.add("k", result)
+        assert is_stored(tmp_path / name, 20 if is_soon else 0.5) == is_soon
+        writer.close()
+        assert is_stored(tmp_path / name, 20)

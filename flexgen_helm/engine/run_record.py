@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from flexgen_helm.engine.device import device_name
-from flexgen_helm.hardware.rates import matmul_flops
+from flexgen_helm.hardware.rates import matmul_flops, product_library
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.predict import Prediction
@@ -102,6 +102,7 @@ def run_record(
             "compute_dtype": str(engine.dtype).removeprefix("torch."),
             "host_memory": None if tiers.copy_engine is None else "pinned" if tiers.copy_engine.pins else "pageable",
             "compute_dtype_reason": engine.dtype_reason,
+            "product_library": product_library(engine.device, engine.dtype),
             "threads": torch.get_num_threads(),
             "matmul_flops": rate,
             "memory_bytes": psutil.virtual_memory().total,

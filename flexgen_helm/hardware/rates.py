@@ -1,4 +1,4 @@
-"""The fastest product of this machine and dtype, found by measurement, and its rate."""
+"""The products of this machine by dtype, and their rates."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torch import Tensor
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 # In float32 on CPUs, PyTorch calls its BLAS (MKL), which stops at AVX2 on processors of other makers. oneDNN, also in
-# PyTorch, uses what the processor has. The two differ in the last bits, so processes of one machine must choose alike:
-# the BLAS is taken only if oneDNN needs more than 1.3 times its time.
-_BLAS_ADVANTAGE = 1.3
+# PyTorch, uses what the processor has. The two differ in the last bits, so nothing that varies between two processes
+# of a machine, such as a measurement, may choose between them.
 # Rows of x up to which the BLAS is faster at W @ x.T than at x @ W.T.
 _SKINNY_ROWS = 63
-# Sizes of the measured products: side of the square weight, rows of x in decoding and in prefill.
-_WEIGHT_SIZE, _DECODE_ROWS, _PREFILL_ROWS = 1024, 16, 256
+# Sizes of the measured products: side of the square weight, rows of x in decoding.
+_WEIGHT_SIZE, _DECODE_ROWS = 1024, 16
 # A product of `_DECODE_ROWS` rows that takes longer reveals a dtype that is hundreds of times slower than another, as
 # 16 bits are on many CPUs; measuring it at full size would take seconds.
 _EMULATED_S = 0.05
@@ -30,7 +29,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     weight: row-major, or as `column_major` returns it.
     """
-    return _fastest_linear(x.device, x.dtype)(x, weight, bias)
+    return _linear_of(x.device, x.dtype)(x, weight, bias)
 
 
 def column_major(weight: Tensor) -> Tensor:
@@ -39,7 +38,7 @@ def column_major(weight: Tensor) -> Tensor:
     oneDNN reorders a row-major matrix for every product of few rows. Column-major, products of 4 to 64 rows run up to
     1.5 times as fast, larger ones no slower. The BLAS would take four times as long for 4 rows.
     """
-    return _in_layout_of(_fastest_linear(weight.device, weight.dtype), weight)
+    return _in_layout_of(_linear_of(weight.device, weight.dtype), weight)
 
 
 def _in_layout_of(product: Linear, weight: Tensor) -> Tensor:
@@ -49,7 +48,7 @@ def _in_layout_of(product: Linear, weight: Tensor) -> Tensor:
 @cache
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the rate of `linear` at a square product, in FLOP/s (a multiply-add counts two)."""
-    product = _fastest_linear(device, dtype)
+    product = _linear_of(device, dtype)
     emulated = _seconds(product, device, dtype, _DECODE_ROWS) > _EMULATED_S
     rows = _DECODE_ROWS if emulated else _WEIGHT_SIZE
     return 2.0 * rows * _WEIGHT_SIZE**2 / _seconds(product, device, dtype, rows)
@@ -66,18 +65,17 @@ def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dty
     return max((storage_dtype, torch.float32), key=lambda dtype: matmul_flops(device, dtype))
 
 
+def product_library(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name of what computes products, for records."""
+    product = _linear_of(device, dtype)
+    return "PyTorch" if product is F.linear else "BLAS" if product is _blas else "oneDNN"
+
+
 @cache
-def _fastest_linear(device: torch.device, dtype: torch.dtype) -> Linear:
+def _linear_of(device: torch.device, dtype: torch.dtype) -> Linear:
     if device.type != "cpu" or dtype != torch.float32:
         return F.linear
-    onednn = _onednn()
-    if onednn is None:
-        return _blas
-    ratio = min(
-        _seconds(onednn, device, dtype, rows) / _seconds(_blas, device, dtype, rows)
-        for rows in (_DECODE_ROWS, _PREFILL_ROWS)
-    )
-    return _blas if ratio > _BLAS_ADVANTAGE else onednn
+    return _onednn() or _blas
 
 
 def _blas(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
