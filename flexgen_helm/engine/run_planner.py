@@ -23,6 +23,7 @@ from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.lanes import common_limits
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from flexgen_helm.scheduling.prepare import PreparedRequests, planned_workload
+from flexgen_helm.scheduling.sequence import Request
 
 # Seconds that a batch takes in one layer for one more segment of keys: a few small operations.
 _SEGMENT_S = 1e-4
@@ -125,10 +126,13 @@ class RunPlanner:
         if self._searches and workload is not None and schedule is None:
             solution = self._auto.block(workload, Policy(1, 1, wg=self._weights["gpu"], wc=self._weights["cpu"]))
         requests = prepared.distinct
+        decoded = [request for request in requests if request.request.max_tokens > 1]
         size = RunSize(
-            max((request.num_fed for request in requests), default=1),
+            max(map(_positions, requests), default=1),
             sum(max(len(request.tokens), request.num_completions) for request in requests),
             max((request.length_group or 0 for request in requests), default=0),
+            max(map(_positions, decoded), default=0),
+            max((request.request.max_tokens - 1 for request in decoded), default=0),
         )
         return plan_run(
             self._memory,
@@ -143,3 +147,8 @@ class RunPlanner:
             compute_bytes=self._compute_bytes,
             cpu_attention=self._options.cpu_attention,
         )
+
+
+def _positions(request: Request) -> int:
+    """Return the positions of one completion with its prompt."""
+    return len(request.tokens) + max(0, request.request.max_tokens - 1)

@@ -94,6 +94,7 @@ class KVCache:
         self._blocks: dict[CacheBlock, _BlockCache] = {}
         self._held = dict.fromkeys(TIERS, 0)
         self.placed = dict.fromkeys(TIERS, 0)
+        tiers.ledgers[tiers.compute_tier].make_room = self._drop_unused
 
     @property
     def prefix_multiple(self) -> int | None:
@@ -177,7 +178,7 @@ class KVCache:
         """Begin to bring one layer of a block to where attention is computed; harmless where it is there."""
         cache = self._blocks.get(block)
         if cache is not None:
-            cache.storage.prefetch(self._stored_layer(layer))
+            cache.storage.prefetch(self._stored_layer(layer), ahead=True)
 
     def done(self, block: CacheBlock, layer: int) -> None:
         """Give back what was brought of a layer: a batch has attended to it."""
@@ -254,6 +255,12 @@ class KVCache:
     def close(self) -> None:
         for block in list(self._blocks):
             self.free(block)
+        self._tiers.ledgers[self._tiers.compute_tier].make_room = None
+
+    def _drop_unused(self) -> None:
+        """Give back what was brought ahead: something else needs its memory."""
+        for cache in self._blocks.values():
+            cache.storage.drop_unused()
 
     def _stored_layer(self, layer: int) -> int:
         return 0 if self.one_layer else layer

@@ -72,12 +72,16 @@ class Storage(ABC):
         """Return the tensors once all stores are done, to be copied into another block; nothing uses them meanwhile."""
         raise NotImplementedError(f"a cache block on the {self.tier} tier has its whole size from the beginning")
 
-    def prefetch(self, layer: int) -> None:
-        """Begin to bring what `read` returns."""
+    def prefetch(self, layer: int, *, ahead: bool = False) -> None:
+        """Begin to bring what `read` returns; ahead: it is not needed yet, and gives way to what is."""
         return None
 
     def drop(self, layer: int) -> None:
         """Give back what `read` brought."""
+        return None
+
+    def drop_unused(self) -> None:
+        """Give back what was brought ahead and is not in use."""
         return None
 
     def cancel(self) -> None:
@@ -301,14 +305,16 @@ class HostStorage(Storage):
         self._transfers.finish_stores()
         return self._planes
 
-    def prefetch(self, layer: int) -> None:
+    def prefetch(self, layer: int, *, ahead: bool = False) -> None:
         codec, extent = self._codec, stored_extent(self._block, self._codec)
         if self._transfers.is_fetching(layer) or not extent.num_units:
             return
         if _WHOLE_SLOTS_FROM * self._planes.units <= extent.num_units:
             stored = self._planes.planes(layer)[: codec.num_fetched_planes]
             whole = tuple(data[: extent.num_slots] for data in stored)
-            self._transfers.prefetch(layer, total_bytes(whole), lambda: copied_to_device(self._tiers, whole))
+            self._transfers.prefetch(
+                layer, total_bytes(whole), lambda: copied_to_device(self._tiers, whole), ahead=ahead
+            )
             return
 
         def fetch() -> Planes:
@@ -323,10 +329,14 @@ class HostStorage(Storage):
                 plane.by_unit(new)[:, :units] = plane.by_unit(old)
             return wider
 
-        self._transfers.prefetch(layer, extent.num_slots * extent.num_units * codec.fetched_bytes, fetch)
+        num_bytes = extent.num_slots * extent.num_units * codec.fetched_bytes
+        self._transfers.prefetch(layer, num_bytes, fetch, ahead=ahead)
 
     def drop(self, layer: int) -> None:
         self._transfers.drop(layer)
+
+    def drop_unused(self) -> None:
+        self._transfers.drop_unused()
 
     def cancel(self) -> None:
         self._transfers.cancel()
@@ -369,7 +379,7 @@ class DiskStorage(Storage):
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
         self._slots[target], self._slots[source] = self._slots[source], self._slots[target]
 
-    def prefetch(self, layer: int) -> None:
+    def prefetch(self, layer: int, *, ahead: bool = False) -> None:
         codec, extent = self._codec, stored_extent(self._block, self._codec)
         if self._transfers.is_fetching(layer) or not extent.num_units:
             return
@@ -380,10 +390,14 @@ class DiskStorage(Storage):
             self._transfers.count("disk_to_cpu", self._layout.read(self._file, layer, file_counts, on_host))
             return copied_to_device(self._tiers, on_host[: codec.num_fetched_planes]), on_host
 
-        self._transfers.prefetch(layer, extent.num_slots * extent.num_units * codec.unit_bytes, fetch)
+        num_bytes = extent.num_slots * extent.num_units * codec.unit_bytes
+        self._transfers.prefetch(layer, num_bytes, fetch, ahead=ahead)
 
     def drop(self, layer: int) -> None:
         self._transfers.drop(layer)
+
+    def drop_unused(self) -> None:
+        self._transfers.drop_unused()
 
     def cancel(self) -> None:
         self._transfers.cancel()

@@ -23,11 +23,15 @@ class BlockTransfers(Generic[Fetched]):
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._fetches: dict[int, tuple[Future[Fetched], Allocation]] = {}
+        self._in_use: set[int] = set()  # of those layers, what attention reads
         self._stores: dict[int, list[Future[None]]] = {}
         self._lock = threading.Lock()
 
-    def prefetch(self, layer: int, num_bytes: int, fetch: Callable[[], Fetched]) -> None:
-        """Begin to fetch a layer, which takes `num_bytes` on the compute device; harmless if it is under way."""
+    def prefetch(self, layer: int, num_bytes: int, fetch: Callable[[], Fetched], *, ahead: bool) -> None:
+        """Begin to fetch a layer, which takes `num_bytes` on the compute device; harmless if it is under way.
+
+        ahead: it is not needed yet. Its memory is given back where something else needs it (`drop_unused`).
+        """
         if layer in self._fetches:
             return
 
@@ -36,12 +40,13 @@ class BlockTransfers(Generic[Fetched]):
                 self.finish_stores(layer)
                 return fetch()
 
-        with self._tiers.ledgers[self._tiers.compute_tier].claimed("staging", num_bytes) as claim:
+        with self._tiers.ledgers[self._tiers.compute_tier].claimed("staging", num_bytes, ahead=ahead) as claim:
             self._tiers.note_fetch(num_bytes)
             self._fetches[layer] = self._tiers.submit("cache in", after_stores), claim
 
     def fetched(self, layer: int) -> Fetched:
         """Wait for a layer that was prefetched."""
+        self._in_use.add(layer)
         return self._tiers.wait(self._fetches[layer][0], "cache")
 
     def is_fetching(self, layer: int) -> bool:
@@ -49,10 +54,16 @@ class BlockTransfers(Generic[Fetched]):
 
     def drop(self, layer: int) -> None:
         """Give a fetched layer's memory back."""
+        self._in_use.discard(layer)
         fetch = self._fetches.pop(layer, None)
         if fetch is not None:
             fetch[0].exception()  # waits; an error was raised where the layer was read
             self._tiers.ledgers[self._tiers.compute_tier].release(fetch[1])
+
+    def drop_unused(self) -> None:
+        """Give the memory of layers back that were fetched ahead."""
+        for layer in self._fetches.keys() - self._in_use:
+            self.drop(layer)
 
     def drop_all(self) -> None:
         """Give the memory of all fetched layers back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ class Ledger:
     peak: the most bytes that were taken so far, in use, excess or spare.
     excess: bytes that were taken beyond claims (`offload.host_pool`).
     spare: bytes that are kept for later and make room for any claim.
+    make_room: releases claims that nobody uses yet, for a claim that does not fit; called by that claim's thread.
     """
 
     def __init__(self, tier: Tier, limit: int) -> None:
@@ -37,6 +38,7 @@ class Ledger:
         self._in_use = 0
         self._serial = 0
         self._lock = threading.Lock()
+        self.make_room: Callable[[], None] | None = None
 
     @property
     def in_use(self) -> int:
@@ -46,13 +48,23 @@ class Ledger:
     def free(self) -> int:
         return self.limit - self._in_use - self.excess
 
-    def claim(self, kind: str, num_bytes: int) -> Allocation:
+    def claim(self, kind: str, num_bytes: int, *, ahead: bool = False) -> Allocation:
         """Claim bytes before allocating them.
 
         kind: 'weights', 'staging', 'buffers' (of threads that load), 'graphs', 'cache' or 'activations'.
+        ahead: they are not needed yet, so nothing makes room for them.
 
         Raises `MemoryLimitError` and claims nothing if they exceed the limit.
         """
+        try:
+            return self._claim(kind, num_bytes)
+        except MemoryLimitError:
+            if ahead or self.make_room is None:
+                raise
+        self.make_room()
+        return self._claim(kind, num_bytes)
+
+    def _claim(self, kind: str, num_bytes: int) -> Allocation:
         with self._lock:
             taken = self._in_use + self.excess
             if taken + num_bytes > self.limit:
@@ -69,9 +81,9 @@ class Ledger:
             return allocation
 
     @contextmanager
-    def claimed(self, kind: str, num_bytes: int) -> Iterator[Allocation]:
+    def claimed(self, kind: str, num_bytes: int, *, ahead: bool = False) -> Iterator[Allocation]:
         """Claim bytes for what the block allocates; release them if the block fails."""
-        allocation = self.claim(kind, num_bytes)
+        allocation = self.claim(kind, num_bytes, ahead=ahead)
         try:
             yield allocation
         except BaseException:

@@ -84,8 +84,8 @@ GRAPHS_SHARE = 1 / 16
 ACTIVATIONS_SHARE = 0.1
 # What pinned regions of host memory may have beyond the caches and hidden states in them (`offload.host_pool`).
 PINNED_EXCESS_SHARE = 1 / 32
-# Two layers of an offloaded cache block on the compute tier, where answers may become long.
-STAGED_CACHE_SHARE = 0.25
+# Two layers of an offloaded cache block on the compute tier: where answers may become long, and elsewhere.
+STAGED_CACHE_SHARE, MAX_STAGED_CACHE_SHARE = 0.25, 0.5
 # Weights in the compute dtype; the KV cache keeps the rest.
 COPIES_SHARE = 0.5
 # Lanes for each rank of a pipeline where sequences need one pass only: ranks are idle at its beginning and its end, a

@@ -8,7 +8,7 @@ from typing import Literal
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.memory import plan_memory
+from flexgen_helm.planner.memory import least_run_bytes, plan_memory
 from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.quant.precisions import Precision
 
@@ -57,7 +57,8 @@ def _offloaded_bytes(config: ModelConfig, precision: Precision, gpu: int, cpu: i
     storage = _storage(config, precision)
     compute_bytes, sizes = _COMPUTE_BYTES[compute_tier], storage.matrices
     # As `plan_memory` decides; most models end here.
-    if sum(sizes.values()) + compute_bytes * _vector_values(config) <= (gpu or cpu):
+    beside = compute_bytes * _vector_values(config) + least_run_bytes(storage, compute_bytes)
+    if sum(sizes.values()) + beside <= (gpu or cpu):
         return {"cpu": 0, "disk": 0}
     limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": _BOUNDLESS}
     try:

@@ -21,7 +21,7 @@ from functools import cached_property
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.models.config import EMBED, stage_names
-from flexgen_helm.planner.cache_sizes import CacheSizes
+from flexgen_helm.planner.cache_sizes import CacheSizes, cache_sizes
 from flexgen_helm.planner.constants import (
     ACTIVATIONS_SHARE,
     ALIGNMENT,
@@ -36,6 +36,7 @@ from flexgen_helm.planner.constants import (
     LONG_PAGE_TOKENS,
     MAX_BATCH_TOKENS,
     MAX_SEQUENCES,
+    MAX_STAGED_CACHE_SHARE,
     MIN_STAGING_BYTES,
     NUM_LOADERS,
     PAGE_TOKENS,
@@ -56,6 +57,10 @@ _STAGING_SHARE, _MAX_STAGING_SHARE = 0.25, 0.5
 _WEIGHTS_SHARE: Mapping[Tier, float] = {"gpu": 0.75, "cpu": 0.5}
 # Share of host memory for the next weights of a gpu.
 _HOST_WEIGHTS_SHARE = 0.5
+
+
+# Positions of a sequence that has room on the compute tier whatever the weights are: a prompt of a few examples.
+_LEAST_POSITIONS = 512
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ class RunSize:
     """Size of a run.
 
     longest: positions of the longest sequence.
+    longest_decoded: the same of those sequences that have a cache of their own.
+    longest_steps: most decode steps of a sequence.
     prompt_tokens: over all requests; a request with more completions than tokens counts its completions.
     longest_early: most tokens of an answer that may end before its `max_tokens`; 0 if none may.
     """
@@ -91,6 +98,13 @@ class RunSize:
     longest: int
     prompt_tokens: int
     longest_early: int = 0
+    longest_decoded: int = 0
+    longest_steps: int = 0
+
+    def fits(self, limits: SchedulerLimits) -> bool:
+        """Whether every request can run, one completion after the other, behind one shared prefix."""
+        overhead = self.longest_steps * limits.step_overhead + 2 * (1 + limits.slot_overhead)
+        return not self.longest_decoded or self.longest_decoded + overhead <= limits.cache_tokens
 
 
 @dataclass(frozen=True)
@@ -145,23 +159,23 @@ def plan_memory(
     vector_bytes = storage.vector_bytes(compute_bytes)
     total, copy_bytes = sum(sizes.values()), storage.num_values * compute_bytes
     copies_fit = copy_bytes + vector_bytes <= COPIES_SHARE * limits[compute_tier]
-    on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}
     staging = staging_bytes(storage, limits[compute_tier])
+    on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}
+    resident = MemoryPlan(place(sizes, on_compute_tier), on_compute_tier, on_compute_tier, 0, copies_fit)
+    left = limits[compute_tier] - total - vector_bytes
     if policy is not None:
         placed = place(sizes, tier_fractions(policy, "weights", has_gpu))
         cache, activations = (tier_fractions(policy, kind, has_gpu) for kind in ("cache", "activations"))
         offloads = any(tier != compute_tier for tier in placed.values())
         plan = MemoryPlan(placed, cache, activations, staging if offloads else 0, copies_fit and not offloads)
-    elif total + vector_bytes <= limits[compute_tier]:
-        return MemoryPlan(place(sizes, on_compute_tier), on_compute_tier, on_compute_tier, 0, copies_fit)
+    elif left >= least_run_bytes(storage, compute_bytes):
+        return resident
     else:
-        resident_bytes = max(0.0, _WEIGHTS_SHARE[compute_tier] * (limits[compute_tier] - staging) - vector_bytes)
-        resident = min(1.0, resident_bytes / total)
-        host = min(1.0 - resident, _HOST_WEIGHTS_SHARE * limits["cpu"] / total) if has_gpu else 0.0
-        disk = 1.0 - resident - host
-        gpu, cpu = (resident, host) if has_gpu else (0.0, resident)
-        placed = place(sizes, {"gpu": gpu, "cpu": cpu, "disk": disk})
         in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
+        room = limits[compute_tier] - staging - least_run_bytes(storage, compute_bytes)
+        resident_bytes = max(0.0, _WEIGHTS_SHARE[compute_tier] * room - vector_bytes)
+        host_bytes = _HOST_WEIGHTS_SHARE * limits["cpu"] if has_gpu else 0.0
+        placed = place(sizes, _streamed_fractions(resident_bytes / total, host_bytes / total, compute_tier))
         plan = MemoryPlan(placed, in_host_memory, on_compute_tier, staging, False)
     needed = {tier: sum(sizes[name] for name, at in plan.weights.items() if at == tier) for tier in TIERS}
     if plan.compute_copies:  # all weights are resident
@@ -171,11 +185,35 @@ def plan_memory(
         needed["cpu"] += loader_buffer_bytes(storage)
     for tier in TIERS:
         if needed[tier] > limits[tier]:
+            if policy is None and left >= 0:  # weights that leave little room for a run, and cannot be streamed either
+                return resident
             raise MemoryLimitError(
                 f"the {tier} tier is limited to {exact_size(limits[tier])}, and the weights with their staging need "
                 f"{exact_size(needed[tier] - limits[tier])} more there: raise {limit_flag(tier)}"
             )
     return plan
+
+
+def _streamed_fractions(resident: float, host: float, compute_tier: Tier) -> Fractions:
+    """Place a share of the weights on the compute tier, the next in host memory behind it, the rest on the disk."""
+    resident = min(1.0, resident)
+    host = min(1.0 - resident, host)
+    rest = 1.0 - resident - host
+    if compute_tier == "cpu":
+        return {"gpu": 0.0, "cpu": resident, "disk": rest}
+    return {"gpu": resident, "cpu": host, "disk": rest}
+
+
+def least_run_bytes(storage: StorageSizes, compute_bytes: int) -> int:
+    """Return what weights leave free on the compute tier, so that a sequence of `_LEAST_POSITIONS` can run at least.
+
+    It counts two layers of its cache, its residual window, and its hidden states; the cache may be on any tier.
+    """
+    config = storage.config
+    sizes = cache_sizes(config, storage.precision.cache, compute_bytes, on_disk=True)
+    positions = min(_LEAST_POSITIONS, config.max_positions)
+    hidden_bytes = config.hidden_size * compute_bytes
+    return sizes.window_bytes + positions * (2 * sizes.layer_bytes_per_token + hidden_bytes)
 
 
 def loader_buffer_bytes(storage: StorageSizes) -> int:
@@ -229,15 +267,25 @@ class RunMemory:
         return {**fractions, "disk": max(0.0, left)}
 
     def limits(self) -> SchedulerLimits:
-        """Derive what a pass may hold."""
+        """Derive what a pass may hold.
+
+        Raises `MemoryLimitError` with the missing bytes if the compute device has no room for one sequence.
+        """
         plan, policy, cache, hidden = self.plan, self.policy, self.cache, self._hidden_state_bytes
+        home = self.compute_tier
         available = {tier: self.free[tier] - (hidden[tier] if plan.activations[tier] > 0 else 0) for tier in TIERS}
-        available[self.compute_tier] -= self._staging_bytes
+        available[home] -= self._staging_bytes
         max_windows = UNLIMITED
-        if cache.window_bytes and plan.cache[self.compute_tier] < 1:
+        if cache.window_bytes and plan.cache[home] < 1:
             # Residual windows of an offloaded cache stay on the compute tier: half of its room is theirs.
-            available[self.compute_tier] /= 2
-            max_windows = max(1, int(available[self.compute_tier] // cache.window_bytes))
+            windows = max(available[home] / 2, cache.window_bytes)
+            available[home] -= windows
+            max_windows = int(windows // cache.window_bytes)
+        if available[home] < 0:
+            raise MemoryLimitError(
+                f"the {home} tier has no room for one sequence: its cache in use and its hidden states need "
+                f"{exact_size(math.ceil(-available[home]))} more there: raise {limit_flag(home)} or lower max_tokens"
+            )
         room = {tier: max(0.0, available[tier]) / share for tier, share in plan.cache.items() if share > 0}
 
         fill_tokens = cache.fill_tokens
@@ -289,7 +337,7 @@ class RunMemory:
 
     @property
     def _staging_bytes(self) -> int:
-        """Bytes of an offloaded cache block on the compute tier: the layer in use and the next one."""
+        """Bytes of an offloaded cache block on the compute tier: the layer in use and, where it has room, the next."""
         if not self._is_staged:
             return 0
         sequences = self._block_sequences
@@ -305,15 +353,20 @@ class RunMemory:
 
     @property
     def _staged_sequence_bytes(self) -> int:
-        return 2 * (self.run.longest + 1) * self.cache.layer_bytes_per_token
+        layer_bytes = (self.run.longest + 1) * self.cache.layer_bytes_per_token
+        return 2 * layer_bytes if 2 * layer_bytes <= self._staging_room else layer_bytes
+
+    @property
+    def _staging_room(self) -> float:
+        share = STAGED_CACHE_SHARE if self._page_tokens else MAX_STAGED_CACHE_SHARE
+        return share * (self.free[self.compute_tier] - self.cache.window_bytes)
 
     @property
     def _block_sequences(self) -> int:
-        """Sequences of a cache block; of long answers only so many that a staged block has room if all are longest."""
-        if not (self._is_staged and self._page_tokens):
+        """Sequences of a cache block; of a staged one only so many that it has room if all are longest."""
+        if not self._is_staged:
             return BLOCK_SEQUENCES
-        room = STAGED_CACHE_SHARE * self.free[self.compute_tier]
-        return max(1, min(BLOCK_SEQUENCES, int(room / self._staged_sequence_bytes)))
+        return max(1, min(BLOCK_SEQUENCES, int(self._staging_room / self._staged_sequence_bytes)))
 
     @cached_property
     def _hidden_state_bytes(self) -> dict[Tier, float]:

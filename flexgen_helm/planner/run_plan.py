@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 
+from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.constants import PINNED_EXCESS_SHARE
@@ -13,6 +16,10 @@ from flexgen_helm.planner.memory import Fractions, MemoryPlan, RunMemory, RunSiz
 from flexgen_helm.planner.placement import TIER_PLACES, Tier, tier_fractions
 from flexgen_helm.planner.policy import Policy, Schedule
 from flexgen_helm.quant.precisions import CacheFormat
+
+# Shares of the cache in host memory that are tried where the planned places have no room for the largest request; the
+# rest is on the disk.
+_HOST_SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
 
 
 @dataclass(frozen=True)
@@ -88,24 +95,90 @@ def plan_run(
     solution: the result of a search for this run, which takes precedence; None if nothing was searched or found.
     cache_format: None for a cache in the compute dtype.
     compute_bytes: of an element in the compute dtype.
+
+    Raises `MemoryLimitError` if not even one sequence has room.
     """
-    is_searched = solution is not None
-    if solution is not None:
-        policy, schedule = solution.policy, solution.schedule
-    if policy is not None:
-        cache, hidden = (tier_fractions(policy, kind, compute_tier == "gpu") for kind in ("cache", "activations"))
-        memory = replace(memory, cache=cache, activations=hidden)
-    schedule = schedule or ("zigzag" if memory.streams_weights else "row")
-    sizes = cache_sizes(
-        config,
-        cache_format,
-        compute_bytes,
-        on_disk=memory.cache["disk"] > 0,
-        host_attention=cpu_attention and compute_tier == "gpu",
-        one_layer=schedule == "prefill-only",
-    )
-    hidden_bytes = config.hidden_size * compute_bytes
     if compute_tier == "gpu":
         free = {**free, "cpu": int(free["cpu"] / (1 + PINNED_EXCESS_SHARE))}
-    division = RunMemory(memory, policy, schedule, run, free, compute_tier, sizes, hidden_bytes, is_searched)
-    return RunPlan(policy, schedule, memory.cache, division.activation_fractions(), division.limits())
+    own = _Run(run, free, config, cache_format, compute_tier, compute_bytes, cpu_attention)
+    if policy is not None:
+        return own.plan(memory, policy, schedule)
+    choices: list[Callable[[], RunPlan]] = []
+    if solution is not None:
+        choices.append(partial(own.plan, memory, solution.policy, solution.schedule, is_searched=True))
+        schedule = solution.schedule
+    choices += [partial(own.plan, placed, None, schedule) for placed in _placements(memory, compute_tier)]
+    return _first_that_fits(choices, run)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the plan of a run follows from besides placement and schedule; see `plan_run`."""
+
+    size: RunSize
+    free: Mapping[Tier, int]
+    config: ModelConfig
+    cache_format: CacheFormat | None
+    compute_tier: Tier
+    compute_bytes: int
+    cpu_attention: bool
+
+    def plan(
+        self, memory: MemoryPlan, policy: Policy | None, schedule: Schedule | None, *, is_searched: bool = False
+    ) -> RunPlan:
+        """Plan the run for one placement. Raises `MemoryLimitError` where not even one sequence has room."""
+        has_gpu = self.compute_tier == "gpu"
+        if policy is not None:
+            cache, hidden = (tier_fractions(policy, kind, has_gpu) for kind in ("cache", "activations"))
+            memory = replace(memory, cache=cache, activations=hidden)
+        schedule = schedule or ("zigzag" if memory.streams_weights else "row")
+        sizes = cache_sizes(
+            self.config,
+            self.cache_format,
+            self.compute_bytes,
+            on_disk=memory.cache["disk"] > 0,
+            host_attention=self.cpu_attention and has_gpu,
+            one_layer=schedule == "prefill-only",
+        )
+        hidden_bytes = self.config.hidden_size * self.compute_bytes
+        division = RunMemory(
+            memory, policy, schedule, self.size, self.free, self.compute_tier, sizes, hidden_bytes, is_searched
+        )
+        return RunPlan(policy, schedule, memory.cache, division.activation_fractions(), division.limits())
+
+
+def _placements(memory: MemoryPlan, compute_tier: Tier) -> Iterator[MemoryPlan]:
+    """Yield the planned places of cache and hidden states, then slower ones that have more room."""
+    shares = [memory.cache, *map(_on_host, _HOST_SHARES)]
+    places = [memory.activations]
+    if compute_tier == "gpu":
+        places.append(_on_host(1.0))
+    for cache, activations in product(shares, places):
+        yield replace(memory, cache=cache, activations=activations)
+
+
+def _on_host(share: float) -> Fractions:
+    """Return the fractions with a share in host memory and the rest on the disk."""
+    return {"gpu": 0.0, "cpu": share, "disk": 1.0 - share}
+
+
+def _first_that_fits(choices: Sequence[Callable[[], RunPlan]], size: RunSize) -> RunPlan:
+    """Return the first plan with room for every request; if there is none, the one with most room.
+
+    Raises the first choice's `MemoryLimitError` if none has room for one sequence.
+    """
+    error, best = None, None
+    for choice in choices:
+        try:
+            plan = choice()
+        except MemoryLimitError as refused:
+            error = error or refused
+            continue
+        if size.fits(plan.limits):
+            return plan
+        if best is None or plan.limits.cache_tokens > best.limits.cache_tokens:
+            best = plan
+    if best is None:
+        assert error is not None
+        raise error
+    return best

@@ -36,7 +36,8 @@ def divide(requests: Sequence[Request], lanes: int) -> list[list[Request]]:
     sizes = [len(requests[place].tokens) + requests[place].request.max_tokens for place in order]
     before = [end - size / 2 for end, size in zip(accumulate(sizes), sizes)]
     total = max(1, sum(sizes))  # nothing is fed of an empty prompt that is scored
-    lane_of = {place: int(lanes * middle / total) for place, middle in zip(order, before)}
+    # A last request of no size is at the end of the last lane, not behind it.
+    lane_of = {place: min(lanes - 1, int(lanes * middle / total)) for place, middle in zip(order, before)}
     return [[request for place, request in enumerate(requests) if lane_of[place] == lane] for lane in range(lanes)]
 
 

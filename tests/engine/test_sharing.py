@@ -174,10 +174,10 @@ def test_scoring_keeps_one_layer_of_its_prefixes(tiny, tmp_path, monkeypatch, pa
     """On every tier; what is claimed is one layer's bytes."""
     taken, honest = [], Ledger.claim
 
-    def claim(self, kind, num_bytes):
+    def claim(self, kind, num_bytes, *, ahead=False):
         if kind == "cache":
             taken.append((self.tier, num_bytes))
-        return honest(self, kind, num_bytes)
+        return honest(self, kind, num_bytes, ahead=ahead)
 
     monkeypatch.setattr(Ledger, "claim", claim)
     policy = Policy(3, 4, 0, 1, cache[0] / 100, cache[1] / 100, 0, 1)

@@ -276,9 +276,9 @@ def test_what_a_packed_cache_takes(tiny, tmp_path, monkeypatch):
     requests = [GenerationRequest(prompt_token_ids=[3] * 40, max_tokens=9, ignore_eos=True)] * 1
     model, claimed, honest = tiny("llama"), [], Ledger.claim
 
-    def claim(self, kind, num_bytes):
+    def claim(self, kind, num_bytes, *, ahead=False):
         claimed.append((self.tier, kind, num_bytes))
-        return honest(self, kind, num_bytes)
+        return honest(self, kind, num_bytes, ahead=ahead)
 
     monkeypatch.setattr(Ledger, "claim", claim)
     with Engine.from_pretrained(
