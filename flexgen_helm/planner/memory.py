@@ -281,11 +281,13 @@ class RunMemory:
             windows = max(available[home] / 2, cache.window_bytes)
             available[home] -= windows
             max_windows = int(windows // cache.window_bytes)
-        if available[home] < 0:
-            raise MemoryLimitError(
-                f"the {home} tier has no room for one sequence: its cache in use and its hidden states need "
-                f"{exact_size(math.ceil(-available[home]))} more there: raise {limit_flag(home)} or lower max_tokens"
-            )
+        for tier in TIERS:
+            if available[tier] < 0 and (tier == home or plan.activations[tier] > 0):
+                missing = exact_size(math.ceil(-available[tier]))
+                raise MemoryLimitError(
+                    f"the {tier} tier has no room for one sequence: its cache in use and its hidden states need "
+                    f"{missing} more there: raise {limit_flag(tier)} or lower max_tokens"
+                )
         room = {tier: max(0.0, available[tier]) / share for tier, share in plan.cache.items() if share > 0}
 
         fill_tokens = cache.fill_tokens

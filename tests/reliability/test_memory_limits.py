@@ -122,8 +122,12 @@ def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             return "refused"
     assert all(record["peak_bytes"][tier] <= limit for tier, limit in record["limit_bytes"].items())
     refused = [request for request, result in zip(case.requests, results, strict=True) if result.error is not None]
-    if refused:  # then the disk must not have room for their caches either
-        on_disk = {**case.options, "policy": Policy(1, 1, 0, 0, 0, 0, 0, 1)}
+    if refused:  # then no cache could have been on the disk beside these weights
+        weights = record["achieved_placement"]["weights"]
+        on_disk = {
+            **case.options,
+            "policy": Policy(1, 1, weights["gpu"], min(weights["cpu"], 1 - weights["gpu"]), 0, 0),
+        }
         with (
             pytest.raises(MemoryLimitError, match=" bytes\\) more "),
             Engine.from_pretrained(folder / case.model, **on_disk) as engine,
