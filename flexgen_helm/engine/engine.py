@@ -329,6 +329,7 @@ class Engine:
             self._tiers,
             self._dtype,
             plan.cache,
+            room=plan.cache_room,
             cpu_attention=self._options.cpu_attention and self._tiers.compute_tier == "gpu",
             cache_format=self._cache_format,
             one_layer=plan.schedule == "prefill-only",

@@ -70,6 +70,7 @@ class KVCache:
         dtype: torch.dtype,
         fractions: Mapping[Tier, float],
         *,
+        room: Mapping[Tier, int] | None = None,
         cpu_attention: bool = False,
         cache_format: CacheFormat | None = None,
         one_layer: bool = False,
@@ -79,6 +80,7 @@ class KVCache:
 
         dtype: of keys and values as they are computed.
         fractions: of the cache's bytes on each tier.
+        room: bytes that blocks may take on each tier; None for all that is free.
         cpu_attention: the host attends to plain blocks in its memory although a device computes the rest.
         cache_format: how older tokens are quantized; None: not at all.
         one_layer: a pass takes all batches through a layer before the next one and nobody decodes (prefill-only),
@@ -89,7 +91,7 @@ class KVCache:
         self.codec = make_codec(cache_format, config.num_kv_heads, config.head_dim, dtype)
         self.one_layer, self._names_tiers = one_layer, names_tiers
         self._num_layers, self._num_heads = 1 if one_layer else config.num_layers, config.num_kv_heads
-        self._tiers, self._dtype, self._fractions = tiers, dtype, fractions
+        self._tiers, self._dtype, self._fractions, self._room = tiers, dtype, fractions, room
         self._cpu_attention = cpu_attention and cache_format is None
         self._blocks: dict[CacheBlock, _BlockCache] = {}
         self._held = dict.fromkeys(TIERS, 0)
@@ -336,11 +338,15 @@ class KVCache:
         return tuple(data[index] for data, index in zip(cache.storage.read(layer), indices))
 
     def _choose_tier(self, block: CacheBlock, num_bytes: int) -> Tier:
-        """Return where most is missing, of those tiers that have room: the blocks of a run rarely divide exactly."""
+        """Return where most is missing, of those tiers that have room: the blocks of a run rarely divide exactly.
+
+        If the planned room of none is left for a whole block, the slowest tier with free memory takes it: it has most.
+        """
         total = sum(self._held.values()) + num_bytes
         allowed = [tier for tier in TIERS if self._fractions[tier] > 0]
-        roomy = [tier for tier in allowed if self._tiers.ledgers[tier].free >= num_bytes]
-        tier = most_underfilled(roomy or allowed, self._fractions, self._held, total)
+        free = [tier for tier in allowed if self._tiers.ledgers[tier].free >= num_bytes]
+        planned = [tier for tier in free if self._room is None or self._held[tier] + num_bytes <= self._room[tier]]
+        tier = most_underfilled(planned or free[-1:] or allowed, self._fractions, self._held, total)
         if self._names_tiers:
             block.tier = tier
         return tier

@@ -266,28 +266,17 @@ class RunMemory:
             left = 1.0 - sum(fractions.values())
         return {**fractions, "disk": max(0.0, left)}
 
+    def cache_room(self) -> dict[Tier, int]:
+        """Return the bytes of each tier that cache blocks may take beside everything else; raises as `limits`."""
+        return {tier: int(num_bytes) for tier, num_bytes in self._cache_room[0].items()}
+
     def limits(self) -> SchedulerLimits:
         """Derive what a pass may hold.
 
         Raises `MemoryLimitError` with the missing bytes if the compute device has no room for one sequence.
         """
         plan, policy, cache, hidden = self.plan, self.policy, self.cache, self._hidden_state_bytes
-        home = self.compute_tier
-        available = {tier: self.free[tier] - (hidden[tier] if plan.activations[tier] > 0 else 0) for tier in TIERS}
-        available[home] -= self._staging_bytes
-        max_windows = UNLIMITED
-        if cache.window_bytes and plan.cache[home] < 1:
-            # Residual windows of an offloaded cache stay on the compute tier: half of its room is theirs.
-            windows = max(available[home] / 2, cache.window_bytes)
-            available[home] -= windows
-            max_windows = int(windows // cache.window_bytes)
-        for tier in TIERS:
-            if available[tier] < 0 and (tier == home or plan.activations[tier] > 0):
-                missing = exact_size(math.ceil(-available[tier]))
-                raise MemoryLimitError(
-                    f"the {tier} tier has no room for one sequence: its cache in use and its hidden states need "
-                    f"{missing} more there: raise {limit_flag(tier)} or lower max_tokens"
-                )
+        available, max_windows = self._cache_room
         room = {tier: max(0.0, available[tier]) / share for tier, share in plan.cache.items() if share > 0}
 
         fill_tokens = cache.fill_tokens
@@ -327,6 +316,27 @@ class RunMemory:
             block_sequences=block_sequences,
             is_paced=self.schedule == "diagonal" and self._page_tokens > 0,
         )
+
+    @cached_property
+    def _cache_room(self) -> tuple[dict[Tier, float], int]:
+        """Bytes of each tier for cache blocks, and how many residual windows have room besides."""
+        plan, cache, hidden, home = self.plan, self.cache, self._hidden_state_bytes, self.compute_tier
+        available = {tier: self.free[tier] - (hidden[tier] if plan.activations[tier] > 0 else 0) for tier in TIERS}
+        available[home] -= self._staging_bytes
+        max_windows = UNLIMITED
+        if cache.window_bytes and plan.cache[home] < 1:
+            # Residual windows of an offloaded cache stay on the compute tier: half of its room is theirs.
+            windows = max(available[home] / 2, cache.window_bytes)
+            available[home] -= windows
+            max_windows = int(windows // cache.window_bytes)
+        for tier in TIERS:
+            if available[tier] < 0 and (tier == home or plan.activations[tier] > 0):
+                missing = exact_size(math.ceil(-available[tier]))
+                raise MemoryLimitError(
+                    f"the {tier} tier has no room for one sequence: its cache in use and its hidden states need "
+                    f"{missing} more there: raise {limit_flag(tier)} or lower max_tokens"
+                )
+        return available, max_windows
 
     @property
     def _page_tokens(self) -> int:

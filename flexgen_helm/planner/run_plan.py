@@ -29,6 +29,7 @@ class RunPlan:
     policy: the given or searched policy; None if the rule of thumb decides.
     cache, activations: fractions of the KV cache and of the hidden states by tier.
     limits: what a pass may hold.
+    cache_room: bytes of each tier that cache blocks may take.
     """
 
     policy: Policy | None
@@ -36,6 +37,7 @@ class RunPlan:
     cache: Fractions
     activations: Fractions
     limits: SchedulerLimits
+    cache_room: Mapping[Tier, int]
 
     def comparable_policy(self, weights: Fractions, num_sequences: int, compute_tier: Tier) -> Policy:
         """Return the policy of the run, or the closest one to a run by the rule of thumb, to predict its time.
@@ -144,7 +146,8 @@ class _Run:
         division = RunMemory(
             memory, policy, schedule, self.size, self.free, self.compute_tier, sizes, hidden_bytes, is_searched
         )
-        return RunPlan(policy, schedule, memory.cache, division.activation_fractions(), division.limits())
+        activations, limits = division.activation_fractions(), division.limits()
+        return RunPlan(policy, schedule, memory.cache, activations, limits, division.cache_room())
 
 
 def _placements(memory: MemoryPlan, compute_tier: Tier) -> Iterator[MemoryPlan]:

@@ -93,6 +93,7 @@ def test_a_plan_is_described_in_one_line() -> None:
         SchedulerLimits(
             batch_tokens=4096, batch_sequences=48, max_sequences=384, cache_tokens=10**6, pass_tokens=10**6
         ),
+        {"gpu": 0, "cpu": 4 << 30, "disk": 6 << 30},
     )
     weights = {"gpu": 0.2, "cpu": 0.18, "disk": 0.62}
     assert plan.describe(weights, 5000, "gpu") == (
