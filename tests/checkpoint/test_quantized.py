@@ -24,7 +24,7 @@ from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.cli import main
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.units import size
-from tests.helpers.quantized_sets import FORMATS
+from tests.helpers.quantized_sets import FORMATS, fp8_by_block
 
 transformers = pytest.importorskip("transformers")
 OUT, IN = 64, 96
@@ -133,6 +133,14 @@ def test_scales_of_stacked_experts(tmp_path: Path, shape: tuple[int, ...]) -> No
     if shape == (3, 2, 3):
         grid = scale.repeat_interleave(4, 1).repeat_interleave(4, 2)
     assert torch.equal(read_whole(tensor), codes.float() * grid)
+
+
+def test_blocks_that_are_cut_off_are_not_taken_for_equal_ones(tmp_path: Path) -> None:
+    """24 rows in blocks of 16 have as many scales as two blocks of 12."""
+    parts, values = fp8_by_block(np.random.default_rng(9), 24, 40, block=16)
+    config = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    tensor = read_tensors(tmp_path / "w.safetensors", {f"a.{name}": part for name, part in parts.items()}, config)
+    assert torch.equal(read_whole(tensor["a.weight"]), values)
 
 
 # ---- whole models ----

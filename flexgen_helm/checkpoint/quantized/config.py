@@ -21,7 +21,7 @@ class Quantization:
 
     method: a key of `METHODS`.
     dtype: safetensors' name of the 16-bit type for weights whose scales are not of a 16-bit type.
-    block: rows and columns that share a scale where shapes do not say it; None if they always do.
+    block: rows and columns that share a scale, the last ones cut off; None if shapes say it.
     zero_offset: what is added to a stored zero point.
     """
 

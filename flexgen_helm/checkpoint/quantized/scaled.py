@@ -68,7 +68,7 @@ class ScaledTensor(LogicalTensor):
         zero_point: StoredTensor | None = None,
         factor: float = 1.0,
     ) -> None:
-        """block: rows and columns that share a scale, if shapes do not say it.
+        """block: rows and columns that share a scale, where the scales' shape fits; None to divide evenly.
 
         global_scale: divides the scales.
         zero_point: of the scales' shape; None if all are zero.
@@ -107,14 +107,13 @@ class ScaledTensor(LogicalTensor):
     def _block_sizes(self, block: tuple[int, int] | None) -> tuple[int, int]:
         """Return the rows and columns that share a scale."""
         sizes = self.shape[-2:]
+        # The last block of a row or column may be cut off, so the shapes alone can mislead: 24 rows in 2 blocks of 16.
+        if block is not None and self._grid[-2:] == (-(-sizes[0] // block[0]), -(-sizes[1] // block[1])):
+            return block
         divided = [-(-size // count) if count else 0 for size, count in zip(sizes, self._grid[-2:], strict=True)]
         exact = all(size == count * step for size, count, step in zip(sizes, self._grid[-2:], divided, strict=True))
         if exact:
             return divided[0], divided[1]
-        # The last block of a row or column may be cut off, so its size must be given.
-        for rows, columns in [] if block is None else [block]:
-            if self._grid[-2:] == (-(-sizes[0] // rows), -(-sizes[1] // columns)):
-                return rows, columns
         raise self._wrong_grid(self._grid)
 
     def _wrong_grid(self, shape: tuple[int, ...]) -> CheckpointError:
