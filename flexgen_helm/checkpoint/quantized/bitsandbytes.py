@@ -74,9 +74,12 @@ class TableTensor(LogicalTensor):
 
     def tiles(self, rows: Iterable[range]) -> Iterator[torch.Tensor]:
         codes, table, absmax = self.parts[0], read_all(self.parts[2]), self._scales()
+        pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)  # the two values of each byte
         for start, count in row_tiles(rows, self.width):
             begin, end = start * self.width, (start + count) * self.width
             first = begin // 2
             packed = torch.frombuffer(codes.read(first, -(-end // 2) - first), dtype=torch.uint8)
-            nibbles = torch.stack([packed >> 4, packed & 0xF], dim=-1).view(-1)[begin - 2 * first :][: end - begin]
-            yield table[nibbles.long()] * absmax[torch.arange(begin, end) // self._block]
+            values = pairs.index_select(0, packed.int()).view(-1)[begin - 2 * first :][: end - begin]
+            blocks = slice(begin // self._block, -(-end // self._block))
+            scales = absmax[blocks].repeat_interleave(self._block)[begin % self._block :][: end - begin]
+            yield values.mul_(scales)

@@ -7,7 +7,7 @@ Words hold their integers from the lowest bit on; of 3 bits, an integer may begi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -24,17 +24,59 @@ from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
 
 _FLOATS = ("F32", "F16", "BF16")
-# AWQ, gemm layout: column j of each eight is in this place of the word.
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+# AWQ, gemm layout: where column j of each eight begins in the word.
+_AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
-def unpack(words: torch.Tensor, positions: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the integers at these positions of the bit streams along the first dimension: [positions, ...], int32."""
+def spread(words: torch.Tensor, shifts: Sequence[int], bits: int, dim: int) -> torch.Tensor:
+    """Return the integers of words along `dim` that begin at the bits `shifts` of each: int32."""
+    by_word = torch.tensor(shifts, dtype=torch.int32).view(-1, *[1] * (words.ndim - 1 - dim))
+    return ((words.unsqueeze(dim + 1) >> by_word) & ((1 << bits) - 1)).flatten(dim, dim + 1)
+
+
+def unpack(words: torch.Tensor, start: int, count: int, bits: int) -> torch.Tensor:
+    """Return `count` integers from number `start` on of the bit streams along the first dimension: int32."""
+    if 32 % bits == 0:
+        per_word = 32 // bits
+        first, skipped = start // per_word, start % per_word
+        needed = words[first : -(-(start + count) // per_word)]
+        return spread(needed, range(0, 32, bits), bits, 0)[skipped : skipped + count]
+    begin = torch.arange(start, start + count) * bits
     wide = words.to(torch.int64) & 0xFFFFFFFF
-    begin = positions * bits
     word, shift = begin // 32, (begin % 32).view(-1, *[1] * (words.ndim - 1))
     following = wide[(word + 1).clamp(max=len(wide) - 1)]
     return (((wide[word] | following << 32) >> shift) & ((1 << bits) - 1)).to(torch.int32)
+
+
+def scale_groups(
+    codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, dim: int, group: torch.Tensor | None
+) -> torch.Tensor:
+    """Return (code - zero) * scale in float32, where the inputs along `dim` share zeros and scales by group.
+
+    group: of each input; None for runs of equal lengths.
+    """
+    num_groups, inputs = scales.shape[dim], codes.shape[dim]
+    if group is None and inputs % num_groups == 0:
+        parts = codes.unflatten(dim, (num_groups, inputs // num_groups))
+        values = (parts - zeros.unsqueeze(dim + 1)).float() * scales.unsqueeze(dim + 1)
+        return values.flatten(dim, dim + 1)
+    if group is None:
+        group = torch.arange(inputs) // -(-inputs // num_groups)
+    return (codes - zeros.index_select(dim, group)).float() * scales.index_select(dim, group)
+
+
+def read_groups(g_idx: StoredTensor | None, num_groups: int) -> torch.Tensor | None:
+    """Return the group of each input; None for runs of equal lengths.
+
+    Raises `CheckpointError` if a group does not exist.
+    """
+    if g_idx is None:
+        return None
+    group = read_all(g_idx).long()
+    if len(group) and not 0 <= int(group.min()) <= int(group.max()) < num_groups:
+        raise CheckpointError(f"{g_idx.title} names groups outside 0 to {num_groups - 1}")
+    in_order = torch.arange(len(group)) // -(-len(group) // num_groups)
+    return None if torch.equal(group, in_order) else group
 
 
 def _num_groups(scales: StoredTensor, inputs: int) -> int:
@@ -82,23 +124,17 @@ class GptqTensor(LogicalTensor):
         if g_idx is not None:
             require_type(g_idx, "I32", "I64")
             require_shape(g_idx, inputs)
-        self._group_size = -(-inputs // groups)
-        self._zero_offset = zero_offset
+        self._zero_offset, self._g_idx = zero_offset, g_idx
 
     def tiles(self, rows: Iterable[range]) -> Iterator[torch.Tensor]:
-        qweight, qzeros, scales, *g_idx = self.parts
-        words, zero_words, scale = read_all(qweight), read_all(qzeros).t(), read_all(scales).float()
-        inputs = torch.arange(self.shape[1])
-        group = read_all(g_idx[0]).long() if g_idx else inputs // self._group_size
-        if len(group) and not 0 <= int(group.min()) <= int(group.max()) < len(scale):
-            raise CheckpointError(f"{g_idx[0].title} names groups outside 0 to {len(scale) - 1}")
+        words, zero_words, scales = (read_all(part) for part in self.parts[:3])
+        group = read_groups(self._g_idx, len(scales))
         for start, count in row_tiles(rows, self.width):
             outputs = slice(start, start + count)
-            codes = unpack(words[:, outputs], inputs, self._bits)
-            zeros = unpack(zero_words, torch.arange(start, start + count), self._bits).t()
+            codes = unpack(words[:, outputs], 0, self.width, self._bits)
+            zeros = unpack(zero_words.t(), start, count, self._bits).t()
             zeros = (zeros + self._zero_offset) & ((1 << self._bits) - 1)
-            values = (codes - zeros[group]).float() * scale[group, outputs]
-            yield values.t().reshape(-1)
+            yield scale_groups(codes, zeros, scales[:, outputs].float(), 0, group).t().reshape(-1)
 
 
 class AwqTensor(LogicalTensor):
@@ -118,19 +154,19 @@ class AwqTensor(LogicalTensor):
         groups = _num_groups(scales, inputs)
         require_shape(scales, groups, outputs)
         require_shape(qzeros, groups, outputs // 8)
-        self._group_size = -(-inputs // groups)
 
     def tiles(self, rows: Iterable[range]) -> Iterator[torch.Tensor]:
-        words, zero_words, scale = (read_all(stored) for stored in self.parts)
-        group = torch.arange(self.shape[1]) // self._group_size
-        places = torch.tensor(_AWQ_PLACES)
+        words, zero_words, scales = (read_all(part) for part in self.parts)
         for start, count in row_tiles(rows, self.width):
-            output = torch.arange(start, start + count)
-            shift = places[output % 8] * 4
-            codes = (words[:, output // 8] >> shift) & 0xF
-            zeros = (zero_words[:, output // 8] >> shift) & 0xF
-            values = (codes - zeros[group]).float() * scale.float()[group, start : start + count]
-            yield values.t().reshape(-1)
+            codes, zeros = (self._columns(packed, start, count) for packed in (words, zero_words))
+            yield scale_groups(codes, zeros, scales[:, start : start + count].float(), 0, None).t().reshape(-1)
+
+    @staticmethod
+    def _columns(words: torch.Tensor, start: int, count: int) -> torch.Tensor:
+        """Return `count` columns of integers from `start` on: [rows, count], int32."""
+        first, skipped = start // 8, start % 8
+        needed = words[:, first : -(-(start + count) // 8)]
+        return spread(needed, _AWQ_SHIFTS, 4, 1)[:, skipped : skipped + count]
 
 
 class PackedTensor(LogicalTensor):
@@ -172,20 +208,17 @@ class PackedTensor(LogicalTensor):
         if g_idx is not None:
             require_type(g_idx, "I32", "I64")
             require_shape(g_idx, inputs)
-        self._zero_point, self._g_idx, self._group_size = zero_point, g_idx, -(-inputs // max(1, groups))
+        self._zero_point, self._g_idx = zero_point, g_idx
 
     def tiles(self, rows: Iterable[range]) -> Iterator[torch.Tensor]:
-        packed, scale_tensor, *_ = self.parts
-        scale, inputs = read_all(scale_tensor).float().expand(self.shape[0], -1), torch.arange(self.shape[1])
-        zero_points = self._zero_points()
-        group = inputs // self._group_size if self._g_idx is None else read_all(self._g_idx).long()
-        if len(group) and not 0 <= int(group.min()) <= int(group.max()) < scale.shape[1]:
-            raise CheckpointError(f"{self.title}: groups of inputs outside 0 to {scale.shape[1] - 1}")
+        packed = self.parts[0]
+        scales, zero_points = read_all(self.parts[1]).float().expand(self.shape[0], -1), self._zero_points()
+        group = read_groups(self._g_idx, scales.shape[1])
         for start, count in row_tiles(rows, self.width):
             words = read_rows(packed, start, count, packed.shape[1])
-            codes = unpack(words.t(), inputs, self._bits).t()
-            codes -= zero_points[start : start + count, group]
-            yield (codes.float() * scale[start : start + count, group]).reshape(-1)
+            codes = spread(words, range(0, 32, self._bits), self._bits, 1)[:, : self.width]
+            outputs = slice(start, start + count)
+            yield scale_groups(codes, zero_points[outputs], scales[outputs], 1, group).reshape(-1)
 
     def _zero_points(self) -> torch.Tensor:
         """Return the zero points with the codes' offset: [out, groups], int32."""
@@ -193,8 +226,4 @@ class PackedTensor(LogicalTensor):
         if self._zero_point is None:
             return torch.full((self.shape[0], groups), offset, dtype=torch.int32)
         stored = read_all(self._zero_point)
-        return (
-            stored.int() + offset
-            if stored.dtype == torch.int8
-            else unpack(stored, torch.arange(self.shape[0]), self._bits)
-        )
+        return stored.int() + offset if stored.dtype == torch.int8 else unpack(stored, 0, self.shape[0], self._bits)

@@ -25,7 +25,9 @@ from flexgen_helm.errors import CheckpointError
 _SCALE_TYPES = ("F32", "F16", "BF16", "F8_E4M3", "F8_E8M0", "U8")
 # OCP Microscaling Formats 1.0, E2M1: sign, two bits of exponent, one of mantissa.
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-FP4_VALUES = torch.cat([_E2M1, -_E2M1])
+_FP4_VALUES = torch.cat([_E2M1, -_E2M1])
+# The two values of each byte, the lower four bits first.
+_FP4_PAIRS = torch.stack([_FP4_VALUES.repeat(16), _FP4_VALUES.repeat_interleave(16)], dim=1)
 
 
 def exponents_to_scales(exponents: torch.Tensor) -> torch.Tensor:
@@ -44,8 +46,8 @@ def read_scale(stored: StoredTensor) -> torch.Tensor:
 
 def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
     """Return the values of bytes that hold two each, the lower four bits first: [rows, 2 * columns], float32."""
-    codes = packed.view(torch.uint8)
-    return FP4_VALUES[torch.stack([codes & 0xF, codes >> 4], dim=-1).long()].flatten(-2)
+    pairs = _FP4_PAIRS.index_select(0, packed.view(torch.uint8).flatten().int())
+    return pairs.view(*packed.shape[:-1], -1)
 
 
 class ScaledTensor(LogicalTensor):
