@@ -78,7 +78,7 @@ class StateDictReader:
         for conversion in conversions:
             self._conversions |= dict.fromkeys(self._converted_keys(conversion, state), conversion)
         self._stored_key = self._resolve_tied(state)
-        self._refuse_unused(unused)
+        self._refuse_unused({key: tensors[name] for key, name in unused.items()})
         self.shapes = {key: tuple(state[key].shape) for key in state if key in self._stored_key}
         self._by_expert: dict[str, bool] = {}
 
@@ -220,19 +220,24 @@ class StateDictReader:
                 raise CheckpointError(f"{self._path} lacks the tensor {key}, which its {self._described_by} asks for")
         return stored
 
-    def _refuse_unused(self, unused: Mapping[str, str]) -> None:
-        """Raise `CheckpointError` if a module has a stored tensor that it does not use, such as a bias."""
+    def _refuse_unused(self, unused: Mapping[str, LogicalTensor]) -> None:
+        """Raise `CheckpointError` if a module has a stored tensor that it does not use, such as a bias.
+
+        Biases of zeros are none: some tools write them for every quantized weight.
+        """
         modules, buffers = dict(self._model.named_modules()), dict(self._model.named_buffers())
         ignored = _any_of(self._model._keys_to_ignore_on_load_unexpected)
-        for key, name in unused.items():
+        for key, tensor in unused.items():
             owner = modules.get(key.rpartition(".")[0])
             if owner is None or key in buffers or (ignored is not None and ignored.search(key)):
                 continue
-            if any(True for _ in owner.parameters(recurse=False)):
-                raise CheckpointError(
-                    f"{self._path} has the tensor {name}, for which {type(owner).__name__} has no use: its "
-                    f"{self._described_by} does not describe these weights"
-                )
+            if not any(True for _ in owner.parameters(recurse=False)):
+                continue
+            if key.endswith(".bias") and not any(tile.any() for tile in tensor.tiles([range(tensor.num_rows)])):
+                continue
+            raise CheckpointError(
+                f"{tensor.title} has no use in {type(owner).__name__}; its {self._described_by} describes other weights"
+            )
 
 
 class _OneExpert:

@@ -320,6 +320,14 @@ def test_truncation_is_refused_when_opening_and_when_reading(plain: Path, tmp_pa
         SafetensorsCheckpoint(tmp_path / "model")
 
 
+def test_scales_of_activations_are_refused(plain: Path, tmp_path: Path) -> None:
+    """AWQ writes them for architectures whose scales cannot be folded into a neighbour; without them results differ."""
+    quantize(plain, tmp_path / "model", "awq")
+    edit_weights(tmp_path / "model", lambda tensors: tensors.update({"model.layers.0.mlp.act.scales": torch.ones(96)}))
+    with pytest.raises(CheckpointError, match=r"mlp\.act\.scales has no model\.layers\.0\.mlp\.act\.qweight"):
+        SafetensorsCheckpoint(tmp_path / "model")
+
+
 @pytest.mark.parametrize("state", [b"{", b"[]", b'{"shape": [-1, 2], "blocksize": 64, "dtype": "float16"}', b"{}"])
 def test_a_damaged_state_of_bitsandbytes_is_refused(plain: Path, tmp_path: Path, state: bytes) -> None:
     quantize(plain, tmp_path / "model", "bnb-nf4")

@@ -135,6 +135,7 @@ def test_tensors_of_modules_that_the_model_has_not_are_left_alone(llama: Any, tm
         "model.layers.2.mlp.up_proj.weight": torch.ones(3),
         "vision_tower.patch.weight": torch.ones(3),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3),
+        UP.replace("weight", "bias"): torch.zeros(48),
     }
     assert_equal_to(open_reader(empty, write(tmp_path, {**tensors, **more})), model)
 
@@ -154,7 +155,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         (_change(UP, lambda t: t.to(torch.int8)), f"tensor {UP} has the type I8"),
         (
             lambda t: t.update({UP.replace("weight", "bias"): torch.ones(48)}),
-            "up_proj.bias, for which Linear has no use",
+            "up_proj.bias has no use in Linear",
         ),
         (lambda t: t.update({UP.removeprefix("model."): torch.ones(48, 32)}), "are both"),
     ],

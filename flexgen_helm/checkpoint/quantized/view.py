@@ -105,8 +105,16 @@ def _fp8(group: _Set) -> LogicalTensor | None:
     return ScaledTensor(codes.name, codes, scale, quantization.dtype, fp4=fp4, block=quantization.block)
 
 
+def _packed_stem(group: _Set) -> str | None:
+    """Return x of x.qweight, or None. Raises `CheckpointError` for scales without weights: AWQ's of activations."""
+    owner = group.stem(".scales")
+    if owner is not None and group.optional(f"{owner}.qweight") is None:
+        raise CheckpointError(f"{group.first.title} has no {owner}.qweight; scales of activations cannot be used")
+    return group.stem(".qweight")
+
+
 def _gptq(group: _Set) -> LogicalTensor | None:
-    stem = group.stem(".qweight")
+    stem = _packed_stem(group)
     if stem is None:
         return None
     qzeros, scales, g_idx = group.part(f"{stem}.qzeros"), group.part(f"{stem}.scales"), group.optional(f"{stem}.g_idx")
@@ -117,7 +125,7 @@ def _gptq(group: _Set) -> LogicalTensor | None:
 
 
 def _awq(group: _Set) -> LogicalTensor | None:
-    stem = group.stem(".qweight")
+    stem = _packed_stem(group)
     if stem is None:
         return None
     qzeros, scales = group.part(f"{stem}.qzeros"), group.part(f"{stem}.scales")
