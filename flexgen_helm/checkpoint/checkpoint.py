@@ -29,7 +29,8 @@ class Checkpoint(ABC):
     No file stays open, and reads from several threads do not disturb each other.
 
     config: sizes and features of the model.
-    storage_dtype: float16 or bfloat16, the checkpoint's own 16-bit type; float16 for float32 and GGUF weights.
+    storage_dtype: float16 or bfloat16, the checkpoint's own 16-bit type; float16 for float32 and GGUF weights. Weights
+        that another tool quantized have the type of their scales.
     as_float16: the checkpoint's own type is bfloat16, and `read_as_float16` has changed `storage_dtype`.
     tokenizer_path: a folder with tokenizer files, or the .gguf file that contains a tokenizer, or None.
     origin: for records; a repository with its commit ('org/repo@0123…'), or the name of a folder or file. Filled by

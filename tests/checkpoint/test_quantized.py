@@ -145,6 +145,13 @@ def test_blocks_that_are_cut_off_are_not_taken_for_equal_ones(tmp_path: Path) ->
 
 # ---- whole models ----
 
+# One of each layout; all values of all formats are compared above.
+QUICK = (
+    "gptq-act-order", "awq", "int4-packed-zero-points", "int8", "fp8-by-cut-block", "nvfp4", "bnb-int8",
+    "bnb-nf4-nested",
+)  # fmt: skip
+MODELS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+
 
 def save_llama(folder: Path) -> None:
     torch.manual_seed(3)
@@ -185,7 +192,7 @@ def quantize(plain: Path, folder: Path, fmt: str) -> dict[str, torch.Tensor]:
     return values
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", MODELS)
 def test_a_quantized_model_reads_as_its_values_rounded_once(plain: Path, tmp_path: Path, fmt: str) -> None:
     values = quantize(plain, tmp_path / "quantized", fmt)
     quantized = open_checkpoint(tmp_path / "quantized")
@@ -247,10 +254,7 @@ def parts_of(fmt: str) -> list[str]:
     return [part for part in FORMATS[fmt][1](np.random.default_rng(0), 32, 64)[0] if part not in optional]
 
 
-@pytest.mark.parametrize(
-    "fmt",
-    ["gptq-3-bits", "awq", "int4-packed", "int8", "nvfp4", "fp8-by-block", "bnb-int8", "bnb-nf4-nested"],
-)
+@pytest.mark.parametrize("fmt", MODELS)
 def test_each_missing_part_is_named(plain: Path, tmp_path: Path, fmt: str) -> None:
     quantize(plain, tmp_path / "model", fmt)
     SafetensorsCheckpoint(tmp_path / "model")
@@ -261,7 +265,7 @@ def test_each_missing_part_is_named(plain: Path, tmp_path: Path, fmt: str) -> No
             SafetensorsCheckpoint(folder)
 
 
-@pytest.mark.parametrize("fmt", [name for name in FORMATS if name != "bnb-nf4"])
+@pytest.mark.parametrize("fmt", MODELS)
 def test_each_part_of_another_shape_or_type_is_refused(plain: Path, tmp_path: Path, fmt: str) -> None:
     quantize(plain, tmp_path / "model", fmt)
     for part in parts_of(fmt):
@@ -359,6 +363,8 @@ def test_a_tensor_that_is_plain_and_quantized_is_refused(plain: Path, tmp_path: 
         ("fp8", "must be an object"),
         ({"quant_method": "awq", "version": "gemv"}, "awq weights have version 'gemv'"),
         ({"quant_method": "awq", "bits": 8}, "bits 8"),
+        ({"quant_method": "awq", "backend": "llm-awq"}, "layout of llm-awq"),
+        ({"quant_method": "gptq", "is_marlin_format": True}, "is_marlin_format True"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "format 'marlin'"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "damaged"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "damaged"),

@@ -93,6 +93,7 @@ def _block(sizes: Any) -> tuple[int, int]:
 def _gptq_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     fmt = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     _require("format", fmt, ("gptq", "gptq_v2"), "gptq")
+    _require("is_marlin_format", bool(settings.get("is_marlin_format")), (False,), "gptq")
     # The first version of the format stores zero points less one.
     return {"zero_offset": 1 if fmt == "gptq" else 0}
 
@@ -100,6 +101,8 @@ def _gptq_options(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _awq_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     fmt = str(settings.get("version") or settings.get("format") or "gemm").lower()
     _require("version", fmt, ("gemm",), "awq")
+    if settings.get("backend") == "llm-awq":
+        raise _UnsupportedError("awq weights are in the layout of llm-awq")
     _require("bits", settings.get("bits", settings.get("w_bit", 4)), (4,), "awq")
     _require("zero_point", settings.get("zero_point", True), (True,), "awq")
     return {}
