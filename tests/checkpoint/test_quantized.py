@@ -332,6 +332,17 @@ def test_scales_of_activations_are_refused(plain: Path, tmp_path: Path) -> None:
         SafetensorsCheckpoint(tmp_path / "model")
 
 
+@pytest.mark.parametrize("fmt", ["awq", "nvfp4", "fp8-by-block", "bnb-int8"])
+def test_a_part_of_unknown_meaning_is_refused(plain: Path, tmp_path: Path, fmt: str) -> None:
+    quantize(plain, tmp_path / "model", fmt)
+    more = {f"{LAYER}.bias": torch.ones(64), f"{LAYER}.input_scale": torch.ones(1), "model.extra_scale": torch.ones(1)}
+    edit_weights(tmp_path / "model", lambda tensors: tensors.update(more))
+    SafetensorsCheckpoint(tmp_path / "model")
+    edit_weights(tmp_path / "model", lambda tensors: tensors.update({f"{LAYER}.pre_quant_scale": torch.ones(96)}))
+    with pytest.raises(CheckpointError, match=f"{LAYER}.pre_quant_scale belongs to a quantized weight"):
+        SafetensorsCheckpoint(tmp_path / "model")
+
+
 @pytest.mark.parametrize("state", [b"{", b"[]", b'{"shape": [-1, 2], "blocksize": 64, "dtype": "float16"}', b"{}"])
 def test_a_damaged_state_of_bitsandbytes_is_refused(plain: Path, tmp_path: Path, state: bytes) -> None:
     quantize(plain, tmp_path / "model", "bnb-nf4")

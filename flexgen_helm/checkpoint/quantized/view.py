@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ _UNUSED = (
     ".input_zero_point",
     ".k_scale",
     ".output_scale",
+    ".qscale_act",
     ".q_scale",
     ".v_scale",
     ".weight_format",
@@ -68,13 +69,23 @@ def logical_tensors(
         tensor for first in stored.values() if (tensor := read_set(_Set(first, stored, quantization))) is not None
     ]
     parts = {part.name for tensor in quantized for part in tensor.parts}
-    tensors: dict[str, LogicalTensor] = {}
     plain = [PlainTensor(t) for name, t in stored.items() if name not in parts and not name.endswith(_UNUSED)]
+    _refuse_unknown_parts(plain, quantized)
+    tensors: dict[str, LogicalTensor] = {}
     for tensor in (*plain, *quantized):
         if tensor.name in tensors:
             raise CheckpointError(f"{path} has {tensor.name} twice: plain, and quantized in {tensor.title}")
         tensors[tensor.name] = tensor
     return tensors
+
+
+def _refuse_unknown_parts(plain: Iterable[LogicalTensor], quantized: Iterable[LogicalTensor]) -> None:
+    """Raise `CheckpointError` if a quantized layer has more than its bias besides: it could change the values."""
+    weights = {tensor.name for tensor in quantized if tensor.name.endswith(".weight")}
+    for tensor in plain:
+        layer, _, leaf = tensor.name.rpartition(".")
+        if f"{layer}.weight" in weights and leaf not in ("bias", "weight"):
+            raise CheckpointError(f"{tensor.title} belongs to a quantized weight, but its meaning is not known")
 
 
 def _mxfp4(group: _Set) -> LogicalTensor | None:
