@@ -31,13 +31,20 @@ def _scales(rng: np.random.Generator, *shape: int, dtype: torch.dtype = torch.fl
 
 
 def gptq(
-    rng: np.random.Generator, out: int, into: int, bits: int = 4, version: int = 1, act_order: bool = False
+    rng: np.random.Generator,
+    out: int,
+    into: int,
+    bits: int = 4,
+    version: int = 1,
+    act_order: bool = False,
+    size: int = 32,
 ) -> Set:
-    groups = into // 32
+    """size: inputs of a group; the last group may have fewer."""
+    groups = -(-into // size)
     codes = rng.integers(0, 1 << bits, (into, out))
     zeros = rng.integers(version == 1, 1 << bits, (groups, out))  # version 1 has no room for zero points of 0
     scales = _scales(rng, groups, out)
-    group = rng.permutation(np.arange(into) // 32) if act_order else np.arange(into) // 32
+    group = rng.permutation(np.arange(into) // size) if act_order else np.arange(into) // size
     values = torch.empty(out, into)
     for i in range(into):
         difference = torch.from_numpy(codes[i] - zeros[group[i]]).float()
@@ -51,13 +58,13 @@ def gptq(
     return stored, values
 
 
-def gptq_without_index(rng: np.random.Generator, out: int, into: int) -> Set:
-    stored, values = gptq(rng, out, into)
+def gptq_without_index(rng: np.random.Generator, out: int, into: int, size: int = 32) -> Set:
+    stored, values = gptq(rng, out, into, size=size)
     return {name: tensor for name, tensor in stored.items() if name != "g_idx"}, values
 
 
-def awq(rng: np.random.Generator, out: int, into: int) -> Set:
-    groups, order = into // 32, (0, 2, 4, 6, 1, 3, 5, 7)
+def awq(rng: np.random.Generator, out: int, into: int, size: int = 32) -> Set:
+    groups, order = -(-into // size), (0, 2, 4, 6, 1, 3, 5, 7)
     codes, zeros = rng.integers(0, 16, (into, out)), rng.integers(0, 16, (groups, out))
     scales = _scales(rng, groups, out)
 
@@ -70,18 +77,24 @@ def awq(rng: np.random.Generator, out: int, into: int) -> Set:
 
     values = torch.empty(out, into)
     for i in range(into):
-        values[:, i] = torch.from_numpy(codes[i] - zeros[i // 32]).float() * scales[i // 32].float()
+        values[:, i] = torch.from_numpy(codes[i] - zeros[i // size]).float() * scales[i // size].float()
     return {"qweight": pack(codes), "qzeros": pack(zeros), "scales": scales}, values
 
 
 def packed(
-    rng: np.random.Generator, out: int, into: int, bits: int = 4, symmetric: bool = True, act_order: bool = False
+    rng: np.random.Generator,
+    out: int,
+    into: int,
+    bits: int = 4,
+    symmetric: bool = True,
+    act_order: bool = False,
+    size: int = 32,
 ) -> Set:
-    half, groups = 1 << (bits - 1), into // 32
+    half, groups = 1 << (bits - 1), -(-into // size)
     codes = rng.integers(-half, half, (out, into))
     zeros = np.zeros((out, groups), dtype=np.int64) if symmetric else rng.integers(-half, half, (out, groups))
     scales = _scales(rng, out, groups, dtype=torch.bfloat16)
-    group = rng.permutation(np.arange(into) // 32) if act_order else np.arange(into) // 32
+    group = rng.permutation(np.arange(into) // size) if act_order else np.arange(into) // size
     values = torch.empty(out, into)
     for i in range(into):
         values[:, i] = torch.from_numpy(codes[:, i] - zeros[:, group[i]]).float() * scales[:, group[i]].float()
@@ -101,6 +114,16 @@ def int8_by_channel(rng: np.random.Generator, out: int, into: int) -> Set:
     codes = torch.from_numpy(rng.integers(-128, 128, (out, into))).to(torch.int8)
     scales = _scales(rng, out, 1, dtype=torch.bfloat16)
     return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()
+
+
+def int8_by_group(rng: np.random.Generator, out: int, into: int, size: int) -> Set:
+    """The last group may have fewer inputs."""
+    codes = torch.from_numpy(rng.integers(-128, 128, (out, into))).to(torch.int8)
+    scales = _scales(rng, out, -(-into // size), dtype=torch.bfloat16)
+    values = torch.empty(out, into)
+    for j in range(into):
+        values[:, j] = codes[:, j].float() * scales[:, j // size].float()
+    return {"weight": codes, "weight_scale": scales}, values
 
 
 def int8_with_zero_points(rng: np.random.Generator, out: int, into: int) -> Set:
@@ -220,6 +243,10 @@ def _gptq_config(bits: int = 4, **others: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": 32, **others}
 
 
+def _awq_config(group_size: int) -> dict[str, Any]:
+    return {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm", "zero_point": True}
+
+
 def _compressed_config(fmt: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights}
     return {"quant_method": "compressed-tensors", "format": fmt, "config_groups": {"group_0": group}}
@@ -234,8 +261,18 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.random.Generator, int, int
     "gptq-version-2": (_gptq_config(checkpoint_format="gptq_v2"), lambda *a: gptq(*a, version=2)),
     "gptq-act-order": (_gptq_config(desc_act=True), lambda *a: gptq(*a, act_order=True)),
     "gptq-without-index": (_gptq_config(), gptq_without_index),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq),
+    "gptq-cut-group": (_gptq_config(group_size=64), lambda *a: gptq_without_index(*a, size=64)),
+    "awq": (_awq_config(32), awq),
+    "awq-cut-group": (_awq_config(64), lambda *a: awq(*a, size=64)),
     "int4-packed": (_compressed_config("pack-quantized", num_bits=4), packed),
+    "int4-packed-cut-group": (
+        _compressed_config("pack-quantized", num_bits=4, group_size=40),
+        lambda *a: packed(*a, size=40),
+    ),
+    "int4-packed-by-row": (
+        _compressed_config("pack-quantized", num_bits=4, group_size=None, strategy="channel"),
+        lambda *a: packed(*a, size=a[2]),
+    ),
     "int8-packed": (_compressed_config("pack-quantized", num_bits=8), lambda *a: packed(*a, bits=8)),
     "int4-packed-zero-points": (
         _compressed_config("pack-quantized", num_bits=4),
@@ -246,6 +283,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[np.random.Generator, int, int
         lambda *a: packed(*a, symmetric=False, act_order=True),
     ),
     "int8": (_compressed_config("int-quantized", num_bits=8), int8_by_channel),
+    "int8-cut-group": (
+        _compressed_config("int-quantized", num_bits=8, group_size=56),
+        lambda *a: int8_by_group(*a, size=56),
+    ),
     "int8-zero-points": (_compressed_config("int-quantized", num_bits=8), int8_with_zero_points),
     "fp8-compressed": (_compressed_config("float-quantized", num_bits=8), fp8_by_channel),
     "nvfp4": (_compressed_config("nvfp4-pack-quantized", num_bits=4), nvfp4),

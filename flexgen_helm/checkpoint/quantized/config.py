@@ -5,7 +5,7 @@ The stored tensors decide which modules are quantized: what `modules_to_not_conv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ class Quantization:
     dtype: safetensors' name of the 16-bit type for weights whose scales are not of a 16-bit type.
     block: rows and columns that share a scale, the last ones cut off; None if shapes say it.
     zero_offset: what is added to a stored zero point.
+    group_sizes: numbers of inputs that share a scale, the last ones cut off.
     """
 
     method: str
     dtype: str
     block: tuple[int, int] | None = None
     zero_offset: int = 0
+    group_sizes: tuple[int, ...] = ()
 
 
 def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | None:
@@ -95,7 +97,13 @@ def _gptq_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     _require("format", fmt, ("gptq", "gptq_v2"), "gptq")
     _require("is_marlin_format", bool(settings.get("is_marlin_format")), (False,), "gptq")
     # The first version of the format stores zero points less one.
-    return {"zero_offset": 1 if fmt == "gptq" else 0}
+    return {"zero_offset": 1 if fmt == "gptq" else 0, "group_sizes": _group_sizes([settings])}
+
+
+def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Return the sizes that are given; -1 and nothing mean one group of all inputs, which shapes say too."""
+    sizes = (int(group.get("group_size") or -1) for group in groups)
+    return tuple(size for size in sizes if size > 0)
 
 
 def _awq_options(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +113,7 @@ def _awq_options(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise _UnsupportedError("awq weights are in the layout of llm-awq")
     _require("bits", settings.get("bits", settings.get("w_bit", 4)), (4,), "awq")
     _require("zero_point", settings.get("zero_point", True), (True,), "awq")
-    return {}
+    return {"group_sizes": _group_sizes([settings])}
 
 
 _COMPRESSED_FORMATS = (
@@ -128,9 +136,9 @@ def _compressed_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     _require("sparsity", sparsity, ("dense",), "compressed-tensors")
     if (settings.get("transform_config") or {}).get("config_groups"):
         raise _UnsupportedError("compressed-tensors weights are rotated (transform_config)")
-    blocks = [(group.get("weights") or {}).get("block_structure") for group in groups]
-    block = next((_block(block) for block in blocks if block), None)
-    return {"block": block}
+    weights = [group.get("weights") or {} for group in groups]
+    blocks = (settings["block_structure"] for settings in weights if settings.get("block_structure"))
+    return {"block": next(map(_block, blocks), None), "group_sizes": _group_sizes(weights)}
 
 
 # Method -> reader of what `Quantization` needs of its settings.

@@ -49,41 +49,46 @@ def unpack(words: torch.Tensor, start: int, count: int, bits: int) -> torch.Tens
 
 
 def scale_groups(
-    codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, dim: int, group: torch.Tensor | None
+    codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, dim: int, group: torch.Tensor
 ) -> torch.Tensor:
     """Return (code - zero) * scale in float32, where the inputs along `dim` share zeros and scales by group.
 
-    group: of each input; None for runs of equal lengths.
+    group: of each input.
     """
     num_groups, inputs = scales.shape[dim], codes.shape[dim]
-    if group is None and inputs % num_groups == 0:
-        parts = codes.unflatten(dim, (num_groups, inputs // num_groups))
+    size = inputs // num_groups
+    if size * num_groups == inputs and torch.equal(group, torch.arange(inputs) // size):
+        parts = codes.unflatten(dim, (num_groups, size))
         values = (parts - zeros.unsqueeze(dim + 1)).float() * scales.unsqueeze(dim + 1)
         return values.flatten(dim, dim + 1)
-    if group is None:
-        group = torch.arange(inputs) // -(-inputs // num_groups)
     return (codes - zeros.index_select(dim, group)).float() * scales.index_select(dim, group)
 
 
-def read_groups(g_idx: StoredTensor | None, num_groups: int) -> torch.Tensor | None:
-    """Return the group of each input; None for runs of equal lengths.
+def read_groups(g_idx: StoredTensor | None, inputs: int, num_groups: int, group_size: int) -> torch.Tensor:
+    """Return the group of each input: as stored, or else runs of `group_size`.
 
     Raises `CheckpointError` if a group does not exist.
     """
     if g_idx is None:
-        return None
+        return torch.arange(inputs) // group_size
     group = read_all(g_idx).long()
     if len(group) and not 0 <= int(group.min()) <= int(group.max()) < num_groups:
         raise CheckpointError(f"{g_idx.title} names groups outside 0 to {num_groups - 1}")
-    in_order = torch.arange(len(group)) // -(-len(group) // num_groups)
-    return None if torch.equal(group, in_order) else group
+    return group
 
 
-def _num_groups(scales: StoredTensor, inputs: int) -> int:
-    groups = scales.shape[0]
-    if groups < 1 or groups > inputs:
-        raise CheckpointError(f"{scales.title} has {groups} groups for {inputs} inputs")
-    return groups
+def find_group_size(scales: StoredTensor, inputs: int, num_groups: int, known: Sequence[int]) -> int:
+    """Return how many inputs share a scale: of the `known` sizes the first that fits, else equal parts.
+
+    The last group may be cut off, so the number of groups alone can mislead: 96 inputs in 2 groups of 64.
+    Raises `CheckpointError` if none fits.
+    """
+    for size in known:
+        if -(-inputs // size) == num_groups:
+            return size
+    if num_groups < 1 or inputs % num_groups:
+        raise CheckpointError(f"{scales.title} has {num_groups} groups for {inputs} inputs")
+    return inputs // num_groups
 
 
 class GptqTensor(LogicalTensor):
@@ -101,6 +106,7 @@ class GptqTensor(LogicalTensor):
         g_idx: StoredTensor | None,
         dtype: str,
         zero_offset: int,
+        group_sizes: Sequence[int],
     ) -> None:
         for stored in (qweight, qzeros):
             require_type(stored, "I32")
@@ -118,7 +124,8 @@ class GptqTensor(LogicalTensor):
         super().__init__(
             name, (outputs, inputs), half_type(scales, dtype), (qweight, qzeros, scales, *([g_idx] if g_idx else []))
         )
-        groups = _num_groups(scales, inputs)
+        groups = scales.shape[0]
+        self._group_size = find_group_size(scales, inputs, groups, group_sizes)
         require_shape(qweight, inputs * bits // 32, outputs)
         require_shape(qzeros, groups, outputs * bits // 32)
         if g_idx is not None:
@@ -128,7 +135,7 @@ class GptqTensor(LogicalTensor):
 
     def tiles(self, rows: Iterable[range]) -> Iterator[torch.Tensor]:
         words, zero_words, scales = (read_all(part) for part in self.parts[:3])
-        group = read_groups(self._g_idx, len(scales))
+        group = read_groups(self._g_idx, self.width, len(scales), self._group_size)
         for start, count in row_tiles(rows, self.width):
             outputs = slice(start, start + count)
             codes = unpack(words[:, outputs], 0, self.width, self._bits)
@@ -141,7 +148,13 @@ class AwqTensor(LogicalTensor):
     """AWQ, gemm layout: qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out], 4 bits."""
 
     def __init__(
-        self, name: str, qweight: StoredTensor, qzeros: StoredTensor, scales: StoredTensor, dtype: str
+        self,
+        name: str,
+        qweight: StoredTensor,
+        qzeros: StoredTensor,
+        scales: StoredTensor,
+        dtype: str,
+        group_sizes: Sequence[int],
     ) -> None:
         for stored in (qweight, qzeros):
             require_type(stored, "I32")
@@ -151,15 +164,17 @@ class AwqTensor(LogicalTensor):
                 raise CheckpointError(f"{stored.title} has the shape {list(stored.shape)}; expected is a matrix")
         inputs, outputs = qweight.shape[0], qweight.shape[1] * 8
         super().__init__(name, (outputs, inputs), half_type(scales, dtype), (qweight, qzeros, scales))
-        groups = _num_groups(scales, inputs)
+        groups = scales.shape[0]
+        self._group_size = find_group_size(scales, inputs, groups, group_sizes)
         require_shape(scales, groups, outputs)
         require_shape(qzeros, groups, outputs // 8)
 
     def tiles(self, rows: Iterable[range]) -> Iterator[torch.Tensor]:
         words, zero_words, scales = (read_all(part) for part in self.parts)
+        group = read_groups(None, self.width, len(scales), self._group_size)
         for start, count in row_tiles(rows, self.width):
             codes, zeros = (self._columns(packed, start, count) for packed in (words, zero_words))
-            yield scale_groups(codes, zeros, scales[:, start : start + count].float(), 0, None).t().reshape(-1)
+            yield scale_groups(codes, zeros, scales[:, start : start + count].float(), 0, group).t().reshape(-1)
 
     @staticmethod
     def _columns(words: torch.Tensor, start: int, count: int) -> torch.Tensor:
@@ -186,6 +201,7 @@ class PackedTensor(LogicalTensor):
         zero_point: StoredTensor | None,
         g_idx: StoredTensor | None,
         dtype: str,
+        group_sizes: Sequence[int],
     ) -> None:
         require_type(packed, "I32")
         require_type(scale, *_FLOATS)
@@ -201,6 +217,7 @@ class PackedTensor(LogicalTensor):
                 f"{outputs} x {inputs}"
             )
         self._bits, groups = fitting[0], scale.shape[1]
+        self._group_size = find_group_size(scale, inputs, groups, group_sizes)
         if zero_point is not None:  # early files have them unpacked
             require_type(zero_point, "I32", "I8")
             packed_rows = -(-outputs * self._bits // 32)
@@ -213,7 +230,7 @@ class PackedTensor(LogicalTensor):
     def tiles(self, rows: Iterable[range]) -> Iterator[torch.Tensor]:
         packed = self.parts[0]
         scales, zero_points = read_all(self.parts[1]).float().expand(self.shape[0], -1), self._zero_points()
-        group = read_groups(self._g_idx, scales.shape[1])
+        group = read_groups(self._g_idx, self.width, scales.shape[1], self._group_size)
         for start, count in row_tiles(rows, self.width):
             words = read_rows(packed, start, count, packed.shape[1])
             codes = spread(words, range(0, 32, self._bits), self._bits, 1)[:, : self.width]

@@ -131,7 +131,14 @@ def _gptq(group: _Set) -> LogicalTensor | None:
     qzeros, scales, g_idx = group.part(f"{stem}.qzeros"), group.part(f"{stem}.scales"), group.optional(f"{stem}.g_idx")
     quantization = group.quantization
     return GptqTensor(
-        f"{stem}.weight", group.first, qzeros, scales, g_idx, quantization.dtype, quantization.zero_offset
+        f"{stem}.weight",
+        group.first,
+        qzeros,
+        scales,
+        g_idx,
+        quantization.dtype,
+        quantization.zero_offset,
+        quantization.group_sizes,
     )
 
 
@@ -140,7 +147,9 @@ def _awq(group: _Set) -> LogicalTensor | None:
     if stem is None:
         return None
     qzeros, scales = group.part(f"{stem}.qzeros"), group.part(f"{stem}.scales")
-    return AwqTensor(f"{stem}.weight", group.first, qzeros, scales, group.quantization.dtype)
+    return AwqTensor(
+        f"{stem}.weight", group.first, qzeros, scales, group.quantization.dtype, group.quantization.group_sizes
+    )
 
 
 def _compressed(group: _Set) -> LogicalTensor | None:
@@ -155,7 +164,7 @@ def _compressed(group: _Set) -> LogicalTensor | None:
         return ScaledTensor(name, first, scale, dtype, fp4=True, global_scale=global_scale)
     shape = group.part(f"{stem}.weight_shape")
     zero_point, g_idx = group.optional(f"{stem}.weight_zero_point"), group.optional(f"{stem}.weight_g_idx")
-    return PackedTensor(name, first, scale, shape, zero_point, g_idx, dtype)
+    return PackedTensor(name, first, scale, shape, zero_point, g_idx, dtype, group.quantization.group_sizes)
 
 
 def _compressed_bytes(group: _Set) -> LogicalTensor | None:
@@ -163,7 +172,8 @@ def _compressed_bytes(group: _Set) -> LogicalTensor | None:
     if codes.dtype not in (*_FP8, "I8") or not codes.name.endswith("weight"):
         return None
     scale, zero_point = group.part(f"{codes.name}_scale"), group.optional(f"{codes.name}_zero_point")
-    return ScaledTensor(codes.name, codes, scale, quantization.dtype, block=quantization.block, zero_point=zero_point)
+    block = quantization.block or next(((1, size) for size in quantization.group_sizes), None)
+    return ScaledTensor(codes.name, codes, scale, quantization.dtype, block=block, zero_point=zero_point)
 
 
 def _bitsandbytes(group: _Set) -> LogicalTensor | None:
