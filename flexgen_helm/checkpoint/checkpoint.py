@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Generic
 
 import torch
 
-from flexgen_helm.checkpoint.stored_tensors import MatchedTensor
+from flexgen_helm.checkpoint.stored_tensors import MatchedTensor, TensorT
 from flexgen_helm.errors import CheckpointError, Float16Error
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 
@@ -28,7 +29,8 @@ class Checkpoint(ABC):
     No file stays open, and reads from several threads do not disturb each other.
 
     config: sizes and features of the model.
-    storage_dtype: float16 or bfloat16, the checkpoint's own 16-bit type; float16 for float32 and quantized weights.
+    storage_dtype: float16 or bfloat16, the checkpoint's own 16-bit type; float16 for float32 and GGUF weights. Weights
+        that another tool quantized have the type of their scales.
     as_float16: the checkpoint's own type is bfloat16, and `read_as_float16` has changed `storage_dtype`.
     tokenizer_path: a folder with tokenizer files, or the .gguf file that contains a tokenizer, or None.
     origin: for records; a repository with its commit ('org/repo@0123…'), or the name of a folder or file. Filled by
@@ -121,10 +123,10 @@ class Checkpoint(ABC):
             raise kind(f"{self._title(name)} contains {largest:g}, too large for {dtype}")
 
 
-class FileCheckpoint(Checkpoint):
+class FileCheckpoint(Checkpoint, Generic[TensorT]):
     """Weights in files, whose constructor calls `_use` with the model's tensors."""
 
-    def _use(self, tensors: Mapping[str, MatchedTensor]) -> None:
+    def _use(self, tensors: Mapping[str, MatchedTensor[TensorT]]) -> None:
         self._tensors = tensors
         # The 16-bit type of most elements; float16 if there is none.
         elements: Counter[str] = Counter()
@@ -138,7 +140,7 @@ class FileCheckpoint(Checkpoint):
 
 def row_tiles(parts: Iterable[range], width: int) -> Iterator[tuple[int, int]]:
     """Yield (first row, number of rows) of each read of about a tile; width: elements per row."""
-    step = max(1, TILE_ELEMENTS // width)
+    step = max(1, TILE_ELEMENTS // max(1, width))
     for rows in parts:
         for start in range(rows.start, rows.stop, step):
             yield start, min(step, rows.stop - start)

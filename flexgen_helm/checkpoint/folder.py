@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.architectures.base import Architecture
@@ -51,7 +52,7 @@ def read_config(folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]
     """Return the architecture, the model config, and the content of `config.json` of a model folder.
 
     Raises `UnsupportedArchitectureError` by name, `CheckpointError` for a configuration that is missing,
-    incomplete, or of weights that are quantized already.
+    incomplete, or of weights that are quantized in a way that cannot be read.
     """
     path = folder / CONFIG
     content = read_json(path)
@@ -61,9 +62,7 @@ def read_config(folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]
         if "auto_map" not in content:
             raise
         raise UnsupportedArchitectureError(f"{error}; the code that {path} names (auto_map) is never run") from None
-    if method := content.get("quantization_config"):
-        method = method.get("quant_method", "unnamed") if isinstance(method, dict) else method
-        raise CheckpointError(f"{path}: these weights are quantized already ({method}); use the original checkpoint")
+    read_quantization(content, path)  # refuses formats that cannot be read
     return architecture, model_config_from(architecture.read_config, content, path), content
 
 

@@ -25,7 +25,7 @@ _ELEMENT_TYPES = {"F32": np.float32, "F16": np.float16}
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight")
 
 
-class GgufCheckpoint(FileCheckpoint):
+class GgufCheckpoint(FileCheckpoint[StoredTensor]):
     """Opening reads the header (a tenth of a second, most of it the vocabulary) and checks every tensor's extent."""
 
     def __init__(self, path: Path) -> None:

@@ -74,6 +74,8 @@ def fetch_snapshot(repo: str, revision: str | None) -> Path:
             if pickle_names(resolved.files):
                 raise only_pickled_weights(repo, repo.replace("/", "--"))
             raise CheckpointError(f"{repo} has no safetensors weights")
+        if resolved.files is not None:
+            read_config(_download(resolved, _SMALL_FILES))  # refuses what cannot be read before the weights come
         folder = _download(resolved, _SAFETENSORS)
     _require_complete(folder, str(resolved))
     check_blobs(deciding_files(folder, weight_files(folder)))

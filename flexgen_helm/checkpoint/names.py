@@ -13,7 +13,8 @@ from typing import Any, Literal
 import yaml
 
 from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL, CatalogEntry, HalfType
-from flexgen_helm.checkpoint.folder import read_config
+from flexgen_helm.checkpoint.folder import CONFIG, read_config, read_json
+from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.quant.precisions import PRECISIONS
@@ -175,6 +176,16 @@ def read_model_config(model: str | os.PathLike[str] | ResolvedModel) -> tuple[Mo
     _, config, content = read_config(resolved.path.parent if resolved.path.is_file() else resolved.path)
     dtype = content.get("dtype") or content.get("torch_dtype")
     return config, "bfloat16" if dtype == "bfloat16" else "float16"
+
+
+def quantized_by(model: str | os.PathLike[str]) -> str | None:
+    """Return the method by which the weights of a local folder are quantized; None for all other models."""
+    resolved = resolve(model)
+    if resolved.path is None or resolved.kind != "folder":
+        return None
+    path = (resolved.path.parent if resolved.path.is_file() else resolved.path) / CONFIG
+    quantization = read_quantization(read_json(path), path)
+    return None if quantization is None else quantization.method
 
 
 def _resolve_known(name: str, precision: str, revision: str | None) -> ResolvedModel | None:

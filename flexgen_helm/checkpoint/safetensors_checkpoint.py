@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from flexgen_helm.checkpoint.checkpoint import FileCheckpoint, row_tiles
+from flexgen_helm.checkpoint.checkpoint import FileCheckpoint
 from flexgen_helm.checkpoint.fingerprint import SourceFile, check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
@@ -22,13 +21,14 @@ from flexgen_helm.checkpoint.folder import (
     weight_files,
 )
 from flexgen_helm.checkpoint.manifest import TensorVerifier, is_conversion
+from flexgen_helm.checkpoint.quantized.config import read_quantization
+from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor
+from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
 from flexgen_helm.errors import CheckpointError
 
-_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
-
-class SafetensorsCheckpoint(FileCheckpoint):
+class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
     """Opening checks every shard's header against the file's length and finds every tensor of the model."""
 
     def __init__(self, path: Path, fingerprint: str | None = None) -> None:
@@ -37,17 +37,23 @@ class SafetensorsCheckpoint(FileCheckpoint):
         fingerprint: of a hub snapshot, whose commit is its identity; None to compute it from the files on request.
         """
         self._folder = folder = path.parent if path.is_file() else path
-        architecture, self.config, _ = read_config(folder)
+        architecture, self.config, content = read_config(folder)
         self._files = [path] if path.is_file() else weight_files(folder)
         self._snapshot_fingerprint = fingerprint
         self.tokenizer_path = tokenizer_folder(folder)
-        stored = {name: tensor for file in self._files for name, tensor in _read_header(file).items()}
-        self._use(match_tensors(self.config, architecture.tensors, stored, path, CONFIG, architecture.prefixes))
-        used = [tensor.stored for tensor in self._tensors.values()]
-        for tensor in used:
-            if tensor.dtype not in _DTYPES:
-                raise CheckpointError(f"{tensor.title} has the type {tensor.dtype}; supported are {', '.join(_DTYPES)}")
-        self._verifier = TensorVerifier(folder, used) if is_conversion(folder) else None
+        stored = {name: tensor for file in self._files for name, tensor in read_header(file).items()}
+        tensors = logical_tensors(stored, read_quantization(content, folder / CONFIG), path)
+        self._use(match_tensors(self.config, architecture.tensors, tensors, path, CONFIG, architecture.prefixes))
+        for tensor in (matched.stored for matched in self._tensors.values()):
+            if tensor.dtype not in FLOAT_TYPES:
+                supported = ", ".join(FLOAT_TYPES)
+                raise CheckpointError(f"{tensor.title} has the type {tensor.dtype}; supported are {supported}")
+        self._verifier = TensorVerifier(folder, self._used_parts()) if is_conversion(folder) else None
+
+    def _used_parts(self) -> Iterator[StoredTensor]:
+        """Yield the stored tensors of all tensors of the model, some more than once."""
+        for matched in self._tensors.values():
+            yield from matched.stored.parts
 
     @cached_property
     def fingerprint(self) -> str:
@@ -61,24 +67,20 @@ class SafetensorsCheckpoint(FileCheckpoint):
     def verify(self) -> None:
         check_blobs(deciding_files(self._folder, self._files), hash_again=True)
         if self._verifier is not None:
-            used = (tensor.stored for tensor in self._tensors.values())
-            self._verifier = TensorVerifier(self._folder, used, believe_memory=False)
+            self._verifier = TensorVerifier(self._folder, self._used_parts(), believe_memory=False)
         super().verify()
 
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
         tensor = self._tensors[name]
         stored = tensor.stored
         if self._verifier is not None:
-            self._verifier.check(stored)
-        dtype, width = _DTYPES[stored.dtype], prod(stored.shape[1:])
-        row_bytes = width * dtype.itemsize
+            for part in stored.parts:
+                self._verifier.check(part)
         # Columns cannot be read alone: read all rows and drop the columns of other tensors.
-        rows = [range(stored.shape[0])] if tensor.transposed else tensor.rows
-        for start, count in row_tiles(rows, width):
-            tile = torch.frombuffer(stored.read(start * row_bytes, count * row_bytes), dtype=dtype)
+        for tile in stored.tiles([range(stored.num_rows)] if tensor.transposed else tensor.rows):
             if tensor.transposed:
                 (columns,) = tensor.rows
-                tile = tile.view(count, width)[:, columns.start : columns.stop].reshape(-1)
+                tile = tile.view(-1, stored.width)[:, columns.start : columns.stop].reshape(-1)
             yield tile
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -87,7 +89,8 @@ class SafetensorsCheckpoint(FileCheckpoint):
         return lambda tensor: tensor.view(tensor.shape[::-1]).t().contiguous()
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return name -> tensor of a safetensors file; raises `CheckpointError` if it is truncated or corrupt."""
     file = SourceFile.open(path)
     try:
         # The library's parser judges the header: lengths, overlaps, the end of the data.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.errors import CheckpointError
@@ -38,11 +39,25 @@ class StoredTensor:
         return self.file.read(self.offset + offset, size, f"tensor {self.name}")
 
 
+class NamedTensor(Protocol):
+    """What matching needs of a tensor: `StoredTensor`, or several of them that are one (`LogicalTensor`)."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def title(self) -> str: ...
+
+
+TensorT = TypeVar("TensorT", bound=NamedTensor)
+
+
 @dataclass(frozen=True)
-class MatchedTensor:
+class MatchedTensor(Generic[TensorT]):
     """A tensor of the model: these rows of a stored tensor. transposed: they are columns in the file."""
 
-    stored: StoredTensor
+    stored: TensorT
     rows: list[range]
     source: TensorSource
     transposed: bool
@@ -51,11 +66,11 @@ class MatchedTensor:
 def match_tensors(
     config: ModelConfig,
     sources: Mapping[str, TensorSource],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, TensorT],
     path: Path,
     described_by: str,
     prefixes: Sequence[str] = ("",),
-) -> dict[str, MatchedTensor]:
+) -> dict[str, MatchedTensor[TensorT]]:
     """Return canonical name -> stored tensor, with shapes checked.
 
     described_by: where `path` gives the sizes, for messages.
@@ -66,7 +81,7 @@ def match_tensors(
     if config.num_layers > len(stored):  # a damaged number can be billions
         raise CheckpointError(f"{path} contains {len(stored)} tensors, too few for {config.num_layers} layers")
     shapes = tensor_shapes(config)
-    matched: dict[str, MatchedTensor] = {}
+    matched: dict[str, MatchedTensor[TensorT]] = {}
     for canonical, shape in shapes.items():
         source = find_source(sources, canonical)
         names = [prefix + source.name for prefix in prefixes]

@@ -248,9 +248,12 @@ def _run_command(model: str, engine: EngineOptions, made: Plan) -> list[str] | N
 
 
 def _print_plan(made: Plan, model: str, command: list[str] | None) -> None:
+    from flexgen_helm.checkpoint.names import quantized_by
     from flexgen_helm.planner.affine import fraction_vector
+    from flexgen_helm.planner.fit import weight_bytes
     from flexgen_helm.planner.predict import placed_fractions
     from flexgen_helm.planner.problem import MEASURED
+    from flexgen_helm.quant.precisions import PRECISIONS
 
     problem, policy, prediction = made.problem, made.solution.policy, made.solution.prediction
     workload, console = problem.workload, output()
@@ -259,6 +262,11 @@ def _print_plan(made: Plan, model: str, command: list[str] | None) -> None:
         f"{model} ({problem.precision.name}) on {problem.hardware.name}: {number} of {workload.prompt:,.0f} tokens, "
         f"{count(round(workload.output), 'generated token')} each"
     )
+    if method := quantized_by(model):
+        half_size = size(weight_bytes(problem.config, PRECISIONS["fp16"]))
+        console.print(
+            f"The weights are stored as {method} and read as 16 bits, {half_size} in all: the plan counts these."
+        )
     together = count(made.block_sequences, "sequence")
     if prediction.feasible:
         speed = f"{_rate(prediction.tokens_per_s)} generated tokens/s, {_rate(made.sequences_per_h)} sequences/h"

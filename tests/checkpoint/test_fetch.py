@@ -29,7 +29,7 @@ from flexgen_helm.checkpoint.folder import CONFIG
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.cli import fetch as fetch_command
-from flexgen_helm.errors import CheckpointError
+from flexgen_helm.errors import CheckpointError, UsageError
 from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import tensor_shapes
@@ -433,10 +433,29 @@ def test_revision_is_resolved_to_a_commit_once(hub: Path, monkeypatch: pytest.Mo
     events: list[Event] = []
     with observed_by(events.append):
         assert fetch("org/repo", revision="main") == snapshot.resolve()
-    assert [options["revision"] for options in asked] == [COMMIT]
+    assert {options["revision"] for options in asked} == {COMMIT}
     assert isinstance(events[0], Stage) and events[0].name == "fetch" and COMMIT[:12] in events[0].detail
-    patterns = asked[0]["allow_patterns"]
+    patterns = [pattern for options in asked for pattern in options["allow_patterns"]]
     assert not any(pattern.endswith((".bin", ".pt", ".py", ".pth")) for pattern in patterns)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "eetq"}}, "eetq cannot be read"),
+        ({"architectures": ["NoSuchModel"]}, "NoSuchModel"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_weights_are_downloaded(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    config = cache_snapshot(hub) / CONFIG
+    config.unlink()
+    config.write_text(json.dumps({**SIZES, **changes}))
+    asked = announce(monkeypatch, [CONFIG, "model-0.safetensors", "model-1.safetensors"])
+    with pytest.raises(UsageError, match=message):
+        fetch("org/repo", revision="main")
+    assert not any(pattern.endswith(".safetensors") for options in asked for pattern in options["allow_patterns"])
 
 
 @pytest.mark.parametrize(

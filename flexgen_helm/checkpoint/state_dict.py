@@ -1,0 +1,274 @@
+"""Where a checkpoint stores the entries of the state dict of a model of `transformers`, and how they are read.
+
+Published checkpoints name and arrange weights as their makers did. `transformers` describes for each of its models how
+these become its own state dict: names are replaced, and tensors merged, split, or transposed (`conversion_mapping.py`).
+The same descriptions are applied here, to one entry at a time, and to one expert at a time where an entry stacks all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, TORCH_TYPES, LogicalTensor
+from flexgen_helm.errors import CheckpointError
+
+
+@dataclass
+class _Conversion:
+    """How stored tensors become one or several entries.
+
+    key: the first of these entries.
+    converter: of transformers; None if the only stored tensor is the entry.
+    sources: pattern of the converter -> stored tensors in the order of their numbers.
+    """
+
+    key: str
+    converter: WeightConverter | None
+    sources: dict[str, list[LogicalTensor]] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[LogicalTensor]:
+        return [tensor for tensors in self.sources.values() for tensor in tensors]
+
+    @property
+    def title(self) -> str:
+        """File and tensors, for messages."""
+        first, *others = self.tensors
+        return first.title + (f" and {len(others)} more" if others else "")
+
+    def apply(self, values: Mapping[str, list[torch.Tensor]], model: Any, config: Any) -> dict[str, torch.Tensor]:
+        """Return key -> entry from the values of the sources."""
+        if self.converter is None:
+            return {self.key: next(iter(values.values()))[0]}
+        converter: Any = deepcopy(self.converter)
+        for pattern, tensors in values.items():
+            for tensor in tensors:
+                converter.add_tensor(self.key, self.key, pattern, tensor)
+        entries = converter.convert(self.key, model=model, config=config)
+        return {key: value[0] if isinstance(value, list) else value for key, value in entries.items()}
+
+
+class StateDictReader:
+    """The entries of a model's state dict, read from stored tensors.
+
+    shapes: key -> shape of every entry; tied entries have one each.
+    """
+
+    def __init__(self, model: Any, tensors: Mapping[str, LogicalTensor], path: Path, described_by: str) -> None:
+        """model: a `PreTrainedModel`, on the meta device.
+
+        described_by: where `path` gives the sizes, for messages.
+
+        Raises `CheckpointError` if an entry is missing or has another shape, or if a module of the model has a stored
+        tensor that it does not use. Tensors of modules that the model does not have are left alone.
+        """
+        self._model, self._path, self._described_by = model, path, described_by
+        state = model.state_dict()
+        conversions, unused = self._match(tensors, state)
+        self._conversions: dict[str, _Conversion] = {}
+        for conversion in conversions:
+            self._conversions |= dict.fromkeys(self._converted_keys(conversion, state), conversion)
+        self._stored_key = self._resolve_tied(state)
+        self._refuse_unused({key: tensors[name] for key, name in unused.items()})
+        self.shapes = {key: tuple(state[key].shape) for key in state if key in self._stored_key}
+        self._by_expert: dict[str, bool] = {}
+
+    # ---- reading ----
+
+    def tensors(self, key: str) -> list[LogicalTensor]:
+        """Return the stored tensors of an entry."""
+        return self._conversion(key).tensors
+
+    def title(self, key: str) -> str:
+        """File and tensors of an entry, for messages."""
+        return self._conversion(key).title
+
+    def tiles(self, key: str, expert: int | None = None) -> Iterator[torch.Tensor]:
+        """Yield the elements of an entry in order, flat; of its part `expert` if given.
+
+        In tiles where an entry is stored as it is. Otherwise its stored tensors are in memory together, those of one
+        expert where each can be converted alone.
+        """
+        conversion = self._conversion(key)
+        if conversion.converter is None:
+            (stored,) = conversion.tensors
+            rows = range(stored.num_rows) if expert is None else _rows_of(stored, expert)
+            yield from stored.tiles([rows])
+            return
+        yield self._convert(key, conversion, expert).reshape(-1)
+
+    def _conversion(self, key: str) -> _Conversion:
+        return self._conversions[self._stored_key[key]]
+
+    def _convert(self, key: str, conversion: _Conversion, expert: int | None) -> torch.Tensor:
+        stored_key = self._stored_key[key]
+        if expert is None or not self._is_converted_by_expert(key, conversion):
+            values = {
+                pattern: [_read(tensor, range(tensor.num_rows), tensor.shape) for tensor in tensors]
+                for pattern, tensors in conversion.sources.items()
+            }
+            entry = conversion.apply(values, self._model, self._model.config)[stored_key]
+            return entry if expert is None else entry[expert]
+        values = {}
+        for pattern, tensors in conversion.sources.items():
+            stored = tensors[expert] if len(tensors) > 1 else tensors[0]
+            rows = range(stored.num_rows) if len(tensors) > 1 else _rows_of(stored, expert)
+            shape = stored.shape if len(tensors) > 1 else (1, *stored.shape[1:])
+            values[pattern] = [_read(stored, rows, shape)]
+        return conversion.apply(values, _OneExpert(self._model), self._model.config)[stored_key]
+
+    def _is_converted_by_expert(self, key: str, conversion: _Conversion) -> bool:
+        """Whether an expert's sources alone give its part of the entry: no operation then joins experts."""
+        if key not in self._by_expert:
+            self._by_expert[key] = self._try_one_expert(key, conversion)
+        return self._by_expert[key]
+
+    def _try_one_expert(self, key: str, conversion: _Conversion) -> bool:
+        num_experts, *shape = self.shapes[key]
+        values = {}
+        for pattern, tensors in conversion.sources.items():
+            sizes = tensors[0].shape if len(tensors) > 1 else (1, *tensors[0].shape[1:])
+            if num_experts == 1 or num_experts != (len(tensors) if len(tensors) > 1 else tensors[0].shape[0]):
+                return False
+            values[pattern] = [torch.empty(sizes, device="meta")]
+        try:
+            entries = conversion.apply(values, _OneExpert(self._model), self._model.config)
+        except Exception:  # an operation that needs all of them raises whatever its arithmetic leads to
+            return False
+        entry = entries.get(self._stored_key[key])
+        return entry is not None and tuple(entry.shape) == (1, *shape)
+
+    # ---- matching ----
+
+    def _match(
+        self, tensors: Mapping[str, LogicalTensor], state: dict[str, torch.Tensor]
+    ) -> tuple[list[_Conversion], dict[str, str]]:
+        """Return the conversions, and renamed -> stored name of the tensors that are no part of any.
+
+        The order and the rules are those of `transformers.core_model_loading`.
+        """
+        transforms = get_model_conversion_mapping(self._model)
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        prefix = self._model.base_model_prefix
+        conversions: dict[str, _Conversion] = {}
+        unused = {}
+        for name in sorted(tensors, key=dot_natural_key):
+            key, pattern = rename_source_key(name, renamings, converters, prefix, state)
+            if key not in state and name in state:
+                key, pattern = rename_source_key(name, [], [], prefix, state)
+            if key not in state:
+                unused[key] = name
+                continue
+            converter = None if pattern is None else by_pattern[pattern]
+            conversion = conversions.setdefault(key, _Conversion(key, converter))
+            if conversion.converter is not converter or (converter is None and conversion.sources):
+                raise CheckpointError(f"{tensors[name].title} and {conversion.title} are both {key}")
+            self._require_type(tensors[name], state[key].dtype)
+            conversion.sources.setdefault(pattern or name, []).append(tensors[name])
+        return list(conversions.values()), unused
+
+    def _require_type(self, tensor: LogicalTensor, dtype: torch.dtype) -> None:
+        types = FLOAT_TYPES if dtype.is_floating_point else TORCH_TYPES
+        if tensor.dtype not in types:
+            supported = ", ".join(types)
+            raise CheckpointError(f"{tensor.title} has the type {tensor.dtype}; supported are {supported}")
+
+    def _converted_keys(self, conversion: _Conversion, state: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return the entries that a conversion gives, with shapes checked: it is applied to tensors without data."""
+        for tensors in conversion.sources.values():
+            _require_numbered(tensors)
+        values = {
+            pattern: [torch.empty(tensor.shape, device="meta") for tensor in tensors]
+            for pattern, tensors in conversion.sources.items()
+        }
+        try:
+            entries = conversion.apply(values, self._model, self._model.config)
+        except Exception as error:  # whatever shapes that do not fit lead to
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in conversion.tensors[:4])
+            raise CheckpointError(f"{conversion.title} of {shapes} cannot become {conversion.key}: {error}") from error
+        for key, entry in entries.items():
+            if key in state and entry.shape != state[key].shape:
+                raise CheckpointError(
+                    f"{conversion.title} has the shape {list(entry.shape)} as {key}, but its {self._described_by} asks "
+                    f"for {list(state[key].shape)}"
+                )
+        return [key for key in entries if key in state]
+
+    def _resolve_tied(self, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Return key -> key under which it is stored: itself, or an entry that it is tied to."""
+        tied = self._model.all_tied_weights_keys  # target -> source
+        may_lack = _any_of(self._model._keys_to_ignore_on_load_missing)
+        stored = {}
+        for key in state:
+            source = tied.get(key, key)
+            group = [key, source, *(target for target, other in tied.items() if other == source)]
+            name = next((name for name in group if name in self._conversions), None)
+            if name is not None:
+                stored[key] = name
+            elif may_lack is None or not may_lack.search(key):
+                raise CheckpointError(f"{self._path} lacks the tensor {key}, which its {self._described_by} asks for")
+        return stored
+
+    def _refuse_unused(self, unused: Mapping[str, LogicalTensor]) -> None:
+        """Raise `CheckpointError` if a module has a stored tensor that it does not use, such as a bias.
+
+        Biases of zeros are none: some tools write them for every quantized weight.
+        """
+        modules, buffers = dict(self._model.named_modules()), dict(self._model.named_buffers())
+        ignored = _any_of(self._model._keys_to_ignore_on_load_unexpected)
+        for key, tensor in unused.items():
+            owner = modules.get(key.rpartition(".")[0])
+            if owner is None or key in buffers or (ignored is not None and ignored.search(key)):
+                continue
+            if not any(True for _ in owner.parameters(recurse=False)):
+                continue
+            if key.endswith(".bias") and not any(tile.any() for tile in tensor.tiles([range(tensor.num_rows)])):
+                continue
+            raise CheckpointError(
+                f"{tensor.title} has no use in {type(owner).__name__}; its {self._described_by} describes other weights"
+            )
+
+
+class _OneExpert:
+    """What operations ask of a model, for entries that stack experts: shapes, as if there were one expert."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def get_parameter(self, key: str) -> torch.Tensor:
+        return torch.empty((1, *self._model.get_parameter(key).shape[1:]), device="meta")
+
+
+def _read(tensor: LogicalTensor, rows: range, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.cat(list(tensor.tiles([rows]))).view(shape)
+
+
+def _rows_of(tensor: LogicalTensor, expert: int) -> range:
+    """Return the rows of one part of the first dimension."""
+    per_expert = tensor.num_rows // tensor.shape[0]
+    return range(expert * per_expert, (expert + 1) * per_expert)
+
+
+def _require_numbered(tensors: list[LogicalTensor]) -> None:
+    """Raise `CheckpointError` if the tensors of a list, such as the experts of a layer, are not numbered from 0 on."""
+    if len(tensors) < 2:
+        return
+    numbers = [[int(digits) for digits in re.findall(r"\d+", tensor.name)] for tensor in tensors]
+    varying = [column for column in zip(*numbers, strict=True) if len(set(column)) > 1]
+    if varying != [tuple(range(len(tensors)))]:
+        raise CheckpointError(f"{tensors[0].title} and {len(tensors) - 1} more are not numbered from 0 on; some lack")
+
+
+def _any_of(patterns: Any) -> re.Pattern[str] | None:
+    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None

@@ -1,0 +1,412 @@
+"""Every value of every quantized format equals a slow formula or transformers' own code; faults are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from flexgen_helm.checkpoint.convert import convert
+from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.quantized.config import METHODS, read_quantization
+from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
+from flexgen_helm.checkpoint.quantized.view import logical_tensors
+from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint, read_header
+from flexgen_helm.cli import main
+from flexgen_helm.errors import CheckpointError
+from flexgen_helm.units import size
+from tests.helpers.quantized_sets import FORMATS, fp8_by_block
+
+transformers = pytest.importorskip("transformers")
+OUT, IN = 64, 96
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+
+
+def read_tensors(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, LogicalTensor]:
+    save_file(tensors, path)
+    quantization = read_quantization({"quantization_config": config, "dtype": "bfloat16"}, Path("config.json"))
+    return logical_tensors(read_header(path), quantization, path)
+
+
+def read_whole(tensor: LogicalTensor) -> torch.Tensor:
+    return torch.cat(list(tensor.tiles([range(tensor.num_rows)]))).view(tensor.shape)
+
+
+# ---- values ----
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def weight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LogicalTensor, Any]:
+    config, write = FORMATS[request.param]
+    parts, values = write(np.random.default_rng(7), OUT, IN)
+    stored = {f"a.{name}": tensor for name, tensor in parts.items()}
+    stored["b.weight"] = torch.ones(3, 5, dtype=torch.bfloat16)
+    tensors = read_tensors(tmp_path_factory.mktemp("set") / "w.safetensors", stored, config)
+    assert set(tensors) == {"a.weight", "b.weight"}, "one tensor a set, and what the config excludes is plain"
+    assert torch.equal(read_whole(tensors["b.weight"]), stored["b.weight"])
+    return tensors["a.weight"], values
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_any_rows_in_any_tiles_have_the_values_of_the_format(
+    weight: tuple[LogicalTensor, torch.Tensor], data: st.DataObject
+) -> None:
+    tensor, values = weight
+    assert tensor.shape == values.shape
+    start = data.draw(st.integers(0, OUT - 1))
+    stop = data.draw(st.integers(start + 1, OUT))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flexgen_helm.checkpoint.checkpoint.TILE_ELEMENTS", data.draw(st.integers(1, 3000)))
+        tiles = list(tensor.tiles([range(start, stop), range(0, 1)]))
+    expected = torch.cat([values[start:stop], values[:1]])
+    assert torch.equal(torch.cat(tiles).view(-1, IN), expected)
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.uint8])
+def test_fp8_equals_transformers(tmp_path: Path, scales: torch.dtype) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    generator = torch.Generator().manual_seed(1)
+    codes = (torch.randn(256, 384, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 3, generator=generator) / 100
+    if scales == torch.uint8:
+        scale = torch.randint(100, 126, (2, 3), generator=generator, dtype=torch.uint8)
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    tensor = read_tensors(tmp_path / "w.safetensors", {"a.weight": codes, "a.weight_scale_inv": scale}, config)
+    expected = Fp8Dequantize(None)._dequantize_one(codes, scale, torch.bfloat16)
+    assert torch.equal(read_whole(tensor["a.weight"]).to(torch.bfloat16), expected)
+
+
+def test_fp4_experts_beside_fp8_equal_transformers(tmp_path: Path) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(-128, 128, (24, 48), generator=generator, dtype=torch.int8)
+    scale = torch.randint(100, 126, (24, 3), generator=generator, dtype=torch.uint8)
+    stored = {"a.weight": codes, "a.scale": scale}
+    tensor = read_tensors(tmp_path / "w.safetensors", stored, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    expected = Fp8Dequantize(None)._dequantize_one(codes, scale, torch.bfloat16)
+    assert torch.equal(read_whole(tensor["a.weight"]).to(torch.bfloat16), expected)
+
+
+def test_mxfp4_of_experts_equals_transformers_without_rounding(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.randint(0, 256, (3, 10, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(0, 250, (3, 10, 2), generator=generator, dtype=torch.uint8)
+    stored = {"experts.gate_up_proj_blocks": blocks, "experts.gate_up_proj_scales": scales}
+    tensor = read_tensors(tmp_path / "w.safetensors", stored, {"quant_method": "mxfp4"})["experts.gate_up_proj"]
+    values = read_whole(tensor)
+    assert tensor.shape == (3, 64, 10)
+    assert torch.equal(values.to(torch.bfloat16).float(), values), "bfloat16 has all values"
+    assert torch.equal(values.to(torch.bfloat16), convert_moe_packed_tensors(blocks, scales))
+    rows = [range(70, 130), range(5, 6)]
+    assert torch.equal(
+        torch.cat(list(tensor.tiles(rows))), torch.cat([values.view(-1, 10)[r.start : r.stop] for r in rows]).view(-1)
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 1), (3,), (3, 8, 1), (3, 1, 12), (3, 2, 3), (1,), ()])
+def test_scales_of_stacked_experts(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """One for all; one for each expert, row, or column of each; or a grid for each."""
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randn(3, 8, 12, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(shape, generator=generator)
+    stored = {"experts.gate_up_proj": codes, "experts.gate_up_proj_scale": scale}
+    tensor = read_tensors(tmp_path / "w.safetensors", stored, {"quant_method": "fbgemm_fp8"})["experts.gate_up_proj"]
+    grid = scale.view(3, 1, 1) if shape == (3,) else scale
+    if shape == (3, 2, 3):
+        grid = scale.repeat_interleave(4, 1).repeat_interleave(4, 2)
+    assert torch.equal(read_whole(tensor), codes.float() * grid)
+
+
+def test_blocks_that_are_cut_off_are_not_taken_for_equal_ones(tmp_path: Path) -> None:
+    """24 rows in blocks of 16 have as many scales as two blocks of 12."""
+    parts, values = fp8_by_block(np.random.default_rng(9), 24, 40, block=16)
+    config = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    tensor = read_tensors(tmp_path / "w.safetensors", {f"a.{name}": part for name, part in parts.items()}, config)
+    assert torch.equal(read_whole(tensor["a.weight"]), values)
+
+
+# ---- whole models ----
+
+# One of each layout; all values of all formats are compared above.
+QUICK = (
+    "gptq-act-order", "awq", "int4-packed-zero-points", "int8", "fp8-by-cut-block", "nvfp4", "bnb-int8",
+    "bnb-nf4-nested",
+)  # fmt: skip
+MODELS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+
+
+def save_llama(folder: Path) -> None:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=64, num_hidden_layers=2, intermediate_size=96, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=20, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain") / "llama"
+    save_llama(folder)
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def quantize(plain: Path, folder: Path, fmt: str) -> dict[str, torch.Tensor]:
+    """Write a quantized copy of a folder; returns the plain tensors with the values of the quantized ones."""
+    shutil.copytree(plain, folder)
+    config, write = FORMATS[fmt]
+    rng = np.random.default_rng(11)
+    values = load_file(folder / "model.safetensors")
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in values.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor
+            continue
+        parts, values[name] = write(rng, *tensor.shape)
+        stored |= {f"{name.removesuffix('weight')}{ending}": part for ending, part in parts.items()}
+    save_file(stored, folder / "model.safetensors")
+    edit_config(folder, quantization_config=config)
+    return values
+
+
+@pytest.mark.parametrize("fmt", MODELS)
+def test_a_quantized_model_reads_as_its_values_rounded_once(plain: Path, tmp_path: Path, fmt: str) -> None:
+    values = quantize(plain, tmp_path / "quantized", fmt)
+    quantized = open_checkpoint(tmp_path / "quantized")
+    shutil.copytree(plain, tmp_path / "expected")
+    rounded = {name: tensor.to(quantized.storage_dtype).contiguous() for name, tensor in values.items()}
+    save_file(rounded, tmp_path / "expected" / "model.safetensors")
+    expected = open_checkpoint(tmp_path / "expected")
+    assert quantized.storage_dtype == expected.storage_dtype
+    assert quantized.fingerprint != expected.fingerprint
+    for name in expected.shapes:
+        assert torch.equal(quantized.tensor(name), expected.tensor(name)), name
+        assert torch.equal(torch.cat(list(quantized.tiles(name))), expected.tensor(name).view(-1)), name
+
+
+def test_the_fingerprint_changes_with_a_scale(plain: Path, tmp_path: Path) -> None:
+    quantize(plain, tmp_path / "model", "awq")
+    before = open_checkpoint(tmp_path / "model").fingerprint
+    edit_weights(tmp_path / "model", lambda tensors: tensors[SCALES].mul_(2))
+    assert open_checkpoint(tmp_path / "model").fingerprint != before
+
+
+def test_a_pickled_quantized_model_is_converted_and_verified(plain: Path, tmp_path: Path) -> None:
+    quantize(plain, tmp_path / "model", "gptq-4-bits")
+    expected = open_checkpoint(tmp_path / "model")
+    pickled = tmp_path / "pickled"
+    shutil.copytree(tmp_path / "model", pickled)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    convert(pickled, out=tmp_path / "converted")
+    converted = open_checkpoint(tmp_path / "converted")
+    name = "layers.1.mlp.down.weight"
+    assert torch.equal(converted.tensor(name), expected.tensor(name))
+    file = tmp_path / "converted" / "model.safetensors"
+    header = read_header(file)[f"{LAYER}.qzeros"]
+    with file.open("r+b") as opened:
+        opened.seek(header.offset)
+        byte = opened.read(1)[0]
+        opened.seek(header.offset)
+        opened.write(bytes([byte ^ 1]))
+    with pytest.raises(CheckpointError, match="qzeros"):
+        open_checkpoint(tmp_path / "converted").tensor(name)
+
+
+# ---- faults ----
+
+LAYER = "model.layers.1.mlp.down_proj"
+SCALES = f"{LAYER}.scales"
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def parts_of(fmt: str) -> list[str]:
+    """Endings without which a set cannot be read."""
+    optional = {"g_idx", "activation_scale", "input_scale", "weight_format", "weight_zero_point", "weight_g_idx"}
+    return [part for part in FORMATS[fmt][1](np.random.default_rng(0), 32, 64)[0] if part not in optional]
+
+
+@pytest.mark.parametrize("fmt", MODELS)
+def test_each_missing_part_is_named(plain: Path, tmp_path: Path, fmt: str) -> None:
+    quantize(plain, tmp_path / "model", fmt)
+    SafetensorsCheckpoint(tmp_path / "model")
+    for part in parts_of(fmt):
+        folder = Path(shutil.copytree(tmp_path / "model", tmp_path / part))
+        edit_weights(folder, lambda tensors, part=part: tensors.pop(f"{LAYER}.{part}"))
+        with pytest.raises(CheckpointError, match=LAYER):
+            SafetensorsCheckpoint(folder)
+
+
+@pytest.mark.parametrize("fmt", MODELS)
+def test_each_part_of_another_shape_or_type_is_refused(plain: Path, tmp_path: Path, fmt: str) -> None:
+    quantize(plain, tmp_path / "model", fmt)
+    for part in parts_of(fmt):
+        for change in ("shape", "type"):
+            folder = Path(shutil.copytree(tmp_path / "model", tmp_path / f"{part}-{change}"))
+
+            def damage(tensors: dict[str, torch.Tensor], name: str = f"{LAYER}.{part}", how: str = change) -> None:
+                flat = tensors[name].reshape(-1)
+                tensors[name] = flat.repeat(3) if how == "shape" else tensors[name].to(torch.int16)
+
+            edit_weights(folder, damage)
+            with pytest.raises(CheckpointError, match=LAYER):
+                SafetensorsCheckpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "part"), [("awq", "scales"), ("fp8-by-block", "weight_scale_inv"), ("int8", "weight_scale")]
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_scale_that_is_not_finite_is_refused_when_read(
+    plain: Path, tmp_path: Path, fmt: str, part: str, value: float
+) -> None:
+    quantize(plain, tmp_path / "model", fmt)
+    edit_weights(tmp_path / "model", lambda tensors: tensors[f"{LAYER}.{part}"].view(-1)[3:4].fill_(value))
+    checkpoint = SafetensorsCheckpoint(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=rf"{LAYER}.*not finite"):
+        checkpoint.tensor("layers.1.mlp.down.weight")
+    checkpoint.tensor("layers.0.mlp.down.weight")
+
+
+def test_an_exponent_that_stands_for_nan_is_refused(plain: Path, tmp_path: Path) -> None:
+    quantize(plain, tmp_path / "model", "mxfp8")
+    edit_weights(tmp_path / "model", lambda tensors: tensors[f"{LAYER}.weight_scale_inv"][2].fill_(255))
+    with pytest.raises(CheckpointError, match=rf"{LAYER}.*not finite"):
+        SafetensorsCheckpoint(tmp_path / "model").tensor("layers.1.mlp.down.weight")
+
+
+@pytest.mark.parametrize("group", [-1, 99])
+def test_a_group_that_does_not_exist_is_refused(plain: Path, tmp_path: Path, group: int) -> None:
+    for fmt, part in (("gptq-act-order", "g_idx"), ("int4-packed-act-order", "weight_g_idx")):
+        folder = tmp_path / fmt
+        quantize(plain, folder, fmt)
+        edit_weights(folder, lambda tensors, part=part: tensors[f"{LAYER}.{part}"][:1].fill_(group))
+        with pytest.raises(CheckpointError, match=f"{LAYER}.{part} names groups outside 0 to 2"):
+            SafetensorsCheckpoint(folder).tensor("layers.1.mlp.down.weight")
+
+
+def test_truncation_is_refused_when_opening_and_when_reading(plain: Path, tmp_path: Path) -> None:
+    quantize(plain, tmp_path / "model", "awq")
+    file = tmp_path / "model" / "model.safetensors"
+    checkpoint = SafetensorsCheckpoint(tmp_path / "model")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="changed"):
+        checkpoint.tensor("layers.1.mlp.down.weight")
+    with pytest.raises(CheckpointError, match="truncated"):
+        SafetensorsCheckpoint(tmp_path / "model")
+
+
+def test_scales_of_activations_are_refused(plain: Path, tmp_path: Path) -> None:
+    """AWQ writes them for architectures whose scales cannot be folded into a neighbour; without them results differ."""
+    quantize(plain, tmp_path / "model", "awq")
+    edit_weights(tmp_path / "model", lambda tensors: tensors.update({"model.layers.0.mlp.act.scales": torch.ones(96)}))
+    with pytest.raises(CheckpointError, match=r"mlp\.act\.scales has no model\.layers\.0\.mlp\.act\.qweight"):
+        SafetensorsCheckpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize("fmt", ["awq", "nvfp4", "fp8-by-block", "bnb-int8"])
+def test_a_part_of_unknown_meaning_is_refused(plain: Path, tmp_path: Path, fmt: str) -> None:
+    quantize(plain, tmp_path / "model", fmt)
+    more = {f"{LAYER}.bias": torch.ones(64), f"{LAYER}.input_scale": torch.ones(1), "model.extra_scale": torch.ones(1)}
+    edit_weights(tmp_path / "model", lambda tensors: tensors.update(more))
+    SafetensorsCheckpoint(tmp_path / "model")
+    edit_weights(tmp_path / "model", lambda tensors: tensors.update({f"{LAYER}.pre_quant_scale": torch.ones(96)}))
+    with pytest.raises(CheckpointError, match=f"{LAYER}.pre_quant_scale belongs to a quantized weight"):
+        SafetensorsCheckpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize("state", [b"{", b"[]", b'{"shape": [-1, 2], "blocksize": 64, "dtype": "float16"}', b"{}"])
+def test_a_damaged_state_of_bitsandbytes_is_refused(plain: Path, tmp_path: Path, state: bytes) -> None:
+    quantize(plain, tmp_path / "model", "bnb-nf4")
+    name = f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
+    edit_weights(tmp_path / "model", lambda t: t.update({name: torch.frombuffer(bytearray(state), dtype=torch.uint8)}))
+    with pytest.raises(CheckpointError, match="quant_state"):
+        SafetensorsCheckpoint(tmp_path / "model")
+
+
+def test_a_tensor_that_is_plain_and_quantized_is_refused(plain: Path, tmp_path: Path) -> None:
+    quantize(plain, tmp_path / "model", "awq")
+    edit_weights(tmp_path / "model", lambda tensors: tensors.update({f"{LAYER}.weight": torch.ones(64, 96)}))
+    with pytest.raises(CheckpointError, match="twice"):
+        SafetensorsCheckpoint(tmp_path / "model")
+
+
+# ---- configurations ----
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "eetq"}, "eetq cannot be read .its int8 layout"),
+        ({"quant_method": "hqq"}, "hqq"),
+        ({"quant_method": "quanto"}, "quanto"),
+        ({"quant_method": "new"}, "new cannot be read .supported are mxfp4"),
+        ({}, None),
+        ({"bits": 4}, "an unnamed method"),
+        ("fp8", "must be an object"),
+        ({"quant_method": "awq", "version": "gemv"}, "awq weights have version 'gemv'"),
+        ({"quant_method": "awq", "bits": 8}, "bits 8"),
+        ({"quant_method": "awq", "backend": "llm-awq"}, "layout of llm-awq"),
+        ({"quant_method": "gptq", "is_marlin_format": True}, "is_marlin_format True"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "format 'marlin'"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "damaged"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "damaged"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "marlin-24"),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
+        ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": {}}}}, "rotated"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": []}}, "damaged"),
+    ],
+)
+def test_configurations_that_cannot_be_read_say_why(config: Any, message: str | None) -> None:
+    content = {"quantization_config": config}
+    if message is None:
+        assert read_quantization(content, Path("config.json")) is None
+        return
+    with pytest.raises(CheckpointError, match=message):
+        read_quantization(content, Path("config.json"))
+    with pytest.raises(CheckpointError, match=message):
+        read_quantization({"text_config": content}, Path("config.json"))
+
+
+def test_every_method_is_tested() -> None:
+    tested = {read_quantization({"quantization_config": config}, Path()).method for config, _ in FORMATS.values()}  # type: ignore[union-attr]
+    assert tested | {"mxfp4"} == set(METHODS)
+
+
+def test_a_plan_says_the_size_in_16_bits(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--prompt-len", "8", "--gen-len", "4", "--hardware", "t4", "--model"]
+    quantize(plain, tmp_path / "model", "awq")
+    parameters = open_checkpoint(tmp_path / "model").config.num_parameters
+    assert main([*words, str(tmp_path / "model")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"stored as awq and read as 16 bits, {size(2 * parameters)} in all" in said
+    assert main([*words, str(plain)]) == 0
+    assert "16 bits" not in capsys.readouterr().out

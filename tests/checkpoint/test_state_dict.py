@@ -1,0 +1,301 @@
+"""Every entry of every causal model of transformers is read, bit for bit, from what `save_pretrained` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexgen_helm.checkpoint.quantized.config import read_quantization
+from flexgen_helm.checkpoint.quantized.view import logical_tensors
+from flexgen_helm.checkpoint.safetensors_checkpoint import read_header
+from flexgen_helm.checkpoint.state_dict import StateDictReader
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor
+from flexgen_helm.errors import CheckpointError
+from tests.helpers.quantized_sets import fp8_by_block, nvfp4
+from tests.helpers.tiny_causal_models import causal_classes, tiny_config
+
+transformers = pytest.importorskip("transformers")
+
+# One of each kind of mapping: names only, old names, stacked experts from lists and from tensors, transposed and fused.
+QUICK = {
+    "LlamaForCausalLM",
+    "GPTNeoXForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "GptOssForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "GraniteMoeForCausalLM",
+    "JambaForCausalLM",
+    "PhimoeForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Llama4ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "DeepseekV4ForCausalLM",
+}
+CLASSES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in causal_classes()]
+
+
+def build(name: str, **changes: Any) -> tuple[Any, Any]:
+    """Return a model with random weights, and the same without data."""
+    config = tiny_config(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with torch.device("meta"):
+        empty = getattr(transformers, name)(config)
+    torch.manual_seed(5)
+    model = getattr(transformers, name)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.normal_()
+    return model, empty
+
+
+def open_reader(empty: Any, folder: Path, config: dict[str, Any] | None = None) -> StateDictReader:
+    files = sorted(folder.glob("*.safetensors"))
+    stored = {name: tensor for file in files for name, tensor in read_header(file).items()}
+    quantization = read_quantization({"quantization_config": config}, folder)
+    return StateDictReader(empty, logical_tensors(stored, quantization, folder), folder, "config.json")
+
+
+def read(reader: StateDictReader, key: str, expert: int | None = None) -> torch.Tensor:
+    shape = reader.shapes[key] if expert is None else reader.shapes[key][1:]
+    return torch.cat(list(reader.tiles(key, expert))).view(shape)
+
+
+def assert_equal_to(reader: StateDictReader, model: Any) -> int:
+    """Compare all entries with the model's, stacked ones by expert too; returns the number of those."""
+    state, num_stacked = model.state_dict(), 0
+    assert set(reader.shapes) == set(state)
+    for key, expected in state.items():
+        assert torch.equal(read(reader, key), expected), key
+        if "experts" in key and expected.ndim > 1 and not key.endswith("weight"):
+            num_stacked += 1
+            for expert in range(len(expected)):
+                assert torch.equal(read(reader, key, expert), expected[expert]), (key, expert)
+    return num_stacked
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_saved_model_is_read_bit_for_bit(name: str, tmp_path: Path) -> None:
+    model, empty = build(name)
+    model.save_pretrained(tmp_path)
+    assert_equal_to(open_reader(empty, tmp_path), model)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_shards_and_tied_heads(name: str, tmp_path: Path) -> None:
+    for tied in (True, False):
+        model, empty = build(name, tie_word_embeddings=tied)
+        folder = tmp_path / str(tied)
+        model.save_pretrained(folder, max_shard_size="20KB")
+        assert len(list(folder.glob("*.safetensors"))) > 2
+        reader = open_reader(empty, folder)
+        stacked = assert_equal_to(reader, model)
+        assert (stacked > 0) == (name != "LlamaForCausalLM")
+        assert torch.equal(read(reader, "lm_head.weight"), read(reader, "model.embed_tokens.weight")) == tied
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    model, empty = build("LlamaForCausalLM", tie_word_embeddings=True)
+    folder = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(folder)
+    return model, empty, load_file(folder / "model.safetensors")
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_tied_weight_may_be_stored_under_either_name_and_the_prefix_may_lack(llama: Any, tmp_path: Path) -> None:
+    model, empty, tensors = llama
+    assert "lm_head.weight" not in tensors
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    assert_equal_to(open_reader(empty, write(tmp_path / "base", tensors)), model)
+    tensors["lm_head.weight"] = tensors.pop("embed_tokens.weight")
+    assert_equal_to(open_reader(empty, write(tmp_path / "head", tensors)), model)
+    del tensors["lm_head.weight"]
+    with pytest.raises(CheckpointError, match=r"lacks the tensor model\.embed_tokens\.weight, which its config\.json"):
+        open_reader(empty, write(tmp_path / "none", tensors))
+
+
+def test_tensors_of_modules_that_the_model_has_not_are_left_alone(llama: Any, tmp_path: Path) -> None:
+    """Layers for multi-token prediction, image encoders, buffers of older versions."""
+    model, empty, tensors = llama
+    more = {
+        "model.layers.2.mlp.up_proj.weight": torch.ones(3),
+        "vision_tower.patch.weight": torch.ones(3),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3),
+        UP.replace("weight", "bias"): torch.zeros(48),
+    }
+    assert_equal_to(open_reader(empty, write(tmp_path, {**tensors, **more})), model)
+
+
+def _change(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tensors: tensors.pop(UP), f"lacks the tensor {UP}"),
+        (_change(UP, lambda t: t[1:]), rf"tensor {UP} has the shape \[47, 32\] as {UP}, but its config.json asks for"),
+        (_change(UP, lambda t: t.to(torch.int8)), f"tensor {UP} has the type I8"),
+        (
+            lambda t: t.update({UP.replace("weight", "bias"): torch.ones(48)}),
+            "up_proj.bias has no use in Linear",
+        ),
+        (lambda t: t.update({UP.removeprefix("model."): torch.ones(48, 32)}), "are both"),
+    ],
+)
+def test_faults_are_named(llama: Any, tmp_path: Path, damage: Any, message: str) -> None:
+    _, empty, tensors = llama
+    tensors = dict(tensors)
+    damage(tensors)
+    with pytest.raises(CheckpointError, match=message):
+        open_reader(empty, write(tmp_path, tensors))
+
+
+# ---- experts ----
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    model, empty = build("Qwen3MoeForCausalLM")
+    folder = tmp_path_factory.mktemp("experts")
+    model.save_pretrained(folder)
+    return model, empty, load_file(folder / "model.safetensors")
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize("removed", [["0.gate_proj"], ["2.down_proj"], ["3.gate_proj", "3.up_proj", "3.down_proj"]])
+def test_a_missing_expert_is_refused(experts: Any, tmp_path: Path, removed: list[str]) -> None:
+    _, empty, tensors = experts
+    tensors = dict(tensors)
+    for name in removed:
+        del tensors[f"{EXPERTS}.{name}.weight"]
+    with pytest.raises(CheckpointError, match=EXPERTS):
+        open_reader(empty, write(tmp_path, tensors))
+
+
+def test_experts_that_are_numbered_otherwise_are_refused(experts: Any, tmp_path: Path) -> None:
+    """Shapes alone would not show that expert 1 lacks and that the others have moved up."""
+    _, empty, tensors = experts
+    tensors = {name.replace(f"{EXPERTS}.1.", f"{EXPERTS}.9."): tensor for name, tensor in tensors.items()}
+    with pytest.raises(CheckpointError, match="not numbered from 0 on"):
+        open_reader(empty, write(tmp_path, tensors))
+
+
+def test_ten_and_more_experts_keep_their_order(tmp_path: Path) -> None:
+    model, empty = build("Qwen3MoeForCausalLM", num_experts=12)
+    model.save_pretrained(tmp_path)
+    assert model.state_dict()[f"{EXPERTS}.down_proj"].shape[0] == 12
+    assert_equal_to(open_reader(empty, tmp_path), model)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "JambaForCausalLM", "GraniteMoeForCausalLM"]
+)
+def test_an_expert_is_read_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, empty = build(name)
+    model.save_pretrained(tmp_path)
+    reader = open_reader(empty, tmp_path)
+    key = next(key for key in reader.shapes if key.endswith("experts.down_proj"))
+    sizes: list[int] = []
+    original = StoredTensor.read
+    monkeypatch.setattr(
+        StoredTensor, "read", lambda self, offset, size: (sizes.append(size), original(self, offset, size))[1]
+    )
+    read(reader, key, 2)
+    one = sum(sizes)
+    read(reader, key)
+    assert one * reader.shapes[key][0] == sum(sizes) - one > 0
+
+
+def test_an_operation_that_joins_experts_is_applied_to_all(experts: Any, tmp_path: Path) -> None:
+    """No published mapping has one; the part of an expert is then taken of the whole."""
+    model, empty, tensors = experts
+    reader = open_reader(empty, write(tmp_path, tensors))
+    key = f"{EXPERTS}.gate_up_proj"
+    conversion = reader._conversions[key]
+    assert conversion.converter is not None
+
+    class Reverse(type(conversion.converter.operations[0])):  # type: ignore[misc]
+        def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            (name, tensor), *_ = input_dict.items()
+            if len(tensor) == 1:
+                raise ValueError("needs all")
+            return {name: tensor.flip(0)}
+
+    conversion.converter.operations.append(Reverse())
+    expected = model.state_dict()[key].flip(0)
+    assert torch.equal(read(reader, key, 1), expected[1])
+
+
+# ---- quantized ----
+
+
+def test_mxfp4_experts_of_gpt_oss_equal_transformers(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model, empty = build("GptOssForCausalLM", hidden_size=32, intermediate_size=48)
+    tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(6)
+    expected: dict[str, torch.Tensor] = {}
+    for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, into, out = tensors.pop(key).shape
+        if into % 32:
+            into = 64
+            empty.get_submodule(key.rpartition(".")[0]).register_parameter(
+                key.rpartition(".")[2], torch.nn.Parameter(torch.empty(num_experts, into, out, device="meta"))
+            )
+        blocks = torch.randint(0, 256, (num_experts, out, into // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(110, 130, (num_experts, out, into // 32), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+        expected[key] = convert_moe_packed_tensors(blocks, scales).float()
+    reader = open_reader(empty, write(tmp_path, tensors), {"quant_method": "mxfp4"})
+    assert len(expected) == 4
+    for key, values in expected.items():
+        assert torch.equal(read(reader, key), values)
+        assert torch.equal(read(reader, key, 3), values[3])
+
+
+@pytest.mark.parametrize(
+    ("config", "quantize"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [16, 16]}, fp8_by_block),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, nvfp4),
+    ],
+)
+def test_quantized_experts_are_merged_with_their_values(
+    experts: Any, tmp_path: Path, config: dict[str, Any], quantize: Any
+) -> None:
+    _, empty, tensors = experts
+    stored, values = {}, {}
+    for name, tensor in tensors.items():
+        values[name] = tensor
+        if "experts." in name and tensor.shape[1] % 16 == 0:
+            parts, values[name] = quantize(np.random.default_rng(len(values)), *tensor.shape)
+            stored |= {f"{name.removesuffix('weight')}{ending}": part for ending, part in parts.items()}
+        else:
+            stored[name] = tensor
+    reader = open_reader(empty, write(tmp_path, stored), config)
+    for expert in range(4):
+        gate, up, down = (values[f"{EXPERTS}.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        assert torch.equal(read(reader, f"{EXPERTS}.gate_up_proj", expert), torch.cat([gate, up]))
+        assert torch.equal(read(reader, f"{EXPERTS}.down_proj", expert), down)
+    assert reader.title(f"{EXPERTS}.gate_up_proj").endswith("and 7 more")
