@@ -73,6 +73,7 @@ class AutoPlanner:
         self._num_ranks = num_ranks
         self._profile: HardwareProfile | None = None
         self._has_profile: bool | None = None  # None: not tried yet
+        self._expert_skew = 0.0
         if os.environ.get(HARDWARE_VARIABLE, "measured") != "measured":
             _ = self.profile
 
@@ -97,7 +98,7 @@ class AutoPlanner:
             endless=endless,
             pins_host_memory=self._pins_host_memory(),
         )
-        return replace(problem, stages=self._num_ranks)
+        return replace(problem, stages=self._num_ranks, expert_skew=self._expert_skew)
 
     def weights(self) -> Policy | None:
         """Search a policy for weights that exceed the compute device; None without a profile or a feasible policy."""
@@ -120,7 +121,9 @@ class AutoPlanner:
         return predict(self.problem(workload), policy, schedule) if self._measured() else None
 
     def learn(self, prediction: Prediction, record: Mapping[str, Any]) -> None:
-        """Correct the rates of what bound a run; record: of the run."""
+        """Correct the rates of what bound a run, and how evenly its tokens selected experts; record: of the run."""
+        if record.get("experts") is not None:
+            self._expert_skew = record["experts"]["skew"]
         self._profile = corrected(self.profile, corrections(prediction, record))
 
     def _load_profile(self) -> HardwareProfile:
