@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 # Uses for each known expert after which all counts are halved, so that what was hot once does not stay for ever.
-_HALF_LIFE = 32
+_HALF_LIFE = 8
 
 
 class ExpertCache(Generic[Key]):

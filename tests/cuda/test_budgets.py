@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -99,6 +100,22 @@ def test_a_batch_waits_once(tiny, monkeypatch, variant, capability):
     device.check()
     check(costs)
     assert_close(tiny(variant), results, torch.float16)
+
+
+@pytest.mark.parametrize("placement", ["resident", "disk"])
+def test_a_layer_with_experts_waits_once_more(tiny, tmp_path, placement):
+    """For the router's choice, which the host must know; guesses of the next layer's are not waited for."""
+    settings = dict(precision="fp16", cpu_attention=False, offload_dir=tmp_path)
+    if PLACEMENTS[placement] is not None:
+        settings |= dict(policy=PLACEMENTS[placement], schedule="zigzag")
+    with cuda_in_host_memory() as device, counted(device) as costs:
+        results, _ = run(tiny("mixtral").path, requests(4, new=3), torch.float16, **settings)
+    device.check()
+    layers = tiny("mixtral").reference.config.num_hidden_layers
+    assert len(costs.waits) <= costs.batches * (1 + layers), Counter(costs.waits)
+    assert {place.split(":")[0] for place in costs.waits} <= {"engine/executor.py", "models/decoder.py"}, costs.waits
+    assert not costs.pageable
+    assert_close(tiny("mixtral"), results, torch.float16)
 
 
 @pytest.mark.parametrize(
