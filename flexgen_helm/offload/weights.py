@@ -49,7 +49,7 @@ from flexgen_helm.offload.prefetcher import (
 )
 from flexgen_helm.offload.staging import StagingRing, aligned, pages
 from flexgen_helm.offload.tiers import Tiers
-from flexgen_helm.planner.constants import UNLIMITED
+from flexgen_helm.planner.constants import ALL_EXPERTS_FROM, UNLIMITED
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.progress import Stage, report
 from flexgen_helm.quant.formats import GroupFormat
@@ -246,8 +246,13 @@ class TieredWeights:
         offloaded = [name for name in names if name in self._experts]
         routed_bytes = sum(self._experts[name].num_bytes for name in offloaded)
         self._tiers.stats.count_experts(num_tokens, len(names), routed_bytes)
-        if self._streamer is not None:
-            self._streamer.use(offloaded, stage, used_again)
+        if self._streamer is None:
+            return
+        self._streamer.use(offloaded, stage, used_again)
+        following = self._stages.index(stage) + 1
+        experts = self._stage_experts[self._stages[following]] if following < len(self._stages) else []
+        if experts and len(numbers) >= ALL_EXPERTS_FROM * len(self._stage_experts[stage]):
+            self._streamer.guess(experts, torch.ones(len(experts)))
 
     def close(self) -> None:
         """Release all memory and files; harmless when called again."""

@@ -66,7 +66,9 @@ NUM_LOADERS = 2
 MAX_PENDING_STORE_BYTES = 64 << 20
 # Experts that are loaded on a guess: share of the slots that unused ones may have, and bytes of wrong guesses, as a
 # share of the bytes of the offloaded experts that were used.
-GUESSED_SLOTS_SHARE, GUESSED_WASTE_SHARE = 0.25, 0.05
+GUESSED_SLOTS_SHARE, GUESSED_WASTE_SHARE = 0.5, 0.05
+# Share of a layer's experts from which on the next layer is taken to need all of its own.
+ALL_EXPERTS_FROM = 0.9
 # Attention masks that are kept between layers (`kv_cache.visibility`).
 KEPT_MASK_BYTES = 32 << 20
 # Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which stay in its cache.
