@@ -214,20 +214,33 @@ class ExpertStreamer:
         return True
 
     def _next_guess(self) -> _Load | None:
+        """Begin the likeliest guess that may be read now; None if there is none."""
         while self._guesses and self._is_idle() and not self._num_loading():
-            expert = self._guesses.popleft()
             unused = [load.expert for load in self._loads.values() if load.is_guess]
-            size = self._size(expert)
-            risk = self._stats.experts.wasted_bytes + sum(map(self._size, unused)) + size
             if len(unused) >= max(1, int(GUESSED_SLOTS_SHARE * len(self._slots))):
                 self._guesses.clear()
-            elif expert not in self._loads and risk <= GUESSED_WASTE_SHARE * self._stats.experts.routed_bytes:
-                victim = None if self._cache.has_free_slot else self._cache.victim({*self._kept(), *unused})
-                if victim is not None and self._cache.uses(victim) <= self._cache.uses(expert):
-                    self._drop(victim)
-                if self._cache.has_free_slot:
-                    return self._begin(expert, is_guess=True)
+                break
+            expert = self._guesses.popleft()
+            is_allowed = expert not in self._loads and self._may_read(expert, unused)
+            if is_allowed and self._make_room_for_guess(expert, unused):
+                return self._begin(expert, is_guess=True)
         return None
+
+    def _may_read(self, expert: str, unused: Sequence[str]) -> bool:
+        """Return whether wrong guesses stay within their share, even if this and all unused ones are wrong."""
+        counts = self._stats.experts
+        risk = counts.wasted_bytes + sum(map(self._size, unused)) + self._size(expert)
+        return risk <= GUESSED_WASTE_SHARE * counts.routed_bytes
+
+    def _make_room_for_guess(self, expert: str, unused: Sequence[str]) -> bool:
+        """Free a slot whose expert is worth no more than the guess: used no more often, and not by the next batch."""
+        if self._cache.has_free_slot:
+            return True
+        victim = self._cache.victim({*self._kept(), *unused}, self._is_used_again)
+        if victim is None or self._is_used_again(victim) or self._cache.uses(victim) > self._cache.uses(expert):
+            return False
+        self._drop(victim)
+        return True
 
     def _kept(self) -> set[str]:
         """Return the experts that must keep their slots."""

@@ -52,7 +52,11 @@ class StorageSizes:
 
     def vector_bytes(self, compute_bytes: int) -> int:
         """Bytes of all vectors, in elements of `compute_bytes`: they are on the compute tier in the compute dtype."""
-        return compute_bytes * sum(prod(shape) for shape in tensor_shapes(self.config).values() if len(shape) == 1)
+        return compute_bytes * self._vector_values
+
+    @cached_property
+    def _vector_values(self) -> int:
+        return sum(prod(shape) for shape in tensor_shapes(self.config).values() if len(shape) == 1)
 
     def stage_bytes(self, stage: str) -> int:
         """Bytes of the matrices of one stage."""

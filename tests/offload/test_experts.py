@@ -228,6 +228,23 @@ def test_experts_load_side_by_side_with_computing_and_not_before_they_are_asked_
     experts.close()
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("slots, reads", [(EXPERTS, 3 * EXPERTS), (EXPERTS - 1, 4 * EXPERTS)])
+def test_batches_of_one_visit_share_the_experts_of_their_layer_if_the_slots_hold_them(overlap, slots, reads):
+    """Guesses of the next layer do not take the slots of the next batch. With a slot too few, one is read again."""
+    log, stats = Log(), TransferStats()
+    stats.count_experts(8, 1, 1000 * ALIGNMENT)  # so that guesses are allowed
+    experts = streamer(slots, log, overlap, stats=stats)
+    for place, stage in enumerate(STAGES):
+        use(experts, stage, [*range(EXPERTS)], again=True)
+        experts.guess(ALL[(place + 1) % 3 * EXPERTS :][:EXPERTS], torch.ones(EXPERTS))
+        time.sleep(0.01)  # for a guess that must not be read
+        use(experts, stage, [*range(EXPERTS)], again=False)
+        experts.cancel()  # nor the next layer's behind the last batch
+    assert len(log.reads) == reads if slots == EXPERTS else 3 * EXPERTS < len(log.reads) <= reads
+    experts.close()
+
+
 def test_an_expert_that_was_not_asked_for_is_refused():
     experts = streamer(2, Log())
     experts.use(ALL[:2], STAGES[0], False)
