@@ -23,8 +23,7 @@ from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.offload.matrices import ExpertMatrix
 from flexgen_helm.offload.staging import ALIGNMENT
 from flexgen_helm.offload.transfer_stats import TransferStats
-from flexgen_helm.offload.weights import TieredWeights
-from tests.helpers.offload import MIB, offloaded, workload
+from tests.helpers.offload import MIB, offloaded, with_expert_slots, workload
 from tests.helpers.parity import assert_same
 from tests.helpers.threads import in_thread
 from tests.helpers.tiny_models import VOCABULARY
@@ -335,15 +334,6 @@ def read_of_experts(monkeypatch) -> Counter[str]:
     return reads
 
 
-def with_slots(patch: pytest.MonkeyPatch, slots: int) -> None:
-    honest = TieredWeights._start_streamer
-    patch.setattr(
-        TieredWeights,
-        "_start_streamer",
-        lambda self, _: honest(self, slots * max(expert.num_bytes for expert in self._experts.values())),
-    )
-
-
 def routing_of(model, tokens: list[list[int]], prompt: int) -> list[list[set[int]]]:
     """The experts that the reference's routers select: pass -> layer -> numbers, over all sequences together."""
     gates: list[list[torch.Tensor]] = []
@@ -384,7 +374,7 @@ def test_exactly_the_experts_are_read_that_tokens_are_routed_to(tiny, tmp_path, 
     ]  # fmt: skip
     for slots in (1, 1000):
         with pytest.MonkeyPatch.context() as patch:
-            with_slots(patch, slots)
+            with_expert_slots(patch, slots)
             patch.setattr("flexgen_helm.offload.experts.GUESSED_WASTE_SHARE", 0.0)
             options = dict(schedule="zigzag", overlap=overlap)
             with offloaded(tiny, variant, tmp_path, "2x1,0,0,0,100,0,100", **options) as engine:
@@ -423,7 +413,7 @@ def test_values_do_not_depend_on_where_experts_are(
 ):
     options = dict(schedule=schedule, device=device, overlap=overlap, precision=precision)
     with pytest.MonkeyPatch.context() as patch:
-        with_slots(patch, slots)
+        with_expert_slots(patch, slots)
         with offloaded(tiny, variant, tmp_path, Policy(*block, *weights, 0, 1, 0, 1), **options) as engine:
             results = engine.run(workload(1))
             for ledger in engine._tiers.ledgers.values():
@@ -447,7 +437,7 @@ def resident(tiny):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_file_of_an_expert_that_cannot_be_read_ends_the_run_and_not_the_engine(tiny, tmp_path, monkeypatch, overlap):
-    with_slots(monkeypatch, 2)
+    with_expert_slots(monkeypatch, 2)
     with offloaded(tiny, "mixtral", tmp_path, "3x2,0,0,0,100,0,100", schedule="zigzag", overlap=overlap) as engine:
         expected = engine.run(workload(1))
         honest, left = DirectFile.read, [20]
