@@ -18,7 +18,19 @@ import psutil
 
 from flexgen_helm.errors import UsageError
 
-KNOWN = ("clients", "accuracy", "offload", "ablation", "policy", "kernels", "formats", "long_answers", "network", "gpu")
+KNOWN = (
+    "clients",
+    "accuracy",
+    "offload",
+    "ablation",
+    "policy",
+    "kernels",
+    "formats",
+    "long_answers",
+    "network",
+    "gpu",
+    "experts",
+)
 UNTIMED = ("accuracy", "formats")
 BUSY_LOAD = 0.5  # runnable processes
 

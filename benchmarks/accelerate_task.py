@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,17 @@ def generate_on_gpu(*, model: str, gpu_bytes: int, rows: int, prompt: int, outpu
 
 
 def _model(name: str, device: str) -> Any:
-    """Build a catalog's OPT in float32; on 'meta' it has shapes and no weights."""
+    """Build a catalog's OPT, or a folder's model, in float32; on 'meta' it has shapes and no weights."""
     import torch
-    from transformers import OPTConfig, OPTForCausalLM
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+
+    if Path(name).is_dir():
+        empty = init_empty_weights() if device == "meta" else nullcontext()  # frequencies of positions have no file
+        with empty:
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32).eval()
+        model.tie_weights()
+        return model
 
     from flexgen_helm.checkpoint.open import open_checkpoint
 

@@ -51,7 +51,7 @@ def offload_setting(config: ModelConfig, shapes: Shapes, share: float) -> Offloa
     policy = Policy(shapes.batch_rows, shapes.batches, wc=0.0, hc=0.0)
     storage = StorageSizes(config)
     limits: dict[Tier, int] = {"gpu": 0, "cpu": limit, "disk": _NO_LIMIT}
-    staging = plan_memory(storage, limits, "cpu", COMPUTE_BYTES, policy).staging_bytes
+    staging = plan_memory(storage, limits, "cpu", COMPUTE_BYTES, policy).all_staging_bytes
     reserve = cache
     if limit - cache - staging - storage.vector_bytes(COMPUTE_BYTES) >= hidden:
         policy, reserve = replace(policy, hc=1.0), cache + hidden
@@ -84,7 +84,7 @@ def first_that_fits(
         with suppress(MemoryLimitError):
             plan = plan_memory(storage, limits, device, COMPUTE_BYTES, policy)
             resident = sum(storage.matrices[name] for name, tier in plan.weights.items() if tier == device)
-            if resident + storage.vector_bytes(COMPUTE_BYTES) + plan.staging_bytes + reserve <= limits[device]:
+            if resident + storage.vector_bytes(COMPUTE_BYTES) + plan.all_staging_bytes + reserve <= limits[device]:
                 return policy, plan
     raise MemoryLimitError(
         f"{limits[device]:,} bytes have no room for a staging ring of the weights and {reserve:,} bytes of cache"

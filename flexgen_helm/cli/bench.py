@@ -60,6 +60,7 @@ def bench(
       long_answers  many long answers in little memory, against reserving the most
       ablation      each technique left out, on a simulated GPU
       network       a pipeline over slow links, against offloading on one device
+      experts       a mixture of experts four times as large as memory
       gpu           a GPU's links and products, and large models in 16 GB of it
       policy        predicted against measured time, and other policies
       kernels       unpacking 4 bits, and products with packed weights

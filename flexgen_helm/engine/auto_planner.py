@@ -72,6 +72,7 @@ class AutoPlanner:
         self._stages = 1.0
         self._profile: HardwareProfile | None = None
         self._has_profile: bool | None = None  # None: not tried yet
+        self._expert_skew = 0.0
         if self.profile_name is not None:
             _ = self.profile
 
@@ -102,7 +103,7 @@ class AutoPlanner:
             endless=endless,
             pins_host_memory=self._pins_host_memory(),
         )
-        return replace(problem, stages=self._stages)
+        return replace(problem, stages=self._stages, expert_skew=self._expert_skew)
 
     def seconds_by_layers(self, rank: int, num_ranks: int) -> list[float]:
         """Predict a decode step with 1, 2, … layers on this rank; empty without a profile."""
@@ -136,7 +137,9 @@ class AutoPlanner:
         return predict(self.problem(workload), policy, schedule) if self._measured() else None
 
     def learn(self, prediction: Prediction, record: Mapping[str, Any]) -> None:
-        """Correct the rates of what bound a run; record: of the run."""
+        """Correct the rates of what bound a run, and how evenly its tokens selected experts; record: of the run."""
+        if record.get("experts") is not None:
+            self._expert_skew = record["experts"]["skew"]
         self._profile = corrected(self.profile, corrections(prediction, record))
 
     def _load_profile(self) -> HardwareProfile:

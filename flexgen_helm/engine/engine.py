@@ -152,6 +152,7 @@ class Engine:
                 self._dtype,
                 compute_copies=memory.compute_copies,
                 staging_bytes=memory.staging_bytes,
+                expert_bytes=memory.expert_bytes,
                 precision=precision,
                 threads=self._threads,
                 part=self._part,
@@ -180,6 +181,7 @@ class Engine:
             why_not_float16 or dtype_reason(device, self._dtype, checkpoint),
             simulated,
             time.perf_counter() - began,
+            self._part.experts,
         )
         self._lock = threading.Lock()
         self._closed = False

@@ -166,7 +166,8 @@ class Executor:
                     self._weights.prefetch(visits)  # load_weight(i, j + 1, k)
                     state = self._load(item, batch, states)  # load_activation(i, j, k), begun an item ago
                     self._prefetch(item, following, states)  # load_cache and load_activation(i, j, k + 1)
-                    head = self._compute(item, batch, state, sampling)  # attention starts store_cache(i, j, k)
+                    # Attention starts store_cache(i, j, k).
+                    head = self._compute(item, following, batch, state, sampling)
                     is_last = item.stage == self.num_stages - 1
                     if not is_last and (following is None or following.batch != item.batch):
                         self._store(item, state)  # store_activation(i, j, k), done in the background
@@ -239,6 +240,7 @@ class Executor:
     def _compute(
         self,
         item: WorkItem,
+        following: WorkItem | None,
         batch: Batch,
         state: _BatchState,
         sampling: Sampling,
@@ -247,14 +249,24 @@ class Executor:
         name, layer = self._stages[item.stage], self._layer_of(item.stage)
         if name == HEAD:
             return self._head(batch, state, sampling)
-        with self._weights.stage(name) as weights:
+        used_again = following is not None and following.stage == item.stage
+        with self._weights.stage(name, batch.num_tokens, used_again) as weights:
             if layer is None:
                 metadata = state.metadata
                 state.hidden = self._decoder.embed(weights, metadata.token_ids, metadata.positions)
             else:
                 state.hidden, sums = self._layer(layer, state, weights)
                 state.sums.append(sums)
+        self._guess_experts(item.stage + 1, state)
         return None
+
+    def _guess_experts(self, stage: int, state: _BatchState) -> None:
+        """Let the experts be loaded that a batch will probably use in its next stage, as long as the disk is idle."""
+        layer, hidden = self._layer_of(stage) if stage < self.num_stages else None, state.hidden
+        if layer is not None and hidden is not None:
+            self._weights.guess_experts(
+                self._stages[stage], lambda weights: self._decoder.likely_experts(weights, layer, hidden)
+            )
 
     def _layer_of(self, stage: int) -> int | None:
         """Return the layer, counted from the first one here, that a stage is; None for embedding and head."""

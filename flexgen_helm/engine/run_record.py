@@ -12,7 +12,10 @@ import torch
 
 from flexgen_helm.engine.device import device_name
 from flexgen_helm.hardware.rates import matmul_flops, product_library
+from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_stats import ExpertCounts
+from flexgen_helm.planner.experts import expected_experts, fitted_skew
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.predict import Prediction
 from flexgen_helm.planner.run_plan import RunPlan
@@ -27,6 +30,7 @@ class EngineIdentity:
     dtype_reason: why products are in `dtype`.
     simulated: a gpu in host memory computes.
     load_s: seconds that loading took.
+    experts: of the model; None for one without.
     """
 
     model: str
@@ -38,6 +42,7 @@ class EngineIdentity:
     dtype_reason: str
     simulated: bool
     load_s: float
+    experts: MoEConfig | None = None
 
 
 def run_record(
@@ -88,6 +93,7 @@ def run_record(
             "other": max(0.0, seconds - batches_s),
             **transfer_s,
         },
+        "experts": None if engine.experts is None else _experts(engine.experts, tiers.stats.experts),
         "peak_bytes": {tier: ledger.peak for tier, ledger in tiers.ledgers.items()},
         "limit_bytes": {tier: ledger.limit for tier, ledger in tiers.ledgers.items()},
         "peak_workspace_bytes": workspace_bytes + tiers.peak_transfer_bytes,
@@ -109,6 +115,28 @@ def run_record(
         },
         "versions": versions(),
         "finished_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _experts(experts: MoEConfig, counts: ExpertCounts) -> dict[str, Any]:
+    """Return what a record says of experts.
+
+    used, used_if_even: experts of a layer that a batch used, on average, and if tokens had selected all alike.
+    skew: how much they preferred some (`planner.experts`).
+    routed_bytes, read_bytes, wasted_bytes: as in `ExpertCounts`.
+    """
+    uses = sum(number for number, _ in counts.touched.values()) or 1
+    even = sum(
+        number * expected_experts(experts.count, experts.per_token, tokens)
+        for tokens, (number, _) in counts.touched.items()
+    )
+    return {
+        "used": sum(used for _, used in counts.touched.values()) / uses,
+        "used_if_even": even / uses,
+        "skew": fitted_skew(experts.count, experts.per_token, counts.touched),
+        "routed_bytes": counts.routed_bytes,
+        "read_bytes": counts.read_bytes,
+        "wasted_bytes": counts.wasted_bytes,
     }
 
 

@@ -5,6 +5,7 @@ A plan for OPT-175B is made from this record alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -248,6 +249,20 @@ EMBED_TABLE = "embed.tokens.weight"
 SCORE_TOKENS, QUERY_CHUNK_TOKENS = 1024, 256
 
 TensorShapes = Iterator[tuple[str, tuple[int, ...]]]  # canonical name, shape
+
+# Canonical names of an expert's tensors begin so: layers.{i}.mlp.experts.{e}.gate.weight and others.
+_EXPERT = re.compile(r"(.*\.experts\.\d+)\.")
+
+
+def expert_of(name: str) -> str | None:
+    """Return the expert that a tensor belongs to, the part of its name up to the expert's number; None if to none."""
+    matched = _EXPERT.match(name)
+    return None if matched is None else matched[1]
+
+
+def expert_number(expert: str) -> int:
+    """Return the number of an expert in its layer; expert: as `expert_of` returns it."""
+    return int(expert.rpartition(".")[2])
 
 
 def layer_stage(index: int) -> str:

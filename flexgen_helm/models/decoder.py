@@ -8,8 +8,9 @@ heads, Hk key heads, D elements of a head, V vocabulary, E experts, K experts of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -42,10 +43,14 @@ class StageWeights(Protocol):
     """The weights of one stage, by canonical name without the stage's prefix; values in the compute dtype.
 
     repeatable: a batch may use a matrix more than once. Otherwise it uses each at most once, in the order of
-        `stage_tensor_shapes`.
+        `stage_tensor_shapes`; experts in the order of `use_experts`.
     """
 
     repeatable: bool
+
+    def use_experts(self, experts: Sequence[int]) -> None:
+        """Say which experts the batch uses, each once, in order; called after routing, before their first product."""
+        ...
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """x [T, in] times `name`.weight transposed, plus `name`.bias -> [T, out]."""
@@ -174,18 +179,48 @@ class Decoder:
             inner = self._activation(weights.linear(f"{name}.up", x))
         return weights.linear(f"{name}.down", inner)
 
+    def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
+        """Guess which experts a layer will select, from the hidden states [T, H] before it.
+
+        Its router sees them without the layer's attention, which changes them little. Returns the largest weight that
+        any token would give to each expert, 0 where no token would select it [E]; None for a layer without experts.
+        """
+        moe = self.config.moe(layer)
+        if moe is None:
+            return None
+        x = self._norm(weights, "mlp_norm", hidden) if RESIDUALS[self.config.residual].input_norm else hidden
+        expert_weights, selected = self._route(weights, moe, x)
+        return hidden.new_zeros(moe.count, dtype=torch.float32).scatter_reduce_(
+            0, selected.flatten(), expert_weights.flatten(), "amax"
+        )
+
     def _moe(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> Tensor:
-        """Each token through the experts of its K largest router probabilities (Shazeer et al., 2017)."""
+        """Each token through the experts of its K largest router probabilities (Shazeer et al., 2017).
+
+        Tokens are sorted by expert, so that each expert multiplies its own in one product:
+
+            sorted   | tokens of expert 0 | of 1 |  | of 3 …        bounds: 0 … first of each expert … T K
+        """
+        expert_weights, selected = self._route(weights, moe, x)
+        sorted_experts, order = selected.flatten().sort(stable=True)  # [T K]: each token K times
+        tokens, token_weights = order // moe.per_token, expert_weights.flatten()[order, None].to(x.dtype)
+        experts = torch.arange(moe.count + 1, device=x.device)
+        bounds = torch.searchsorted(sorted_experts, experts).tolist()  # the one wait for a device
+        parts = [(expert, slice(*ends)) for expert, ends in enumerate(pairwise(bounds)) if ends[0] < ends[1]]
+        weights.use_experts([expert for expert, _ in parts])
+        out = torch.zeros_like(x)
+        for expert, part in parts:
+            y = self._mlp(weights, f"mlp.experts.{expert}", x.index_select(0, tokens[part]))
+            out.index_add_(0, tokens[part], y.mul_(token_weights[part]))
+        return out
+
+    def _route(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the numbers of each token's experts, both [T, K]."""
         probabilities = torch.softmax(weights.linear("mlp.router", x).float(), dim=-1)  # [T, E]
-        expert_weights, selected = torch.topk(probabilities, moe.per_token, dim=-1)  # [T, K]
+        expert_weights, selected = torch.topk(probabilities, moe.per_token, dim=-1)
         if moe.normalize:
             expert_weights = expert_weights / expert_weights.sum(-1, keepdim=True)
-        out = torch.zeros_like(x)
-        for expert in selected.unique().tolist():
-            tokens, rank = torch.where(selected == expert)
-            y = self._mlp(weights, f"mlp.experts.{expert}", x[tokens])
-            out.index_add_(0, tokens, y * expert_weights[tokens, rank, None].to(x.dtype))
-        return out
+        return expert_weights, selected
 
     def _norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         weight = weights.vector(f"{name}.weight")

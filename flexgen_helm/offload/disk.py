@@ -183,6 +183,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path, fingerprint: str, fmt: str) -> None:
         self._folder, self._fingerprint, self._fmt = folder, fingerprint, fmt
+        self._known: tuple[tuple[int, int], dict[str, Any]] | None = None  # a version of the manifest, and its content
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -204,7 +205,7 @@ class WeightFiles:
                     digest = self._write(path, size, tiles)
                     files[name] = {"size": size, "sha256": digest}
                     manifest = {"fingerprint": self._fingerprint, "form": self._fmt, "files": files}
-                    replace_text(self._folder / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True))
+                    self._write_manifest(manifest)
         except OSError as error:
             raise _offload_error(error, path, size) from error
         return DirectFile(path, size, create=False)
@@ -220,12 +221,22 @@ class WeightFiles:
     def _manifest(self) -> dict[str, Any]:
         """Read the manifest; an empty one if it is missing, damaged or of other weights, so that all is rewritten."""
         empty: dict[str, Any] = {"fingerprint": self._fingerprint, "form": self._fmt, "files": {}}
+        path = self._folder / "manifest.json"
         try:
-            manifest = json.loads((self._folder / "manifest.json").read_text(encoding="utf-8"))
+            version = _version(path)
+            if self._known is None or self._known[0] != version:  # of thousands of experts it takes milliseconds
+                self._known = version, json.loads(path.read_text(encoding="utf-8"))
+            manifest = self._known[1]
             is_ours = manifest["fingerprint"] == self._fingerprint and manifest["form"] == self._fmt
             return manifest if is_ours and isinstance(manifest["files"], dict) else empty
         except (OSError, ValueError, KeyError, TypeError):
             return empty
+
+    def _write_manifest(self, manifest: dict[str, Any]) -> None:
+        path = self._folder / "manifest.json"
+        self._known = None
+        replace_text(path, json.dumps(manifest, indent=1, sort_keys=True))
+        self._known = _version(path), manifest
 
     def _write(self, path: Path, size: int, tiles: Iterable[Tensor]) -> str:
         """Write a matrix beside its place, then move it there; return the SHA-256 of its bytes."""
@@ -257,6 +268,12 @@ class WeightFiles:
         file.close()
         os.replace(part, path)
         return digest.hexdigest()
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """Return what differs between two versions of a file that is replaced as a whole."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

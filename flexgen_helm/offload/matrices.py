@@ -2,6 +2,8 @@
 
 The storage format is the checkpoint's 16-bit dtype, or a packed format of the precision. Packed matrices have stripes
 of bytes for rows (`quant.formats`). A matrix is packed once, into a weight file from which every tier is loaded.
+
+The matrices of an expert are one unit: one file, read at once.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
-from flexgen_helm.offload.disk import DirectFile
+from flexgen_helm.models.config import expert_of
+from flexgen_helm.offload.disk import DirectFile, WeightFiles
 from flexgen_helm.offload.prefetcher import staged_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from flexgen_helm.offload.tiers import Tiers
@@ -42,6 +46,7 @@ class OffloadedMatrix(ABC):
     def __init__(self, tiers: Tiers, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._tiers, self.dtype = tiers, dtype
         self.shape, self.row_bytes = (shape[0], shape[1]), shape[1] * dtype.itemsize
+        self.num_bytes = shape[0] * self.row_bytes
 
     @abstractmethod
     def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
@@ -145,6 +150,30 @@ def buffered_rows(row_bytes: int) -> int:
     return max(1, COPY_BUFFER_BYTES // row_bytes)
 
 
+@dataclass(frozen=True)
+class ExpertMatrix:
+    """Where one matrix of an expert is among the expert's bytes.
+
+    expert: the expert's name.
+    shape, dtype: in the storage format.
+    """
+
+    expert: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """Where the next matrix begins: each begins at a page, as direct I/O does."""
+        return self.offset + aligned(prod(self.shape) * self.dtype.itemsize)
+
+    def view(self, expert_bytes: Tensor) -> Tensor:
+        """Return the matrix in the bytes of its expert."""
+        size = prod(self.shape) * self.dtype.itemsize
+        return expert_bytes[self.offset : self.offset + size].view(self.dtype).view(self.shape)
+
+
 class MatrixLoader:
     """Loads the tensors of one checkpoint. The caller claims their memory first.
 
@@ -154,6 +183,14 @@ class MatrixLoader:
     def __init__(self, checkpoint: Checkpoint, tiers: Tiers, precision: Precision) -> None:
         self._checkpoint, self._tiers, self._precision = checkpoint, tiers, precision
         self.has_converted = False
+        self._files: dict[str, WeightFiles] = {}  # by label
+        self._experts: dict[str, dict[str, ExpertMatrix]] = {}  # expert -> matrix -> where it is
+        for name, shape in checkpoint.shapes.items():
+            expert = expert_of(name)
+            if expert is not None and len(shape) == 2:
+                matrices = self._experts.setdefault(expert, {})
+                offset = max((matrix.end for matrix in matrices.values()), default=0)
+                matrices[name] = ExpertMatrix(expert, offset, *self._storage(name))
 
     def format_of(self, name: str) -> GroupFormat | None:
         """Return how a tensor is packed; None if it has the checkpoint's 16-bit dtype."""
@@ -186,6 +223,30 @@ class MatrixLoader:
         """Open a matrix's weight file; write it first if there is none."""
         return DiskMatrix(self._tiers, self._file(name), *self._storage(name))
 
+    def expert_matrix(self, name: str) -> ExpertMatrix:
+        """Return where a matrix of an expert is among the expert's bytes."""
+        return self._experts[expert_of(name) or ""][name]
+
+    def expert_to_disk(self, expert: str) -> DiskMatrix:
+        """Open an expert's weight file as pages of bytes; write it first if there is none."""
+        return DiskMatrix(self._tiers, self._expert_file(expert), self._expert_pages(expert), torch.uint8)
+
+    def expert_to_host(self, expert: str) -> HostMatrix:
+        """Load an expert to host memory, behind the link, as pages of bytes."""
+        assert self._tiers.copy_engine is not None
+        pages_shape = self._expert_pages(expert)
+        stored = self._tiers.copy_engine.host_memory(prod(pages_shape))
+        if any(self.format_of(name) for name in self._experts[expert]):
+            with closing(self._expert_file(expert)) as file:
+                stored.copy_(file.read_tensor(0, pages_shape, torch.uint8).view(-1))
+        else:
+            done = 0
+            for tile in self._expert_tiles(expert):
+                flat = tile.contiguous().view(torch.uint8).view(-1)
+                stored[done : done + flat.numel()] = flat
+                done += flat.numel()
+        return HostMatrix(self._tiers, stored.view(pages_shape))
+
     def _storage(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype in the storage format."""
         shape, fmt = self._checkpoint.shapes[name], self.format_of(name)
@@ -194,13 +255,36 @@ class MatrixLoader:
         return (fmt.num_stripes(shape[0]), fmt.stripe_bytes(shape[1])), torch.uint8
 
     def _file(self, name: str) -> DirectFile:
+        return self._weight_files(self.format_of(name) is not None).ensure(
+            name, self.num_bytes(name), self._converted(self._tiles(name))
+        )
+
+    def _expert_file(self, expert: str) -> DirectFile:
+        is_packed = any(self.format_of(name) for name in self._experts[expert])
+        return self._weight_files(is_packed).ensure(
+            expert, prod(self._expert_pages(expert)), self._converted(self._expert_tiles(expert))
+        )
+
+    def _expert_pages(self, expert: str) -> tuple[int, int]:
+        return max(matrix.end for matrix in self._experts[expert].values()) // ALIGNMENT, ALIGNMENT
+
+    def _expert_tiles(self, expert: str) -> Iterator[Tensor]:
+        """Yield the content of an expert's file in order: its matrices, each padded to a page."""
+        for name, matrix in self._experts[expert].items():
+            yield from self._tiles(name)
+            yield torch.zeros(matrix.end - matrix.offset - self.num_bytes(name), dtype=torch.uint8)
+
+    def _tiles(self, name: str) -> Iterable[Tensor]:
+        """Return flat tiles of a matrix in its storage format."""
         fmt, tiles = self.format_of(name), self._checkpoint.tiles(name)
-        if fmt is None:
-            label = str(self._checkpoint.storage_dtype).removeprefix("torch.")
-        else:
-            label, tiles = self._precision.weights_label, _packed_tiles(tiles, fmt, self._checkpoint.shapes[name][1])
-        files = self._tiers.directory().weights(self._checkpoint.fingerprint, label)
-        return files.ensure(name, self.num_bytes(name), self._converted(tiles))
+        return tiles if fmt is None else _packed_tiles(tiles, fmt, self._checkpoint.shapes[name][1])
+
+    def _weight_files(self, is_packed: bool) -> WeightFiles:
+        dtype = str(self._checkpoint.storage_dtype).removeprefix("torch.")
+        label = self._precision.weights_label if is_packed else dtype
+        if label not in self._files:
+            self._files[label] = self._tiers.directory().weights(self._checkpoint.fingerprint, label)
+        return self._files[label]
 
     def _converted(self, tiles: Iterable[Tensor]) -> Iterator[Tensor]:
         """Pass on the content of a weight file, which is read only to write the file."""
@@ -209,8 +293,12 @@ class MatrixLoader:
 
     def _read_packed(self, name: str) -> Tensor:
         """Read a packed matrix [stripes, bytes] from its weight file into new host memory."""
-        with closing(self._file(name)) as file:
-            return file.read_tensor(0, *self._storage(name))
+        expert = expert_of(name)
+        if expert is None:
+            with closing(self._file(name)) as file:
+                return file.read_tensor(0, *self._storage(name))
+        with closing(self._expert_file(expert)) as file:
+            return file.read_tensor(self._experts[expert][name].offset, *self._storage(name))
 
 
 def _packed_tiles(tiles: Iterable[Tensor], fmt: GroupFormat, width: int) -> Iterator[Tensor]:

@@ -7,6 +7,8 @@ soon as it is used, and loaded again for the next batch.
 
     loaders     | layer 3: q k v o up down | layer 4: q k v …        (wait for room)
     computing                    | layer 3, batch 0 | layer 3, batch 1 |   releases units during its last use
+
+Experts are not loaded here: which ones a batch needs is known in the middle of their layer (`offload.experts`).
 """
 
 from __future__ import annotations
@@ -109,9 +111,9 @@ class WeightPrefetcher:
         self._ring, self._stats, self._overlap, self._mark_used = ring, stats, overlap, mark_used
         self._visits: deque[_Visit] = deque()
         self._queue: deque[_Unit] = deque()
-        self._wake = threading.Condition()
+        self.wake = self._wake = threading.Condition()
         self._order = threading.Lock()  # slots are taken in the order of the queue, though loads run side by side
-        self._num_loading = 0
+        self._num_loading = self._num_filling = 0
         self._closed = False
         names = [f"weights loader {i}" for i in range(NUM_LOADERS if overlap else 0)]
         self._loaders = [threading.Thread(target=self._load, name=name, daemon=True) for name in names]
@@ -130,6 +132,11 @@ class WeightPrefetcher:
     def has_expected(self) -> bool:
         """Whether visits are announced whose uses are not known yet."""
         return any(visit.uses_left is None for visit in self._visits)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no unit is on its way; `wake` is notified when that changes."""
+        return not self._num_filling
 
     def start(self, stage: str, matrices: Sequence[StagedMatrix], uses: int | None) -> bool:
         """Announce the next visit and begin to load it: `stage` will be used `uses` times in a row.
@@ -177,7 +184,7 @@ class WeightPrefetcher:
                         visit.units.remove(unit)
                         self._release(unit)
                 return
-            # In order: units before the wanted matrix are not needed this time (experts that no token chose).
+            # In order: units before the wanted matrix are not needed this time.
             while visit.units[0].matrix.name != name:
                 self._skip(visit.units.popleft())
             rows_left = visit.units[0].matrix.rows
@@ -255,8 +262,11 @@ class WeightPrefetcher:
                     unit = self._queue.popleft()
                     self._num_loading += 1
                 self._reserve(unit)
+            with self._wake:
+                self._num_filling += 1
             self._fill(unit)
             with self._wake:
+                self._num_filling -= 1
                 self._num_loading -= 1
                 self._wake.notify_all()
 

@@ -1,4 +1,4 @@
-"""Bytes moved between tiers, and the seconds that loading, storing and waiting took. Thread-safe counters."""
+"""Bytes moved between tiers, seconds of loading, storing and waiting, and uses of experts. Thread-safe counters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 LinkName = Literal["disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"]
@@ -16,6 +17,22 @@ LINKS: tuple[LinkName, ...] = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_
 KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
 
 
+@dataclass(frozen=True)
+class ExpertCounts:
+    """Uses of experts; a use is one batch in one layer.
+
+    touched: tokens of a batch -> uses by batches of so many tokens, and experts that these used, all together.
+    routed_bytes: of the offloaded experts that were used, as if each use had read its own.
+    read_bytes: of offloaded experts, those of guesses included; less than `routed_bytes` where experts were kept.
+    wasted_bytes: of those, read by guesses and not used before they were dropped.
+    """
+
+    touched: dict[int, tuple[int, int]] = field(default_factory=dict)
+    routed_bytes: int = 0
+    read_bytes: int = 0
+    wasted_bytes: int = 0
+
+
 class TransferStats:
     """Counters of one engine since the last `reset`."""
 
@@ -23,10 +40,32 @@ class TransferStats:
         self._lock = threading.Lock()
         self._bytes: Counter[tuple[LinkName, Kind]] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._experts = ExpertCounts()
 
     def count_bytes(self, link: LinkName, kind: Kind, num_bytes: int) -> None:
         with self._lock:
             self._bytes[link, kind] += num_bytes
+
+    def count_experts(self, tokens: int, experts: int, routed_bytes: int) -> None:
+        """Count the experts that one batch of `tokens` tokens uses in one layer."""
+        with self._lock:
+            counts = self._experts
+            uses, touched = counts.touched.get(tokens, (0, 0))
+            more = {**counts.touched, tokens: (uses + 1, touched + experts)}
+            self._experts = replace(counts, touched=more, routed_bytes=counts.routed_bytes + routed_bytes)
+
+    def count_expert_reads(self, read_bytes: int, wasted_bytes: int = 0) -> None:
+        with self._lock:
+            counts = self._experts
+            self._experts = replace(
+                counts,
+                read_bytes=counts.read_bytes + read_bytes,
+                wasted_bytes=counts.wasted_bytes + wasted_bytes,
+            )
+
+    @property
+    def experts(self) -> ExpertCounts:
+        return self._experts
 
     @contextmanager
     def timed(self, activity: str) -> Iterator[None]:
@@ -53,3 +92,4 @@ class TransferStats:
         with self._lock:
             self._bytes.clear()
             self._seconds.clear()
+            self._experts = ExpertCounts()

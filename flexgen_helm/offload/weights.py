@@ -7,11 +7,13 @@ fetched. An offloaded matrix takes three steps:
     load      checkpoint -> disk -> matrices         once
     stage     matrices -> prefetcher -> staging      in every pass, ahead of its use
     compute   weights -> linear                      waits until its rows are staged
+
+Offloaded experts are staged whole, after the router has chosen them (`offload.experts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -27,13 +29,16 @@ from flexgen_helm.models.config import (
     EMBED_TABLE,
     HEAD,
     ModelConfig,
+    expert_number,
+    expert_of,
     stage_names,
     stage_tensor_shapes,
     tensor_shapes,
 )
 from flexgen_helm.models.decoder import StageWeights, TableRows
+from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.offload.linear import dequantize_tiled, tiled_linear
-from flexgen_helm.offload.matrices import DiskMatrix, MatrixLoader, OffloadedMatrix, buffered_rows
+from flexgen_helm.offload.matrices import DiskMatrix, ExpertMatrix, MatrixLoader, OffloadedMatrix, buffered_rows
 from flexgen_helm.offload.prefetcher import (
     StagedMatrix,
     StageRows,
@@ -42,9 +47,9 @@ from flexgen_helm.offload.prefetcher import (
     num_loaders,
     staged_bytes,
 )
-from flexgen_helm.offload.staging import StagingRing, aligned
+from flexgen_helm.offload.staging import StagingRing, aligned, pages
 from flexgen_helm.offload.tiers import Tiers
-from flexgen_helm.planner.constants import UNLIMITED
+from flexgen_helm.planner.constants import ALL_EXPERTS_FROM, UNLIMITED
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.progress import Stage, report
 from flexgen_helm.quant.formats import GroupFormat
@@ -66,21 +71,22 @@ class Weight:
     rows: of the unpacked matrix.
     fmt: how it is packed; None if it is not.
     resident: on the compute device; None if it is offloaded.
-    offloaded: None if it is resident.
+    offloaded: None if it is resident, or of an expert.
+    in_expert: where it is in an offloaded expert.
     """
 
     rows: int
     fmt: GroupFormat | None
     resident: Tensor | None = None
     offloaded: OffloadedMatrix | None = None
+    in_expert: ExpertMatrix | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """As it is stored."""
-        if self.resident is not None:
-            return self.resident.dtype
-        assert self.offloaded is not None
-        return self.offloaded.dtype
+        stored = self.resident if self.resident is not None else self.offloaded or self.in_expert
+        assert stored is not None
+        return stored.dtype
 
 
 class TieredWeights:
@@ -100,6 +106,7 @@ class TieredWeights:
         *,
         compute_copies: bool = False,
         staging_bytes: int = 0,
+        expert_bytes: int = 0,
         precision: Precision = FP16,
         threads: ThreadGovernor | None = None,
         part: ModelConfig | None = None,
@@ -108,6 +115,7 @@ class TieredWeights:
 
         compute_copies: resident matrices are kept in the compute dtype, which has all values of 16-bit dtypes.
         staging_bytes: of the staging ring on the compute device; used only if a matrix is offloaded.
+        expert_bytes: of the slots for offloaded experts there, at least one; used only if there are any.
         threads: chooses the threads that quantize; None where a device computes.
         part: the layers to load; None for all.
 
@@ -117,6 +125,8 @@ class TieredWeights:
         self.tensors: dict[str, Weight] = {}
         self._resources = ExitStack()  # closed in reverse: the prefetcher, then each matrix before its claim
         self._prefetcher: WeightPrefetcher | None = None
+        self._streamer: ExpertStreamer | None = None
+        self._experts: dict[str, OffloadedMatrix] = {}  # the offloaded ones, as pages of bytes
         loader = MatrixLoader(checkpoint, tiers, precision)
         shapes = tensor_shapes(self._config)
         done, total = 0, sum(map(loader.num_bytes, shapes))
@@ -129,6 +139,8 @@ class TieredWeights:
                 tier = placement.get(name, tiers.compute_tier)
                 if tier == tiers.compute_tier or len(shape) == 1:
                     self.tensors[name] = self._load_resident(loader, name, shape, compute_copies)
+                elif (expert := expert_of(name)) is not None:
+                    self.tensors[name] = self._load_expert(loader, name, shape, expert, tier)
                 else:
                     self.tensors[name] = self._load_offloaded(loader, name, shape, tier)
             report(Stage("load", done=total, total=total))
@@ -136,7 +148,10 @@ class TieredWeights:
                 self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
             if any(weight.offloaded is not None for weight in self.tensors.values()):
                 self._prefetcher = self._start_prefetcher(staging_bytes)
+            if self._experts:
+                self._streamer = self._start_streamer(expert_bytes)
             self._stages = stage_names(self._config)
+            self._stage_experts = {stage: self._experts_of(stage) for stage in self._stages}
             self._staged = {stage: self._staged_matrices(stage, staging_bytes) for stage in self._stages}
             if buffers := self._loader_buffer_bytes():
                 self._claim("cpu", "buffers", buffers)
@@ -188,21 +203,62 @@ class TieredWeights:
                 return
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[StageWeights]:
-        """Use a stage once, in the order of the visits. Its products wait for their matrices and raise load errors."""
+    def stage(self, name: str, num_tokens: int = 0, used_again: bool = False) -> Iterator[StageWeights]:
+        """Use a stage once, in the order of the visits. Its products wait for their matrices and raise load errors.
+
+        num_tokens: of the batch.
+        used_again: another batch uses the stage next.
+        """
         prefetcher = self._prefetcher if self._staged[name] else None
         with nullcontext() if prefetcher is None else prefetcher.using(name) as staged_rows:
-            yield _StageView(self.tensors, name, self._dtype, staged_rows)
+            yield _StageView(
+                self.tensors,
+                name,
+                self._dtype,
+                staged_rows,
+                self._streamer,
+                lambda numbers: self._use_experts(name, numbers, num_tokens, used_again),
+            )
+        if self._streamer is not None:
+            self._streamer.finish()
+
+    def guess_experts(self, name: str, scores: Callable[[StageWeights], Tensor | None]) -> None:
+        """Load likely experts of a stage, the next one, while nothing else is loaded.
+
+        scores: returns how likely each expert is (`Decoder.likely_experts`), from the weights besides the experts. It
+            is called only if these are resident.
+        """
+        experts = self._stage_experts[name]
+        if self._streamer is not None and not self._staged[name] and any(each in self._experts for each in experts):
+            likely = scores(_StageView(self.tensors, name, self._dtype, None, None, lambda numbers: None))
+            if likely is not None:
+                self._streamer.guess(experts, likely)
 
     def cancel(self) -> None:
         """Forget all prefetches, after an error in a pass; waits for loads that are under way."""
         if self._prefetcher is not None:
             self._prefetcher.cancel()
+        if self._streamer is not None:
+            self._streamer.cancel()
+
+    def _use_experts(self, stage: str, numbers: Sequence[int], num_tokens: int, used_again: bool) -> None:
+        names = [self._stage_experts[stage][number] for number in numbers]
+        offloaded = [name for name in names if name in self._experts]
+        routed_bytes = sum(self._experts[name].num_bytes for name in offloaded)
+        self._tiers.stats.count_experts(num_tokens, len(names), routed_bytes)
+        if self._streamer is None:
+            return
+        self._streamer.use(offloaded, stage, used_again)
+        following = self._stages.index(stage) + 1
+        experts = self._stage_experts[self._stages[following]] if following < len(self._stages) else []
+        if experts and len(numbers) >= ALL_EXPERTS_FROM * len(self._stage_experts[stage]):
+            self._streamer.guess(experts, torch.ones(len(experts)))
 
     def close(self) -> None:
         """Release all memory and files; harmless when called again."""
         self.tensors.clear()
-        self._prefetcher = None
+        self._experts.clear()
+        self._prefetcher = self._streamer = None
         self._resources.close()
 
     def _claim(self, tier: Tier, kind: str, num_bytes: int) -> None:
@@ -227,6 +283,38 @@ class TieredWeights:
         self._resources.callback(matrix.close)
         return Weight(shape[0], loader.format_of(name), offloaded=matrix)
 
+    def _load_expert(self, loader: MatrixLoader, name: str, shape: tuple[int, ...], expert: str, tier: Tier) -> Weight:
+        """Load an expert with the first of its matrices."""
+        self._claim(tier, "weights", loader.num_bytes(name))
+        if expert not in self._experts:
+            stored = loader.expert_to_disk(expert) if tier == "disk" else loader.expert_to_host(expert)
+            self._resources.callback(stored.close)
+            self._experts[expert] = stored
+        return Weight(shape[0], loader.format_of(name), in_expert=loader.expert_matrix(name))
+
+    def _experts_of(self, stage: str) -> list[str]:
+        """Return the experts of a stage, by number."""
+        experts = {expert_of(name) for name in stage_tensor_shapes(self._config, stage)} - {None}
+        return sorted((expert for expert in experts if expert is not None), key=expert_number)
+
+    def _start_streamer(self, expert_bytes: int) -> ExpertStreamer:
+        tiers, prefetcher = self._tiers, self._prefetcher
+        slot_bytes = max(expert.num_bytes for expert in self._experts.values())
+        shape = max(1, min(len(self._experts), expert_bytes // slot_bytes)), slot_bytes
+        self._claim(tiers.compute_tier, "staging", prod(shape))
+        copy_engine = tiers.copy_engine
+        streamer = ExpertStreamer(
+            self._experts,
+            pages(prod(shape)).view(shape) if copy_engine is None else copy_engine.device_memory(shape, torch.uint8),
+            tiers.stats,
+            tiers.overlap,
+            mark_used=(lambda: None) if copy_engine is None else copy_engine.mark_used,
+            is_idle=(lambda: True) if prefetcher is None else (lambda: prefetcher.is_idle),
+            wake=None if prefetcher is None else prefetcher.wake,
+        )
+        self._resources.callback(streamer.close)
+        return streamer
+
     def _start_prefetcher(self, staging_bytes: int) -> WeightPrefetcher:
         tiers = self._tiers
         self._claim(tiers.compute_tier, "staging", staging_bytes)
@@ -241,12 +329,17 @@ class TieredWeights:
 
     def _loader_buffer_bytes(self) -> int:
         """Return the host memory of loaders that bring weights from the disk to a device: a buffer for each."""
-        tiers, offloaded = self._tiers, (weight.offloaded for weight in self.tensors.values())
-        if tiers.copy_engine is None or not any(isinstance(matrix, DiskMatrix) for matrix in offloaded):
+        tiers, loaders = self._tiers, num_loaders(self._tiers.overlap)
+        if tiers.copy_engine is None:
             return 0
-        matrices = (matrix for stage in self._staged.values() for matrix in stage)
-        sizes = (staged_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes) for m in matrices)
-        return num_loaders(tiers.overlap) * max(sizes, default=0)
+        num_bytes = 0
+        if any(isinstance(weight.offloaded, DiskMatrix) for weight in self.tensors.values()):
+            matrices = (matrix for stage in self._staged.values() for matrix in stage)
+            sizes = (staged_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes) for m in matrices)
+            num_bytes += loaders * max(sizes, default=0)
+        on_disk = [expert for expert in self._experts.values() if isinstance(expert, DiskMatrix)]
+        sizes = (staged_bytes(min(e.shape[0], buffered_rows(e.row_bytes)), e.row_bytes) for e in on_disk)
+        return num_bytes + loaders * max(sizes, default=0)
 
     def _staged_matrices(self, stage: str, capacity: int) -> list[StagedMatrix]:
         """Return the offloaded matrices of a stage, in units that suit a staging ring of `capacity` bytes.
@@ -277,19 +370,37 @@ class TieredWeights:
 
 
 class _StageView(StageWeights):
-    """One batch's use of one stage. staged_rows: of its offloaded matrices; None if there are none."""
+    """One batch's use of one stage.
+
+    staged_rows: of its offloaded matrices; None if there are none.
+    streamer: of offloaded experts; None if there are none.
+    use_experts: tells it which ones the batch uses.
+    """
 
     def __init__(
-        self, tensors: Mapping[str, Weight], stage: str, dtype: torch.dtype, staged_rows: StageRows | None
+        self,
+        tensors: Mapping[str, Weight],
+        stage: str,
+        dtype: torch.dtype,
+        staged_rows: StageRows | None,
+        streamer: ExpertStreamer | None,
+        use_experts: Callable[[Sequence[int]], None],
     ) -> None:
         self._tensors, self._stage, self._dtype, self._staged_rows = tensors, stage, dtype, staged_rows
+        self._streamer, self._use_experts = streamer, use_experts
         self.repeatable = staged_rows is None
+
+    def use_experts(self, experts: Sequence[int]) -> None:
+        self._use_experts(experts)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self._tensors[f"{self._stage}.{name}.weight"], self.vector(f"{name}.bias")
         fmt, out_size = weight.fmt, weight.rows
         if weight.resident is not None:
             return tiled_linear(x, weight.resident, bias, fmt, out_size)
+        if weight.in_expert is not None:
+            assert self._streamer is not None
+            return tiled_linear(x, self._streamer.matrix(weight.in_expert), bias, fmt, out_size)
         assert self._staged_rows is not None
         stripe_rows = 1 if fmt is None else fmt.stripe_rows
         out: Tensor | None = None

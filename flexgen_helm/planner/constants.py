@@ -55,6 +55,8 @@ ALIGNMENT = 4096
 GRAPH_OVERHEAD_BYTES = 64 << 20
 # Smallest staging ring: three units of 1 MiB, so that one is used while the next one arrives.
 MIN_STAGING_BYTES = 3 << 20
+# Fewest slots for offloaded experts, for the same reason.
+MIN_EXPERT_SLOTS = 3
 # Pinned memory of a thread that copies over the link from or to memory that is not: a piece takes a millisecond.
 COPY_BUFFER_BYTES = 8 << 20
 # Threads that load offloaded weights: while one's unit crosses the second link of its way, the next is on the first.
@@ -62,6 +64,11 @@ NUM_LOADERS = 2
 # Bytes that may wait in memory to be stored: the disk stays busy while the next batch computes, and a slow disk holds
 # computing up before it fills the memory.
 MAX_PENDING_STORE_BYTES = 64 << 20
+# Experts that are loaded on a guess: share of the slots that unused ones may have, and bytes of wrong guesses, as a
+# share of the bytes of the offloaded experts that were used.
+GUESSED_SLOTS_SHARE, GUESSED_WASTE_SHARE = 0.5, 0.05
+# Share of a layer's experts from which on the next layer is taken to need all of its own.
+ALL_EXPERTS_FROM = 0.9
 # Attention masks that are kept between layers (`kv_cache.visibility`).
 KEPT_MASK_BYTES = 32 << 20
 # Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which stay in its cache.

@@ -171,14 +171,18 @@ class _Pass:
         processor, work, cache = hardware.compute_processor, problem.compute_bytes, problem.precision.cache
         sequences, batches = self.sequences, self.batches
         rate = processor.matmul_flops[problem.compute_dtype]
-        weights = problem.layer_elements * config.num_layers
-        layers_s = config.linear_flops_per_token * self.tokens / rate.at(self.tokens / batches)
+        batch_rows = self.tokens / batches
+        always = problem.layer_elements - problem.layer_expert_elements
+        weights = (always + problem.layer_expert_elements * problem.experts_used(batch_rows)) * config.num_layers
+        expert_flops = problem.expert_flops_per_token
+        layers_s = (config.linear_flops_per_token - expert_flops) * self.tokens / rate.at(batch_rows)
+        layers_s += expert_flops * self.tokens / rate.at(problem.expert_rows(batch_rows))
         head_s = config.head_flops_per_token * sequences / rate.at(min(sequences, self.batch_sequences))
         convert, read_bytes = 0.0, 0.0
         head_format = problem.precision.format_of(EMBED_TABLE)
         head_rows = min(sequences, self.batch_sequences)
         for elements, fmt, rows in (
-            (weights, problem.precision.weights, self.tokens / batches),
+            (weights, problem.precision.weights, batch_rows),
             (problem.head_elements, head_format, head_rows),
         ):
             converted, read = self._conversion_and_reading(elements, fmt, rows)
@@ -263,17 +267,30 @@ class _Pass:
     @cached_property
     def _weight_bytes(self) -> float:
         """Bytes of offloaded weights; a stage that is larger than the ring is loaded again for every batch."""
-        problem = self.problem
-        layers = problem.layer_bytes * problem.config.num_layers
-        loaded = self.weight_loads * (layers + problem.head_bytes)
-        for stage, num_bytes in ((problem.layer_bytes, layers), (problem.head_bytes, problem.head_bytes)):
-            if stage > problem.ring_bytes:
-                loaded += (self.batches - 1) * self.weight_loads * num_bytes
+        problem, layers = self.problem, self.problem.config.num_layers
+        if problem.offloads_only_experts:  # whatever share is offloaded, it is of experts
+            return self.weight_loads * self._expert_reads * problem.stored_bytes
+        always = problem.layer_bytes - problem.layer_expert_bytes
+        loaded = self.weight_loads * self._expert_reads * problem.layer_expert_bytes * layers
+        for stage, num_bytes in ((always, always * layers), (problem.head_bytes, problem.head_bytes)):
+            reads = 1 if stage <= problem.ring_bytes else self.batches
+            loaded += self.weight_loads * reads * num_bytes
         return loaded
+
+    @cached_property
+    def _expert_reads(self) -> float:
+        """Reads of an offloaded expert in a pass: by the first batch that uses it, or by each if none can be kept."""
+        if self.problem.keeps_experts:
+            return self.problem.experts_used(self.tokens)
+        return self.batches * self.problem.experts_used(self.tokens / self.batches)
 
     @property
     def _weight_transfers(self) -> float:
-        return self.weight_loads * self.problem.layer_matrices * self.problem.config.num_layers
+        problem, experts = self.problem, self.problem.config.experts
+        transfers = 0.0 if experts is None else self._expert_reads * experts.count
+        if not problem.offloads_only_experts:
+            transfers += problem.layer_matrices
+        return self.weight_loads * transfers * problem.config.num_layers
 
     @property
     def _cache_transfers(self) -> float:

@@ -5,7 +5,8 @@
 - Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is enough, else as stored.
 - Otherwise a staging ring takes two layers, at most a quarter of the tier (half of it, if only that holds one layer).
   Of the rest, weights take half (three quarters on a gpu, whose cache goes to the host). The next weights take half of
-  the host's limit, the others go to the disk.
+  the host's limit, the others go to the disk. Of a mixture, experts go to the slowest tiers, and most of the staging
+  memory is slots for them.
 - The cache is on the compute tier of a machine without a gpu, and in host memory of one with a gpu.
 
 `RunMemory` divides what is then free between hidden states and KV cache. Without a policy, resident weights run
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.models.config import EMBED, stage_names
+from flexgen_helm.models.config import EMBED, expert_of, stage_names
 from flexgen_helm.planner.cache_sizes import CacheSizes, cache_sizes
 from flexgen_helm.planner.constants import (
     ACTIVATIONS_SHARE,
@@ -37,6 +38,7 @@ from flexgen_helm.planner.constants import (
     MAX_BATCH_TOKENS,
     MAX_SEQUENCES,
     MAX_STAGED_CACHE_SHARE,
+    MIN_EXPERT_SLOTS,
     MIN_STAGING_BYTES,
     NUM_LOADERS,
     PAGE_TOKENS,
@@ -71,6 +73,7 @@ class MemoryPlan:
     cache, activations: fractions by tier.
     staging_bytes: size of the staging ring, 0 if all weights are resident.
     compute_copies: resident matrices are kept in the compute dtype.
+    expert_bytes: of the slots for offloaded experts.
     """
 
     weights: Mapping[str, Tier]
@@ -78,10 +81,15 @@ class MemoryPlan:
     activations: Fractions
     staging_bytes: int
     compute_copies: bool
+    expert_bytes: int = 0
 
     @property
     def streams_weights(self) -> bool:
-        return self.staging_bytes > 0
+        return self.all_staging_bytes > 0
+
+    @property
+    def all_staging_bytes(self) -> int:
+        return self.staging_bytes + self.expert_bytes
 
 
 @dataclass(frozen=True)
@@ -159,28 +167,29 @@ def plan_memory(
     vector_bytes = storage.vector_bytes(compute_bytes)
     total, copy_bytes = sum(sizes.values()), storage.num_values * compute_bytes
     copies_fit = copy_bytes + vector_bytes <= COPIES_SHARE * limits[compute_tier]
-    staging = staging_bytes(storage, limits[compute_tier])
+    staging = staging_sizes(storage, limits[compute_tier])
     on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}
     resident = MemoryPlan(place(sizes, on_compute_tier), on_compute_tier, on_compute_tier, 0, copies_fit)
     left = limits[compute_tier] - total - vector_bytes
     if policy is not None:
         placed = place(sizes, tier_fractions(policy, "weights", has_gpu))
         cache, activations = (tier_fractions(policy, kind, has_gpu) for kind in ("cache", "activations"))
-        offloads = any(tier != compute_tier for tier in placed.values())
-        plan = MemoryPlan(placed, cache, activations, staging if offloads else 0, copies_fit and not offloads)
+        used = staging.used(placed, compute_tier)
+        plan = MemoryPlan(placed, cache, activations, used.ring, copies_fit and not used.num_bytes, used.experts)
     elif left >= least_run_bytes(storage, compute_bytes):
         return resident
     else:
         in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
-        room = limits[compute_tier] - staging - least_run_bytes(storage, compute_bytes)
+        room = limits[compute_tier] - staging.num_bytes - least_run_bytes(storage, compute_bytes)
         resident_bytes = max(0.0, _WEIGHTS_SHARE[compute_tier] * room - vector_bytes)
         host_bytes = _HOST_WEIGHTS_SHARE * limits["cpu"] if has_gpu else 0.0
         placed = place(sizes, _streamed_fractions(resident_bytes / total, host_bytes / total, compute_tier))
-        plan = MemoryPlan(placed, in_host_memory, on_compute_tier, staging, False)
+        used = staging.used(placed, compute_tier)
+        plan = MemoryPlan(placed, in_host_memory, on_compute_tier, used.ring, False, used.experts)
     needed = {tier: sum(sizes[name] for name, at in plan.weights.items() if at == tier) for tier in TIERS}
     if plan.compute_copies:  # all weights are resident
         needed[compute_tier] = copy_bytes
-    needed[compute_tier] += vector_bytes + plan.staging_bytes
+    needed[compute_tier] += vector_bytes + plan.all_staging_bytes
     if has_gpu and needed["disk"]:
         needed["cpu"] += loader_buffer_bytes(storage)
     for tier in TIERS:
@@ -218,13 +227,53 @@ def least_run_bytes(storage: StorageSizes, compute_bytes: int) -> int:
 
 def loader_buffer_bytes(storage: StorageSizes) -> int:
     """Bound the host memory into which loaders read weights from the disk, on their way to a device."""
-    largest = min(COPY_BUFFER_BYTES, max(storage.matrices.values()))
-    return NUM_LOADERS * (-(-largest // ALIGNMENT) + 2) * ALIGNMENT  # aligned reads begin before and end behind
+    largest = (max(storage.matrices.values()), expert_slot_bytes(storage))  # each kind has its own loaders
+    pages = (-(-min(COPY_BUFFER_BYTES, size) // ALIGNMENT) + 2 for size in largest if size)
+    return NUM_LOADERS * sum(pages) * ALIGNMENT  # aligned reads begin before and end behind
 
 
-def staging_bytes(storage: StorageSizes, limit: int) -> int:
-    """Size the ring through which offloaded weights reach a compute tier of `limit` bytes."""
-    largest = max(storage.stage_bytes(stage) for stage in stage_names(storage.config) if stage != EMBED)
+@dataclass(frozen=True)
+class StagingSizes:
+    """Bytes on the compute tier through which offloaded weights reach it: the staging ring, and slots for experts."""
+
+    ring: int
+    experts: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ring + self.experts
+
+    def used(self, placed: Mapping[str, Tier], compute_tier: Tier) -> StagingSizes:
+        """Return what a placement needs; a ring that it does not need is slots, too."""
+        offloaded = {expert_of(name) is not None for name, tier in placed.items() if tier != compute_tier}
+        if True not in offloaded:
+            return StagingSizes(self.ring if offloaded else 0)
+        return self if False in offloaded else StagingSizes(0, self.num_bytes)
+
+
+def expert_slot_bytes(storage: StorageSizes) -> int:
+    """Return the bytes of the largest expert, each of its matrices padded to a page; 0 without experts."""
+    sizes: dict[str, int] = {}
+    for name, num_bytes in storage.matrices.items():
+        if (expert := expert_of(name)) is not None:
+            sizes[expert] = sizes.get(expert, 0) + -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return max(sizes.values(), default=0)
+
+
+def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
+    """Size the memory through which offloaded weights reach a compute tier of `limit` bytes."""
+    stages = [stage for stage in stage_names(storage.config) if stage != EMBED]
+    total = _staging_bytes(max(map(storage.stage_bytes, stages)), limit)
+    slot = expert_slot_bytes(storage)
+    if not slot:
+        return StagingSizes(total)
+    always = max(storage.stage_bytes(stage) - storage.stage_expert_bytes(stage) for stage in stages)
+    ring = max(MIN_STAGING_BYTES, min(2 * always + MIN_STAGING_BYTES, total // 2))
+    return StagingSizes(ring, max(MIN_EXPERT_SLOTS * slot, total - ring))
+
+
+def _staging_bytes(largest: int, limit: int) -> int:
+    """Size staging memory for stages of up to `largest` bytes."""
     staging = max(MIN_STAGING_BYTES, min(2 * largest + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
     # A layer that does not fit is loaded again for every batch, so a larger ring pays if it makes one fit.
     one_layer = largest + MIN_STAGING_BYTES

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from flexgen_helm.models.config import ModelConfig, stage_tensor_shapes, tensor_shapes
+from flexgen_helm.models.config import ModelConfig, expert_of, stage_tensor_shapes, tensor_shapes
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import FP16, Precision
 
@@ -52,12 +52,21 @@ class StorageSizes:
 
     def vector_bytes(self, compute_bytes: int) -> int:
         """Bytes of all vectors, in elements of `compute_bytes`: they are on the compute tier in the compute dtype."""
-        return compute_bytes * sum(prod(shape) for shape in tensor_shapes(self.config).values() if len(shape) == 1)
+        return compute_bytes * self._vector_values
+
+    @cached_property
+    def _vector_values(self) -> int:
+        return sum(prod(shape) for shape in tensor_shapes(self.config).values() if len(shape) == 1)
 
     def stage_bytes(self, stage: str) -> int:
         """Bytes of the matrices of one stage."""
         shapes = stage_tensor_shapes(self.config, stage)
         return sum(self.num_bytes(name, shape) for name, shape in shapes.items() if len(shape) > 1)
+
+    def stage_expert_bytes(self, stage: str) -> int:
+        """Bytes of those that belong to experts."""
+        shapes = stage_tensor_shapes(self.config, stage)
+        return sum(self.num_bytes(name, shape) for name, shape in shapes.items() if len(shape) > 1 and expert_of(name))
 
 
 def tier_fractions(policy: Policy, kind: Kind, has_gpu: bool) -> dict[Tier, float]:
@@ -81,6 +90,41 @@ def most_underfilled(
 
 
 def place(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str, Tier]:
+    """Choose the tier of each tensor; the matrices of an expert stay together.
+
+    What every token needs comes to the fastest tiers first, and experts, of which a token needs a few, to what is left
+    of the tiers.
+    """
+    units = {name: expert_of(name) or name for name in sizes}
+    experts: dict[str, int] = {}
+    for name, unit in units.items():
+        if unit != name:
+            experts[unit] = experts.get(unit, 0) + sizes[name]
+    if not experts:
+        return _spread(sizes, fractions)
+    total = sum(sizes.values())
+    left = {tier: fractions[tier] * total for tier in TIERS}
+    placed: dict[str, Tier] = {}
+    for group in ({name: sizes[name] for name, unit in units.items() if unit == name}, experts):
+        own = _spread(group, _first_shares(left, sum(group.values())))
+        for unit, tier in own.items():
+            left[tier] -= group[unit]
+        placed |= own
+    return {name: placed[unit] for name, unit in units.items()}
+
+
+def _first_shares(left: Mapping[Tier, float], num_bytes: int) -> dict[Tier, float]:
+    """Return the fractions of a group of tensors that fills what is left of the fastest tiers first."""
+    shares, rest = dict.fromkeys(TIERS, 0.0), float(num_bytes)
+    for tier in TIERS:
+        shares[tier] = max(0.0, min(rest, left[tier]))
+        rest -= shares[tier]
+    last: Tier = next((tier for tier in reversed(TIERS) if left[tier] > 0), "cpu")
+    shares[last] += rest  # whole tensors before it have exceeded a tier's bytes
+    return {tier: share / num_bytes for tier, share in shares.items()} if num_bytes else shares
+
+
+def _spread(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str, Tier]:
     """Choose the tier of each tensor, in order; ties go to the faster tier.
 
     Each tensor goes to the most underfilled tier, so after every one each tier is at most a tensor off its fraction.

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile, Link
-from flexgen_helm.models.config import EMBED_TABLE, HEAD, ModelConfig, layer_stages, stage_tensor_shapes
+from flexgen_helm.models.config import EMBED_TABLE, HEAD, ModelConfig, expert_of, layer_stages, stage_tensor_shapes
 from flexgen_helm.planner.affine import CACHE, Affine, affine
 from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.constants import (
@@ -23,7 +23,8 @@ from flexgen_helm.planner.constants import (
     MAX_PENDING_STORE_BYTES,
     PINNED_EXCESS_SHARE,
 )
-from flexgen_helm.planner.memory import loader_buffer_bytes, staging_bytes
+from flexgen_helm.planner.experts import expected_experts
+from flexgen_helm.planner.memory import StagingSizes, expert_slot_bytes, loader_buffer_bytes, staging_sizes
 from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.planner.workload import Workload
@@ -64,6 +65,7 @@ class PlanningProblem:
     endless: the workload repeats without end, so that one block gives the rate.
     max_batch_tokens: prompt tokens of one batch, however many sequences it has.
     pins_host_memory: the driver pins what crosses the link; False where it was seen to refuse.
+    expert_skew: how unevenly tokens select experts (`planner.experts`); 0 where no run has counted.
     """
 
     config: ModelConfig
@@ -78,6 +80,7 @@ class PlanningProblem:
     endless: bool = False
     max_batch_tokens: int = MAX_BATCH_TOKENS
     pins_host_memory: bool = True
+    expert_skew: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.stages <= self.config.num_layers:
@@ -139,8 +142,65 @@ class PlanningProblem:
         return sum(map(self.storage.stage_bytes, layer_stages(self.config))) / self.config.num_layers
 
     @cached_property
-    def layer_matrices(self) -> int:
-        return sum(len(shape) > 1 for shape in stage_tensor_shapes(self.config, layer_stages(self.config)[0]).values())
+    def layer_matrices(self) -> float:
+        """Matrices of a layer without its experts, on average."""
+        names = (
+            name
+            for stage in layer_stages(self.config)
+            for name, shape in stage_tensor_shapes(self.config, stage).items()
+            if len(shape) > 1 and expert_of(name) is None
+        )
+        return sum(1 for _ in names) / self.config.num_layers
+
+    # --- Experts. A pass reads those that its tokens select; figures of a layer are means over all layers. ---
+    @cached_property
+    def layer_expert_bytes(self) -> float:
+        """Bytes of a layer's experts as stored."""
+        return sum(map(self.storage.stage_expert_bytes, layer_stages(self.config))) / self.config.num_layers
+
+    @cached_property
+    def layer_expert_elements(self) -> float:
+        """Weights of a layer's experts."""
+        experts = self.config.experts
+        if experts is None:
+            return 0.0
+        matrices, layers = 3 if self.config.gated_mlp else 2, self.config.num_layers
+        with_experts = sum(self.config.moe(layer) is not None for layer in range(layers))
+        return with_experts / layers * experts.count * matrices * self.config.hidden_size * experts.ffn_size
+
+    def experts_used(self, tokens: float) -> float:
+        """Share of a layer's experts that `tokens` tokens select, on average; 1 without experts."""
+        experts = self.config.experts
+        if experts is None:
+            return 1.0
+        return expected_experts(experts.count, experts.per_token, tokens, self.expert_skew) / experts.count
+
+    @cached_property
+    def expert_flops_per_token(self) -> float:
+        """FLOPs of all layers' experts for one token."""
+        experts = self.config.experts
+        if experts is None:
+            return 0.0
+        return 2 * self.layer_expert_elements * self.config.num_layers * experts.per_token / experts.count
+
+    def expert_rows(self, tokens: float) -> float:
+        """Tokens of one product with an expert, of a batch of `tokens` tokens."""
+        experts = self.config.experts
+        if experts is None:
+            return tokens
+        return tokens * experts.per_token / (experts.count * self.experts_used(tokens))
+
+    @cached_property
+    def keeps_experts(self) -> bool:
+        """Whether all experts of a layer stay in their slots while the batches of a pass visit it."""
+        experts = self.config.experts
+        return experts is not None and self.staging.experts >= experts.count * expert_slot_bytes(self.storage)
+
+    @cached_property
+    def offloads_only_experts(self) -> bool:
+        """Whether the compute tier has room for half as much again as what every token needs."""
+        always = self.stored_bytes - self.layer_expert_bytes * self.config.num_layers
+        return self.config.experts is not None and 1.5 * always / self.stages <= self.limits[self.compute_tier]
 
     @cached_property
     def head_elements(self) -> int:
@@ -199,9 +259,14 @@ class PlanningProblem:
         return needed <= COPIES_SHARE * self.limits[self.compute_tier]
 
     @cached_property
+    def staging(self) -> StagingSizes:
+        """Memory through which offloaded weights reach the compute tier."""
+        return staging_sizes(self.storage, int(self.limits[self.compute_tier]))
+
+    @cached_property
     def ring_bytes(self) -> float:
         """Bytes of the staging ring for offloaded weights; a larger layer is loaded again for every batch."""
-        return staging_bytes(self.storage, int(self.limits[self.compute_tier]))
+        return self.staging.ring
 
     @property
     def host_attention_tiers(self) -> tuple[Tier, ...]:
@@ -267,7 +332,7 @@ class PlanningProblem:
         """
         config, work = self.config, self.compute_bytes
         vectors = self.storage.vector_bytes(work)
-        staging = affine(vectors / self.stages + (self._graph_bytes(vectors) if resident else self.ring_bytes))
+        staging = affine(vectors / self.stages + (self._graph_bytes(vectors) if resident else self._staging_bytes))
         if shape.schedule != "prefill-only":
             sizes = cache_sizes(config, self.precision.cache, work, on_disk=False)
             staging += affine(sequences * sizes.window_bytes / self.stages)
@@ -279,6 +344,10 @@ class PlanningProblem:
         if resident or self.hardware.gpu is None:
             return {self.compute_tier: (staging,)}
         return {self.compute_tier: (staging,), "cpu": (affine(loader_buffer_bytes(self.storage)),)}
+
+    @property
+    def _staging_bytes(self) -> float:
+        return self.ring_bytes + self.staging.experts
 
     def _graph_bytes(self, vectors: int) -> int:
         """Bytes of CUDA graphs, which launch decode layers whose weights are resident; vectors: bytes of those."""

@@ -6,6 +6,7 @@ Temporaries are counted as if each were freed only after the operation that foll
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, ModelConfig, tensor_shapes
@@ -25,6 +26,17 @@ from flexgen_helm.quant.precisions import CacheFormat
 def upcast_elements(matrix_elements: int, on_device: bool) -> int:
     """Return how many elements of a matrix are brought to the compute dtype at once, for a product with them."""
     return min(matrix_elements, DEVICE_UPCAST_ELEMENTS if on_device else HOST_UPCAST_ELEMENTS)
+
+
+@lru_cache(maxsize=8)
+def _largest_sizes(config: ModelConfig) -> tuple[int, int]:
+    """Return the inner size of the largest MLP or expert, and the elements of the largest matrix.
+
+    A mixture has thousands of matrices, and a search asks hundreds of times.
+    """
+    shapes = tensor_shapes(config)
+    ffn_size = max(shape[0] for name, shape in shapes.items() if name.endswith(".up.weight"))
+    return ffn_size, max(prod(shape) for shape in shapes.values() if len(shape) > 1)
 
 
 @dataclass(frozen=True)
@@ -66,9 +78,7 @@ class Workspace:
         self._direct = config.attn_softcap is not None or not has_fused_attention
         self._direct |= on_device and (config.alibi or config.head_dim * element % 16 > 0)
         self._sampled_elements = SAMPLED_ELEMENTS[tier]
-        shapes = tensor_shapes(config)
-        self._ffn_size = max(shape[0] for name, shape in shapes.items() if name.endswith(".up.weight"))
-        largest = max(prod(shape) for shape in shapes.values() if len(shape) > 1)
+        self._ffn_size, largest = _largest_sizes(config)
         # On the CPU a product may pack a copy of the tile that was upcast.
         copies = 0 if not converts else 1 if on_device else 2
         self._upcast_elements = copies * upcast_elements(largest, on_device)

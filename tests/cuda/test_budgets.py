@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,7 @@ import torch
 
 from flexgen_helm import Policy
 from flexgen_helm.engine.executor import Executor
+from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.cuda.device import Device, cuda_in_host_memory
@@ -99,6 +102,32 @@ def test_a_batch_waits_once(tiny, monkeypatch, variant, capability):
     device.check()
     check(costs)
     assert_close(tiny(variant), results, torch.float16)
+
+
+@pytest.mark.parametrize("placement", ["resident", "disk", "experts on disk"])
+def test_a_layer_with_experts_waits_once_more(tiny, tmp_path, monkeypatch, placement):
+    """For the router's choice, which the host must know. A loader waits for guesses of the next layer's choice."""
+    guesses: list[int] = []
+    honest = ExpertStreamer._rank
+
+    def rank(self: ExpertStreamer, *guess: Any) -> None:
+        guesses.append(threading.get_ident())
+        honest(self, *guess)
+
+    monkeypatch.setattr(ExpertStreamer, "_rank", rank)
+    settings = dict(precision="fp16", cpu_attention=False, offload_dir=tmp_path)
+    if (policy := {**PLACEMENTS, "experts on disk": "3x2,60,0,0,100,0,100"}[placement]) is not None:
+        settings |= dict(policy=policy, schedule="zigzag")
+    with cuda_in_host_memory() as device, counted(device) as costs:
+        results, _ = run(tiny("mixtral").path, requests(4, new=3), torch.float16, **settings)
+    device.check()
+    layers = tiny("mixtral").reference.config.num_hidden_layers
+    waits = [place for place in costs.waits if not place.startswith("offload/experts.py")]
+    assert len(waits) <= costs.batches * (1 + layers), Counter(waits)
+    assert {place.split(":")[0] for place in waits} <= {"engine/executor.py", "models/decoder.py"}, waits
+    assert bool(guesses) == (placement != "resident") and threading.get_ident() not in guesses
+    assert not costs.pageable
+    assert_close(tiny("mixtral"), results, torch.float16)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.offload.experts import ExpertStreamer
+from flexgen_helm.offload.weights import TieredWeights
 from tests.helpers.parity import prompts
 
 MIB = 1 << 20
@@ -27,6 +30,16 @@ def workload(seed: int = 0, count: int = 9, longest: int = 40) -> list[Generatio
 def offloaded(tiny, variant, folder: Path, policy: Policy | str, **settings):
     settings = {"limits": MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB), **settings}
     return Engine.from_pretrained(tiny(variant).path, policy=policy, offload_dir=folder, **settings)
+
+
+def with_expert_slots(patch: pytest.MonkeyPatch, slots: int) -> None:
+    """Give every engine so many slots for offloaded experts, whatever its memory."""
+    honest = TieredWeights._start_streamer
+
+    def start(self: TieredWeights, _: int) -> ExpertStreamer:
+        return honest(self, slots * max(expert.num_bytes for expert in self._experts.values()))
+
+    patch.setattr(TieredWeights, "_start_streamer", start)
 
 
 thirds = st.sampled_from([0.0, 0.0, 0.3, 0.5, 1.0])

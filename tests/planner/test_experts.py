@@ -1,0 +1,144 @@
+"""Mixtures in the planner: how many experts a batch uses, where they are placed, and what a pass reads of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.models.config import expert_of
+from flexgen_helm.planner.affine import WD, fraction_vector
+from flexgen_helm.planner.cost_model import block_costs
+from flexgen_helm.planner.experts import expected_experts, fitted_skew
+from flexgen_helm.planner.memory import expert_slot_bytes, plan_memory, staging_sizes
+from flexgen_helm.planner.placement import TIERS, StorageSizes, achieved_fractions, place
+from flexgen_helm.planner.plan import planning_problem
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.problem import BlockShape
+from flexgen_helm.planner.workload import Workload
+from flexgen_helm.request import MemoryLimits
+from tests.helpers.planning_problems import config
+
+GIB = 1 << 30
+
+
+@given(st.integers(1, 256), st.integers(1, 16), st.integers(0, 4096))
+def test_even_routing_uses_as_many_experts_as_the_formula_says(count, per_token, tokens):
+    per_token = min(count, per_token)
+    expected = count * (1 - (1 - per_token / count) ** tokens)
+    assert expected_experts(count, per_token, tokens) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("count, per_token, skew", [(64, 4, 0.5), (64, 1, 1.0), (16, 8, 2.0)])
+def test_skewed_routing_uses_as_many_as_drawing_does(count, per_token, skew):
+    """Each expert by itself with its probability, found here by solving for the factor instead of by rank."""
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        total = sum(min(1.0, middle * (rank + 1) ** -skew) for rank in range(count))
+        low, high = (middle, high) if total < per_token else (low, middle)
+    shares = [min(1.0, low * (rank + 1) ** -skew) for rank in range(count)]
+    draw, tokens, trials = random.Random(0), 8, 2000
+    used = sum(any(draw.random() < share for _ in range(tokens)) for _ in range(trials) for share in shares) / trials
+    assert expected_experts(count, per_token, tokens, skew) == pytest.approx(used, rel=0.03)
+
+
+@settings(max_examples=50)
+@given(st.integers(2, 128), st.integers(1, 8), st.floats(0, 3), st.lists(st.integers(1, 64), min_size=1, max_size=4))
+def test_the_fitted_skew_explains_what_was_counted(count, per_token, skew, batches):
+    per_token = min(count - 1, per_token)
+    uses = 10_000
+    counted = {
+        tokens: (uses, round(uses * expected_experts(count, per_token, tokens, skew))) for tokens in set(batches)
+    }
+    fitted = fitted_skew(count, per_token, counted)
+    again = sum(uses * expected_experts(count, per_token, tokens, fitted) for tokens in counted)
+    assert again == pytest.approx(sum(used for _, used in counted.values()), rel=1e-3)
+
+
+def test_more_experts_than_even_routing_uses_are_no_skew():
+    assert fitted_skew(8, 2, {4: (1, 8)}) == 0.0
+
+
+@given(st.tuples(*[st.integers(0, 10)] * 2), st.sampled_from(["mixtral-8x7b-v0.1", "qwen3-30b-a3b"]))
+@settings(max_examples=20, deadline=None)
+def test_experts_are_placed_whole_behind_what_every_token_needs(shares, model):
+    gpu, cpu = shares[0] / 10, min(shares[1], 10 - shares[0]) / 10
+    sizes = StorageSizes(config(model)).matrices
+    fractions = {"gpu": gpu, "cpu": cpu, "disk": 1 - gpu - cpu}
+    placed = place(sizes, fractions)
+    of_experts, of_all = {}, []
+    for name, tier in placed.items():
+        if (expert := expert_of(name)) is None:
+            of_all.append(TIERS.index(tier))
+        else:
+            assert of_experts.setdefault(expert, tier) == tier
+    assert max(of_all) <= min(TIERS.index(tier) for tier in of_experts.values())
+    largest = max(sum(sizes[name] for name in sizes if expert_of(name) == next(iter(of_experts))), max(sizes.values()))
+    for tier, achieved in achieved_fractions(sizes, placed).items():
+        assert abs(achieved - fractions[tier]) * sum(sizes.values()) <= 2 * largest
+
+
+def test_offloaded_experts_are_spread_over_the_layers():
+    sizes = StorageSizes(config("qwen3-30b-a3b")).matrices
+    placed = place(sizes, {"gpu": 0.0, "cpu": 0.5, "disk": 0.5})
+    layers = [
+        sum(tier == "disk" and name.startswith(f"layers.{layer}.") for name, tier in placed.items())
+        for layer in range(48)
+    ]
+    assert max(layers) - min(layers) <= 3, "one expert"
+
+
+def problem(**more):
+    """Qwen3-30B-A3B, 57 GiB, on a laptop with 8 GiB for it."""
+    return planning_problem(
+        config("qwen3-30b-a3b"), load_profile("laptop"), Workload.uniform(64, 32, 256),
+        limits=MemoryLimits(cpu=8 * GIB, disk=100 * GIB), **more,
+    )  # fmt: skip
+
+
+def decode_reads(problem, sequences: int) -> float:
+    """Seconds of the disk in a decode pass, if all weights are there."""
+    costs = block_costs(problem, BlockShape(sequences, 1, "zigzag"))
+    return float(costs.decode["disk_read"] @ fraction_vector(Policy(1, 1, 0, 0, 0, 1, 0, 1), False))
+
+
+def test_a_pass_reads_the_experts_that_its_tokens_use():
+    one = problem()
+    whole = one.stored_bytes / one.hardware.disk.read_bytes_s
+    for sequences in (1, 8, 64):
+        used = 1 - (1 - 8 / 128) ** sequences
+        assert decode_reads(one, sequences) == pytest.approx(whole * used, rel=0.05)
+    assert decode_reads(one, 1024) == pytest.approx(whole, rel=0.05)
+    prefill = block_costs(one, BlockShape(8, 1, "zigzag")).prefill["disk_read"][WD]
+    assert prefill == pytest.approx(whole, rel=0.05), "a prompt uses them all"
+
+
+def test_counted_skew_lowers_what_is_read():
+    assert decode_reads(replace(problem(), expert_skew=1.5), 8) < 0.8 * decode_reads(problem(), 8)
+
+
+def test_a_dense_model_is_planned_as_before():
+    dense = planning_problem(config("llama-3.1-8b"), load_profile("laptop"), Workload.uniform(64, 32, 256))
+    assert dense.experts_used(1) == 1.0 and not dense.offloads_only_experts and not dense.keeps_experts
+    assert dense.staging.experts == 0 and dense.expert_flops_per_token == 0.0
+
+
+@pytest.mark.parametrize("limit", [2, 8, 64])
+def test_slots_hold_the_largest_expert_several_times_and_a_ring_that_nothing_needs_is_slots(limit):
+    storage = StorageSizes(config("qwen3-30b-a3b"))
+    sizes = staging_sizes(storage, limit * GIB)
+    slot = expert_slot_bytes(storage)
+    assert slot == 3 * 2048 * 768 * 2 and sizes.experts >= 3 * slot
+    limits = {"gpu": 0, "cpu": limit * GIB, "disk": 100 * GIB}
+    plan = plan_memory(storage, limits, "cpu", 4)
+    if limit == 64:
+        assert not plan.streams_weights
+        return
+    ring_needed = any(tier == "disk" and expert_of(name) is None for name, tier in plan.weights.items())
+    assert (plan.staging_bytes > 0) == ring_needed == (limit == 2)
+    assert plan.staging_bytes + plan.expert_bytes == sizes.num_bytes
