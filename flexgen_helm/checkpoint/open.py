@@ -15,7 +15,7 @@ from flexgen_helm.checkpoint.fingerprint import snapshot_fingerprint
 from flexgen_helm.checkpoint.folder import tokenizer_folder
 from flexgen_helm.checkpoint.manifest import Manifest, is_conversion
 from flexgen_helm.checkpoint.names import ResolvedModel, read_model_config, resolve
-from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.checkpoint.state_dict_checkpoint import open_safetensors
 
 
 def open_checkpoint(
@@ -44,10 +44,10 @@ def open_checkpoint(
     elif resolved.hub_repo is not None:
         sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
         fingerprint = None if is_conversion(path) else snapshot_fingerprint(resolved.hub_repo, path.name, sizes)
-        checkpoint = SafetensorsCheckpoint(path, fingerprint)
+        checkpoint = open_safetensors(path, fingerprint)
         checkpoint.origin = f"{resolved.hub_repo}@{path.name}"
     else:
-        checkpoint = SafetensorsCheckpoint(path)
+        checkpoint = open_safetensors(path)
         checkpoint.origin = Manifest.read(path).origin if is_conversion(path) else str(path.resolve())
     return checkpoint
 

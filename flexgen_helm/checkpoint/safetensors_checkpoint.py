@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, Logica
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.models.architectures.base import Architecture
 
 
 class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
@@ -42,13 +43,16 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
         self._snapshot_fingerprint = fingerprint
         self.tokenizer_path = tokenizer_folder(folder)
         stored = {name: tensor for file in self._files for name, tensor in read_header(file).items()}
-        tensors = logical_tensors(stored, read_quantization(content, folder / CONFIG), path)
+        self._find(architecture, logical_tensors(stored, read_quantization(content, folder / CONFIG), path), path)
+        self._verifier = TensorVerifier(folder, self._used_parts()) if is_conversion(folder) else None
+
+    def _find(self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
+        """Find the model's tensors among those of the files. Raises `CheckpointError` for what does not fit."""
         self._use(match_tensors(self.config, architecture.tensors, tensors, path, CONFIG, architecture.prefixes))
         for tensor in (matched.stored for matched in self._tensors.values()):
             if tensor.dtype not in FLOAT_TYPES:
                 supported = ", ".join(FLOAT_TYPES)
                 raise CheckpointError(f"{tensor.title} has the type {tensor.dtype}; supported are {supported}")
-        self._verifier = TensorVerifier(folder, self._used_parts()) if is_conversion(folder) else None
 
     def _used_parts(self) -> Iterator[StoredTensor]:
         """Yield the stored tensors of all tensors of the model, some more than once."""

@@ -165,9 +165,20 @@ class AttentionMetadata:
     prefixes: tuple[PrefixAttention, ...]
 
     def attend(
-        self, layer: int, window: int | None, config: AttentionConfig, cache: KVCache, q: Tensor, k: Tensor, v: Tensor
+        self,
+        layer: int,
+        window: int | None,
+        config: AttentionConfig,
+        cache: KVCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D]."""
+        """Attend over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D].
+
+        sinks: [Hq], logits that take a share of each head's softmax and have no value.
+        """
         own: tuple[PromptAttention | DecodeAttention, ...] = (*self.prompts, *self.decodes)
         if len(own) == 1:
             out, lse = own[0].attend(layer, window, config, cache, q, k, v)
@@ -177,14 +188,14 @@ class AttentionMetadata:
                 at = segment.tokens
                 part_out, part_lse = segment.attend(layer, window, config, cache, q[at], k[at], v[at])
                 out[at] = part_out
-                if self.prefixes:
+                if self.prefixes or sinks is not None:
                     lse[at] = part_lse
         for prefix in self.prefixes:
             joined = out[prefix.tokens], lse[prefix.tokens]
             for part in prefix.attend(layer, window, config, cache, q[prefix.tokens]):
                 joined = merge_partial(joined, part)
             out[prefix.tokens], lse[prefix.tokens] = joined
-        return out
+        return out if sinks is None else out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None]
 
     def prefetch(self, layer: int, cache: KVCache) -> None:
         """Begin to bring what this layer's attention reads, if it has been computed."""

@@ -13,7 +13,7 @@ from flexgen_helm.engine.machine_profile import processor_name
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder
 from flexgen_helm.hardware.ranks import Rank
-from flexgen_helm.models.architectures import ARCHITECTURES
+from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.problem import without_margin
@@ -60,7 +60,7 @@ def prefer_float16(device: torch.device, checkpoint: Checkpoint) -> str:
     if not is_cuda or checkpoint.storage_dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0):
         return ""
     architecture = checkpoint.config.architecture
-    if ARCHITECTURES[architecture].overflows_float16:
+    if overflows_float16(architecture):
         return f"the GPU has no bfloat16 products, and hidden states of {architecture} exceed float16"
     checkpoint.read_as_float16(True)
     # Parts of a sum stay in float32: one that overflows although the sum does not would be hidden by a ReLU.

@@ -36,7 +36,9 @@ from flexgen_helm.hardware.rates import compute_dtype
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.identity import text_of
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder import Decoder, LayerDecoder
+from flexgen_helm.models.generic.decoder import GenericDecoder
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.ledger import Ledger
@@ -163,7 +165,7 @@ class Engine:
         finally:
             if self._threads is not None:
                 self._threads.release()
-        self._decoder = Decoder(self._part, device, self._dtype)
+        self._decoder = _decoder(self._part, device, self._dtype)
         self._graphs = self._layer_graphs() if options.cuda_graphs and device.type == "cuda" else None
         if device.type == "cpu":
             keep_freed_memory()
@@ -425,8 +427,11 @@ class Engine:
         """Return graphs for batches up to the size that their share of the free memory allows; None if none fits."""
         room, workspace = self.ledger.free, Workspace(self._part, self._dtype.itemsize, "gpu")
         rows = workspace.graph_rows(room, self._weights.direct_rows)
+        decoder = self._decoder
+        if not rows or not isinstance(decoder, Decoder):
+            return None
         try:
-            return LayerGraphs(self._decoder, self._device, self.ledger, rows) if rows else None
+            return LayerGraphs(decoder, self._device, self.ledger, rows)
         except torch.OutOfMemoryError:  # other programs have taken it
             return None
 
@@ -448,6 +453,10 @@ class Engine:
                 progress(event)
 
         return with_memory
+
+
+def _decoder(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LayerDecoder:
+    return Decoder(config, device, dtype) if config.generic is None else GenericDecoder(config, device, dtype)
 
 
 def engine_fingerprint(

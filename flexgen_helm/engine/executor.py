@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +30,9 @@ from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.models.attention import has_fused_attention
-from flexgen_helm.models.config import EMBED, HEAD, RopeConfig, stage_names
-from flexgen_helm.models.decoder import Decoder, Rotary, StageWeights
+from flexgen_helm.models.attention import AttentionConfig, has_fused_attention
+from flexgen_helm.models.config import EMBED, HEAD, stage_names
+from flexgen_helm.models.decoder import Attend, LayerDecoder, StageWeights
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import Tier
@@ -57,7 +58,8 @@ class _BatchState:
     """A batch on its way through the stages.
 
     hidden: [T, H]; None while the activation store keeps it.
-    rotary: cosines and sines; None together with `hidden`, because those of many batches would be large.
+    rotary: what `LayerDecoder.rotary` returned; None together with `hidden`, because those of many batches would be
+        large.
     num_layers: of the model, covered by `nonfinite_layer`.
     sums: of the tokens' hidden states after each layer that `nonfinite_layer` does not cover yet, each [T].
     nonfinite_layer: [T], the first layer after which a value was not finite; -1 while all are.
@@ -67,7 +69,7 @@ class _BatchState:
     metadata: AttentionMetadata
     num_layers: int
     hidden: Tensor | None = None
-    rotary: dict[RopeConfig, Rotary] | None = None
+    rotary: Any = None
     sums: list[Tensor] = field(default_factory=list)
     nonfinite_layer: Tensor | None = None
     seconds: float = 0.0
@@ -91,7 +93,7 @@ class Executor:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: LayerDecoder,
         weights: TieredWeights,
         cache: KVCache,
         activations: ActivationStore,
@@ -298,14 +300,21 @@ class Executor:
         decoder, cache, metadata = self._decoder, self._cache, state.metadata
         window = decoder.config.window(layer)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return metadata.attend(layer, window, decoder.attention, cache, q, k, v)
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig | None = None, sinks: Tensor | None = None
+        ) -> Tensor:
+            return metadata.attend(layer, window, config or decoder.attention, cache, q, k, v, sinks)
+
+        def attend_copies(
+            q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig | None = None, sinks: Tensor | None = None
+        ) -> Tensor:
+            return attend(q, k.clone(), v.clone(), config, sinks)
 
         assert state.hidden is not None and state.rotary is not None
         graphs = None if metadata.prompts else self._graphs
         if graphs is not None and graphs.takes(layer, len(state.hidden)):
             # What is stored in the background must not be in the graphs' buffer, which the next layer overwrites.
-            own = attend if metadata.caches_on_device else lambda q, k, v: attend(q, k.clone(), v.clone())
+            own: Attend = attend if metadata.caches_on_device else attend_copies
             return graphs.layer(weights, layer, state.hidden, state.rotary, own)
         hidden = decoder.layer(weights, layer, state.hidden, state.rotary, attend)
         return hidden, hidden.sum(-1, dtype=torch.float32)

@@ -13,6 +13,7 @@ from math import prod
 from typing import Literal
 
 from flexgen_helm.identity import Identified
+from flexgen_helm.models.generic.config import GenericConfig
 
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
 ResidualKind = Literal["pre_norm", "post_norm", "sandwich", "parallel", "reordered_norm"]
@@ -151,6 +152,7 @@ class ModelConfig(
     qk_norm_all_heads: bool = False  # `qk_norm` is of all heads together, not of each (OLMo 2)
     layers_before: int = 0  # layers of the model that come before these, on other ranks of a pipeline
     layers_after: int = 0  # layers of the model that come after these
+    generic: GenericConfig | None = None  # runs by transformers' own modules; features above are theirs
 
     def part(self, layers: range) -> ModelConfig:
         """Return some layers of the model, as one rank of a pipeline has them.
@@ -219,6 +221,8 @@ class ModelConfig(
     @cached_property
     def linear_flops_per_token(self) -> int:
         """FLOPs (a multiply-add counts two) of the layers' products for one token; without attention and head."""
+        if self.generic is not None:
+            return 2 * sum(self.generic.kind(self.layers_before + i).weights_per_token for i in range(self.num_layers))
         matrices = 3 if self.gated_mlp else 2
         weights = self.num_layers * 2 * self.hidden_size * (self.q_size + self.kv_size)
         for layer in range(self.num_layers):
@@ -284,6 +288,8 @@ def stage_tensor_shapes(config: ModelConfig, stage: str) -> dict[str, tuple[int,
 
     Matrices are [out, in] as in `torch.nn.Linear`, tables [rows, width], the rest vectors.
     """
+    if config.generic is not None:
+        return dict(_generic_tensors(config, config.generic, stage))
     if stage == EMBED:
         return dict(_embed_tensors(config))
     if stage == HEAD:
@@ -294,6 +300,26 @@ def stage_tensor_shapes(config: ModelConfig, stage: str) -> dict[str, tuple[int,
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape of all tensors of the model, in the order of a pass."""
     return {name: shape for stage in stage_names(config) for name, shape in stage_tensor_shapes(config, stage).items()}
+
+
+def _generic_tensors(config: ModelConfig, generic: GenericConfig, stage: str) -> TensorShapes:
+    """Tensors of a model that runs by transformers' modules; what is no matrix is flat."""
+    if stage not in (EMBED, HEAD):
+        for name, shape in generic.kind(int(stage.removeprefix("layers."))).shapes.items():
+            yield f"{stage}.{name}", shape
+        return
+    table = EMBED_TABLE, (generic.table_rows, config.embed_size)
+    for name, size in generic.embed if stage == EMBED else generic.head:
+        yield f"{stage}.{name}", (prod(size),)
+    if stage == EMBED:
+        yield table
+        return
+    if not config.tied_head:
+        yield "head.lm.weight", (config.vocab_size, config.hidden_size)
+    elif not config.has_embedding:
+        yield table
+    if generic.head_bias:
+        yield "head.lm.bias", (config.vocab_size,)
 
 
 def _embed_tensors(config: ModelConfig) -> TensorShapes:

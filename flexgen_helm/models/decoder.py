@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,21 @@ from torch import Tensor
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import RESIDUALS, ModelConfig, MoEConfig, RopeConfig
 
-# Attention of one layer: q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D]. The executor binds caches and segments.
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+class Attend(Protocol):
+    """Attention of one layer. The executor binds caches and segments."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D].
+
+        config: None for the decoder's own.
+        sinks: [Hq], logits that take a share of each head's softmax and have no value.
+        """
+        ...
+
+
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, rotated elements of a head]
 
 # Tokens whose inner MLP activations exist at once: bounds the workspace of long prompts without changing a result.
@@ -65,6 +78,39 @@ class StageWeights(Protocol):
         ...
 
 
+class LayerDecoder(Protocol):
+    """What the executor asks of a model: one stage at a time.
+
+    attention: of layers that name no other.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+
+    @property
+    def attention(self) -> AttentionConfig: ...
+
+    def rotary(self, positions: Tensor) -> Any:
+        """What layers need besides hidden states and weights, for tokens at absolute positions [T]."""
+        ...
+
+    def embed(self, weights: StageWeights, token_ids: TableRows, positions: TableRows) -> Tensor:
+        """token_ids and positions [T] -> hidden [T, H]."""
+        ...
+
+    def layer(self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Any, attend: Attend) -> Tensor:
+        """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
+        ...
+
+    def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
+        """Hidden states [T, H] of the positions to score -> logits [T, V] in float32."""
+        ...
+
+    def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
+        """Guess which experts a layer will select: a weight for each [E]; None for no guess."""
+        ...
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu_,
     "silu": lambda x: F.silu(x, inplace=True),
@@ -78,16 +124,20 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
-        self.attention = AttentionConfig(
+        self._attention = AttentionConfig(
             scale=config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
             softcap=config.attn_softcap,
             slopes=alibi_slopes(config.num_heads).to(device) if config.alibi else None,
         )
-        _ = self.attention.on_host  # copied now, so that no pass waits for it
+        _ = self._attention.on_host  # copied now, so that no pass waits for it
         self.dtype = dtype
         self._activation = _ACTIVATIONS[config.activation]
         ropes = {config.layer_rope(layer) for layer in range(config.num_layers)} - {None}
         self._frequencies = {r: inverse_frequencies(r, config.head_dim).to(device) for r in ropes if r is not None}
+
+    @property
+    def attention(self) -> AttentionConfig:
+        return self._attention
 
     def rotary(self, positions: Tensor) -> dict[RopeConfig, Rotary]:
         """Rotations of tokens at absolute positions [T], for each rotary embedding of the model."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.hardware.profile import Curve, HardwareProfile, Link
-from flexgen_helm.models.architectures import ARCHITECTURES
+from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.affine import fractions_by_kind
 from flexgen_helm.planner.linear_program import Solution
@@ -66,7 +66,7 @@ def planning_problem(
 
     Raises `UsageError` for a negative limit and for an unknown precision.
     """
-    suffices = not ARCHITECTURES[config.architecture].overflows_float16
+    suffices = not overflows_float16(config.architecture)
     half = hardware.gpu is not None and hardware.gpu.compute_dtype(storage_dtype, suffices) != "float32"
     problem = PlanningProblem(
         config,

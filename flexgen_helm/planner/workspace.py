@@ -35,7 +35,8 @@ def _largest_sizes(config: ModelConfig) -> tuple[int, int]:
     A mixture has thousands of matrices, and a search asks hundreds of times.
     """
     shapes = tensor_shapes(config)
-    ffn_size = max(shape[0] for name, shape in shapes.items() if name.endswith(".up.weight"))
+    inner = (shape[0] for name, shape in shapes.items() if name.endswith(".up.weight"))
+    ffn_size = max(inner) if config.generic is None else config.ffn_size
     return ffn_size, max(prod(shape) for shape in shapes.values() if len(shape) > 1)
 
 
@@ -145,8 +146,10 @@ class Workspace:
     def graph_rows(self, room: float, most: int) -> int:
         """Return the largest size of CUDA graphs, up to `most` rows, whose share of `room` is enough; 0 if none is.
 
-        Layers with experts have no graphs.
+        Layers with experts have no graphs, nor those that transformers' modules compute.
         """
+        if self._config.generic is not None:
+            return 0
         if all(self._config.moe(layer) is not None for layer in range(self._config.num_layers)):
             return 0
         sizes = [rows for rows in GRAPH_ROWS if rows <= most and self.graphs(rows).num_bytes <= GRAPHS_SHARE * room]

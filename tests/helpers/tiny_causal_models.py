@@ -42,7 +42,15 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "Dots3NoteForCausalLM": dict(num_key_value_heads=4),
     "ZambaForCausalLM": dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, layer_types=None),
     "Zamba2ForCausalLM": dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, layer_types=None),
-    "DbrxForCausalLM": dict(attn_config=dict(kv_n_heads=2, rope_theta=10000.0)),
+    "DbrxForCausalLM": dict(attn_config=dict(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8.0)),
+    "Ernie4_5_MoeForCausalLM": dict(moe_k=2, moe_num_experts=4),
+    **dict.fromkeys(
+        (
+            "AXK1ForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM",
+            "MiniCPM3ForCausalLM", "YoutuForCausalLM",
+        ),
+        dict(num_key_value_heads=4),  # latent attention has keys of its own for every head
+    ),
     "ReformerModelWithLMHead": dict(axial_pos_embds_dim=[16, 16]),
     "LongcatFlashForCausalLM": dict(ffn_hidden_size=48, expert_ffn_hidden_size=24),
 }  # fmt: skip

@@ -6,12 +6,14 @@ A module with an `ARCHITECTURE` registers itself by being here.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture
+from flexgen_helm.models.config import ModelConfig
 
 _MODULES = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -20,14 +22,41 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
-    """Find the architecture of a `config.json`. Raises `UnsupportedArchitectureError` with the supported ones."""
+    """Find the architecture of a `config.json`: a record of ours, else one that runs by transformers' modules.
+
+    Raises `UnsupportedArchitectureError` with the supported ones.
+    """
     names = tuple(config.get("architectures") or ())
     for architecture in ARCHITECTURES.values():
         if set(names) & set(architecture.hf_names) or (not names and config.get("model_type") == architecture.name):
             return architecture
+    if (generic := generic_architecture(names)) is not None:
+        return generic
     wanted = ", ".join(names) or config.get("model_type") or "(none named)"
     supported = ", ".join(architecture.hf_names[0] for architecture in ARCHITECTURES.values())
     raise UnsupportedArchitectureError(f"architecture {wanted} is not supported; supported are {supported}")
+
+
+def generic_architecture(names: Sequence[str]) -> Architecture | None:
+    """Return the architecture of a class of `transformers`; None for names that it does not know."""
+    if not names or find_spec("transformers") is None:
+        return None
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if names[0] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return None
+    return Architecture(names[0], tuple(names), _read_generic, {}, overflows_float16=True)
+
+
+def overflows_float16(architecture: str) -> bool:
+    """Whether hidden states of an architecture exceed float16; of those that nobody has looked at, it is assumed."""
+    return architecture not in ARCHITECTURES or ARCHITECTURES[architecture].overflows_float16
+
+
+def _read_generic(config: Mapping[str, Any]) -> ModelConfig:
+    from flexgen_helm.models.generic.trace import read_generic_config
+
+    return read_generic_config(config)
 
 
 def architecture_of_gguf(name: str) -> Architecture:

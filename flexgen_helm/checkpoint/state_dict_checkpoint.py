@@ -1,0 +1,60 @@
+"""A folder of safetensors files of a model that runs by `transformers`' modules, named as its state dict asks for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+
+from flexgen_helm.checkpoint.folder import CONFIG, read_config
+from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
+from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.checkpoint.state_dict import StateDictReader
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor
+from flexgen_helm.models.architectures.base import Architecture
+from flexgen_helm.models.generic.layered_model import empty_model
+
+
+class StateDictCheckpoint(SafetensorsCheckpoint):
+    """Tensors by canonical name, of which each is an entry of the state dict or one expert of it."""
+
+    def _find(self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
+        assert self.config.generic is not None
+        self._generic = self.config.generic
+        self._reader = StateDictReader(empty_model(self._generic.text), tensors, path, CONFIG)
+        elements: Counter[str] = Counter()
+        for key, shape in self._reader.shapes.items():
+            elements[self._reader.tensors(key)[0].dtype] += prod(shape)
+        self.storage_dtype = torch.bfloat16 if elements["BF16"] > elements["F16"] else torch.float16
+
+    def _used_parts(self) -> Iterator[StoredTensor]:
+        for key in self._reader.shapes:
+            for tensor in self._reader.tensors(key):
+                yield from tensor.parts
+
+    def _title(self, name: str) -> str:
+        return self._reader.title(self._generic.key(name)[0])
+
+    def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
+        key, expert, _ = self._generic.key(name)
+        if self._verifier is not None:
+            for tensor in self._reader.tensors(key):
+                for part in tensor.parts:
+                    self._verifier.check(part)
+        for tile in self._reader.tiles(key, expert):
+            yield tile if tile.is_floating_point() else tile.float()
+
+    def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        if not self._generic.key(name)[2]:
+            return None
+        return lambda tensor: tensor.view(tensor.shape[::-1]).t().contiguous()
+
+
+def open_safetensors(path: Path, fingerprint: str | None = None) -> SafetensorsCheckpoint:
+    """Open a folder, or one .safetensors file; see `SafetensorsCheckpoint`."""
+    _, config, _ = read_config(path.parent if path.is_file() else path)
+    kind = SafetensorsCheckpoint if config.generic is None else StateDictCheckpoint
+    return kind(path, fingerprint)

@@ -1,0 +1,123 @@
+"""GenericConfig: what is known of a model that runs by `transformers`' modules, without them. No torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from flexgen_helm.identity import Identified
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # names within a stage, and shapes
+
+
+@dataclass(frozen=True)
+class ExpertTensors(Identified, name="ExpertTensors", first_version="path matrices transposed"):
+    """Experts of a layer, which the state dict stacks: [experts, out, in].
+
+    path: of their module within the layer; it ends in 'experts'.
+    matrices: name of an entry of the state dict -> [out, in] of one expert.
+    transposed: the state dict has [experts, in, out].
+    """
+
+    path: str
+    matrices: Shapes
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class LayerKind(Identified, name="LayerKind", first_version="matrices others experts num_experts per_token"):
+    """The tensors of layers that are alike.
+
+    matrices: name -> [out, in], in the order of their use; each is used once for a batch.
+    others: name -> shape of what always rests on the compute device: norms, biases, routers, sinks.
+    experts: used in the order of routing.
+    num_experts, per_token: of a layer, and that the router selects for a token; 0 without experts.
+    """
+
+    matrices: Shapes
+    others: Shapes
+    experts: tuple[ExpertTensors, ...] = ()
+    num_experts: int = 0
+    per_token: int = 0
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name within the layer -> shape as it is stored; what is no matrix is flat."""
+        shapes: dict[str, tuple[int, ...]] = {name: (prod(shape),) for name, shape in self.others}
+        shapes |= dict(self.matrices)
+        for expert in range(self.num_experts):
+            for own in self.experts:
+                shapes |= {expert_name(own.path, expert, entry): shape for entry, shape in own.matrices}
+        return shapes
+
+    @cached_property
+    def weights_per_token(self) -> int:
+        """Weights that one token is multiplied with."""
+        own = sum(prod(shape) for _, shape in self.matrices)
+        return own + self.per_token * sum(prod(shape) for experts in self.experts for _, shape in experts.matrices)
+
+    @cached_property
+    def widest(self) -> int:
+        """Rows of the widest matrix."""
+        shapes = [*self.matrices, *(item for experts in self.experts for item in experts.matrices)]
+        return max(shape[0] for _, shape in shapes)
+
+
+@dataclass(frozen=True)
+class GenericConfig(
+    Identified,
+    name="GenericConfig",
+    first_version="class_name text layers_path kinds layer_kinds embed head head_bias table_key head_key table_rows",
+):
+    """One model.
+
+    class_name: of `transformers`.
+    text: the configuration, as JSON in a canonical order.
+    layers_path: name of the list of layers in the state dict.
+    kinds: of its layers; layer_kinds: the number of each layer's kind.
+    embed, head: what the code before and after the layers uses besides the embedding table and the head's matrix; keys
+        of the state dict and shapes.
+    head_bias: whether the language-model head has one.
+    table_key, head_key: of the embedding table and of the head's matrix in the state dict.
+    table_rows: of the embedding table, which may be more than the head's.
+    """
+
+    class_name: str
+    text: str
+    layers_path: str
+    kinds: tuple[LayerKind, ...]
+    layer_kinds: tuple[int, ...]
+    embed: Shapes
+    head: Shapes
+    head_bias: bool
+    table_key: str
+    head_key: str
+    table_rows: int
+
+    def kind(self, layer: int) -> LayerKind:
+        """The kind of a layer of the whole model."""
+        return self.kinds[self.layer_kinds[layer]]
+
+    def key(self, canonical: str) -> tuple[str, int | None, bool]:
+        """Return entry of the state dict, expert, and whether the entry is transposed, of a tensor's canonical name."""
+        stage, _, name = canonical.partition(".")
+        if stage != "layers":
+            special = {"tokens.weight": self.table_key, "lm.weight": self.head_key}
+            special["lm.bias"] = self.head_key.removesuffix("weight") + "bias"
+            return special.get(name, name), None, False
+        number, _, name = name.partition(".")
+        prefix = f"{self.layers_path}.{number}."
+        if (found := _EXPERT.fullmatch(name)) is None:
+            return prefix + name, None, False
+        (own,) = (experts for experts in self.kind(int(number)).experts if experts.path == found["path"])
+        return f"{prefix}{found['path']}.{found['entry']}", int(found["number"]), own.transposed
+
+
+_EXPERT = re.compile(r"(?P<path>.*\.experts)\.(?P<number>\d+)\.(?P<entry>.+)\.weight")
+
+
+def expert_name(path: str, expert: int, entry: str) -> str:
+    """Return the name within a layer of one expert's matrix: 'mlp.experts.7.gate_up_proj.weight'."""
+    return f"{path}.{expert}.{entry}.weight"

@@ -1,0 +1,177 @@
+"""The decoder of a model of `transformers`: its modules, with weights and attention of the engine.
+
+Shapes: T tokens of any number of sequences one after the other, H hidden size, Hq query heads, Hk key heads, D elements
+of a head, V vocabulary, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexgen_helm.models.attention import AttentionConfig
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder import Attend, StageWeights, TableRows
+from flexgen_helm.models.generic.config import LayerKind, expert_name
+from flexgen_helm.models.generic.layered_model import AttentionCall, ExpertsCall, LayerArguments, LayeredModel
+
+
+class GenericDecoder:
+    """The modules of one model, or of a pipeline rank's part of it; used by one thread. See `LayerDecoder`."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        assert config.generic is not None
+        self.config, self.dtype, self._generic = config, dtype, config.generic
+        self._model = LayeredModel(config.generic.text, device)
+        self._weights: StageWeights | None = None
+        self._attention: dict[tuple[float, float | None], AttentionConfig] = {}
+        self._table = self._model.base.get_input_embeddings()
+        head = self._model.model.get_output_embeddings()
+        head.forward = partial(self._linear, "lm")
+        # What the code outside the layers uses is there from the beginning, in zeros: which arguments layers get does
+        # not depend on its values.
+        for name, shape in (*config.generic.embed, *config.generic.head):
+            _set(self._model.model, name, torch.zeros((), device=device, dtype=dtype).expand(shape))
+        self._device = device
+        self._paths: dict[int, str] = {}  # of modules within their layer
+        for layer, module in enumerate(self._model.layers):
+            modules = dict(module.named_modules())
+            self._paths |= {id(part): path for path, part in modules.items()}
+            for name, _ in self._generic.kind(layer).matrices:
+                path = name.removesuffix(".weight")
+                modules[path].forward = partial(self._linear, path)
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """What most layers use; each names its own."""
+        return self._attention_of(self.config.head_dim**-0.5, self.config.attn_softcap)
+
+    def rotary(self, positions: Tensor) -> list[LayerArguments]:
+        """What each layer is passed besides the hidden states, for tokens at absolute positions [T]."""
+        hidden = torch.zeros((1, len(positions), self.config.hidden_size), device=self._device, dtype=self.dtype)
+        return self._model.before({"inputs_embeds": hidden, "position_ids": positions[None]})[1]
+
+    def embed(self, weights: StageWeights, token_ids: TableRows, positions: TableRows) -> Tensor:
+        """token_ids and positions [T] -> hidden [T, H]."""
+        with self._stage(weights, self._model.model, self._generic.embed):
+            # The table consists of the rows that are looked up, in their order: a class of its own may scale them.
+            self._table._parameters["weight"] = weights.lookup("tokens", token_ids)
+            rows = torch.arange(len(token_ids.on_device), device=self._device)[None]
+            arguments = {"input_ids": rows, "position_ids": positions.on_device[None]}
+            hidden = self._model.before(arguments)[0].squeeze(0)
+            self._table._parameters["weight"] = None
+            return hidden
+
+    def layer(
+        self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Sequence[LayerArguments], attend: Attend
+    ) -> Tensor:
+        """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
+        layer += self.config.layers_before
+        kind, module = self._generic.kind(layer), self._model.layers[layer]
+        with (
+            self._stage(weights, module, kind.others),
+            self._model.bound(partial(self._attend, attend), partial(self._run_experts, kind)),
+        ):
+            return self._model.layer(layer, hidden[None], rotary[layer]).squeeze(0)
+
+    def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
+        """Hidden states [T, H] of the positions to score -> logits [T, V] in float32."""
+        positions = torch.zeros((1, len(hidden)), dtype=torch.long, device=self._device)
+        with self._stage(weights, self._model.model, self._generic.head):
+            return self._model.after(hidden[None], positions).squeeze(0).float()
+
+    def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
+        """Guess nothing: which module of a layer is its router is its own business."""
+        return None
+
+    @contextmanager
+    def _stage(
+        self, weights: StageWeights, module: nn.Module, others: Sequence[tuple[str, tuple[int, ...]]]
+    ) -> Iterator[None]:
+        """Give modules the tensors of a stage."""
+        self._weights = weights
+        try:
+            for name, shape in others:
+                tensor = weights.vector(name)
+                assert tensor is not None, name
+                _set(module, name, tensor.view(shape))
+            yield
+        finally:
+            self._weights = None
+            for name, shape in others:
+                _set(module, name, torch.zeros((), device=self._device, dtype=self.dtype).expand(shape))
+
+    def _linear(self, path: str, x: Tensor) -> Tensor:
+        assert self._weights is not None
+        y = self._weights.linear(path, x.reshape(-1, x.shape[-1]))
+        return y.view(*x.shape[:-1], -1)
+
+    def _attend(self, attend: Attend, call: AttentionCall) -> Tensor:
+        """Attention with the heads of the cache: those of a layer with fewer or smaller ones are padded with zeros."""
+        config, heads = self.config, call.q.shape[1]
+        key_heads, value_dim = call.k.shape[1], call.v.shape[2]
+        q, k, v = (_wider(part, config.head_dim) for part in (call.q, call.k, call.v))
+        if key_heads < config.num_kv_heads:
+            group = heads // key_heads
+            q = _more_heads(q, group * config.num_kv_heads)
+            k, v = _more_heads(k, config.num_kv_heads), _more_heads(v, config.num_kv_heads)
+        sinks = call.sinks
+        if sinks is not None and len(sinks) < q.shape[1]:
+            sinks = F.pad(sinks, (0, q.shape[1] - len(sinks)))
+        own = self._attention_of(call.scale, call.softcap)
+        return attend(q, k, v, own, sinks)[:, :heads, :value_dim]
+
+    def _attention_of(self, scale: float, softcap: float | None) -> AttentionConfig:
+        key = float(scale), softcap
+        if key not in self._attention:
+            self._attention[key] = AttentionConfig(*key)
+        return self._attention[key]
+
+    def _run_experts(self, kind: LayerKind, call: ExpertsCall) -> Tensor:
+        """Each token x [T, H] through its experts: sorted by expert, so that each multiplies its own in one product."""
+        assert self._weights is not None
+        module, per_token = call.module, call.selected.shape[1]
+        path = self._paths[id(module)]
+        sorted_experts, order = call.selected.flatten().sort(stable=True)  # [T K]: each token K times
+        tokens = order // per_token
+        token_weights = call.weights.flatten()[order, None].to(call.x.dtype)
+        bounds = torch.searchsorted(sorted_experts, torch.arange(kind.num_experts + 1, device=call.x.device)).tolist()
+        parts = [(expert, slice(*ends)) for expert, ends in enumerate(pairwise(bounds)) if ends[0] < ends[1]]
+        self._weights.use_experts([expert for expert, _ in parts])
+        out = torch.zeros_like(call.x)
+        for expert, part in parts:
+            y = self._expert(module, path, expert, call.x.index_select(0, tokens[part]))
+            out.index_add_(0, tokens[part], y * token_weights[part])
+        return out
+
+    def _expert(self, module: Any, path: str, expert: int, x: Tensor) -> Tensor:
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        inner = self._expert_linear(module, path, expert, first, x)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        y = self._expert_linear(module, path, expert, "down_proj", inner)
+        return module.post_expert_norm(y) if module.has_post_expert_norm else y
+
+    def _expert_linear(self, module: Any, path: str, expert: int, entry: str, x: Tensor) -> Tensor:
+        assert self._weights is not None
+        y = self._weights.linear(expert_name(path, expert, entry).removesuffix(".weight"), x)
+        return y + getattr(module, f"{entry}_bias")[expert] if module.has_bias else y
+
+
+def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module.get_submodule(path)._parameters[leaf] = tensor  # type: ignore[assignment]
+
+
+def _wider(x: Tensor, dim: int) -> Tensor:
+    return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
+
+
+def _more_heads(x: Tensor, heads: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, heads - x.shape[1]))

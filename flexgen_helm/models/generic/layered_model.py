@@ -1,0 +1,358 @@
+"""A causal model of `transformers` whose layers are called one at a time.
+
+    forward of the model     code before the layers | layer 0 | layer 1 | … | code after them
+    here                     `before`               | `layer(0)`, `layer(1)`, … | `after`
+
+The model is built without weights. In its list of layers stand-ins take the place of the layers: they record what the
+model passes to each of them, and return the hidden states that they are told. So everything around the layers is the
+model's own code: embeddings, positions, final norm, scaling and caps of logits.
+
+Attention and experts go through the interfaces of `transformers`, to functions that the caller of a layer binds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from flexgen_helm.concurrency import import_lock
+from flexgen_helm.errors import UnsupportedArchitectureError
+
+# Name by which `transformers` knows our attention, masks and experts.
+IMPLEMENTATION = "flexgen_helm"
+# Buffers up to this size have values; larger ones, such as masks, are not used.
+_MAX_BUFFER_ELEMENTS = 1 << 21
+# Whether masks that models make are looked at: once for each model, with one sequence.
+checks_masks: ContextVar[bool] = ContextVar("checks_masks", default=False)
+_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Stands for an attention mask: causal, of `window` positions, itself included; None for all.
+
+    is_causal: False for any other mask.
+    """
+
+    window: int | None = None
+    is_causal: bool = True
+
+
+@dataclass
+class AttentionCall:
+    """What a module asks of attention: q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] -> [T, Hq, Dv].
+
+    scale: factor on scores. softcap: scores become cap tanh(score / cap). sinks: [Hq], logits that take a share of the
+    softmax and have no value.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass
+class ExpertsCall:
+    """What a module asks of its experts: each token x [T, H] through K of them -> [T, H].
+
+    selected, weights: [T, K].
+    """
+
+    module: Any
+    x: Tensor
+    selected: Tensor
+    weights: Tensor
+
+
+@dataclass
+class LayerArguments:
+    """What the model passes to a layer besides the hidden states."""
+
+    positional: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+
+@dataclass
+class Bindings:
+    """What modules call while a layer runs."""
+
+    attend: Callable[[AttentionCall], Tensor] | None = None
+    run_experts: Callable[[ExpertsCall], Tensor] | None = None
+
+
+class LayeredModel:
+    """One causal model of `transformers` without weights.
+
+    model: the causal model.
+    layers: its decoder layers, which are not reachable from `model` any more.
+    layers_path: name of their list in the model's state dict.
+    """
+
+    def __init__(self, config_text: str, device: torch.device | str) -> None:
+        """config_text: content of `config.json`.
+
+        device: of buffers; 'meta' for a model that only shapes pass.
+
+        Raises `UnsupportedArchitectureError` for what `transformers` does not know, or does not run this way.
+        """
+        self.bindings = Bindings()
+        self.model = empty_model(config_text, has_buffers=str(device) != "meta")
+        self.layers_path, found = _find_layers(self.model)
+        self.layers: list[Any] = list(found)
+        self._stand_ins = [_StandIn(layer, index == len(found) - 1) for index, layer in enumerate(found)]
+        for index, stand_in in enumerate(self._stand_ins):
+            found[index] = stand_in
+        # Descendants of RoBERTa count positions from behind that of the padding token.
+        embeddings = getattr(self.base, "embeddings", None)
+        self._first_position = 0
+        if embeddings is not None and hasattr(embeddings, "create_position_ids_from_input_ids"):
+            self._first_position = int(embeddings.padding_idx) + 1
+        for module in (self.model, *self.layers):
+            for part in module.modules():
+                part.__dict__["flexgen_helm_bindings"] = self.bindings
+                for name, buffer in part._buffers.items():
+                    if buffer is not None and buffer.device.type != "meta":
+                        part._buffers[name] = buffer.to(device)
+
+    @property
+    def base(self) -> Any:
+        """The model without its language-model head."""
+        return self.model.base_model
+
+    def before(self, arguments: Mapping[str, Tensor]) -> tuple[Tensor, list[LayerArguments]]:
+        """Run the code before the layers -> hidden [1, T, H], and what each layer is passed.
+
+        arguments: `input_ids` or `inputs_embeds`, and `position_ids`, each [1, T].
+        """
+        for stand_in in self._stand_ins:
+            stand_in.recorded = stand_in.result = None
+        positions = arguments["position_ids"] + self._first_position
+        with suppress(_AllRecordedError):
+            self.base(**{**arguments, "position_ids": positions}, use_cache=False)
+        recorded = [stand_in.recorded for stand_in in self._stand_ins]
+        hidden = self._stand_ins[0].hidden
+        if hidden is None or any(own is None for own in recorded):
+            raise UnsupportedArchitectureError(f"{_name(self.model)} does not call its layers one after the other")
+        for stand_in in self._stand_ins:
+            stand_in.hidden = None
+        return hidden, [own for own in recorded if own is not None]
+
+    def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
+        """Run one layer, hidden [1, T, H] -> [1, T, H]."""
+        out = self.layers[index](hidden, *arguments.positional, **arguments.named)
+        self._stand_ins[index].returns_tuple = isinstance(out, tuple)
+        result: Tensor = out[0] if isinstance(out, tuple) else out
+        return result
+
+    def after(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Run the code after the layers, hidden [1, N, H] -> logits [1, N, V]; positions: [1, N], of any value."""
+        for stand_in in self._stand_ins:
+            stand_in.recorded, stand_in.result = None, hidden
+        try:
+            logits: Tensor = self.model(inputs_embeds=hidden, position_ids=positions, use_cache=False).logits
+        finally:
+            for stand_in in self._stand_ins:
+                stand_in.result = stand_in.hidden = stand_in.recorded = None
+        return logits
+
+    @contextmanager
+    def bound(
+        self, attend: Callable[[AttentionCall], Tensor], run_experts: Callable[[ExpertsCall], Tensor]
+    ) -> Iterator[None]:
+        """Let modules call these functions."""
+        self.bindings.attend, self.bindings.run_experts = attend, run_experts
+        try:
+            yield
+        finally:
+            self.bindings.attend = self.bindings.run_experts = None
+
+
+class _AllRecordedError(Exception):
+    """The last stand-in has recorded its arguments: what follows the layers is not wanted."""
+
+
+class _StandIn(nn.Module):
+    """Takes a layer's place in the model. It has the layer's attributes, which models ask for.
+
+    result: hidden states that it returns; None while arguments are recorded.
+    """
+
+    def __init__(self, layer: nn.Module, is_last: bool) -> None:
+        super().__init__()
+        self.__dict__["_layer"], self.is_last = layer, is_last
+        self.returns_tuple = False
+        self.hidden: Tensor | None = None
+        self.recorded: LayerArguments | None = None
+        self.result: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layer"], name)
+
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        if positional:
+            hidden, positional = positional[0], positional[1:]
+        else:
+            hidden = named.pop("hidden_states")
+        if self.result is not None:
+            hidden = self.result
+        else:
+            self.hidden, self.recorded = hidden, LayerArguments(positional, named)
+            if self.is_last:
+                raise _AllRecordedError
+        return (hidden, None, None) if self.returns_tuple else hidden
+
+
+class _NoLargeTensors(TorchFunctionMode):
+    """Makes large tensors on the meta device: weights, which come from elsewhere, and masks, which nobody uses."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _FACTORIES and kwargs.get("device") is None:
+            sizes = args[0] if args and isinstance(args[0], (tuple, list, torch.Size)) else args
+            count = 1
+            for size in sizes if isinstance(sizes, (tuple, list, torch.Size)) else ():
+                count *= int(size) if isinstance(size, int) else 1
+            if count > _MAX_BUFFER_ELEMENTS:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
+    """Build the causal model of a configuration without weights.
+
+    has_buffers: buffers that are not too large have their values; else all tensors are on the meta device.
+    """
+    content = json.loads(config_text)
+    with import_lock("transformers"):
+        import transformers
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
+    _register()
+    model_type = content.get("model_type", "")
+    config = AutoConfig.for_model(model_type, **{key: value for key, value in content.items() if key != "model_type"})
+    config = config.get_text_config()
+    config._attn_implementation = IMPLEMENTATION
+    config.use_cache = False
+    name = next(iter(content.get("architectures") or ()), "")
+    cls: Any = getattr(transformers, name, None)
+    if cls is None or not name.endswith(("ForCausalLM", "LMHeadModel")):
+        cls = AutoModelForCausalLM._model_mapping[type(config)]
+    if not getattr(cls, "_supports_attention_backend", False):
+        raise UnsupportedArchitectureError(
+            f"{cls.__name__} computes attention in its own code, not through transformers' attention interface"
+        )
+    with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():
+        model = cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
+    model.set_experts_implementation(IMPLEMENTATION)
+    return model.eval()
+
+
+@contextmanager
+def _meta_parameters() -> Iterator[None]:
+    """Move every parameter to the meta device as soon as it is registered."""
+    register = nn.Module.register_parameter
+
+    def to_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and param.device.type != "meta":
+            self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = to_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _find_layers(model: Any) -> tuple[str, nn.ModuleList]:
+    """Find the list of decoder layers, by its length; of several the outermost."""
+    config = model.config.get_text_config()
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    if not lists:
+        raise UnsupportedArchitectureError(f"{_name(model)} has no list of {count} layers")
+    return min(lists, key=lambda item: item[0].count("."))
+
+
+def _name(model: Any) -> str:
+    return type(model).__name__
+
+
+# ---- what `transformers` calls ----
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a module of `transformers`; query [1, Hq, T, D] -> [1, T, Hq, Dv]."""
+    bindings: Bindings = module.__dict__["flexgen_helm_bindings"]
+    assert bindings.attend is not None
+    mask = attention_mask if isinstance(attention_mask, Mask) else Mask(is_causal=attention_mask is None)
+    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        mask = Mask(is_causal=False)
+    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = bindings.attend(AttentionCall(q, k, v, mask, scale, softcap, s_aux))
+    return out.contiguous().unsqueeze(0), None
+
+
+def _mask(*, mask_function: Any = None, local_size: int | None = None, q_length: int = 0, **others: Any) -> Mask:
+    """Say which mask is meant. No mask is made: every prompt of a batch has its own."""
+    return Mask(local_size, not checks_masks.get() or _is_causal_window(mask_function, local_size))
+
+
+def _is_causal_window(mask_function: Any, window: int | None) -> bool:
+    """Whether a mask function is that of causal attention over a window, tried at some positions around its edge."""
+    if mask_function is None:
+        return True
+    reach = 64 if window is None else window
+    zero = torch.tensor(0)
+    for query in {1, 5, reach - 1, reach, reach + 1, reach + 3, 2 * reach + 1}:
+        for key in {0, 1, query - reach - 1, query - reach, query - reach + 1, query - 1, query, query + 1}:
+            if query < 0 or key < 0:
+                continue
+            expected = key <= query and (window is None or query - key < window)
+            if bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key))) != expected:
+                return False
+    return True
+
+
+def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    bindings: Bindings = module.__dict__["flexgen_helm_bindings"]
+    assert bindings.run_experts is not None
+    return bindings.run_experts(ExpertsCall(module, hidden_states, top_k_index, top_k_weights))

@@ -1,0 +1,254 @@
+"""Find out what the layers of a model are made of, by passing shapes without data through its modules once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.models.config import ModelConfig, MoEConfig
+from flexgen_helm.models.generic.config import ExpertTensors, GenericConfig, LayerKind, Shapes
+from flexgen_helm.models.generic.layered_model import AttentionCall, ExpertsCall, LayeredModel, checks_masks
+
+# Tokens of the traced pass.
+_TOKENS = 3
+
+
+@dataclass
+class _LayerTrace:
+    """What a layer did.
+
+    linears: paths of the linear modules that were called, in order.
+    calls: of attention.
+    experts: calls of experts, by the path of their module.
+    """
+
+    linears: list[str] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
+    experts: dict[str, ExpertsCall] = field(default_factory=dict)
+
+
+def read_generic_config(content: Mapping[str, Any]) -> ModelConfig:
+    """Fill the record of a model from its `config.json`.
+
+    Raises `UnsupportedArchitectureError` naming the class and what is not supported of it.
+    """
+    text = json.dumps(content, sort_keys=True)
+    model = LayeredModel(text, "meta")
+    name, config = type(model.model).__name__, model.model.config.get_text_config()
+    try:
+        layers, before, after = _run(model)
+    except UnsupportedArchitectureError:
+        raise
+    except Exception as error:  # whatever a module does with shapes that it does not expect
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        raise UnsupportedArchitectureError(f"{name} cannot run layer by layer: {reason}") from error
+    kinds = [_kind(layer, trace, name) for layer, trace in zip(model.layers, layers)]
+    distinct = list(dict.fromkeys(kinds))
+    calls = [_only_call(trace, name) for trace in layers]
+    heads = max(call.q.shape[1] // call.k.shape[1] for call in calls) * max(call.k.shape[1] for call in calls)
+    table, head = model.base.get_input_embeddings(), model.model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise UnsupportedArchitectureError(f"the head of {name} is no linear layer")
+    keys = {id(module): path for path, module in model.model.named_modules()}
+    generic = GenericConfig(
+        class_name=name,
+        text=text,
+        layers_path=model.layers_path,
+        kinds=tuple(distinct),
+        layer_kinds=tuple(distinct.index(kind) for kind in kinds),
+        embed=_outside(model, before),
+        head=_outside(model, after),
+        head_bias=head.bias is not None,
+        table_key=f"{keys[id(table)]}.weight",
+        head_key=f"{keys[id(head)]}.weight",
+        table_rows=table.weight.shape[0],
+    )
+    experts = next((kind for kind in distinct if kind.num_experts), None)
+    return ModelConfig(
+        architecture=str(content.get("model_type")),
+        num_layers=len(kinds),
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=max(call.k.shape[1] for call in calls),
+        head_dim=max(call.k.shape[2] for call in calls),
+        ffn_size=max(kind.widest for kind in distinct),
+        vocab_size=head.out_features,
+        max_positions=_max_positions(config),
+        embed_size=table.weight.shape[1],
+        norm="rmsnorm",
+        norm_eps=0.0,
+        activation="silu",
+        gated_mlp=True,
+        rope=None,
+        tied_head=_is_tied(model.model),
+        windows=_windows(calls),
+        attn_softcap=next((call.softcap for call in calls if call.softcap is not None), None),
+        experts=None if experts is None else _moe(kinds, experts),
+        generic=generic,
+    )
+
+
+def _run(model: LayeredModel) -> tuple[list[_LayerTrace], set[int], set[int]]:
+    """Pass shapes through the model; return what each layer did, and the modules outside that were called."""
+    layers: list[_LayerTrace] = []
+
+    def attend(call: AttentionCall) -> Tensor:
+        layers[-1].calls.append(call)
+        return call.q.new_empty((*call.q.shape[:2], call.v.shape[2]))
+
+    def run_experts(call: ExpertsCall) -> Tensor:
+        layers[-1].experts[paths[id(call.module)]] = call
+        return torch.empty_like(call.x)
+
+    ids = torch.zeros((1, _TOKENS), dtype=torch.long, device="meta")
+    positions = torch.arange(_TOKENS, device="meta")[None]
+    paths: dict[int, str] = {}
+    with torch.no_grad(), model.bound(attend, run_experts), _one_sequence():
+        with _called(model.model) as before:
+            hidden, arguments = model.before({"input_ids": ids, "position_ids": positions})
+        for index, layer in enumerate(model.layers):
+            trace = _LayerTrace()
+            layers.append(trace)
+            paths = {id(module): path for path, module in layer.named_modules()}
+            with _linears(layer, trace.linears):
+                out = model.layer(index, hidden, arguments[index])
+            if out.shape != hidden.shape:
+                raise UnsupportedArchitectureError(
+                    f"the layers of {type(model.model).__name__} change the shape of the hidden states"
+                )
+            hidden = out
+        with _called(model.model) as after:
+            model.after(hidden, positions)
+    return layers, before, after
+
+
+@contextmanager
+def _one_sequence() -> Iterator[None]:
+    """Look at masks, for which `transformers` must not search several sequences in positions without values."""
+    from transformers import masking_utils
+
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    token = checks_masks.set(True)
+    try:
+        yield
+    finally:
+        checks_masks.reset(token)
+        masking_utils.find_packed_sequence_indices = search
+
+
+@contextmanager
+def _called(model: nn.Module) -> Iterator[set[int]]:
+    """Collect the modules that are called."""
+    called: set[int] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda module, arguments: called.add(id(module))) for module in model.modules()
+    ]
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _linears(layer: nn.Module, called: list[str]) -> Iterator[None]:
+    """Collect the paths of linear modules in the order of their calls."""
+    hooks = [
+        module.register_forward_pre_hook(lambda module, arguments, path=path: called.append(path))
+        for path, module in layer.named_modules()
+        if is_linear(module)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module does what `nn.Linear` does, whatever its class adds."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _kind(layer: nn.Module, trace: _LayerTrace, name: str) -> LayerKind:
+    streamed = [path for path in trace.linears if trace.linears.count(path) == 1]
+    modules = dict(layer.named_modules())
+    experts = tuple(_expert_tensors(path, call, name) for path, call in trace.experts.items())
+    stacked = {f"{own.path}.{entry}" for own in experts for entry, _ in own.matrices}
+    matrices: Shapes = tuple((f"{path}.weight", tuple(modules[path].weight.shape)) for path in streamed)
+    taken = {f"{path}.weight" for path in streamed} | stacked
+    others: Shapes = tuple(
+        (path, tuple(parameter.shape)) for path, parameter in layer.named_parameters() if path not in taken
+    )
+    calls = list(trace.experts.values())
+    count = calls[0].module.num_experts if calls else 0
+    return LayerKind(matrices, others, experts, count, calls[0].selected.shape[1] if calls else 0)
+
+
+def _expert_tensors(path: str, call: ExpertsCall, name: str) -> ExpertTensors:
+    module = call.module
+    if not f".{path}".endswith(".experts"):
+        raise UnsupportedArchitectureError(f"the experts of {name} are in a module {path}, not experts")
+    stacked = {entry: weight.shape for entry, weight in module.named_parameters(recurse=False) if weight.dim() == 3}
+    matrices = tuple(
+        (entry, (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2]))
+        for entry, shape in stacked.items()
+    )
+    return ExpertTensors(path, matrices, bool(module.is_transposed))
+
+
+def _only_call(trace: _LayerTrace, name: str) -> AttentionCall:
+    if len(trace.calls) != 1:
+        raise UnsupportedArchitectureError(
+            f"{name} has layers that call attention {len(trace.calls)} times; layers with a state instead of a cache, "
+            "or with several caches, are not supported"
+        )
+    (call,) = trace.calls
+    if not call.mask.is_causal:
+        raise UnsupportedArchitectureError(f"attention of {name} is neither causal nor over a causal window")
+    if call.k.shape[0] != call.q.shape[0] or call.q.shape[1] % call.k.shape[1]:
+        raise UnsupportedArchitectureError(f"attention of {name} has keys of other tokens than its queries")
+    return call
+
+
+def _outside(model: LayeredModel, called: set[int]) -> Shapes:
+    """Return the parameters outside the layers whose modules were called, without the table and the head's matrix."""
+    table, head = model.base.get_input_embeddings(), model.model.get_output_embeddings()
+    own = [
+        (f"{path}.{name}" if path else name, tuple(parameter.shape))
+        for path, module in model.model.named_modules()
+        if id(module) in called or module in (model.model, model.base)
+        for name, parameter in module.named_parameters(recurse=False)
+        if not (name == "weight" and module in (table, head)) and not (name == "bias" and module is head)
+    ]
+    return tuple(own)
+
+
+def _windows(calls: list[AttentionCall]) -> tuple[int | None, ...]:
+    windows = tuple(call.mask.window for call in calls)
+    return windows if any(window is not None for window in windows) else ()
+
+
+def _moe(kinds: list[LayerKind], kind: LayerKind) -> MoEConfig:
+    (inner, *_) = (shape[1] for own in kind.experts for entry, shape in own.matrices if "down" in entry)
+    dense = tuple(layer for layer, other in enumerate(kinds) if not other.num_experts)
+    return MoEConfig(kind.num_experts, kind.per_token, inner, dense_layers=dense)
+
+
+def _is_tied(model: Any) -> bool:
+    return any("lm_head" in key or "embed_out" in key for key in (model.all_tied_weights_keys or {}))
+
+
+def _max_positions(config: Any) -> int:
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length"):
+        if isinstance(value := getattr(config, name, None), int) and value > 0:
+            return value
+    return 1 << 20
