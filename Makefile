@@ -57,9 +57,10 @@ pages: install
 	$(BIN)/python docs/figures.py
 	$(BIN)/python docs/network.py
 
-# Rewrites the table of docs/models.md from the tests' own tiny models.
+# Rewrites the tables of docs/models.md and docs/explanation/generic-models.md from the tests' own tiny models.
 model-table: install
 	$(BIN)/python -m tests.helpers.model_table
+	$(BIN)/python -m tests.helpers.generic_models
 
 bench: model
 	$(BIN)/flexgen-helm bench clients -o clients.json

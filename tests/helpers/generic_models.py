@@ -1,0 +1,150 @@
+"""Causal classes of transformers that run by their own modules: tiny models, and how far the engine is from them.
+
+`python -m tests.helpers.generic_models` rewrites the table of docs/explanation/generic-models.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm.models.architectures import ARCHITECTURES
+from flexgen_helm.models.config import ModelConfig
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny_causal_models import causal_classes, tiny_config
+
+PAGE = ROOT / "docs/explanation/generic-models.md"
+BEGIN, END = "<!-- table: make model-table -->", "<!-- end of the table -->"
+NATIVE = {name for architecture in ARCHITECTURES.values() for name in architecture.hf_names}
+# Layers that keep a state, or call attention in another way than once with causal masks, by what the refusal says.
+REFUSED = {
+    "AXK2ForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
+    "DbrxForCausalLM": "cannot run layer by layer",  # experts outside transformers' interface
+    "DeepseekV32ForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
+    "DeepseekV4ForCausalLM": "cannot run layer by layer",  # hidden states of several streams
+    "DiffLlamaForCausalLM": "call attention 2 times",
+    "DogeForCausalLM": "cannot run layer by layer",  # masks that depend on values
+    "Dots3NoteForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
+    "Gemma3nForCausalLM": "cannot run layer by layer",  # hidden states of several streams, embeddings of every layer
+    "Gemma4ForCausalLM": "cannot run layer by layer",  # embeddings of every layer, layers that share a cache
+    "GlmMoeDsaForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
+    "HYV4ForCausalLM": "cannot run layer by layer",
+    "HrmTextForCausalLM": "has no list of",  # layers run several times
+    "JetMoeForCausalLM": "cannot run layer by layer",  # experts of attention
+    "Lfm2MoeForCausalLM": "call attention 0 times",  # convolutions
+    "Lfm3ForCausalLM": "call attention 0 times",
+    "Llama4ForCausalLM": "cannot run layer by layer",  # masks of chunks
+    "LongcatFlashForCausalLM": "has no list of",  # two attentions in a layer
+    "MiniMaxForCausalLM": "call attention 0 times",  # linear attention
+    "RecurrentGemmaForCausalLM": "call attention 0 times",  # recurrent layers
+    "XmodForCausalLM": "cannot run layer by layer",  # adapters that are chosen by language
+    "ZayaForCausalLM": "cannot run layer by layer",
+}
+# Models of several parts, whose language model is a class of its own in this list; one whose default config
+# transformers does not read back; and one whose random model answers with the padding token, which moves positions.
+OTHERS = {
+    "FuyuForCausalLM", "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration", "GotOcr2ForConditionalGeneration", "GraniteMoeHybridForCausalLM",
+    "MossTranscribeDiarizeForConditionalGeneration", "RobertaPreLayerNormForCausalLM",
+}  # fmt: skip
+
+
+@cache
+def supported() -> list[str]:
+    """Classes that declare transformers' attention interface and have no record of ours."""
+    return [
+        name
+        for name in causal_classes()
+        if getattr(getattr(transformers, name), "_supports_attention_backend", False) and name not in NATIVE | OTHERS
+    ]
+
+
+def saved(name: str, folder: Path) -> Any:
+    """Save a tiny random model; return it in float32, with the same values."""
+    torch.manual_seed(0)
+    model = getattr(transformers, name)._from_config(tiny_config(name).get_text_config(), attn_implementation="eager")
+    model.eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.normal_(0, 0.3).half().float())
+    copy.deepcopy(model).half().save_pretrained(folder)
+    return model
+
+
+def requests() -> list[GenerationRequest]:
+    """Prompts of mixed lengths, of which two share a beginning."""
+    draw = random.Random(1)
+    shared = [draw.randrange(3, 60) for _ in range(9)]
+    beginnings = [(), (), (), shared, shared]
+    prompts = [
+        [*begin, *(draw.randrange(3, 60) for _ in range(length))]
+        for begin, length in zip(beginnings, (1, 5, 12, 3, 4), strict=True)
+    ]
+    return [
+        GenerationRequest(prompt_token_ids=own, max_tokens=4, echo_logprobs=True, ignore_eos=True) for own in prompts
+    ]
+
+
+def largest_difference(name: str, folder: Path, options: Mapping[str, Any]) -> tuple[float, ModelConfig]:
+    """Answer the requests; return the largest difference of a log-probability from the model's own forward pass.
+
+    A greedy token that is not the largest counts with how far it is from that.
+    """
+    model, asked, largest = saved(name, folder), requests(), 0.0
+    with Engine.from_pretrained(folder, **options) as engine:
+        config, results = engine.config, engine.run(asked)
+    for request, result in zip(asked, results, strict=True):
+        assert result.error is None, result.error
+        prompt, answer = list(request.prompt_token_ids), result.completions[0]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + list(answer.token_ids)])).logits[0].float()
+        logprobs = torch.log_softmax(logits, -1)
+        scores = [*zip(result.prompt_logprobs[1:], prompt[1:]), *zip(answer.logprobs, answer.token_ids)]
+        for row, (score, token) in zip(logprobs, scores, strict=False):
+            largest = max(largest, abs(score - row[token].item()))
+        for row, token in zip(logprobs[len(prompt) - 1 :], answer.token_ids, strict=False):
+            largest = max(largest, (row.max() - row[token]).item())
+    return largest, config
+
+
+def features(config: ModelConfig) -> str:
+    """What distinguishes the model for the engine."""
+    assert config.generic is not None
+    found = []
+    if config.num_kv_heads < config.num_heads:
+        found.append("grouped keys")
+    if config.windows:
+        found.append("windows in some layers" if None in config.windows else "sliding windows")
+    if config.experts is not None:
+        found.append("experts, dense layers between" if config.experts.dense_layers else "experts")
+    if config.attn_softcap is not None:
+        found.append("soft caps")
+    if any(name.endswith("sinks") for kind in config.generic.kinds for name, _ in kind.others):
+        found.append("attention sinks")
+    return ", ".join([*found, "tied head" if config.tied_head else "own head"])
+
+
+def _table() -> str:
+    rows = ["| class | features | largest difference |", "|---|---|---|"]
+    for name in supported():
+        if name in REFUSED:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            difference, config = largest_difference(name, Path(folder), {})
+        rows.append(f"| `{name}` | {features(config)} | {difference:.1e} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{_table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
