@@ -21,11 +21,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
     """Find the architecture of a `config.json`. Raises `UnsupportedArchitectureError` with the supported ones."""
-    names = tuple(config.get("architectures") or ())
+    named = config.get("architectures") or ()
+    names = named if isinstance(named, (list, tuple)) else (named,)
     for architecture in ARCHITECTURES.values():
-        if set(names) & set(architecture.hf_names) or (not names and config.get("model_type") == architecture.name):
+        is_named = any(name in architecture.hf_names for name in names)
+        if is_named or (not names and config.get("model_type") == architecture.name):
             return architecture
-    wanted = ", ".join(names) or config.get("model_type") or "(none named)"
+    wanted = ", ".join(map(str, names)) or config.get("model_type") or "(none named)"
     supported = ", ".join(architecture.hf_names[0] for architecture in ARCHITECTURES.values())
     raise UnsupportedArchitectureError(f"architecture {wanted} is not supported; supported are {supported}")
 
