@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from flexgen_helm.errors import RequestError
+
+# More than any evaluation draws; each takes memory before the first token.
+MAX_COMPLETIONS = 10_000
 
 FinishReason = Literal["length", "stop", "endoftext"]
 
@@ -58,12 +62,15 @@ class GenerationRequest:
 
     def validate(self) -> None:
         """Raise `RequestError` if the request contradicts itself; needs no model."""
+        for name, (kind, meaning) in _KINDS.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise RequestError(f"{name} is {repr(value)[:60]}; it must be {meaning}")
         if sum(given is not None for given in (self.prompt, self.prompt_token_ids, self.messages)) != 1:
             raise RequestError("a request needs exactly one of prompt, prompt_token_ids and messages")
         if self.max_tokens < 0:
             raise RequestError(f"max_tokens is {self.max_tokens}; it must be 0 or more")
-        if self.n < 1:
-            raise RequestError(f"n is {self.n}; at least one completion must be asked for")
+        if not 1 <= self.n <= MAX_COMPLETIONS:
+            raise RequestError(f"n is {self.n}; it must be at least 1 and at most {MAX_COMPLETIONS:,} completions")
         if not self.temperature >= 0.0:
             raise RequestError(f"temperature is {self.temperature}; it must be 0 or more")
         if not 0.0 < self.top_p <= 1.0:
@@ -72,6 +79,22 @@ class GenerationRequest:
             raise RequestError("stop must be a list of strings, not one string")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError("every stop string must be a non-empty string")
+
+
+# The fields that are computed with, as any library's numbers may be.
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "prompt": ((str, type(None)), "text"),
+    "prompt_token_ids": ((Iterable, type(None)), "a list of token ids"),
+    "messages": ((Iterable, type(None)), "a list of messages"),
+    "max_tokens": (Integral, "a whole number"),
+    "n": (Integral, "a whole number"),
+    "seed": (Integral, "a whole number"),
+    "temperature": (Real, "a number"),
+    "top_p": (Real, "a number"),
+    "stop": (Iterable, "a list of strings"),
+    "echo_logprobs": (Integral, "true or false"),
+    "ignore_eos": (Integral, "true or false"),
+}
 
 
 @dataclass(frozen=True)

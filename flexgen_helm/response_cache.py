@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import sqlite3
 import threading
@@ -21,9 +20,8 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.progress import Message, report
 from flexgen_helm.request import Completion, Cost, GenerationResult
-
-logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = "1"
 BUSY_TIMEOUT_S = 60.0
@@ -167,7 +165,7 @@ class ResponseWriter:
         try:
             yield
         except ResponseCacheError as error:
-            logger.warning("Results are not stored for a later run: %s", error)
+            report(Message(f"results are not stored for a later run: {error}"))
             if self._cache is not None:
                 self._cache.close()
             self._cache = None

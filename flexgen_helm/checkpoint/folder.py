@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,6 +28,8 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
+# Of files that are read whole; the largest published tokenizer has 40 MB.
+_MAX_SMALL_FILE = 512 << 20
 # Each holds a vocabulary; a tokenizer needs one of them.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -35,8 +37,24 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 
 
+def require_small_file(path: Path) -> None:
+    """Raise `CheckpointError` for what reading would never end, or would fill the memory; a missing file passes.
+
+    Links are followed, because a hub snapshot consists of them. They may lead to a device.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return  # whoever reads it says why it cannot be read
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is no regular file; remove it, or fetch the model again")
+    if status.st_size > _MAX_SMALL_FILE:
+        raise CheckpointError(f"{path} has {size(status.st_size)}, too many for such a file; fetch the model again")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises `CheckpointError` naming the file."""
+    require_small_file(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -71,23 +89,20 @@ def model_config_from(
 ) -> ModelConfig:
     """Apply an architecture's reader to the content of `path`.
 
-    Raises `CheckpointError` if an entry is missing or of the wrong kind, if a size is not a positive integer, or if
-    the heads do not divide evenly.
+    Raises `CheckpointError` if an entry is missing, of the wrong kind, or such as no model can have.
     """
+    from flexgen_helm.models.config_check import check_config  # pydantic takes a tenth of a second
+
     try:
         config = read(content)
-        for field in fields(config):
-            value = getattr(config, field.name)
-            is_size = field.type == "int" and field.default is MISSING
-            if is_size and (not isinstance(value, int) or value < 1):
-                size = field.name.replace("_", " ")
-                raise CheckpointError(f"{path} gives {size} as {value!r}; it must be a positive integer")
-        if config.num_heads % config.num_kv_heads:
-            raise CheckpointError(f"{path}: {config.num_heads} heads share {config.num_kv_heads} key heads unevenly")
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error}") from error
-    except (TypeError, ValueError, ArithmeticError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{path} has an entry of the wrong kind: {error}") from error
+    try:
+        check_config(config)
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from None
     return config
 
 
@@ -133,9 +148,16 @@ def read_index(index: Path, must_exist: bool = True) -> dict[str, str]:
         # By name, not by where links lead: a hub snapshot consists of links to its blobs.
         if "\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise CheckpointError(f"{index} names {name}, which is outside the folder")
-        if must_exist and not (index.parent / name).is_file():
-            raise CheckpointError(f"{index} names {name}, which is missing; fetch the model again")
+        if must_exist and not _is_file(index.parent / name):
+            raise CheckpointError(f"{index} names {name[:200]}, which is missing; fetch the model again")
     return shards
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def pickle_names(names: Collection[str]) -> list[str]:

@@ -46,8 +46,8 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
         return _read(SourceFile.open(Path(path)))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    # mmap refuses an empty file with ValueError, as an enumeration refuses an unknown type.
-    except (ValueError, KeyError, struct.error, OverflowError, MemoryError) as error:
+    # mmap refuses an empty file with ValueError, as an enumeration refuses an unknown type; arrays may be nested.
+    except (ValueError, KeyError, struct.error, OverflowError, MemoryError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from error
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.hardware.ranks import rank_of_process
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_debugging = bool(os.environ.get("FLEXGEN_HELM_DEBUG"))
     rank = rank_of_process()
     try:
-        with nullcontext() if rank is None else as_rank(rank):
+        with _terminated_like_interrupted(), nullcontext() if rank is None else as_rank(rank):
             if rank is not None and rank.number:
                 return follow_rank_0()
             typer.main.get_command(app).main(args=arguments, prog_name="flexgen-helm", standalone_mode=True)
@@ -57,3 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "" if is_debugging else " (set FLEXGEN_HELM_DEBUG=1 to see where)"
         say(f"flexgen-helm: unexpected {type(error).__name__}: {error}{hint}")
         return 1
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does: batch systems send it when the time is up, and answers are stored then."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

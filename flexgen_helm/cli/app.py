@@ -11,6 +11,7 @@ import typer
 
 from flexgen_helm import __version__
 from flexgen_helm.cli.bench import bench
+from flexgen_helm.cli.clean import clean
 from flexgen_helm.cli.convert import convert
 from flexgen_helm.cli.doctor import doctor
 from flexgen_helm.cli.engine_flags import with_engine_flags
@@ -87,4 +88,5 @@ _add("Models", convert)
 _add("Without HELM", with_engine_flags(generate))
 _add("Without HELM", with_engine_flags(perplexity))
 _add("This installation", doctor)
+_add("This installation", clean)
 _add("This installation", with_engine_flags(bench), has_screen=False)  # a panel takes time of what is measured

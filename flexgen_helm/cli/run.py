@@ -98,14 +98,15 @@ def _run(arguments: Sequence[str], engine: EngineOptions, cluster: RaySession | 
 def _new_log() -> Path:
     from flexgen_helm.checkpoint.paths import state_dir
 
-    folder = state_dir() / "logs"
+    folder, name = state_dir() / "logs", f"{time.strftime('run-%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for old in sorted(folder.glob("run-*.log"))[: 1 - _MAX_LOGS]:
             old.unlink(missing_ok=True)
+        (folder / name).touch()  # the folder may be there and read-only
     except OSError:  # a home that cannot be written costs no results
         folder = Path(tempfile.gettempdir())
-    return folder / f"{time.strftime('run-%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    return folder / name
 
 
 def _print_scores(outcome: SuiteOutcome) -> None:

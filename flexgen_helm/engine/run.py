@@ -243,11 +243,11 @@ class Run:
                 left = [batch for batch in batches if batch not in done]
                 if self._cache.one_layer:
                     left = [*_shared_prefixes_again(batch for batch in batches if batch in done), *left]
-                halves = self._scheduler.halve(left)
+                halves = self._scheduler.halve(left) if left else []  # none: in the bookkeeping of the last one
                 if len(halves) == len(left):
                     raise MemoryLimitError(
-                        f"memory ran out with {max(b.num_tokens for b in left)} tokens in a batch that cannot be "
-                        "divided; lower --gpu-memory or --cpu-memory so that more is kept free"
+                        f"memory ran out with {max((b.num_tokens for b in left), default=0)} tokens in a batch that "
+                        "cannot be divided; lower --gpu-memory or --cpu-memory so that more is kept free"
                     ) from error
                 batches, self.halvings = halves, self.halvings + 1
                 done.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 from flexgen_helm.errors import RequestError
 from flexgen_helm.models.config import ModelConfig
@@ -262,6 +263,8 @@ def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
             f"of {config.max_positions} tokens; shorten the prompt or lower max_tokens"
         )
     for token in tokens:
+        if not isinstance(token, (int, Integral)):  # `int` first: the other is slow
+            raise RequestError(f"the prompt has {repr(token)[:60]} among its ids, which is no token id")
         if not 0 <= token < config.vocab_size:
             raise RequestError(f"token id {token} is outside the vocabulary of {config.vocab_size} tokens")
 

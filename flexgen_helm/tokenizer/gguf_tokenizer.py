@@ -21,6 +21,17 @@ from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.tokenizer.token_bytes import SPACE_MARK
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
+# What the keys hold that are used here; a file may store a value of any type under any key.
+_KINDS: Mapping[str, type] = {
+    **dict.fromkeys((Keys.Tokenizer.MODEL, Keys.Tokenizer.PRE, Keys.Tokenizer.CHAT_TEMPLATE), str),
+    **dict.fromkeys((Keys.Tokenizer.LIST, Keys.Tokenizer.TOKEN_TYPE, Keys.Tokenizer.MERGES), list),
+    Keys.Tokenizer.SCORES: list,
+    **dict.fromkeys((Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.UNK_ID), int),
+    **dict.fromkeys((Keys.Tokenizer.ADD_BOS, Keys.Tokenizer.ADD_EOS, Keys.Tokenizer.ADD_PREFIX), bool),
+}
+# Every split of a piece is tried, which takes the square of its length. Published pieces have a few hundred characters.
+_MAX_PIECE = 4096
+
 # Ends the text of a base-style prompt even if the metadata's EOS ends a chat turn (SmolLM2-Instruct).
 _END_OF_TEXT = "<|endoftext|>"
 
@@ -32,6 +43,9 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer | None:
     pre-tokenizer without a rule here: guessing would change token ids and so every score.
     """
     metadata = read_gguf_header(path).metadata
+    for key, expected in _KINDS.items():
+        if key in metadata and type(metadata[key]) is not expected:
+            raise CheckpointError(f"{path} has {key} as {type(metadata[key]).__name__}, not as {expected.__name__}")
     model = metadata.get(Keys.Tokenizer.MODEL)
     if model is None or Keys.Tokenizer.LIST not in metadata:
         return None
@@ -43,6 +57,8 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer | None:
     types: list[int] = metadata.get(Keys.Tokenizer.TOKEN_TYPE) or [TokenType.NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(f"{path} has {len(tokens)} tokens but {len(types)} token types")
+    if not all(isinstance(token, str) and len(token) <= _MAX_PIECE for token in tokens):
+        raise CheckpointError(f"{path} has a token that is no text of at most {_MAX_PIECE:,} characters")
     for key in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.UNK_ID):
         if not 0 <= metadata.get(key, 0) < len(tokens):
             raise CheckpointError(f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens")
@@ -52,7 +68,8 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer | None:
     except UnsupportedArchitectureError:
         raise
     except Exception as error:  # the library raises plain Exception, e.g. for a merge of tokens not in the vocabulary
-        raise CheckpointError(f"{path} has a vocabulary that does not fit together: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} has a vocabulary that does not fit together: {reason}") from error
     # The text is cut at control and user-defined tokens before anything else.
     for kind, special in ((TokenType.CONTROL, True), (TokenType.USER_DEFINED, False)):
         added = [token for token, token_type in zip(tokens, types) if token_type == kind]

@@ -10,9 +10,10 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from flexgen_helm.checkpoint.folder import CONFIG, read_json, tokenizer_folder
+from flexgen_helm.checkpoint.folder import CONFIG, TOKENIZER_FILES, read_json, require_small_file, tokenizer_folder
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import CheckpointError, RequestError
+from flexgen_helm.tokenizer.template import render
 from flexgen_helm.tokenizer.token_bytes import helm_text, is_byte_level, token_byte_table
 
 
@@ -124,6 +125,11 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise RequestError(_why_not_text(texts)) from error
+        except BaseException as error:
+            # Rust's panic derives from no Exception: a pattern of tokenizer.json that gave up on a text, for example.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise RequestError(f"the tokenizer fails on a text of the request: {error}") from error
         batch = [encoding.ids for encoding in encodings]
         if add_special_tokens and self.adds_bos and self.bos_text is not None:
             doubled = [self.bos_id, self.bos_id]
@@ -144,21 +150,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise RequestError("the checkpoint has no chat template; send a prompt instead of messages")
-        # The renderer behind `PreTrainedTokenizer.apply_chat_template`, which needs no tokenizer of `transformers`.
-        with import_lock("transformers"):
-            from transformers.utils import chat_template_utils
-
-        render: Any = chat_template_utils.render_jinja_template  # annotated as a string, but returns two lists
-        try:
-            texts, _ = render(
-                [[{key: value for key, value in message.items() if value is not None} for message in messages]],
-                chat_template=self.chat_template,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special_tokens, **variables},
-            )
-        except Exception as error:  # the template is a program of the checkpoint's author
-            raise RequestError(f"the checkpoint's chat template refuses these messages: {error}") from error
-        return str(texts[0])
+        return render(self.chat_template, messages, add_generation_prompt, {**self._special_tokens, **variables})
 
     # ---- ids to text ----
 
@@ -195,7 +187,12 @@ class Tokenizer:
 
 
 def _require_complete(folder: Path) -> None:
-    """Refuse what `transformers` would guess: merges from the order of a vocabulary, special tokens from a class."""
+    """Refuse what `transformers` would guess: merges from the order of a vocabulary, special tokens from a class.
+
+    Refuse files too that it would read for ever.
+    """
+    for file in (*(folder / name for name in (CONFIG, *TOKENIZER_FILES)), *folder.glob("additional_chat_templates/*")):
+        require_small_file(file)
     if (folder / "tokenizer.json").is_file():
         return
     if not (folder / "vocab.json").is_file():
@@ -217,9 +214,15 @@ def _configured_eos_ids(folder: Path) -> set[int]:
             continue
         config = read_json(folder / name)
         # A multimodal checkpoint has its language model's settings one level down.
-        for section in (config, config.get("text_config") or {}):
+        text_config = config.get("text_config") or {}
+        if not isinstance(text_config, dict):
+            raise CheckpointError(f"{folder / name} has a text_config that is no JSON object")
+        for section in (config, text_config):
             value = section.get("eos_token_id")
-            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+            listed = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(isinstance(token_id, int) for token_id in listed):
+                raise CheckpointError(f"{folder / name} gives eos_token_id as {repr(value)[:80]}, not as token ids")
+            ids.update(listed)
     return ids
 
 

@@ -319,9 +319,12 @@ def test_config_problems_are_named(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="eetq"):
         open_checkpoint(folder)
     edit_config(folder, quantization_config=None, num_hidden_layers=2_000_000_000)
-    with pytest.raises(CheckpointError, match="too few for 2000000000 layers"):
+    with pytest.raises(CheckpointError, match="num layers is 2000000000; at most 10,000"):
         open_checkpoint(folder)
-    for wrong, message in (({"num_hidden_layers": -1}, "num layers as -1"), ({"num_key_value_heads": 3}, "unevenly")):
+    edit_config(folder, num_hidden_layers=9000)
+    with pytest.raises(CheckpointError, match="too few for 9000 layers"):
+        open_checkpoint(folder)
+    for wrong, message in (({"num_hidden_layers": -1}, "num layers is -1"), ({"num_key_value_heads": 3}, "unevenly")):
         edit_config(folder, **{"num_hidden_layers": 2, **wrong})
         with pytest.raises(CheckpointError, match=message):
             open_checkpoint(folder)

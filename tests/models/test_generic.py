@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import transformers
 
 from flexgen_helm import Engine, MemoryLimits, Policy
-from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
+from flexgen_helm.models.architectures import architecture_of_config
 from tests.helpers.generic_models import NATIVE, REFUSED, largest_difference, requests, supported
 from tests.helpers.offload import MIB
 from tests.helpers.parity import TOLERANCE
@@ -68,3 +71,22 @@ def test_a_class_with_attention_of_its_own_is_refused_by_name(tmp_path):
 
 def test_ninety_architectures_are_covered():
     assert len(set(supported()) - set(REFUSED)) + len(NATIVE & set(causal_classes())) >= 90
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_hidden_layers": 10**9}, {"hidden_size": "large"}, {"num_local_experts": 10**9}, {"num_attention_heads": 0}],
+)
+def test_entries_that_no_model_has_are_refused_in_one_sentence(changes, tmp_path):
+    content = {**tiny_config("GptOssForCausalLM").to_dict(), "architectures": ["GptOssForCausalLM"], **changes}
+    (tmp_path / "config.json").write_text(json.dumps(content, default=str))
+    with pytest.raises((CheckpointError, UnsupportedArchitectureError)) as refused:
+        Engine.from_pretrained(tmp_path, weights="dummy")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+
+
+def test_a_published_configuration_has_the_published_number_of_parameters():
+    """gpt-oss-120b has 116.8 billion; its own class names no number that this could copy."""
+    content = {**transformers.GptOssConfig().to_dict(), "architectures": ["GptOssForCausalLM"]}
+    config = architecture_of_config(content).read_config(json.loads(json.dumps(content, default=str)))
+    assert round(config.num_parameters / 1e9, 1) == 116.8 and config.experts.count == 128

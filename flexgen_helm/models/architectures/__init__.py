@@ -26,20 +26,22 @@ def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
 
     Raises `UnsupportedArchitectureError` with the supported ones.
     """
-    names = tuple(config.get("architectures") or ())
+    named = config.get("architectures") or ()
+    names = named if isinstance(named, (list, tuple)) else (named,)
     for architecture in ARCHITECTURES.values():
-        if set(names) & set(architecture.hf_names) or (not names and config.get("model_type") == architecture.name):
+        is_named = any(name in architecture.hf_names for name in names)
+        if is_named or (not names and config.get("model_type") == architecture.name):
             return architecture
     if (generic := generic_architecture(names)) is not None:
         return generic
-    wanted = ", ".join(names) or config.get("model_type") or "(none named)"
+    wanted = ", ".join(map(str, names)) or config.get("model_type") or "(none named)"
     supported = ", ".join(architecture.hf_names[0] for architecture in ARCHITECTURES.values())
     raise UnsupportedArchitectureError(f"architecture {wanted} is not supported; supported are {supported}")
 
 
-def generic_architecture(names: Sequence[str]) -> Architecture | None:
+def generic_architecture(names: Sequence[Any]) -> Architecture | None:
     """Return the architecture of a class of `transformers`; None for names that it does not know."""
-    if not names or find_spec("transformers") is None:
+    if not names or not isinstance(names[0], str) or find_spec("transformers") is None:
         return None
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

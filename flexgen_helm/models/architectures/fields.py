@@ -9,6 +9,9 @@ from typing import Any
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.config import Activation, ModelConfig, RopeConfig
 
+# Ten times the deepest model that is published. A config could say billions, and each layer is listed.
+MAX_LAYERS = 10_000
+
 _ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
     "silu": "silu",
@@ -54,16 +57,24 @@ def activation_of(architecture: str, name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
+def layer_indices(config: Mapping[str, Any]) -> range:
+    """Return the indices of the layers. Raises `ValueError` for a number of them that no model has."""
+    layers = config["num_hidden_layers"]
+    if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers!r}; it must be from 1 to {MAX_LAYERS:,}")
+    return range(layers)
+
+
 def read_windows(
     config: Mapping[str, Any], slides: Callable[[int], bool] = lambda layer: True
 ) -> tuple[int | None, ...]:
     """Read `ModelConfig.windows`. slides: whether a layer has a window, if `layer_types` does not say."""
-    size, layers = config.get("sliding_window"), config["num_hidden_layers"]
+    size, layers = config.get("sliding_window"), layer_indices(config)
     kinds = config.get("layer_types")
     if kinds is None:
-        kinds = ["sliding_attention" if slides(layer) else "full_attention" for layer in range(layers)]
+        kinds = ["sliding_attention" if slides(layer) else "full_attention" for layer in layers]
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
-    if unknown or len(kinds) != layers:
+    if unknown or len(kinds) != len(layers):
         raise UnsupportedArchitectureError(f"layer types {sorted(set(kinds))} of {len(kinds)} layers are not supported")
     if size is None or "sliding_attention" not in kinds:
         return ()

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexgen_helm.models.architectures import qwen3
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
-from flexgen_helm.models.architectures.fields import read_windows
+from flexgen_helm.models.architectures.fields import layer_indices, read_windows
 from flexgen_helm.models.config import ModelConfig, MoEConfig
 
 
@@ -19,7 +19,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         per_token=config["num_experts_per_tok"],
         ffn_size=config["moe_intermediate_size"],
         normalize=config.get("norm_topk_prob", False),
-        dense_layers=tuple(i for i in range(config["num_hidden_layers"]) if i in dense or (i + 1) % step),
+        dense_layers=tuple(i for i in layer_indices(config) if i in dense or (i + 1) % step),
     )
     windows = read_windows(config) if config.get("use_sliding_window") else ()
     return qwen3.read_config(config, "qwen3_moe", experts=experts, windows=windows)

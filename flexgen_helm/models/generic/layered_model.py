@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import UnsupportedArchitectureError
 
+# Layers, experts and heads of a model at most.
+MAX_MODULES = 4096
 # Name by which `transformers` knows our attention, masks and experts.
 IMPLEMENTATION = "flexgen_helm"
 # Buffers up to this size have values; larger ones, such as masks, are not used.
@@ -234,7 +236,7 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
 
     has_buffers: buffers that are not too large have their values; else all tensors are on the meta device.
     """
-    content = json.loads(config_text)
+    content = _checked(json.loads(config_text))
     with import_lock("transformers"):
         import transformers
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -257,6 +259,20 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
         model = cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
     model.set_experts_implementation(IMPLEMENTATION)
     return model.eval()
+
+
+def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that describe the model, without those that choose code or storage.
+
+    Raises `ValueError` for numbers of layers or experts that no model has: modules of each would be made.
+    """
+    for name, value in content.items():
+        is_count = name in ("n_layer", "n_layers", "num_layers") or name.startswith("num_") or "experts" in name
+        if is_count and isinstance(value, int) and value > MAX_MODULES:
+            raise ValueError(f"{name} is {value}; at most {MAX_MODULES:,} can be read")
+    ignored = {"auto_map", "quantization_config", "model_type"}
+    kept = {name: value for name, value in content.items() if name not in ignored and not name.startswith("_")}
+    return {**kept, "model_type": content.get("model_type", "")}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.errors import FlexgenError, UnsupportedArchitectureError
 from flexgen_helm.models.config import ModelConfig, MoEConfig
 from flexgen_helm.models.generic.config import ExpertTensors, GenericConfig, LayerKind, Shapes
 from flexgen_helm.models.generic.layered_model import AttentionCall, ExpertsCall, LayeredModel, checks_masks
@@ -37,10 +37,17 @@ class _LayerTrace:
 def read_generic_config(content: Mapping[str, Any]) -> ModelConfig:
     """Fill the record of a model from its `config.json`.
 
-    Raises `UnsupportedArchitectureError` naming the class and what is not supported of it.
+    Raises `UnsupportedArchitectureError` naming the class and what is not supported of it, `ValueError` for entries that
+    its configuration cannot have.
     """
     text = json.dumps(content, sort_keys=True)
-    model = LayeredModel(text, "meta")
+    try:
+        model = LayeredModel(text, "meta")
+    except FlexgenError:
+        raise
+    except Exception as error:  # a configuration class raises whatever its entries lead to
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        raise ValueError(f"transformers makes no model of it: {reason}") from error
     name, config = type(model.model).__name__, model.model.config.get_text_config()
     try:
         layers, before, after = _run(model)

@@ -1,0 +1,95 @@
+"""`flexgen-helm clean`: list what is stored and can be made again, and remove what is named."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flexgen_helm.cli.console import output, print_json, say
+from flexgen_helm.cli.flags import JsonFlag
+from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.units import count, size
+
+_DAY_S = 86_400.0
+
+
+def clean(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="What to remove, as it is listed; * stands for any letters."),
+    ] = None,
+    older_than: Annotated[
+        float | None,
+        typer.Option("--older-than", metavar="DAYS", min=0, help="Only what was not used for so many days."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove it. Without this flag nothing is removed.")] = False,
+    offload_dir: Annotated[
+        Path | None, typer.Option("--offload-dir", metavar="DIR", help="Another offload directory to look into.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """List stored weights and answers with their size and last use; remove those that are named, with --yes.
+
+    All of it can be made again: answers by computing, conversions by convert, offloaded weights by the next run. What
+    a running process uses is never removed. Nothing else removes it either.
+
+    Example:
+      flexgen-helm clean 'offload/*' --older-than 30 --yes
+    """
+    from flexgen_helm import stored_files
+    from flexgen_helm.checkpoint.paths import state_dir
+
+    home = state_dir()
+    items = stored_files.stored_items(home, offload_dir)
+    if names:
+        items = stored_files.select(items, names)
+    if older_than is not None:
+        items = [item for item in items if item.last_used < time.time() - older_than * _DAY_S]
+    if yes and not names and older_than is None:
+        raise UsageError("--yes removes what is named; name it as flexgen-helm clean lists it, or give --older-than")
+    removed, refusals = [], []
+    for item in items if yes else ():
+        try:
+            stored_files.remove(item, home)
+            removed.append(item)
+        except FlexgenError as error:
+            refusals.append(str(error))
+    if as_json:
+        entries: list[dict[str, Any]] = [
+            {**asdict(item), "path": str(item.path), "is_removed": item in removed} for item in items
+        ]
+        print_json({"home": str(home), "items": entries})
+    else:
+        _show(items, removed, home)
+    for refusal in refusals:
+        say(f"flexgen-helm: {refusal}")
+    if not yes and (names or older_than is not None) and items:
+        say("Nothing was removed; the same command with --yes removes these.")
+    raise typer.Exit(int(bool(refusals)))
+
+
+def _show(items: list[Any], removed: list[Any], home: Path) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    if not items:
+        say(f"Nothing of this is stored in {home}.")
+        return
+    table = Table("name", "what", "last use", title=f"stored in {home}", title_justify="left")
+    table.add_column("size", justify="right")
+    table.add_column("")
+    for item in items:
+        state = "removed" if item in removed else "in use" if item.is_in_use else ""
+        table.add_row(Text(item.name, overflow="fold"), item.kind, _ago(item.last_used), size(item.num_bytes), state)
+    output().print(table)
+    total = sum(item.num_bytes for item in removed or items)
+    say(f"{count(len(removed or items), 'item')}, {size(total)} {'freed' if removed else 'in all'}")
+
+
+def _ago(seconds: float) -> str:
+    days = int((time.time() - seconds) // _DAY_S)
+    return "today" if days < 1 else f"{count(days, 'day')} ago"

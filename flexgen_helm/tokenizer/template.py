@@ -1,0 +1,119 @@
+"""Render a chat template: a stranger's program, in the sandbox of `transformers` and for a bounded time.
+
+The sandbox keeps the template from attributes, files and modules. It does not keep it from looping for ever, and a
+template whose loop depends on the messages does so in the middle of a run. What remains is memory: a template can ask
+for a string as large as the process may be (SECURITY.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError
+
+from flexgen_helm.concurrency import import_lock
+from flexgen_helm.errors import RequestError
+
+MAX_CPU_S = 1.0  # a template takes milliseconds; processor time, because the machine may be busy
+_LOOK_S = 0.5
+
+
+class _OutOfTime(BaseException):
+    """Raised in a thread that renders; no Exception, because the sandbox catches some of these."""
+
+
+def render(
+    template: str, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+) -> str:
+    """Return the text of `messages`; as in `transformers`, a key of a message whose value is None is left out.
+
+    Raises `RequestError` where the template fails, and where it takes longer than any template should.
+    """
+    _require_interruptible(template)
+    # The renderer behind `PreTrainedTokenizer.apply_chat_template`, which needs no tokenizer of `transformers`.
+    with import_lock("transformers"):
+        from transformers.utils import chat_template_utils
+
+    function: Any = chat_template_utils.render_jinja_template  # annotated as a string, but returns two lists
+    chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        with _watchdog.limited():
+            texts, _ = function(
+                [chat], chat_template=template, add_generation_prompt=add_generation_prompt, **variables
+            )
+    except _OutOfTime:
+        raise RequestError(
+            f"the checkpoint's chat template computes for more than {MAX_CPU_S:g} s on these messages; "
+            "take --chat-template false, or another template"
+        ) from None
+    except Exception as error:  # the template is a program of the checkpoint's author
+        raise RequestError(f"the checkpoint's chat template refuses these messages: {error}") from error
+    return str(texts[0])
+
+
+@lru_cache(maxsize=8)
+def _require_interruptible(template: str) -> None:
+    """Refuse powers: `9**9**9` is one step of the interpreter, which nothing interrupts, and no chat needs one."""
+    try:
+        tokens = list(Environment().lex(template))
+    except TemplateSyntaxError:
+        return  # the renderer says so
+    if any(kind == "operator" and text == "**" for _, kind, text in tokens):
+        raise RequestError("the checkpoint's chat template computes a power (**), which no chat needs; it is not run")
+
+
+class _Watchdog:
+    """One thread that looks after all threads that render, and ends when none does."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: dict[int, tuple[int, float]] = {}  # thread -> clock of its processor time, and when to stop it
+        self._watcher: threading.Thread | None = None
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Raise `_OutOfTime` in this thread once it has computed for `MAX_CPU_S` inside."""
+        thread = threading.get_ident()
+        clock = time.pthread_getcpuclockid(thread)
+        with self._lock:
+            self._ends[thread] = clock, time.clock_gettime(clock) + MAX_CPU_S
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="flexgen-templates", daemon=True)
+                self._watcher.start()
+        try:
+            yield
+        finally:
+            self._ends.pop(thread)
+            with self._lock:
+                pass  # the watcher may be about to raise
+            _let_it_come()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            with self._lock:
+                for thread, (clock, end) in list(self._ends.items()):
+                    # Again and again: code that catches everything may have caught the last one.
+                    if time.clock_gettime(clock) > end and thread in self._ends:
+                        _raise_in(thread, _OutOfTime)
+                if not self._ends:
+                    self._watcher = None
+                    return
+
+
+_watchdog = _Watchdog()
+
+
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+
+def _let_it_come(nothing: Callable[[], None] = lambda: None) -> None:
+    """Make a call: an exception that was set for this thread comes with it, and not later in another's code."""
+    nothing()

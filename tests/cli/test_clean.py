@@ -1,0 +1,193 @@
+"""`flexgen-helm clean`: what is listed, and that only what is named and unused goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from flexgen_helm import cli, stored_files
+from flexgen_helm.checkpoint import convert
+from flexgen_helm.offload.disk import OffloadDirectory
+from flexgen_helm.request import GenerationResult
+from flexgen_helm.response_cache import ResponseCache, response_cache_path
+
+ANSWERS, WEIGHTS = "journal/old.sqlite", "offload/weights-0123-float16"
+CONVERSION, DEAD = "converted/local/m-0123", "offload/run-1-0"
+REST = "converted/org--repo/.0123.partial"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with one of each kind, and with what is not to be listed."""
+    home = tmp_path / "home"
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(home))
+    cache = ResponseCache(response_cache_path(home, "old"))
+    cache.put_many({"k": GenerationResult()})
+    cache.close()
+    for name, size in ((WEIGHTS, 90_000), (CONVERSION, 50_000), (DEAD, 9_000), (REST, 5_000), ("models/tiny", 400)):
+        (home / name).mkdir(parents=True)
+        (home / name / "file").write_bytes(bytes(size))
+    (home / "hashes.json").write_text("{}")
+    (home / "logs").mkdir()
+    (home / "logs" / "run.log").write_text("")
+    (tmp_path / "elsewhere").mkdir()
+    (home / "converted" / "local" / "link").symlink_to(tmp_path / "elsewhere")
+    return home
+
+
+def clean(capsys: pytest.CaptureFixture[str], *arguments: str, expect: int = 0) -> dict[str, Any]:
+    assert cli.main(["clean", *arguments, "--json"]) == expect
+    return {item["name"]: item for item in json.loads(capsys.readouterr().out)["items"]}
+
+
+def files(home: Path) -> set[str]:
+    return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+
+def test_everything_that_can_be_made_again_is_listed_and_nothing_else(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(home)
+    items = clean(capsys)
+    assert {name: item["kind"] for name, item in items.items()} == {
+        WEIGHTS: "offloaded weights", CONVERSION: "conversion", ANSWERS: "answers", DEAD: "rest of a dead run",
+        REST: "rest of a dead conversion", "models/tiny": "model",
+    }  # fmt: skip
+    assert list(items)[0] == WEIGHTS and items[WEIGHTS]["num_bytes"] >= 90_000
+    assert not any(item["is_in_use"] or item["is_removed"] for item in items.values())
+    assert files(home) == before
+    assert cli.main(["clean"]) == 0
+    said = capsys.readouterr()
+    assert WEIGHTS in said.out and "today" in said.out and "6 items" in said.err
+
+
+def test_only_what_is_named_goes_and_only_with_yes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(home)
+    assert set(clean(capsys, "offload/*")) == {WEIGHTS, DEAD}
+    assert files(home) == before
+    items = clean(capsys, "offload/*", "--yes")
+    assert all(item["is_removed"] for item in items.values())
+    assert before - files(home) == {f"{WEIGHTS}/file", f"{DEAD}/file"}
+    clean(capsys, ANSWERS, REST, "--yes")
+    assert before - files(home) == {f"{WEIGHTS}/file", f"{DEAD}/file", f"{REST}/file", ANSWERS}
+    assert (home.parent / "elsewhere").is_dir() and (home / "hashes.json").is_file()
+
+
+def test_wrong_usage_removes_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(home)
+    assert cli.main(["clean", "--yes"]) == 2
+    assert "name it" in capsys.readouterr().err
+    assert cli.main(["clean", "journal/new.sqlite", "--yes"]) == 2
+    assert "nothing is stored under the name journal/new.sqlite" in capsys.readouterr().err
+    assert cli.main(["clean", "../elsewhere", "--yes"]) == 2
+    assert files(home) == before
+
+
+def test_age_is_that_of_the_last_use(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    month_ago = time.time() - 30 * 86_400
+    for name in (ANSWERS, f"{WEIGHTS}/file", f"{CONVERSION}/file"):
+        os.utime(home / name, (month_ago, month_ago))
+    os.utime(home / CONVERSION / "file", (time.time(), month_ago))  # read, not changed
+    for _ in range(2):  # to list it is no use of it
+        assert set(clean(capsys, "--older-than", "20")) == {ANSWERS, WEIGHTS}
+    assert set(clean(capsys, "--older-than", "20", "--yes")) == {ANSWERS, WEIGHTS}
+    assert not (home / ANSWERS).exists() and (home / CONVERSION / "file").exists()
+
+
+def test_another_offload_directory(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "fast" / "weights-0123-int4"
+    other.mkdir(parents=True)
+    (other / "file").write_bytes(bytes(100))
+    assert str(other) in clean(capsys, "--offload-dir", str(other.parent))
+    clean(capsys, str(other), "--offload-dir", str(other.parent), "--yes")
+    assert not other.exists() and other.parent.exists()
+
+
+# What a process uses
+
+
+@contextmanager
+def answers_are_open(home: Path) -> Iterator[None]:
+    """In another process that holds no lock: what it would write next would be lost."""
+    code = (
+        "import sqlite3, sys\nconnection = sqlite3.connect(sys.argv[1])\n"
+        "connection.execute('SELECT * FROM answers')\nprint(1, flush=True)\ninput()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(home / ANSWERS)], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        yield
+    finally:
+        process.communicate("\n")
+
+
+@contextmanager
+def an_engine_runs(home: Path) -> Iterator[None]:
+    directory = OffloadDirectory(home / "offload")
+    try:
+        yield
+    finally:
+        directory.close()
+
+
+@contextmanager
+def a_conversion_runs(home: Path) -> Iterator[None]:
+    with convert._locked(home / CONVERSION):
+        yield
+
+
+@contextmanager
+def answers_are_written(home: Path) -> Iterator[None]:
+    import sqlite3
+
+    connection = sqlite3.connect(home / ANSWERS, isolation_level=None)
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    finally:
+        connection.close()
+
+
+USES = {
+    answers_are_open: ANSWERS, answers_are_written: ANSWERS, an_engine_runs: WEIGHTS, a_conversion_runs: CONVERSION,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use, name", USES.items(), ids=[use.__name__ for use in USES])
+def test_what_a_process_uses_stays(
+    home: Path, capsys: pytest.CaptureFixture[str], use: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with use(home):
+        assert clean(capsys)[name]["is_in_use"]
+        items = clean(capsys, name, "--yes", expect=1)
+        assert (home / name).exists() and not items[name]["is_removed"]
+    assert not clean(capsys)[name]["is_in_use"]
+
+
+def test_without_the_locks_it_would_go(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard's inverse."""
+    (weights,) = (item for item in stored_files.stored_items(home) if item.name == WEIGHTS)
+    monkeypatch.setattr(stored_files, "_lock", lambda *_, **__: True)
+    with an_engine_runs(home):
+        stored_files.remove(weights, home)
+    assert not weights.path.exists()
+
+
+def test_a_run_that_starts_meanwhile_waits(home: Path) -> None:
+    """While weights are removed no engine can open the directory, and the next one finds it as it expects."""
+    with ExitStack() as stack:
+        assert stored_files._lock(stack, home / WEIGHTS, "offloaded weights", home, creates=True)
+        with pytest.raises(TimeoutError):
+            FileLock(home / "offload" / ".lock", timeout=0.05).acquire()
+    OffloadDirectory(home / "offload").close()

@@ -1,0 +1,252 @@
+"""Suites on a real engine in processes that end where they are told to.
+
+As a script it imports HELM and torch once, and then runs each suite in a fork of itself, which takes a second instead
+of ten:
+
+    python killed_suites.py         reads one JSON object a line, an `Order`, and answers with one, an `Outcome`
+
+The model is given as pickled weights, so that a run begins with a conversion.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.paths import ROOT
+
+ENTRIES = ["simple_mcqa:model=flexgen/tiny", "simple_mcqa_scored:model=flexgen/tiny"]
+MAX_PENDING = 3  # answers of a transaction: a suite of twenty has several
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a process does.
+
+    place: its working folder, with home, log and results.
+    model: the folder with pickled weights.
+    at: the step at which it is ended, counted from 0; None for the end.
+    name: of the steps that are counted; '' for all.
+    after_s: seconds after which it is ended, whatever it does; None for never.
+    number: the signal that ends it.
+    limits: resource limits, RLIMIT_FSIZE and the like: [name, bytes] each.
+    growth: bytes of address space beyond what the process has at its start; None for any.
+    converts: whether the command `convert` comes first.
+    options: further flags of the suite.
+    unguarded: answers are stored when the model is closed, as if nothing were stored before.
+    """
+
+    place: str
+    model: str
+    at: int | None = None
+    name: str = ""
+    after_s: float | None = None
+    number: int = signal.SIGKILL
+    limits: list[tuple[str, int]] = field(default_factory=list)
+    growth: int | None = None
+    converts: bool = True
+    options: list[str] = field(default_factory=list)
+    unguarded: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended: its exit code or minus its signal, the seconds since its signal, and its steps by name."""
+
+    code: int
+    seconds_after_signal: float
+    steps: list[str]
+    computed: list[str]
+    output: str
+
+
+class Suites:
+    """The forking process, and orders to it. A context manager."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+        variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FLEXGEN_HELM_HARDWARE": "laptop",
+                     "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.killed_suites"], env={**os.environ, **variables}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(folder / "server").open("w"), cwd=ROOT,
+        )  # fmt: skip
+
+    def run(self, place: str, **order: Any) -> Outcome:
+        (self.folder / place).mkdir(exist_ok=True)
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps(asdict(Order(str(self.folder / place), str(self.model), **order))),
+              file=self._process.stdin, flush=True)  # fmt: skip
+        answer = self._process.stdout.readline()
+        assert answer, (self.folder / "server").read_text()
+        return Outcome(**json.loads(answer))
+
+    def results(self, place: str) -> dict[str, Any]:
+        """Answers and statistics of all runs without times; log-probabilities to 1e-4, as other batches have others."""
+        from tests.helpers.helm_runs import Place
+
+        return rounded(Place(self.folder / place).results())  # type: ignore[no-any-return]
+
+    def __enter__(self) -> Suites:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.communicate()
+
+
+def rounded(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: rounded(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [rounded(value) for value in content]
+    return float(f"{content:.4g}") if isinstance(content, float) else content
+
+
+# ---- in the forking process ----
+
+
+def _serve() -> None:
+    import helm.benchmark.metrics.basic_metrics
+    import helm.benchmark.metrics.evaluate_reference_metrics  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        order = Order(**json.loads(line))
+        print(json.dumps(asdict(_run(order))), flush=True)
+
+
+def _run(order: Order) -> Outcome:
+    place = Path(order.place)
+    for name in ("steps", "computed", "output", "signalled"):
+        (place / name).unlink(missing_ok=True)
+    child = os.fork()
+    if not child:
+        _be_suite(order, place)
+    if order.after_s is not None:
+        time.sleep(order.after_s)
+        (place / "signalled").write_text(repr(time.time()))
+        os.kill(child, order.number)
+    _, status = os.waitpid(child, 0)
+    ended = time.time()
+
+    def read(name: str) -> str:
+        return (place / name).read_text() if (place / name).exists() else ""
+
+    since = ended - float(read("signalled") or ended)
+    code = os.waitstatus_to_exitcode(status)
+    return Outcome(code, since, read("steps").split(), read("computed").split(), read("output"))
+
+
+def _be_suite(order: Order, place: Path) -> None:
+    """Be the suite, and end: never returns."""
+    output = os.open(place / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    code = 1
+    try:
+        os.chdir(place)
+        (place / "models.yaml").write_text(json.dumps({"tiny": order.model}))
+        os.environ.update(FLEXGEN_HELM_HOME=str(place / "home"), FLEXGEN_HELM_MODELS=str(place / "models.yaml"))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _install_steps(order, place)
+        _set_limits(order)
+        from flexgen_helm import cli
+
+        code = cli.main(["convert", order.model]) if order.converts else 0
+        if code == 0:
+            arguments = ["-r", *ENTRIES, "-m", "5", "--suite", "s", "-n", "4", *order.options]
+            code = cli.main(["run", *arguments])
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exception(error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        import atexit
+
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+
+def _set_limits(order: Order) -> None:
+    import resource
+
+    for name, value in order.limits:
+        number = getattr(resource, name)
+        resource.setrlimit(number, (value, resource.getrlimit(number)[1]))
+    if order.growth is not None:
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (now + order.growth, resource.RLIM_INFINITY))
+
+
+def _install_steps(order: Order, place: Path) -> None:
+    """Count what a suite does, write it down, and end the process at the step that is asked for."""
+
+    from flexgen_helm import files, response_cache
+    from flexgen_helm.checkpoint import convert, fingerprint
+    from flexgen_helm.engine import executor
+
+    count = 0
+    steps, computed = ((place / name).open("a", buffering=1) for name in ("steps", "computed"))
+
+    def step(name: str) -> None:
+        nonlocal count
+        print(name, file=steps)
+        if order.name not in ("", name):
+            return
+        if count == order.at:
+            (place / "signalled").write_text(repr(time.time()))
+            os.kill(os.getpid(), order.number)
+        count += 1
+
+    def counted(owner: Any, attribute: str, name: str, ends_too: bool = False) -> None:
+        honest = getattr(owner, attribute)
+
+        @wraps(honest)  # the plugin compares HELM's functions by their parameters
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            step(name)
+            result = honest(*args, **kwargs)
+            if ends_too:
+                step(f"{name}-done")
+            return result
+
+        setattr(owner, attribute, wrapper)
+
+    counted(fingerprint.SourceFile, "read", "load")
+    counted(convert, "_fill", "convert", ends_too=True)
+    counted(convert, "write_synced", "convert-write")
+    counted(convert, "_put_in_place", "convert-rename", ends_too=True)
+    counted(executor.Executor, "_compute", "compute")
+    counted(response_cache.ResponseCache, "put_many", "cache", ends_too=True)
+    counted(files, "write_synced", "write")
+    counted(os, "replace", "rename")
+
+    response_cache.MAX_PENDING_RESULTS = 10**9 if order.unguarded else MAX_PENDING
+    if order.unguarded:
+        response_cache.MAX_PENDING_S = 1e9
+    add: Callable[..., None] = response_cache.ResponseWriter.add
+
+    def noted(self: Any, key: str, result: Any) -> None:
+        print(key, file=computed)
+        add(self, key, result)
+
+    response_cache.ResponseWriter.add = noted  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _serve()

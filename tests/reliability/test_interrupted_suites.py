@@ -1,0 +1,215 @@
+"""SIGKILL anywhere in a suite, and the same command again: nothing is lost but the last few answers.
+
+The runs are real: HELM, the engine, a conversion, the response cache. Steps are counted, so every phase is hit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.killed_suites import MAX_PENDING, Outcome, Suites
+from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
+
+PHASES = ("load", "convert", "compute", "cache", "write", "rename")  # the last two: of results too
+
+
+@pytest.fixture(scope="module")
+def suites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suites]:
+    import torch
+    from safetensors.torch import load_file
+
+    folder = tmp_path_factory.mktemp("killed")
+    model = folder / "model"
+    # HELM's prompts have hundreds of tokens in the tiny tokenizer.
+    save_random(model, llama_config(max_position_embeddings=2000), seed=1)
+    save_tokenizer(model)
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    with Suites(folder, model) as suites:
+        yield suites
+
+
+@pytest.fixture(scope="module")
+def whole(suites: Suites) -> Outcome:
+    """The suite without an interruption."""
+    outcome = suites.run("whole")
+    assert outcome.code == 0, outcome.output
+    assert {name.split("-")[0] for name in outcome.steps} == set(PHASES)
+    assert len(outcome.computed) == len(set(outcome.computed))
+    return outcome
+
+
+def same(suites: Suites, place: str) -> bool:
+    return json.dumps(suites.results(place), sort_keys=True) == json.dumps(suites.results("whole"), sort_keys=True)
+
+
+def kill_and_go_on(suites: Suites, whole: Outcome, place: str, points: list[int]) -> None:
+    """Kill the suite at each point, counted in the steps of the whole one, then let it end."""
+    computed: list[str] = []
+    killed = 0
+    for point in points:
+        outcome = suites.run(place, at=point)
+        computed += outcome.computed
+        if outcome.code == 0:  # a resumed suite has fewer steps
+            break
+        assert outcome.code == -signal.SIGKILL, outcome.output
+        killed += 1
+    last = suites.run(place)
+    assert last.code == 0, last.output
+    computed += last.computed
+    assert killed and set(computed) == set(whole.computed)
+    assert len(computed) - len(set(computed)) <= MAX_PENDING * killed  # one transaction each time
+    assert same(suites, place)
+
+
+def points_of(whole: Outcome, phase: str, draw: random.Random) -> int:
+    return draw.choice([at for at, name in enumerate(whole.steps) if name.startswith(phase)])
+
+
+def test_killed_four_times_a_suite_gives_the_scores_of_an_uninterrupted_one(suites: Suites, whole: Outcome) -> None:
+    draw = random.Random(4)
+    convert, load = points_of(whole, "convert", draw), points_of(whole, "load", draw)
+    compute = len(whole.steps) // 2
+    kill_and_go_on(suites, whole, "four", [convert, load, compute, points_of(whole, "cache", draw)])
+
+
+def test_without_transactions_a_killed_suite_loses_everything(suites: Suites, whole: Outcome) -> None:
+    """The guard's inverse: answers that are kept until the end are gone with the process."""
+    last = whole.steps.count("cache") - 1
+    lost = []
+    for place, at, unguarded in (("guarded", last, False), ("unguarded", 0, True)):
+        first = suites.run(place, name="cache", at=at, unguarded=unguarded)
+        assert first.code == -signal.SIGKILL, first.output
+        second = suites.run(place)
+        assert second.code == 0, second.output
+        lost.append(len(set(first.computed) & set(second.computed)))
+        assert same(suites, place)
+    assert lost[0] <= MAX_PENDING < lost[1] == len(whole.computed)
+
+
+# Signals that can be caught
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_suite_soon_and_keeps_its_answers(suites: Suites, whole: Outcome, number: int) -> None:
+    place = signal.Signals(number).name
+    first = suites.run(place, at=whole.steps.count("compute") // 2, name="compute", number=number)
+    assert first.code == 130, first.output
+    assert first.seconds_after_signal < 10
+    assert "interrupted: " in first.output and "Go on with: flexgen-helm" in first.output
+    assert "Traceback" not in first.output
+    second = suites.run(place)
+    assert second.code == 0, second.output
+    assert set(first.computed) | set(second.computed) == set(whole.computed)
+    assert not set(first.computed) & set(second.computed)  # nothing is lost at all
+    assert same(suites, place)
+
+
+@pytest.mark.parametrize("phase", ["convert", "load"])
+def test_a_signal_before_the_first_answer_is_no_traceback_either(suites: Suites, phase: str) -> None:
+    place = f"term-{phase}"
+    first = suites.run(place, at=0, name=phase, number=signal.SIGTERM)
+    assert first.code == 130 and "Traceback" not in first.output, first.output
+    assert first.seconds_after_signal < 10
+    assert not list((suites.folder / place).rglob("*.partial"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_killed_at_fifty_random_points(suites: Suites, whole: Outcome, part: int) -> None:
+    """Of five suites each: four are killed at steps of any phase, one at any moment."""
+    draw = random.Random(part)
+    for number in range(5):
+        place = f"part{part}-{number}"
+        if number:
+            outcome = suites.run(place, at=points_of(whole, draw.choice(PHASES), draw))
+        else:
+            outcome = suites.run(place, after_s=draw.uniform(0.05, 2.0))
+        assert outcome.code in (-signal.SIGKILL, 0), outcome.output
+        last = suites.run(place)
+        assert last.code == 0, last.output
+        assert set(outcome.computed) | set(last.computed) == set(whole.computed)
+        assert len(set(outcome.computed) & set(last.computed)) <= MAX_PENDING
+        assert same(suites, place)
+
+
+# Disks and memory that do not suffice
+
+
+@pytest.fixture
+def small_disk(suites: Suites) -> Iterator[Path]:
+    """A place for suites on a file system of 1.5 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder = suites.folder / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no small file system can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+    folder.rmdir()
+
+
+@pytest.mark.parametrize("room", [60_000, 250_000, 450_000])
+def test_a_full_disk_ends_a_suite_in_sentences(suites: Suites, whole: Outcome, small_disk: Path, room: int) -> None:
+    """What fills up first differs: the conversion, the response cache, HELM's files. Then there is room again."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(1_500_000 - room))
+    first = suites.run("small")
+    assert first.code in (1, 2), first.output
+    assert "Traceback" not in first.output
+    said = [line for line in first.output.splitlines() if line.startswith("flexgen-helm: ")]
+    assert said and any("free" in line or "No space left" in line for line in said), first.output
+    ballast.unlink()
+    second = suites.run("small")
+    assert second.code == 0, second.output
+    assert same(suites, "small")
+
+
+def test_a_limit_of_file_sizes_is_told(suites: Suites) -> None:
+    outcome = suites.run("files", limits=[("RLIMIT_FSIZE", 60_000)])
+    assert outcome.code == 2 and "Traceback" not in outcome.output, outcome.output
+    assert "flexgen-helm: " in outcome.output and "File too large" in outcome.output
+
+
+def test_a_home_that_cannot_be_written_costs_no_scores(suites: Suites, whole: Outcome) -> None:
+    """The model needs no conversion here, so nothing must be written: answers are computed and not stored."""
+    home = suites.folder / "readonly" / "home"
+    assert suites.run("readonly").code == 0
+    if os.geteuid() != 0:
+        pytest.skip("mounting a folder read-only needs root")
+    bound = subprocess.run(["mount", "--bind", str(home), str(home)], capture_output=True, text=True)
+    if bound.returncode:
+        pytest.skip(f"nothing can be mounted here: {bound.stderr.strip()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(home), str(home)], check=True)
+        shutil.rmtree(suites.folder / "readonly" / "benchmark_output")
+        outcome = suites.run("readonly", converts=False, options=["--disable-cache"])
+        assert outcome.code == 0, outcome.output
+        assert same(suites, "readonly")
+    finally:
+        subprocess.run(["umount", str(home)], check=True)
+
+
+@pytest.mark.parametrize("mib", [8, *(pytest.param(mib, marks=pytest.mark.slow) for mib in (48, 96, 160, 256, 400))])
+def test_too_little_address_space_loses_nothing(suites: Suites, whole: Outcome, mib: int) -> None:
+    """Libraries may abort where an allocation fails. Whatever happens, no score is wrong and the next call goes on."""
+    outcome = suites.run(f"space{mib}", growth=mib << 20)
+    if outcome.code > 0:
+        assert "Traceback" not in outcome.output
+    if outcome.code in (1, 2):
+        assert "flexgen-helm: " in outcome.output.splitlines()[-1]
+    last = suites.run(f"space{mib}")
+    assert last.code == 0, last.output
+    assert same(suites, f"space{mib}")

@@ -1,0 +1,174 @@
+"""A needle: one request alone, and inside blocks of random company under everything that a plan may decide.
+
+Schedule, block, placement, device, precision, shared prefixes, delays and failures of transfers: the same tokens, and
+of one plan the same bits. `tests/engine`, `tests/offload` and `tests/kv_cache` vary each of these alone.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm import Engine, GenerationRequest, GenerationResult
+from flexgen_helm.errors import OffloadError
+from flexgen_helm.models import attention
+from flexgen_helm.offload import copy_engine, disk
+from flexgen_helm.quant import precisions
+from tests.helpers.faults import replaced
+from tests.helpers.offload import offloaded, policies
+from tests.helpers.parity import assert_same, prompts
+from tests.helpers.tiny_models import TinyModel
+
+# A packed cache rounds: where another order of sums moves a value over the border of two codes, log-probabilities move
+# by more than sums do. So these have the same bits with the same plan, and `tests/kv_cache` compares what they see.
+EXACT, ROUNDED = ["fp16", "4bit-weights"], ["4bit", "paper-4bit"]
+NEEDLE_IDS = prompts(1, 30, seed=5)[0]
+NEEDLE = GenerationRequest(prompt_token_ids=NEEDLE_IDS, max_tokens=10, echo_logprobs=True, ignore_eos=True)
+
+company = st.lists(
+    st.fixed_dictionaries(
+        {
+            "shared": st.integers(0, len(NEEDLE_IDS)),  # beginning that it has in common with the needle
+            "own": st.integers(1, 30),
+            "max_tokens": st.sampled_from([0, 1, 3, 12]),
+            "n": st.sampled_from([1, 1, 3]),
+            "temperature": st.sampled_from([0.0, 0.9]),
+            "echo_logprobs": st.booleans(),
+        }
+    ),
+    max_size=9,
+)
+plans = st.fixed_dictionaries(
+    {
+        "policy": policies(),
+        "schedule": st.sampled_from(["row", "zigzag", "diagonal"]),
+        "device": st.sampled_from(["cpu", "sim"]),
+        "overlap": st.booleans(),
+        "cpu_attention": st.booleans(),
+    }
+)
+
+
+def haystack(neighbours: list[dict[str, Any]], place: int) -> tuple[list[GenerationRequest], int]:
+    """The needle among its neighbours, and where it is."""
+    requests = []
+    for seed, neighbour in enumerate(neighbours):
+        own = prompts(1, neighbour["own"], seed=seed)[0]
+        kept = {key: value for key, value in neighbour.items() if key not in ("shared", "own")}
+        requests.append(GenerationRequest(prompt_token_ids=NEEDLE_IDS[: neighbour["shared"]] + own, seed=seed, **kept))
+    place = min(place, len(requests))
+    return [*requests[:place], NEEDLE, *requests[place:]], place
+
+
+@pytest.fixture(scope="module", autouse=True)
+def weights_alone() -> Iterator[None]:
+    """A precision whose cache is whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        packed = replace(precisions.PRECISIONS["4bit"], name="4bit-weights", cache=None)
+        patch.setitem(precisions.PRECISIONS, "4bit-weights", packed)
+        yield
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Callable[[str], TinyModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, GenerationResult]:
+    """The needle's answer by precision."""
+    answers = {}
+    for precision in EXACT:
+        folder = tmp_path_factory.mktemp("alone")
+        with Engine.from_pretrained(tiny("llama").path, precision=precision, offload_dir=folder) as engine:
+            (answers[precision],) = engine.run([NEEDLE])
+    return answers
+
+
+@contextmanager
+def delayed(seed: int) -> Iterator[None]:
+    """Every transfer and every read or write of the disk waits for up to three milliseconds."""
+    draw = random.Random(seed)
+
+    def slow(honest: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(draw.random() * 0.003)
+            return honest(*args, **kwargs)
+
+        return wrapper
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk.DirectFile, "_transfer", slow(disk.DirectFile._transfer))
+        patch.setattr(copy_engine.SimulatedCopyEngine, "_copy", slow(copy_engine.SimulatedCopyEngine._copy))
+        yield
+
+
+def find(
+    tiny: Any, folder: Path, alone: dict[str, GenerationResult], precision: str, neighbours: Any, plan: Any, place: int,
+    seed: int,
+) -> None:  # fmt: skip
+    requests, where = haystack(neighbours, place)
+    with offloaded(tiny, "llama", folder, precision=precision, **plan) as engine:
+        first = engine.run(requests)
+        if precision in alone:
+            assert_same([first[where]], [alone[precision]])
+        with delayed(seed):
+            second = engine.run(requests)
+        bits = [[(result.completions, result.prompt_logprobs) for result in results] for results in (first, second)]
+        assert bits[0] == bits[1]
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(neighbours=company, plan=plans, place=st.integers(0, 9), seed=st.integers(0, 99))
+@pytest.mark.parametrize("precision", [*EXACT, *ROUNDED])
+def test_the_needle_keeps_its_answer(
+    tiny: Any, tmp_path: Path, alone: Any, precision: str, neighbours: Any, plan: Any, place: int, seed: int
+) -> None:
+    find(tiny, tmp_path, alone, precision, neighbours, plan, place, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(neighbours=company, plan=plans, place=st.integers(0, 9), seed=st.integers(0, 99))
+@pytest.mark.parametrize("precision", [*EXACT, *ROUNDED])
+def test_the_needle_keeps_its_answer_many_times(
+    tiny: Any, tmp_path: Path, alone: Any, precision: str, neighbours: Any, plan: Any, place: int, seed: int
+) -> None:
+    find(tiny, tmp_path, alone, precision, neighbours, plan, place, seed)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(plan=plans, at=st.integers(0, 60), neighbours=company)
+def test_a_transfer_that_fails_ends_the_run_and_leaves_nothing_wrong(
+    tiny: Any, tmp_path: Path, alone: Any, plan: Any, at: int, neighbours: Any
+) -> None:
+    """The run ends with the disk's error or does not notice it; the engine's next run has the needle's answer."""
+    requests, where = haystack(neighbours, 3)
+    with offloaded(tiny, "llama", tmp_path, **plan) as engine:
+        with pytest.MonkeyPatch.context() as patch:
+            once = replaced(patch, disk.DirectFile, "_transfer", at, lambda: OffloadError("the disk is gone"))
+            try:
+                results = engine.run(requests)
+            except OffloadError:
+                assert once.raised
+            else:
+                assert_same([results[where]], [alone["fp16"]])
+        assert_same([engine.run(requests)[where]], [alone["fp16"]])
+
+
+def test_the_needle_would_notice_a_neighbour(tiny: Any, tmp_path: Path, alone: Any) -> None:
+    """The inverse: without the mask over longer neighbours' columns its answer changes, in this harness too."""
+    honest = attention.attend_cached
+    neighbours = [
+        {"shared": 0, "own": 40, "max_tokens": 12, "n": 1, "temperature": 0.0, "echo_logprobs": False}
+    ] * 5  # fmt: skip
+    plan = {"policy": "6x1,0,100,0,100,0,100", "schedule": "zigzag"}
+    with pytest.MonkeyPatch.context() as patch:
+        leak = lambda q, k, v, config, at, mask, *rest: honest(q, k, v, config, at, None, *rest)  # noqa: E731
+        patch.setattr(attention, "attend_cached", leak)
+        with pytest.raises(AssertionError):
+            find(tiny, tmp_path, alone, "fp16", neighbours, plan, 0, 0)
