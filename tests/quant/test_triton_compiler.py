@@ -120,7 +120,15 @@ def test_a_matrix_of_a_large_model_is_dequantized_by_one_launch(monkeypatch):
     assert whole.grid == (28672 // 32, 1, 1)
 
 
-def test_launches_are_made_on_the_tensors_device(monkeypatch):
+@pytest.fixture
+def undescribed_devices():
+    """The description of a device is kept for the process, and other tests have had theirs."""
+    triton_launches._describe.cache_clear()
+    yield
+    triton_launches._describe.cache_clear()
+
+
+def test_launches_are_made_on_the_tensors_device(monkeypatch, undescribed_devices):
     entered = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device))
     rates = dict(clock_rate=1_590_000, memory_clock_rate=5_001_000, memory_bus_width=256)
@@ -134,7 +142,6 @@ def test_launches_are_made_on_the_tensors_device(monkeypatch):
     assert entered == [second]
     assert triton_launches._describe(torch.device("cuda:0")) == triton_launches.Device(40, False, 32, 128)
     assert triton_launches._describe(second) == triton_launches.Device(132, has_tensor_cores=True), "it does not say"
-    triton_launches._describe.cache_clear()
 
 
 @pytest.mark.parametrize("fmt", [OURS, PAPER, ALONG_WORDS, ALONG_PAIRS], ids=str)
