@@ -8,9 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,75 +17,16 @@ import torch
 from flexgen_helm import Policy
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.offload.experts import ExpertStreamer
-from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.precisions import PRECISIONS
-from tests.cuda.device import Device, cuda_in_host_memory
+from tests.cuda.costs import check, counted
+from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import LIMITS, PLACEMENTS, ROOMY, assert_close, requests, run, slow_unless
-
-# A copying thread waits for its copies, in these two methods and nowhere else.
-COPIES = "offload/copy_engine.py"
-
-
-@dataclass
-class Costs:
-    """Of one run.
-
-    layers: launches of each decode layer.
-    others: launches of each pass besides those.
-    waits, pageable: synchronizations and pageable copies, by source line; without those of `COPIES`.
-    """
-
-    layers: list[int] = field(default_factory=list)
-    others: list[int] = field(default_factory=list)
-    batches: int = 0
-    waits: list[str] = field(default_factory=list)
-    pageable: list[str] = field(default_factory=list)
-
 
 # Precision, placement, tokens that all prompts share, overlap.
 SELECTED = {
     ("fp16", "host", 40, True), ("4bit", "thirds", 0, True), ("4bit-s", "host", 0, True), ("fp16-s", "disk", 0, False),
     ("paper-4bit", "disk", 40, True), ("4bit", "resident", 40, False), ("fp16", "disk", 0, True),
 }  # fmt: skip
-
-
-@contextmanager
-def counted(device: Device) -> Iterator[Costs]:
-    """Count what runs inside the passes."""
-    costs, honest_layer, honest_run = Costs(), Executor._layer, Executor.run
-    for kept in (word_scales(torch.device("cuda:0")), word_zero_points(4, torch.device("cuda:0"))):
-        assert kept.is_cuda  # tables that a process copies once
-
-    def layer(self: Executor, number: int, state: Any, weights: Any) -> Any:
-        before = sum(device.kernels.values())
-        hidden = honest_layer(self, number, state, weights)
-        if not state.metadata.prompts:
-            costs.layers.append(sum(device.kernels.values()) - before)
-        return hidden
-
-    def run_pass(self: Executor, batches: Any, *arguments: Any, **named: Any) -> None:
-        syncs, copies = device.syncs.copy(), device.pageable_copies.copy()
-        kernels, layers = sum(device.kernels.values()), sum(costs.layers)
-        honest_run(self, batches, *arguments, **named)
-        costs.others.append(sum(device.kernels.values()) - kernels - (sum(costs.layers) - layers))
-        costs.batches += len(batches)
-        for before, after, places in (
-            (syncs, device.syncs, costs.waits),
-            (copies, device.pageable_copies, costs.pageable),
-        ):
-            is_wait = places is costs.waits
-            places += [p for p in (after - before).elements() if not (is_wait and p.startswith(COPIES))]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "_layer", layer)
-        patch.setattr(Executor, "run", run_pass)
-        yield costs
-
-
-def check(costs: Costs) -> None:
-    assert len(costs.waits) == costs.batches and len(set(costs.waits)) == 1, costs.waits
-    assert costs.waits[0].startswith("engine/executor.py")
-    assert not costs.pageable
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import transformers
 
 from flexgen_helm import Engine, MemoryLimits, Policy
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
+from flexgen_helm.models.generic import layered_model
 from tests.helpers.generic_models import NATIVE, REFUSED, largest_difference, requests, supported
 from tests.helpers.offload import MIB
 from tests.helpers.parity import TOLERANCE
@@ -90,3 +93,15 @@ def test_a_published_configuration_has_the_published_number_of_parameters():
     content = {**transformers.GptOssConfig().to_dict(), "architectures": ["GptOssForCausalLM"]}
     config = architecture_of_config(content).read_config(json.loads(json.dumps(content, default=str)))
     assert round(config.num_parameters / 1e9, 1) == 116.8 and config.experts.count == 128
+
+
+def test_other_threads_make_modules_of_their_own_meanwhile():
+    """Parameters of the model being read go to the meta device, those of other threads do not."""
+
+    def device():
+        return torch.nn.Linear(2, 2).weight.device.type
+
+    with ThreadPoolExecutor() as pool, layered_model._meta_parameters():
+        assert device() == "meta"
+        assert pool.submit(device).result() == "cpu"
+    assert device() == "cpu"

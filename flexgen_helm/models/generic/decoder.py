@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,20 @@ from flexgen_helm.models.generic.config import LayerKind, expert_name
 from flexgen_helm.models.generic.layered_model import AttentionCall, ExpertsCall, LayerArguments, LayeredModel
 
 
+@dataclass(frozen=True)
+class _OwnTensor:
+    """A tensor that a module uses by itself, and its place: all but tables and the matrices of products.
+
+    zeros: what is there while the stage has no weights.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parameters: dict[str, Any]
+    leaf: str
+    zeros: Tensor
+
+
 class GenericDecoder:
     """The modules of one model, or of a pipeline rank's part of it; used by one thread. See `LayerDecoder`."""
 
@@ -35,11 +50,18 @@ class GenericDecoder:
         self._table = self._model.base.get_input_embeddings()
         head = self._model.model.get_output_embeddings()
         head.forward = partial(self._linear, "lm")
+        self._device = device
+        self._no_values = torch.zeros((), device=device, dtype=dtype)
         # What the code outside the layers uses is there from the beginning, in zeros: which arguments layers get does
         # not depend on its values.
-        for name, shape in (*config.generic.embed, *config.generic.head):
-            _set(self._model.model, name, torch.zeros((), device=device, dtype=dtype).expand(shape))
-        self._device = device
+        self._outside = {
+            stage: self._tensors_of(self._model.model, others)
+            for stage, others in (("embed", config.generic.embed), ("head", config.generic.head))
+        }
+        self._inside = [
+            self._tensors_of(module, config.generic.kind(layer).others)
+            for layer, module in enumerate(self._model.layers)
+        ]
         self._paths: dict[int, str] = {}  # of modules within their layer
         for layer, module in enumerate(self._model.layers):
             modules = dict(module.named_modules())
@@ -60,7 +82,7 @@ class GenericDecoder:
 
     def embed(self, weights: StageWeights, token_ids: TableRows, positions: TableRows) -> Tensor:
         """token_ids and positions [T] -> hidden [T, H]."""
-        with self._stage(weights, self._model.model, self._generic.embed):
+        with self._stage(weights, self._outside["embed"]):
             # The table consists of the rows that are looked up, in their order: a class of its own may scale them.
             self._table._parameters["weight"] = weights.lookup("tokens", token_ids)
             rows = torch.arange(len(token_ids.on_device), device=self._device)[None]
@@ -74,9 +96,9 @@ class GenericDecoder:
     ) -> Tensor:
         """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
         layer += self.config.layers_before
-        kind, module = self._generic.kind(layer), self._model.layers[layer]
+        kind = self._generic.kind(layer)
         with (
-            self._stage(weights, module, kind.others),
+            self._stage(weights, self._inside[layer]),
             self._model.bound(partial(self._attend, attend), partial(self._run_experts, kind)),
         ):
             return self._model.layer(layer, hidden[None], rotary[layer]).squeeze(0)
@@ -84,29 +106,37 @@ class GenericDecoder:
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
         """Hidden states [T, H] of the positions to score -> logits [T, V] in float32."""
         positions = torch.zeros((1, len(hidden)), dtype=torch.long, device=self._device)
-        with self._stage(weights, self._model.model, self._generic.head):
+        with self._stage(weights, self._outside["head"]):
             return self._model.after(hidden[None], positions).squeeze(0).float()
 
     def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
         """Guess nothing: which module of a layer is its router is its own business."""
         return None
 
+    def _tensors_of(self, module: nn.Module, others: Sequence[tuple[str, tuple[int, ...]]]) -> list[_OwnTensor]:
+        """Find where a stage's tensors belong, and put zeros there."""
+        found = []
+        for name, shape in others:
+            path, _, leaf = name.rpartition(".")
+            own = _OwnTensor(name, shape, module.get_submodule(path)._parameters, leaf, self._no_values.expand(shape))
+            own.parameters[leaf] = own.zeros
+            found.append(own)
+        return found
+
     @contextmanager
-    def _stage(
-        self, weights: StageWeights, module: nn.Module, others: Sequence[tuple[str, tuple[int, ...]]]
-    ) -> Iterator[None]:
+    def _stage(self, weights: StageWeights, tensors: Sequence[_OwnTensor]) -> Iterator[None]:
         """Give modules the tensors of a stage."""
         self._weights = weights
         try:
-            for name, shape in others:
-                tensor = weights.vector(name)
-                assert tensor is not None, name
-                _set(module, name, tensor.view(shape))
+            for own in tensors:
+                tensor = weights.vector(own.name)
+                assert tensor is not None, own.name
+                own.parameters[own.leaf] = tensor.view(own.shape)
             yield
         finally:
             self._weights = None
-            for name, shape in others:
-                _set(module, name, torch.zeros((), device=self._device, dtype=self.dtype).expand(shape))
+            for own in tensors:
+                own.parameters[own.leaf] = own.zeros
 
     def _linear(self, path: str, x: Tensor) -> Tensor:
         assert self._weights is not None
@@ -162,11 +192,6 @@ class GenericDecoder:
         assert self._weights is not None
         y = self._weights.linear(expert_name(path, expert, entry).removesuffix(".weight"), x)
         return y + getattr(module, f"{entry}_bias")[expert] if module.has_bias else y
-
-
-def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    module.get_submodule(path)._parameters[leaf] = tensor  # type: ignore[assignment]
 
 
 def _wider(x: Tensor, dim: int) -> Tensor:

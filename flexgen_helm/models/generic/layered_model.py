@@ -13,6 +13,7 @@ Attention and experts go through the interfaces of `transformers`, to functions 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from flexgen_helm.concurrency import import_lock
@@ -142,7 +144,7 @@ class LayeredModel:
             stand_in.recorded = stand_in.result = None
         positions = arguments["position_ids"] + self._first_position
         with suppress(_AllRecordedError):
-            self.base(**{**arguments, "position_ids": positions}, use_cache=False)
+            self.base(**{**arguments, "position_ids": positions}, **_unmasked(positions))
         recorded = [stand_in.recorded for stand_in in self._stand_ins]
         hidden = self._stand_ins[0].hidden
         if hidden is None or any(own is None for own in recorded):
@@ -163,7 +165,7 @@ class LayeredModel:
         for stand_in in self._stand_ins:
             stand_in.recorded, stand_in.result = None, hidden
         try:
-            logits: Tensor = self.model(inputs_embeds=hidden, position_ids=positions, use_cache=False).logits
+            logits: Tensor = self.model(inputs_embeds=hidden, position_ids=positions, **_unmasked(positions)).logits
         finally:
             for stand_in in self._stand_ins:
                 stand_in.result = stand_in.hidden = stand_in.recorded = None
@@ -179,6 +181,15 @@ class LayeredModel:
             yield
         finally:
             self.bindings.attend = self.bindings.run_experts = None
+
+
+def _unmasked(positions: Tensor) -> dict[str, Any]:
+    """Say that no token is padding: without a mask, models read the positions, for which the host waits.
+
+    Masks on the meta device have no values, and models with recurrent layers read them.
+    """
+    mask = None if positions.device.type == "meta" else torch.ones_like(positions, dtype=torch.bool)
+    return {"attention_mask": mask, "use_cache": False}
 
 
 class _AllRecordedError(Exception):
@@ -277,19 +288,19 @@ def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _meta_parameters() -> Iterator[None]:
-    """Move every parameter to the meta device as soon as it is registered."""
-    register = nn.Module.register_parameter
+    """Move every parameter that this thread makes to the meta device as soon as it is registered."""
+    thread = threading.get_ident()
 
-    def to_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        if param is not None and param.device.type != "meta":
-            self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=False)
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device.type == "meta" or threading.get_ident() != thread:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=False)
 
-    nn.Module.register_parameter = to_meta  # type: ignore[method-assign]
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        hook.remove()
 
 
 def _find_layers(model: Any) -> tuple[str, nn.ModuleList]:

@@ -37,8 +37,8 @@ class _LayerTrace:
 def read_generic_config(content: Mapping[str, Any]) -> ModelConfig:
     """Fill the record of a model from its `config.json`.
 
-    Raises `UnsupportedArchitectureError` naming the class and what is not supported of it, `ValueError` for entries that
-    its configuration cannot have.
+    Raises `UnsupportedArchitectureError` naming the class and what is not supported of it, `ValueError` for entries
+    that its configuration cannot have.
     """
     text = json.dumps(content, sort_keys=True)
     try:

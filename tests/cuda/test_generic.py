@@ -1,0 +1,48 @@
+"""Models that run by the modules of `transformers`, on the CUDA device in host memory."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from flexgen_helm import GenerationRequest
+from tests.cuda.costs import check, counted
+from tests.cuda.device import cuda_in_host_memory
+from tests.cuda.engine_runs import PLACEMENTS, assert_close, run, slow_unless
+from tests.helpers.generic_models import saved
+from tests.helpers.tiny_models import TinyModel
+
+# Norms with biases and a parallel MLP, biased experts with attention sinks, latent attention with experts.
+CLASSES = ("CohereForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM")
+SELECTED = {("CohereForCausalLM", "resident"), ("GptOssForCausalLM", "thirds"), ("DeepseekV3ForCausalLM", "disk")}
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"), [slow_unless(case, SELECTED) for case in itertools.product(CLASSES, PLACEMENTS)]
+)
+def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, placement, tmp_path):
+    """Their values are those of the class itself; no race, no pageable copy."""
+    model = TinyModel(tmp_path / "model", saved(name, tmp_path / "model"))
+    draw = random.Random(1)
+    shared = [draw.randrange(3, 60) for _ in range(10)]
+    asked = [
+        GenerationRequest(
+            prompt_token_ids=[*shared, *(draw.randrange(3, 60) for _ in range(length))], max_tokens=3, n=1 + length % 2,
+            echo_logprobs=True, ignore_eos=True,
+        )
+        for length in (1, 8, 15, 30)
+    ]  # fmt: skip
+    settings = dict(schedule="zigzag", cpu_attention=False, offload_dir=tmp_path / "tiers")
+    if PLACEMENTS[placement] is not None:
+        settings |= dict(policy=PLACEMENTS[placement])
+    with cuda_in_host_memory() as device, counted(device) as costs:
+        results, _ = run(model.path, asked, torch.float16, **settings)
+    device.check()
+    routed = [place for place in costs.waits if place.startswith("models/generic/decoder.py")]
+    assert bool(routed) == (name != "CohereForCausalLM")
+    costs.waits = [place for place in costs.waits if place not in routed]
+    check(costs)
+    assert_close(model, results, torch.float16)
