@@ -4,6 +4,7 @@ borrow from helpers only."""
 from __future__ import annotations
 
 import ast
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -160,16 +161,29 @@ def test_deciders_import_no_torch(module):
     )
 
 
-def test_the_engine_runs_where_helm_and_gguf_cannot_be_imported(tiny):
+# What a GPU machine may lack, and what then is not to be had.
+@pytest.mark.parametrize(
+    ("absent", "prompt", "model"),
+    [
+        (("helm", "gguf", "typer"), "prompt='the quick'", "path"),
+        (("helm", "gguf", "typer", "jinja2", "transformers"), "prompt_token_ids=[5, 6]", "path, weights='dummy'"),
+    ],
+)
+def test_the_engine_runs_where_what_it_does_not_need_cannot_be_imported(tiny, tmp_path, absent, prompt, model):
+    path = tiny("llama").path
+    if "transformers" in absent:  # it reads tokenizers
+        shutil.copy(path / "config.json", tmp_path)
+        path = tmp_path
     out = run_python(
         "import sys\n"
         "class Refuse:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('helm', 'gguf', 'typer'): raise ImportError(name + ' is not here')\n"
+        f"        if name.split('.')[0] in {absent!r}: raise ImportError(name + ' is not here')\n"
         "sys.meta_path.insert(0, Refuse())\n"
         "from flexgen_helm import Engine, GenerationRequest\n"
-        f"with Engine.from_pretrained({str(tiny('llama').path)!r}) as engine:\n"
-        "    result = engine.run([GenerationRequest(prompt='the quick', max_tokens=3, ignore_eos=True)])[0]\n"
+        f"path = {str(path)!r}\n"
+        f"with Engine.from_pretrained({model}) as engine:\n"
+        f"    result = engine.run([GenerationRequest({prompt}, max_tokens=3, ignore_eos=True)])[0]\n"
         "print(len(result.completions[0].token_ids), 'helm' in sys.modules)"
     )
     assert out.split() == ["3", "False"]

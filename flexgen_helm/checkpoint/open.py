@@ -12,10 +12,10 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.dummy import DummyCheckpoint
 from flexgen_helm.checkpoint.fetch import WHEEL, fetch
 from flexgen_helm.checkpoint.fingerprint import snapshot_fingerprint
-from flexgen_helm.checkpoint.folder import tokenizer_folder
+from flexgen_helm.checkpoint.folder import read_config, tokenizer_folder
 from flexgen_helm.checkpoint.manifest import Manifest, is_conversion
 from flexgen_helm.checkpoint.names import ResolvedModel, read_model_config, resolve
-from flexgen_helm.checkpoint.state_dict_checkpoint import open_safetensors
+from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 
 
 def open_checkpoint(
@@ -44,10 +44,10 @@ def open_checkpoint(
     elif resolved.hub_repo is not None:
         sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
         fingerprint = None if is_conversion(path) else snapshot_fingerprint(resolved.hub_repo, path.name, sizes)
-        checkpoint = open_safetensors(path, fingerprint)
+        checkpoint = _open_folder(path, fingerprint)
         checkpoint.origin = f"{resolved.hub_repo}@{path.name}"
     else:
-        checkpoint = open_safetensors(path)
+        checkpoint = _open_folder(path)
         checkpoint.origin = Manifest.read(path).origin if is_conversion(path) else str(path.resolve())
     return checkpoint
 
@@ -68,3 +68,14 @@ def _open_gguf(path: Path) -> Checkpoint:
     from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
 
     return GgufCheckpoint(path)
+
+
+def _open_folder(path: Path, fingerprint: str | None = None) -> Checkpoint:
+    """Open a folder of safetensors files, or one such file."""
+    _, config, _ = read_config(path.parent if path.is_file() else path)
+    if config.generic is None:
+        return SafetensorsCheckpoint(path, fingerprint)
+    # Imported late: transformers takes seconds and 80 MB.
+    from flexgen_helm.checkpoint.state_dict_checkpoint import StateDictCheckpoint
+
+    return StateDictCheckpoint(path, fingerprint)

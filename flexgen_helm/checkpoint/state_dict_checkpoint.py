@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flexgen_helm.checkpoint.folder import CONFIG, read_config
+from flexgen_helm.checkpoint.folder import CONFIG
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.state_dict import StateDictReader
@@ -51,10 +51,3 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
         if not self._generic.key(name)[2]:
             return None
         return lambda tensor: tensor.view(tensor.shape[::-1]).t().contiguous()
-
-
-def open_safetensors(path: Path, fingerprint: str | None = None) -> SafetensorsCheckpoint:
-    """Open a folder, or one .safetensors file; see `SafetensorsCheckpoint`."""
-    _, config, _ = read_config(path.parent if path.is_file() else path)
-    kind = SafetensorsCheckpoint if config.generic is None else StateDictCheckpoint
-    return kind(path, fingerprint)

@@ -73,21 +73,25 @@ def clean(
 
 
 def _show(items: list[Any], removed: list[Any], home: Path) -> None:
-    from rich.table import Table
+    """Print one line an item, its name last and uncut: it is what the user copies."""
     from rich.text import Text
 
     if not items:
         say(f"Nothing of this is stored in {home}.")
         return
-    table = Table("name", "what", "last use", title=f"stored in {home}", title_justify="left")
-    table.add_column("size", justify="right")
-    table.add_column("")
-    for item in items:
-        state = "removed" if item in removed else "in use" if item.is_in_use else ""
-        table.add_row(Text(item.name, overflow="fold"), item.kind, _ago(item.last_used), size(item.num_bytes), state)
-    output().print(table)
+    rows = [("size", "last use", "what", "name"), *(_row(item, item in removed) for item in items)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for number, (stored, used, kind, name) in enumerate(rows):
+        line = f"{stored:>{widths[0]}}  {used:<{widths[1]}}  {kind:<{widths[2]}}  {name}"
+        output().print(Text(line, style="bold" if number == 0 else ""), soft_wrap=True)
     total = sum(item.num_bytes for item in removed or items)
-    say(f"{count(len(removed or items), 'item')}, {size(total)} {'freed' if removed else 'in all'}")
+    done = "freed" if removed else "in all"
+    say(f"{count(len(removed or items), 'item')}, {size(total)} {done}; names are folders and files in {home}")
+
+
+def _row(item: Any, is_removed: bool) -> tuple[str, str, str, str]:
+    state = ", removed" if is_removed else ", in use" if item.is_in_use else ""
+    return size(item.num_bytes), _ago(item.last_used), item.kind + state, item.name
 
 
 def _ago(seconds: float) -> str:

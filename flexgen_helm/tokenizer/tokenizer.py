@@ -13,7 +13,6 @@ from tokenizers import Tokenizer as Backend
 from flexgen_helm.checkpoint.folder import CONFIG, TOKENIZER_FILES, read_json, require_small_file, tokenizer_folder
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import CheckpointError, RequestError
-from flexgen_helm.tokenizer.template import render
 from flexgen_helm.tokenizer.token_bytes import helm_text, is_byte_level, token_byte_table
 
 
@@ -150,6 +149,8 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise RequestError("the checkpoint has no chat template; send a prompt instead of messages")
+        from flexgen_helm.tokenizer.template import render  # a GPU machine may lack jinja2
+
         return render(self.chat_template, messages, add_generation_prompt, {**self._special_tokens, **variables})
 
     # ---- ids to text ----

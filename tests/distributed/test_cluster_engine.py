@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flexgen_helm import Engine, EngineConfig, GenerationRequest
+from flexgen_helm import progress as progress_module
 from flexgen_helm.distributed import worker as worker_module
 from flexgen_helm.distributed.engine import ClusterEngine
 from flexgen_helm.distributed.messages import ModelToLoad
@@ -18,6 +19,12 @@ from flexgen_helm.progress import Event, Message, observed_by
 from flexgen_helm.request import Progress
 from tests.helpers.thread_workers import ThreadWorker, ThreadWorkers
 from tests.helpers.tiny_models import TinyModel
+
+
+@pytest.fixture(autouse=True)
+def observers_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers in threads observe as long as they live: to the end of the process."""
+    monkeypatch.setattr(progress_module, "_observers", [])
 
 
 @pytest.fixture(scope="module")

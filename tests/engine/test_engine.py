@@ -234,7 +234,7 @@ def test_a_request_beyond_the_cache_limit_is_refused_alone(tiny):
     path = tiny("llama").path
     with Engine.from_pretrained(path) as engine:
         copies, per_token = engine.ledger.in_use, engine.config.kv_bytes_per_token(4)
-    with Engine.from_pretrained(path, limits=MemoryLimits(cpu=2 * copies + 4)) as engine:
+    with Engine.from_pretrained(path, limits=MemoryLimits(cpu=2 * copies + 4, disk=0)) as engine:
         other = engine.ledger.claim("other", engine.ledger.free - 20 * per_token)
         small, large = engine.run(
             [

@@ -253,23 +253,29 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.initialization import no_init_weights
     _register()
-    model_type = content.get("model_type", "")
-    config = AutoConfig.for_model(model_type, **{key: value for key, value in content.items() if key != "model_type"})
-    config = config.get_text_config()
+    name = next(iter(content.pop("architectures", None) or ()), "")
+    cls: Any = getattr(transformers, name, None)
+    is_causal = cls is not None and name.endswith(("ForCausalLM", "LMHeadModel"))
+    if is_causal:
+        _check_attention(cls)
+    model_type = content.pop("model_type", None) or getattr(getattr(cls, "config_class", None), "model_type", "")
+    config = AutoConfig.for_model(model_type, **content).get_text_config()
     config._attn_implementation = IMPLEMENTATION
     config.use_cache = False
-    name = next(iter(content.get("architectures") or ()), "")
-    cls: Any = getattr(transformers, name, None)
-    if cls is None or not name.endswith(("ForCausalLM", "LMHeadModel")):
+    if not is_causal:  # the language model of one of several parts
         cls = AutoModelForCausalLM._model_mapping[type(config)]
-    if not getattr(cls, "_supports_attention_backend", False):
-        raise UnsupportedArchitectureError(
-            f"{cls.__name__} computes attention in its own code, not through transformers' attention interface"
-        )
+        _check_attention(cls)
     with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():
         model = cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
     model.set_experts_implementation(IMPLEMENTATION)
     return model.eval()
+
+
+def _check_attention(cls: Any) -> None:
+    if not getattr(cls, "_supports_attention_backend", False):
+        raise UnsupportedArchitectureError(
+            f"{cls.__name__} computes attention in its own code, not through transformers' attention interface"
+        )
 
 
 def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,9 +287,8 @@ def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
         is_count = name in ("n_layer", "n_layers", "num_layers") or name.startswith("num_") or "experts" in name
         if is_count and isinstance(value, int) and value > MAX_MODULES:
             raise ValueError(f"{name} is {value}; at most {MAX_MODULES:,} can be read")
-    ignored = {"auto_map", "quantization_config", "model_type"}
-    kept = {name: value for name, value in content.items() if name not in ignored and not name.startswith("_")}
-    return {**kept, "model_type": content.get("model_type", "")}
+    ignored = {"auto_map", "quantization_config"}
+    return {name: value for name, value in content.items() if name not in ignored and not name.startswith("_")}
 
 
 @contextmanager
