@@ -30,17 +30,16 @@ RUNS = {
     "wikitext": "wikitext:model=flexgen/wheel",
 }
 RELATIVE = 1e-3
-PASSAGES = 500
 PAGES = (0, 1, 2)
 
 
-@pytest.fixture(scope="module")
-def data(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
+@pytest.fixture(scope="module", params=[100, pytest.param(500, marks=pytest.mark.slow)], ids="{} passages".format)
+def data(shared_data: Path, request: pytest.FixtureRequest) -> tuple[list[str], list[str]]:
     """Passages and pages that the file has numbers of."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXGEN_HELM_DATA", str(shared_data))
         passages, pages = lambada.read_passages(), wikitext.read_pages()
-    return passages[:PASSAGES], [pages[index] for index in PAGES]
+    return passages[: request.param], [pages[index] for index in PAGES]
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +71,16 @@ def by_document(folder: Path, name: str) -> list[float]:
     return [found[index] for index in sorted(found)]
 
 
-def test_lambada_equals_the_harness(runs: dict[str, Path]) -> None:
-    answers = REFERENCE["lambada_openai"][:PASSAGES]
-    logprobs, hits = zip(*answers)
+def test_lambada_equals_the_harness(runs: dict[str, Path], data: tuple[list[str], list[str]]) -> None:
+    num_passages = len(data[0])
+    logprobs, hits = zip(*REFERENCE["lambada_openai"][:num_passages])
     assert by_document(runs["accuracy"], "exact_match") == list(hits)
-    assert figures(runs["accuracy"])["exact_match"] == sum(hits) / PASSAGES
+    assert figures(runs["accuracy"])["exact_match"] == sum(hits) / num_passages
     assert by_document(runs["perplexity"], "logprob") == pytest.approx(list(logprobs), abs=1e-3)
     perplexity = figures(runs["perplexity"])["target_perplexity"]
-    assert perplexity == pytest.approx(math.exp(-sum(logprobs) / PASSAGES), rel=RELATIVE)
+    assert perplexity == pytest.approx(math.exp(-sum(logprobs) / num_passages), rel=RELATIVE)
     # Inverse: the numbers of other passages are not ours.
-    other = [logprob for logprob, _ in REFERENCE["lambada_openai"][: PASSAGES // 2]]
+    other = [logprob for logprob, _ in REFERENCE["lambada_openai"][: num_passages // 2]]
     assert perplexity != pytest.approx(math.exp(-sum(other) / len(other)), rel=RELATIVE)
 
 

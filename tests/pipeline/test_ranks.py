@@ -82,6 +82,7 @@ def test_two_ranks_give_the_answers_of_one_process(tmp_path, model):
     assert all(rank["bytes"]["disk_to_cpu"]["weights"] for rank in offloaded)
 
 
+@pytest.mark.slow
 def test_four_ranks_give_the_answers_of_one_process(tmp_path, model):
     cases = [
         Case(model(variant), own, workload(count=14))
