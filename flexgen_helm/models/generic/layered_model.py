@@ -115,9 +115,9 @@ class LayeredModel:
         self.model = empty_model(config_text, has_buffers=str(device) != "meta")
         self.layers_path, found = _find_layers(self.model)
         self.layers: list[Any] = list(found)
-        self._stand_ins = [_StandIn(layer, index == len(found) - 1) for index, layer in enumerate(found)]
-        for index, stand_in in enumerate(self._stand_ins):
-            found[index] = stand_in
+        self._states = [_StandInState(is_last=index == len(found) - 1) for index in range(len(found))]
+        for index, state in enumerate(self._states):
+            found[index] = _StandIn(self.layers[index], state)
         # Descendants of RoBERTa count positions from behind that of the padding token.
         embeddings = getattr(self.base, "embeddings", None)
         self._first_position = 0
@@ -140,35 +140,35 @@ class LayeredModel:
 
         arguments: `input_ids` or `inputs_embeds`, and `position_ids`, each [1, T].
         """
-        for stand_in in self._stand_ins:
-            stand_in.recorded = stand_in.result = None
+        for state in self._states:
+            state.recorded = state.result = None
         positions = arguments["position_ids"] + self._first_position
         with suppress(_AllRecordedError):
             self.base(**{**arguments, "position_ids": positions}, **_unmasked(positions))
-        recorded = [stand_in.recorded for stand_in in self._stand_ins]
-        hidden = self._stand_ins[0].hidden
+        recorded = [state.recorded for state in self._states]
+        hidden = self._states[0].hidden
         if hidden is None or any(own is None for own in recorded):
             raise UnsupportedArchitectureError(f"{_name(self.model)} does not call its layers one after the other")
-        for stand_in in self._stand_ins:
-            stand_in.hidden = None
+        for state in self._states:
+            state.hidden = None
         return hidden, [own for own in recorded if own is not None]
 
     def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
         """Run one layer, hidden [1, T, H] -> [1, T, H]."""
         out = self.layers[index](hidden, *arguments.positional, **arguments.named)
-        self._stand_ins[index].returns_tuple = isinstance(out, tuple)
+        self._states[index].returns_tuple = isinstance(out, tuple)
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
     def after(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Run the code after the layers, hidden [1, N, H] -> logits [1, N, V]; positions: [1, N], of any value."""
-        for stand_in in self._stand_ins:
-            stand_in.recorded, stand_in.result = None, hidden
+        for state in self._states:
+            state.recorded, state.result = None, hidden
         try:
             logits: Tensor = self.model(inputs_embeds=hidden, position_ids=positions, **_unmasked(positions)).logits
         finally:
-            for stand_in in self._stand_ins:
-                stand_in.result = stand_in.hidden = stand_in.recorded = None
+            for state in self._states:
+                state.result = state.hidden = state.recorded = None
         return logits
 
     @contextmanager
@@ -196,35 +196,44 @@ class _AllRecordedError(Exception):
     """The last stand-in has recorded its arguments: what follows the layers is not wanted."""
 
 
-class _StandIn(nn.Module):
-    """Takes a layer's place in the model. It has the layer's attributes, which models ask for.
+@dataclass
+class _StandInState:
+    """What a stand-in was given, and what it returns.
 
+    hidden, recorded: hidden states and other arguments of its last call.
     result: hidden states that it returns; None while arguments are recorded.
     """
 
-    def __init__(self, layer: nn.Module, is_last: bool) -> None:
+    is_last: bool
+    returns_tuple: bool = False
+    hidden: Tensor | None = None
+    recorded: LayerArguments | None = None
+    result: Tensor | None = None
+
+
+class _StandIn(nn.Module):
+    """Takes a layer's place in the model. It has the layer's attributes, which models ask for."""
+
+    def __init__(self, layer: nn.Module, state: _StandInState) -> None:
         super().__init__()
-        self.__dict__["_layer"], self.is_last = layer, is_last
-        self.returns_tuple = False
-        self.hidden: Tensor | None = None
-        self.recorded: LayerArguments | None = None
-        self.result: Tensor | None = None
+        self.__dict__["_layer"], self.__dict__["_state"] = layer, state
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)
 
     def forward(self, *positional: Any, **named: Any) -> Any:
+        state = self._state
         if positional:
             hidden, positional = positional[0], positional[1:]
         else:
             hidden = named.pop("hidden_states")
-        if self.result is not None:
-            hidden = self.result
+        if state.result is not None:
+            hidden = state.result
         else:
-            self.hidden, self.recorded = hidden, LayerArguments(positional, named)
-            if self.is_last:
+            state.hidden, state.recorded = hidden, LayerArguments(positional, named)
+            if state.is_last:
                 raise _AllRecordedError
-        return (hidden, None, None) if self.returns_tuple else hidden
+        return (hidden, None, None) if state.returns_tuple else hidden
 
 
 class _NoLargeTensors(TorchFunctionMode):
