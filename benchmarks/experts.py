@@ -2,12 +2,14 @@
 
 The shapes are those of a shrunken Qwen3-MoE with random weights, about 8 GiB in 16 bits. The process has a memory
 control group of 2 GiB where the machine has such groups. Every token needs attention and router, which stay in memory;
-experts are on disk. Two blocks are measured:
+experts are on disk. Three blocks are measured:
 
 - 8 sequences, of which each pass uses a part of the experts: bytes read against those of the experts that were used.
 - 256 sequences, which use nearly all: throughput of decoding against the same in memory, and against the disk's rate.
+- 1,024 sequences, the largest block here.
 
-Then follows Accelerate's disk offload on some of the layers, whose seconds are compared layer by layer.
+Peers under the same limit: llama.cpp with memory mapping, a GGUF file of the same shapes, and up to 256 sequences, the
+most that it takes; throughput of each one's best block is compared. Accelerate's disk offload on some of the layers.
 """
 
 from __future__ import annotations
@@ -15,16 +17,15 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import psutil
 
-from flexgen_helm.benchmarks import Options, accelerate_task, summary
+from flexgen_helm.benchmarks import Options, accelerate_task, llama_cpp_task, summary
 from flexgen_helm.benchmarks.common import ProcessKilled, machine, refuse_engine_flags
 from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.memory_group import GroupUnavailable, MemoryGroup, forget_files
@@ -44,7 +45,8 @@ class Workload:
     layers: of the mixture; peer_layers: of the smaller one for Accelerate; in_memory_layers: most layers that the
         comparison in memory has. If it has fewer, its seconds are scaled.
     limit_bytes: of the engine; group_bytes: of the process with everything in it.
-    few, many: sequences of the two blocks, with their prompt and output tokens.
+    few, many, most: sequences of the three blocks, with their prompt and output tokens.
+    peer: block of Accelerate; llama_cpp: blocks of llama.cpp.
     """
 
     layers: int = 14
@@ -55,11 +57,13 @@ class Workload:
     experts: int = 64
     per_token: int = 4
     vocabulary: int = 32000
-    limit_bytes: int = 5 << 28
+    limit_bytes: int = 1000 << 20
     group_bytes: int = 2 << 30
     few: tuple[int, int, int] = (8, 16, 17)
     many: tuple[int, int, int] = (256, 4, 4)
+    most: tuple[int, int, int] = (1024, 2, 4)
     peer: tuple[int, int, int] = (8, 16, 5)
+    llama_cpp: tuple[tuple[int, int, int], ...] = ((8, 16, 5), (64, 4, 4), (256, 4, 4))
     disk_file: int = 1 << 30
 
 
@@ -72,9 +76,12 @@ QUICK = Workload(
     limit_bytes=8 << 20,
     few=(2, 4, 3),
     many=(8, 2, 2),
+    most=(16, 2, 2),
     peer=(2, 4, 2),
+    llama_cpp=((2, 4, 2), (8, 2, 2)),
     disk_file=8 << 20,
 )
+BLOCKS = ("few", "many", "most")
 Blocks = Mapping[str, Mapping[str, Any]]
 
 
@@ -93,10 +100,11 @@ def measure(workload: Workload, scratch: Path, tell: Callable[[str], None]) -> d
     group, notes = _group(workload)
     tell(f"{total / 2**30:.1f} GiB of weights are written once, and the disk's rate is measured")
     rates = in_own_process(measure_rates, {"folder": str(scratch), "file_bytes": workload.disk_file})
-    few, many = workload.few, workload.many
+    many = workload.many
     _block(model, config, workload, scratch, (1, 2, 1), None)  # writes the weights
     records = {}
-    for name, block in (("few", few), ("many", many)):
+    for name in BLOCKS:
+        block = getattr(workload, name)
         forget_files(scratch)
         records[name] = _block(model, config, workload, scratch, block, group)
         tell(f"{block[0]} sequences: {decode_pass_s(records[name], block):.2f} s a pass, {_bytes_text(records[name])}")
@@ -105,12 +113,11 @@ def measure(workload: Workload, scratch: Path, tell: Callable[[str], None]) -> d
         f"{many[0]} sequences in memory: {resident_s:.2f} s a pass (from {resident_layers} of {workload.layers} layers)"
     )
     theirs, own, more = _accelerate(workload, scratch, group, tell)
-    notes += more
-    if which("llama-bench") is None:
-        notes.append("SKIPPED, llama.cpp with memory mapping: llama-bench is not installed")
+    llama_cpp, others = _llama_cpp(workload, model, scratch, group, tell)
+    notes += [*more, *others]
     if resident_layers < workload.layers:
         notes.append(f"in memory: {resident_layers} of {workload.layers} layers, seconds scaled to all")
-    return assemble(workload, total, rates["disk_bytes_s"], records, resident_s, (theirs, own), notes)
+    return assemble(workload, total, rates["disk_bytes_s"], records, resident_s, (theirs, own), llama_cpp, notes)
 
 
 def assemble(
@@ -120,15 +127,18 @@ def assemble(
     records: Blocks,
     resident_s: float,
     peer: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None],
+    llama_cpp: Sequence[Mapping[str, float]],
     notes: list[str],
 ) -> dict[str, Any]:
     """Return the result in the format of benchmarks.
 
-    records: of the blocks of few and of many sequences.
+    records: of the blocks, by their names in `Workload`.
     resident_s: of a decode pass of many sequences in memory.
     peer: of Accelerate and of the engine, on the layers of `Workload.peer_layers`; None where left out.
+    llama_cpp: `rows` and `pass_s` of its blocks; empty where left out.
     """
-    few_s, many_s = (decode_pass_s(records[name], getattr(workload, name)) for name in ("few", "many"))
+    passes = {name: decode_pass_s(records[name], getattr(workload, name)) for name in BLOCKS}
+    many_s = passes["many"]
     few = records["few"]["experts"]
     # A run that read faster than the measurement raises the disk's rate.
     rates = [record["experts"]["read_bytes"] / record["latency_s"] for record in records.values()]
@@ -136,8 +146,10 @@ def assemble(
     many_bytes = records["many"]["experts"]["read_bytes"] / workload.many[2]
     disk_s = many_bytes / disk_bytes_s
     rows = [
-        {"label": f"decode pass of {workload.few[0]} sequences, experts on disk", **summary([few_s])},
-        {"label": f"decode pass of {workload.many[0]} sequences, experts on disk", **summary([many_s])},
+        *(
+            {"label": f"decode pass of {getattr(workload, name)[0]} sequences, experts on disk", **summary([seconds])}
+            for name, seconds in passes.items()
+        ),
         {"label": f"decode pass of {workload.many[0]} sequences, in memory", **summary([resident_s])},
         {"label": f"decode pass of {workload.many[0]} sequences, bound of the disk", **summary([disk_s])},
     ]
@@ -146,6 +158,17 @@ def assemble(
         "bytes_of_all_experts_over_read": total * workload.few[2] / few["read_bytes"],
         "slower_of_memory_and_disk_over_measured": max(resident_s, disk_s) / many_s,
     }
+    if llama_cpp:
+        best = max(block["rows"] / block["pass_s"] for block in llama_cpp)
+        own_best = max(getattr(workload, name)[0] / seconds for name, seconds in passes.items())
+        ratios["tokens_per_s_over_llama_cpp_each_at_its_best_block"] = own_best / best
+        rows += [
+            {"label": f"llama.cpp, decode pass of {block['rows']:g} sequences", **summary([block["pass_s"]])}
+            for block in llama_cpp
+        ]
+        same = [block["pass_s"] for block in llama_cpp if block["rows"] == workload.few[0]]
+        if same:
+            ratios[f"llama_cpp_over_ours_at_{workload.few[0]}_sequences"] = same[0] / passes["few"]
     theirs, own = peer
     if theirs is not None and own is not None:
         ratios["accelerate_over_ours"] = theirs["latency_s"] / own["latency_s"]
@@ -292,3 +315,26 @@ def _accelerate(
         tell(f"Accelerate, {workload.peer_layers} layers: {theirs['latency_s']:.1f} s; ours: {own['latency_s']:.1f} s")
         return theirs, own, notes
     return None, own, notes
+
+
+def _llama_cpp(
+    workload: Workload,
+    model: str,
+    scratch: Path,
+    group: Callable[[], MemoryGroup] | None,
+    tell: Callable[[str], None],
+) -> tuple[list[dict[str, float]], list[str]]:
+    """Return what llama.cpp takes for its blocks, and notes."""
+    reason = llama_cpp_task.missing()
+    if reason is not None:
+        return [], [f"SKIPPED, llama.cpp with memory mapping: {reason}"]
+    file = scratch / "model.gguf"
+    in_own_process(llama_cpp_task.write_gguf, {"model": model, "file": str(file)})
+    found = []
+    for block in workload.llama_cpp:
+        forget_files(scratch)
+        with nullcontext() if group is None else group() as entered:
+            found.append({"rows": block[0], "pass_s": llama_cpp_task.decode_pass_s(file, block, entered, scratch)})
+        tell(f"llama.cpp, {block[0]} sequences: {found[-1]['pass_s']:.2f} s a pass")
+    file.unlink()
+    return found, [f"llama.cpp {llama_cpp_task.version()}, in 16 bits, memory-mapped"]

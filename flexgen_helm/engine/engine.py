@@ -31,7 +31,7 @@ from flexgen_helm.engine.run_planner import RunPlanner
 from flexgen_helm.engine.run_record import EngineIdentity, run_record
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
-from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
+from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.rates import compute_dtype
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.identity import text_of
@@ -104,9 +104,7 @@ class Engine:
         capacities = tier_capacities(
             options.limits, device, folder, 1 if pipeline is None else pipeline.rank.local_size
         )
-        ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
-        self._tiers = Tiers(device, compute_tier, ledgers, link, folder, options.overlap)
-        self.ledger = ledgers[compute_tier]
+        self._resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
         auto = AutoPlanner(
             self.config,
             options,
@@ -341,8 +339,9 @@ class Engine:
         )
         activations = ActivationStore(self._tiers, plan.activations)
         executor = Executor(
-            self._decoder, self._weights, cache, activations, self._device, self._threads, self._graphs, pipeline
-        )
+            self._decoder, self._weights, cache, activations, self._device, self._threads, self._graphs, pipeline,
+            self._resident,
+        )  # fmt: skip
         try:
             eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
             answers = Answers(len(requests), on_result, self._reporter(progress))

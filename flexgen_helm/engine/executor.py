@@ -28,6 +28,7 @@ from flexgen_helm.engine.predictions import (
 from flexgen_helm.engine.sampler import sample_tokens
 from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.errors import Interrupted, MemoryLimitError
+from flexgen_helm.hardware.host_memory import ResidentMemory
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.attention import AttentionConfig, has_fused_attention
@@ -101,15 +102,18 @@ class Executor:
         threads: ThreadGovernor | None = None,
         graphs: LayerGraphs | None = None,
         pipeline: Pipeline | None = None,
+        resident: ResidentMemory | None = None,
     ) -> None:
         """threads: chooses the threads that compute; None where a device does.
 
         graphs: run layers of decode batches; None if none can.
         pipeline: this rank of a pipeline, whose other stages other ranks compute; None where the model is whole.
+        resident: keeps the host's memory within its limit; None where a device computes.
         """
         self._config = decoder.config
         self._decoder, self._weights, self._cache, self._activations = decoder, weights, cache, activations
         self._device, self._threads, self._graphs, self._pipeline = device, threads, graphs, pipeline
+        self._resident = resident
         self._stages = stage_names(self._config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
         tier: Tier = "cpu" if device.type == "cpu" else "gpu"
@@ -164,6 +168,8 @@ class Executor:
                         raise Interrupted("interrupted; everything finished so far is kept")
                     if self._threads is not None:
                         self._threads.adapt()
+                    if self._resident is not None:
+                        self._resident.hold(self.peak_workspace_bytes)
                     began, batch = time.perf_counter(), batches[item.batch]
                     self._weights.prefetch(visits)  # load_weight(i, j + 1, k)
                     state = self._load(item, batch, states)  # load_activation(i, j, k), begun an item ago

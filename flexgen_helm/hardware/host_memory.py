@@ -1,10 +1,14 @@
-"""Whether this process returns freed memory to the system (glibc's `mallopt`)."""
+"""Whether and when this process returns freed memory to the system (glibc's `mallopt` and `malloc_trim`)."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 
+import psutil
+
+# Bytes beside all that is counted: gaps between blocks, buffers of libraries.
+UNCOUNTED_BYTES = 64 << 20
 # Parameters of malloc.h, the same numbers in every version of glibc.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _NEVER = (1 << 31) - 1
@@ -27,6 +31,30 @@ def return_freed_memory() -> None:
     """Return freed memory to the system now; nothing without glibc."""
     if (libc := _glibc()) is not None:
         libc.malloc_trim(0)
+
+
+class ResidentMemory:
+    """Keeps the process within what its engine may use, by returning freed memory to the system.
+
+    Freed blocks are kept (`keep_freed_memory`), and blocks of many sizes leave gaps between them. The process had
+    memory before the engine was made, and its other parts may take more meanwhile: both are not the engine's.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """limit: bytes of the host's tier."""
+        self._limit, self._others = limit, resident_bytes()
+
+    def hold(self, workspace_bytes: int) -> None:
+        """Return freed memory if more is resident than the limit, the workspace, and what is not the engine's."""
+        most = self._limit + self._others + workspace_bytes + UNCOUNTED_BYTES
+        if resident_bytes() > most:
+            return_freed_memory()
+            # What is left is in use. Half of the uncounted bytes remain until the next time.
+            self._others += max(0, resident_bytes() - most + UNCOUNTED_BYTES // 2)
+
+
+def resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
 
 
 def _glibc() -> ctypes.CDLL | None:
