@@ -1,5 +1,7 @@
 """The errors that users see. A message is one sentence: the cause, the number, the command that helps.
 
+What a class stands for and what usually helps is in its docstring, from which docs/reference/errors.md is made.
+
 `exit_code` is what `flexgen-helm` returns: 1 failed, 2 wrong usage or refused, 130 interrupted.
 """
 
@@ -13,64 +15,106 @@ class FlexgenError(Exception):
 
 
 class UsageError(FlexgenError):
-    """The command, argument or configuration cannot be used as given."""
+    """The command, argument or configuration cannot be used as given.
+
+    Next: `flexgen-helm COMMAND --help` lists what can be given.
+    """
 
     exit_code = 2
 
 
 class UnknownModelError(UsageError):
-    """The model name is neither in the catalog, nor a folder, nor a hub name."""
+    """The model name is neither in the catalog, nor a folder, nor a hub name.
+
+    Next: `flexgen-helm models` lists the catalog.
+    """
 
 
 class UnsupportedArchitectureError(UsageError):
-    """The checkpoint's architecture is not supported; the message lists those that are."""
+    """The checkpoint's architecture is not supported; the message lists those that are.
+
+    Next: The page on models (docs/models.md) lists what runs; `flexgen-helm models` what is known by name.
+    """
 
 
 class CheckpointError(UsageError):
-    """A checkpoint file is missing, truncated or corrupt; the message names file and tensor."""
+    """A checkpoint file is missing, truncated or corrupt; the message names file and tensor.
+
+    Next: `flexgen-helm fetch MODEL --verify` finds all damaged files of a hub model; fetch those again.
+    """
 
 
 class Float16Error(CheckpointError):
-    """A bfloat16 checkpoint has values that float16 has not; the message names file and tensor."""
+    """A bfloat16 checkpoint has values that float16 has not; the message names file and tensor.
+
+    Next: Compute in bfloat16 or float32, as the message says.
+    """
 
 
 class UnsafePickleError(CheckpointError):
-    """A pickled checkpoint contains more than tensors; nothing of it was executed."""
+    """A pickled checkpoint contains more than tensors; nothing of it was executed.
+
+    Next: Take a safetensors version of the model.
+    """
 
     exit_code = 1
 
 
 class RequestError(FlexgenError):
-    """This request cannot be served; the other requests of its batch are."""
+    """This request cannot be served; the other requests of its batch are.
+
+    Next: Change the request as the message says; HELM does not retry it.
+    """
 
 
 class NumericalError(RequestError):
-    """A value that is not finite appeared; the message names the layer."""
+    """A value that is not finite appeared; the message names the layer.
+
+    Next: Compute in bfloat16 or float32, or check the weights by `flexgen-helm doctor MODEL`.
+    """
 
 
 class MemoryLimitError(FlexgenError):
-    """A tier's byte limit would be exceeded."""
+    """A tier's byte limit would be exceeded.
+
+    Next: Raise the limit that the message names, or let `flexgen-helm plan` find a smaller block.
+    """
 
     exit_code = 2
 
 
 class OffloadError(FlexgenError):
-    """The offload directory or one of its files cannot be used; the message names it."""
+    """The offload directory or one of its files cannot be used; the message names it.
+
+    Next: Choose another folder with `--offload-dir`.
+    """
 
 
 class DiskFullError(OffloadError):
-    """A file does not fit on its disk; the message names both sizes."""
+    """A file does not fit on its disk; the message names both sizes.
+
+    Next: `flexgen-helm clean` lists what can go.
+    """
 
 
 class PipelineError(FlexgenError):
-    """A rank of the pipeline ended, so the others cannot go on; the message names it."""
+    """A rank of the pipeline ended, so the others cannot go on; the message names it.
+
+    Next: Start the same command again: finished answers are kept.
+    """
 
 
 class WorkerError(FlexgenError):
-    """Workers of a cluster failed, and what was tried again on others failed too; the message says why."""
+    """Workers of a cluster failed, and what was tried again on others failed too; the message says why.
+
+    Next: Start the same command again: finished answers are kept.
+    """
 
 
 class Interrupted(FlexgenError):
-    """The run was interrupted; results that were reported before are kept."""
+    """The run was interrupted; results that were reported before are kept.
+
+    Next: Start the same command again.
+    """
 
     exit_code = 130

@@ -119,7 +119,8 @@ def set_context(context: PluginContext) -> PluginContext:
 @atexit.register
 def _close_at_exit() -> None:
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would end in a traceback
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would end in a traceback
     _context.service.close()
     # Python searches all that is left for cycles before it ends, 1.5 s with HELM's and PyTorch's modules. Triton needs
     # that search: without it, it prints a page of objects that it takes for leaked.

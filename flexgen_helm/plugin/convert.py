@@ -30,7 +30,7 @@ from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.errors import NumericalError, RequestError
 from flexgen_helm.plugin.prompt_encoder import PromptEncoder
-from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
+from flexgen_helm.request import MAX_COMPLETIONS, Completion, GenerationRequest, GenerationResult
 from flexgen_helm.tokenizer.chat import ChatFormat
 from flexgen_helm.tokenizer.thinking import split_thinking
 
@@ -117,8 +117,10 @@ def to_generation_request(
     )
     try:
         generation.validate()
-        if request.num_completions < 1:
-            raise RequestError(f"num_completions is {request.num_completions}; it must be 1 or more")
+        if not 1 <= request.num_completions <= MAX_COMPLETIONS:
+            raise RequestError(
+                f"num_completions is {request.num_completions}; it must be 1 or more and at most {MAX_COMPLETIONS:,}"
+            )
     except RequestError as error:
         raise NonRetriableException(str(error)) from error
     return PreparedRequest(

@@ -1,0 +1,297 @@
+"""HELM's client contract through HELM's own classes: LocalContext, AutoClient, window services, Executor, Runner.
+
+The engine is real, the model tiny and random; log-probabilities are compared with `transformers`. What both clients answer
+to whole benchmarks, calibrated choices and perturbed data included, is compared in tests/e2e/test_helm_client.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helm.benchmark.adaptation.adapter_spec import AdapterSpec
+from helm.benchmark.adaptation.request_state import RequestState
+from helm.benchmark.adaptation.scenario_state import ScenarioState
+from helm.benchmark.executor import ExecutionSpec, Executor, ExecutorError
+from helm.benchmark.metrics.basic_metrics import get_num_bytes
+from helm.benchmark.run_spec_factory import construct_run_specs
+from helm.benchmark.runner import Runner
+from helm.benchmark.scenarios.scenario import Input, Instance
+from helm.benchmark.window_services.tokenizer_service import TokenizerService
+from helm.benchmark.window_services.window_service_factory import WindowServiceFactory
+from helm.common.authentication import Authentication
+from helm.common.cache_backend_config import SqliteCacheBackendConfig
+from helm.common.local_context import LocalContext
+from helm.common.object_spec import parse_object_spec
+from helm.common.request import Request, RequestResult
+from helm.proxy.retry import NonRetriableException
+
+import flexgen_helm.plugin  # noqa: F401
+from flexgen_helm.plugin.context import PluginContext, set_context
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.chat_models import CHATML
+from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
+
+WINDOW = 400
+MODEL, CHAT = "flexgen/contract", "flexgen/contract-chat"
+PROMPT = "the quick brown fox: é☃🦊 jumps\n\nover"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Tokenizer]:
+    """A checkpoint without a chat template, its reference, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("contract") / "model"
+    reference = save_random(folder, llama_config(max_position_embeddings=WINDOW), seed=3)
+    save_tokenizer(folder)
+    tokenizer = Tokenizer.from_path(folder)
+    assert tokenizer is not None
+    return folder, reference, tokenizer
+
+
+@pytest.fixture(scope="module")
+def helm(model: tuple[Path, Any, Tokenizer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalContext]:
+    """HELM's context, which knows two names of the checkpoint, one with a template."""
+    import shutil
+
+    home = tmp_path_factory.mktemp("home")
+    chat = Path(shutil.copytree(model[0], home / "chat"))
+    (chat / "chat_template.jinja").write_text(CHATML)
+    names = {"contract": str(model[0]), "contract-chat": str(chat)}
+    (home / "models.yaml").write_text(yaml.safe_dump(names))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEXGEN_HELM_HOME", str(home / "home"))
+        patch.setenv("FLEXGEN_HELM_MODELS", str(home / "models.yaml"))
+        previous = set_context(PluginContext())
+        try:
+            yield LocalContext(str(home / "prod_env"), SqliteCacheBackendConfig(str(home)))
+        finally:
+            set_context(previous).service.close()
+
+
+def request(prompt: str = PROMPT, **changes: Any) -> Request:
+    fields: dict[str, Any] = dict(model=MODEL, model_deployment=MODEL, prompt=prompt, temperature=0.0, max_tokens=5)
+    return Request(**{**fields, **changes})
+
+
+def ask(helm: LocalContext, asked: Request) -> RequestResult:
+    result = helm.make_request(asked)
+    assert result.success, result.error
+    return result
+
+
+# Every combination of echo, length, stop strings, completions and temperature
+
+COMBINATIONS = [
+    dict(echo_prompt=echo, max_tokens=most, stop_sequences=stops, num_completions=count, temperature=temperature)
+    for echo, most, stops, count, temperature in product(
+        (False, True), (0, 1, 12), ([], ["\n"], ["e", "th", "\n\n", "absent"]), (1, 3), (0.0, 1.0)
+    )
+]
+
+
+def test_every_combination_keeps_the_contract(helm: LocalContext, model: tuple[Path, Any, Tokenizer]) -> None:
+    _, reference, tokenizer = model
+    import torch
+
+    for fields in COMBINATIONS:
+        asked = request(**fields, random="7")
+        result = ask(helm, asked)
+        json.dumps(asdict(result), allow_nan=False)
+        assert len(result.completions) == fields["num_completions"]
+        prompt_ids = tokenizer.encode(PROMPT, add_special_tokens=False)
+        echoed = tokenizer.token_texts(prompt_ids) if fields["echo_prompt"] else []
+        for completion in result.completions:
+            texts = [token.text for token in completion.tokens]
+            assert texts[: len(echoed)] == echoed
+            own = completion.tokens[len(echoed) :]
+            generated = completion.text[len(PROMPT) :] if fields["echo_prompt"] else completion.text
+            assert not any(stop in generated for stop in fields["stop_sequences"])
+            assert len(own) <= fields["max_tokens"]
+            assert completion.finish_reason in ({"reason": "length"}, {"reason": "stop"}, {"reason": "endoftext"})
+            assert completion.logprob == pytest.approx(sum(token.logprob for token in completion.tokens))
+            if not any(text.startswith("bytes:") for text in texts[len(echoed) :]):
+                assert "".join(texts[len(echoed) :]) == generated
+            if echoed:
+                with torch.no_grad():
+                    logits = reference(torch.tensor([prompt_ids])).logits[0].float()
+                expected = torch.log_softmax(logits, -1)
+                assert completion.tokens[0].logprob == 0.0
+                for place, token in enumerate(completion.tokens[1 : len(echoed)]):
+                    assert math.isclose(token.logprob, expected[place, prompt_ids[place + 1]].item(), abs_tol=1e-4)
+        if fields["temperature"] == 0.0:
+            assert len({completion.text for completion in result.completions}) == 1
+
+
+def test_tokens_that_are_no_whole_characters_count_their_bytes(helm: LocalContext) -> None:
+    """HELM's bits per byte divide by these."""
+    result = ask(helm, request(echo_prompt=True, max_tokens=0))
+    tokens = result.completions[0].tokens
+    assert any(token.text.startswith("bytes:") for token in tokens)
+    assert get_num_bytes(tokens) == len(PROMPT.encode())
+
+
+# Windows
+
+
+def test_the_window_at_its_exact_limits(helm: LocalContext, model: tuple[Path, Any, Tokenizer]) -> None:
+    """HELM fits prompts by the window service; what just fits is computed, and one token more is not."""
+    tokenizer = model[2]
+    window = WindowServiceFactory.get_window_service(MODEL, TokenizerService(helm))
+    assert (window.max_sequence_length, window.max_request_length) == (WINDOW, WINDOW + 1)
+    text = "fox " * 2 * WINDOW
+    for expected in (0, 1, 7):
+        cut = window.truncate_from_right(text, expected)
+        ids = tokenizer.encode(cut, add_special_tokens=False)
+        assert window.fits_within_context_window(cut, expected) and len(ids) + expected <= WINDOW + 1
+        assert not window.fits_within_context_window(cut + " fox fox fox", expected)
+        result = ask(helm, request(cut, max_tokens=expected, echo_prompt=True))
+        assert len(result.completions[0].tokens) >= len(ids)
+    assert len(tokenizer.encode(window.truncate_from_right(text, 0), add_special_tokens=False)) >= WINDOW
+    over = helm.make_request(request(text, max_tokens=0, echo_prompt=True))
+    assert not over.success and "beyond the model's window" in str(over.error)
+
+
+def test_the_window_service_and_the_client_agree_on_tokens(helm: LocalContext) -> None:
+    window = WindowServiceFactory.get_window_service(MODEL, TokenizerService(helm))
+    result = ask(helm, request(echo_prompt=True, max_tokens=0))
+    assert window.get_num_tokens(PROMPT) == len(result.completions[0].tokens)
+    assert window.decode(window.encode(PROMPT).tokens) == PROMPT
+
+
+# Chats
+
+
+def test_messages_go_through_the_template_and_need_one(helm: LocalContext) -> None:
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the fox"}]
+    chat = dict(model=CHAT, model_deployment=CHAT, prompt="", messages=turns)
+    by_messages = ask(helm, request(**chat))
+    rendered = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"
+    by_text = ask(helm, request(rendered))
+    assert by_messages.completions[0].text == by_text.completions[0].text
+    with pytest.raises(NonRetriableException, match="no chat template"):
+        helm.make_request(request("", messages=turns))
+
+
+def test_a_score_is_of_the_text_itself_with_a_template_too(helm: LocalContext) -> None:
+    """Calibration prompts and scored choices echo; a template around them would score another text."""
+    for prompt in ("Answer:", PROMPT):
+        scored = [
+            ask(helm, request(prompt, model=name, model_deployment=name, echo_prompt=True, max_tokens=0))
+            for name in (MODEL, CHAT)
+        ]
+        assert scored[0].completions == scored[1].completions
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty"),
+        ({"num_completions": 0}, "num_completions"),
+        ({"num_completions": 10**9}, "num_completions"),
+        ({"num_completions": 10**9, "temperature": 1.0}, "n is 1000000000"),
+        ({"prompt": "ab\ud800"}, "not valid Unicode"),
+        ({"stop_sequences": [""]}, "stop string"),
+        ({"top_p": 2.0}, "top_p"),
+    ],
+)
+def test_what_cannot_be_served_is_never_retried(
+    helm: LocalContext, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"HELM retries after {seconds} s"))
+    with pytest.raises(NonRetriableException, match=says):
+        helm.make_request(request(**changes))
+
+
+def test_a_failed_result_says_that_it_is_fatal(helm: LocalContext) -> None:
+    result = helm.make_request(request("fox " * 2 * WINDOW))
+    assert not result.success and result.error_flags is not None
+    assert (result.error_flags.is_retriable, result.error_flags.is_fatal) == (False, True)
+    embedding = helm.make_request(request(embedding=True))
+    assert embedding.error_flags is not None and not embedding.error_flags.is_retriable
+
+
+# Caching, executor, runner
+
+
+def test_an_answer_is_computed_once_and_again_where_anything_differs(helm: LocalContext) -> None:
+    first = ask(helm, request("cached once", temperature=1.0, random="a"))
+    again = ask(helm, request("cached once", temperature=1.0, random="a"))
+    assert (first.cached, again.cached) == (False, True)
+    assert first.completions == again.completions
+    for changes in (
+        {"random": "b"},
+        {"temperature": 0.9},
+        {"top_p": 0.9},
+        {"max_tokens": 6},
+        {"stop_sequences": ["z"]},
+    ):
+        other = ask(helm, replace(request("cached once", temperature=1.0, random="a"), **changes))
+        assert not other.cached, changes
+
+
+def execution(tmp_path: Path, **changes: Any) -> ExecutionSpec:
+    cache = SqliteCacheBackendConfig(str(tmp_path))
+    spec = ExecutionSpec(None, Authentication(""), str(tmp_path / "prod_env"), 4, sqlite_cache_backend_config=cache)
+    return replace(spec, **changes)
+
+
+def state(*requests: Request) -> ScenarioState:
+    states = [
+        RequestState(Instance(Input(str(place)), [], id=str(place)), None, None, 0, None, asked, None, 0, False)
+        for place, asked in enumerate(requests)
+    ]
+    return ScenarioState(AdapterSpec(model=MODEL, model_deployment=MODEL), states)
+
+
+def test_an_executor_answers_in_order_and_a_dry_run_computes_nothing(helm: LocalContext, tmp_path: Path) -> None:
+    asked = [request(f"number {number}", max_tokens=2) for number in range(9)]
+    done = Executor(execution(tmp_path)).execute(state(*asked))
+    texts = [one.result.completions[0].text for one in done.request_states if one.result is not None]
+    assert texts == [ask(helm, one).completions[0].text for one in asked]
+    dry = Executor(execution(tmp_path, dry_run=True)).execute(state(*asked))
+    assert all(one.result is None for one in dry.request_states)
+    with pytest.raises(ExecutorError, match="beyond the model's window"):
+        Executor(execution(tmp_path)).execute(state(asked[0], request("fox " * WINDOW * 2)))
+
+
+@pytest.mark.parametrize(
+    "entry, statistic",
+    [
+        ("simple_mcqa", "exact_match"),
+        ("simple_mcqa:data_augmentation=robustness", "exact_match"),
+        ("simple_classification", "classification_macro_f1"),
+    ],
+)
+def test_a_runner_makes_the_statistics_of_a_run(
+    helm: LocalContext, tmp_path: Path, entry: str, statistic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, _, arguments = entry.partition(":")
+    augmentation = [part for part in arguments.split(",") if part]
+    spec = construct_run_specs(parse_object_spec(f"{name}:model={MODEL}"))[0] if not augmentation else None
+    if spec is None:
+        from helm.benchmark.presentation.run_entry import RunEntry
+        from helm.benchmark.run import run_entries_to_run_specs
+
+        (spec,) = run_entries_to_run_specs([RunEntry(f"{name}:model={MODEL},{arguments}", 1, None)], 3)
+    spec = replace(spec, adapter_spec=replace(spec.adapter_spec, max_eval_instances=3, max_train_instances=1))
+    runner = Runner(execution(tmp_path), str(tmp_path / "out"), "s", False, False, False, False, True)
+    runner.run_one(spec)
+    folder = Path(runner.runs_path) / spec.name
+    stats = {stat["name"]["name"] for stat in json.loads((folder / "stats.json").read_text())}
+    assert statistic in stats and "num_prompt_tokens" in stats
+    states = json.loads((folder / "scenario_state.json").read_text())["request_states"]
+    assert all(one["result"]["success"] for one in states)
+    perturbed = [one for one in states if one["instance"].get("perturbation")]
+    assert bool(perturbed) == bool(augmentation)
