@@ -1,13 +1,14 @@
 """HELM's client contract through HELM's own classes: LocalContext, AutoClient, window services, Executor, Runner.
 
-The engine is real, the model tiny and random; log-probabilities are compared with `transformers`. What both clients answer
-to whole benchmarks, calibrated choices and perturbed data included, is compared in tests/e2e/test_helm_client.py.
+The engine is real, the model tiny and random; log-probabilities are compared with `transformers`. What both clients
+answer to whole benchmarks, calibrated choices and perturbed data included, is in tests/e2e/test_helm_client.py.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import product
@@ -58,8 +59,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Tokenize
 @pytest.fixture(scope="module")
 def helm(model: tuple[Path, Any, Tokenizer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalContext]:
     """HELM's context, which knows two names of the checkpoint, one with a template."""
-    import shutil
-
     home = tmp_path_factory.mktemp("home")
     chat = Path(shutil.copytree(model[0], home / "chat"))
     (chat / "chat_template.jinja").write_text(CHATML)
