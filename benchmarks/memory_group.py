@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.hardware.control_groups import MOUNTS, OWN, memory_groups
 
 _serials = itertools.count()
 
@@ -24,7 +25,7 @@ class MemoryGroup:
     groups only. So a limit on the caller's parent holds here too.
     """
 
-    def __init__(self, limit: int, mounts: Path = Path("/proc/mounts"), own: Path = Path("/proc/self/cgroup")) -> None:
+    def __init__(self, limit: int, mounts: Path = MOUNTS, own: Path = OWN) -> None:
         parent, self._version = _parent(mounts, own)
         self._folder = parent / f"flexgen-bench-{os.getpid()}-{next(_serials)}"
         try:
@@ -78,18 +79,12 @@ def forget_files(folder: Path) -> None:
 
 def _parent(mounts: Path, own: Path) -> tuple[Path, int]:
     """Return the folder in which to create a group, and the version of control groups."""
-    mounted = [line.split() for line in mounts.read_text().splitlines()] if mounts.is_file() else []
-    own_groups = [line.split(":", 2) for line in own.read_text().splitlines()] if own.is_file() else []
-    for _, mount, kind, options, *_ in mounted:
-        if kind == "cgroup" and "memory" in options.split(","):
-            path = next((path for _, names, path in own_groups if "memory" in names.split(",")), "/")
-            folder = Path(mount) / path.lstrip("/")
-            return (folder if folder.is_dir() else Path(mount)), 1
-    for _, mount, kind, *_ in mounted:
-        if kind == "cgroup2":
-            path = next((path for number, _, path in own_groups if number == "0"), "/")
-            folder = (Path(mount) / path.lstrip("/")).parent if path != "/" else Path(mount)
-            control = folder / "cgroup.subtree_control"
-            if control.is_file() and "memory" in control.read_text().split():
-                return folder, 2
+    groups = memory_groups(mounts, own)
+    if groups is not None and groups.version == 1:
+        return groups.folder, 1
+    if groups is not None:
+        folder = groups.folder if groups.folder == groups.mount else groups.folder.parent
+        control = folder / "cgroup.subtree_control"
+        if control.is_file() and "memory" in control.read_text().split():
+            return folder, 2
     raise GroupUnavailable("no memory controller of control groups is mounted here (version 1, or delegated version 2)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -20,10 +21,21 @@ from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import existing_folder
+from flexgen_helm.hardware.control_groups import host_memory
 from flexgen_helm.units import size
 
 SUBPROCESS_S = 180
 LOW_MEMORY, LOW_DISK, LOW_FLOPS = 2 << 30, 5 << 30, 5e9
+# Fails if it gets a lock that another process holds.
+_TAKE_LOCK = """
+import sys
+from filelock import FileLock, Timeout
+try:
+    FileLock(sys.argv[1]).acquire(timeout=0)
+except Timeout:
+    sys.exit()
+sys.exit("a second process got the lock")
+"""
 _NETWORK_DISKS = ("nfs", "cifs", "smb", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs")
 
 
@@ -57,8 +69,17 @@ def _python() -> Finding:
 
 
 def _packages() -> Finding:
+    from packaging.requirements import Requirement
+
     from flexgen_helm.report.throughput import versions
 
+    # Lower bounds leave out versions with known security holes, upper ones what HELM does not run with.
+    needed = [Requirement(need) for need in metadata.requires("flexgen-helm") or () if "extra ==" not in need]
+    wrong = [need for need in needed if not need.specifier.contains(metadata.version(need.name), prereleases=True)]
+    if wrong:
+        found = ", ".join(f"{need.name} {metadata.version(need.name)}" for need in wrong)
+        command = " ".join(f'"{need.name}{need.specifier}"' for need in wrong)
+        return Finding("failed", f"not supported: {found}", f"Run: pip install {command}.")
     return Finding("ok", ", ".join(f"{name} {version}" for name, version in versions().items() if name != "python"))
 
 
@@ -119,8 +140,10 @@ def _gpu() -> Finding:
 
 
 def _memory() -> Finding:
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     found = f"{size(memory.available)} of {size(memory.total)} available"
+    if memory.group_limit is not None:
+        found += f", in a control group of {size(memory.group_limit)} (a container, or a job of a cluster)"
     if memory.available < LOW_MEMORY:
         return Finding("warning", found, "Close other programs, or choose a small model.")
     return Finding("ok", found)
@@ -184,6 +207,22 @@ def _response_cache() -> Finding:
     return Finding("ok", f"{folder} is writable{f' ({kind})' if kind else ''}")
 
 
+def _locks() -> Finding:
+    """Processes that share the folder exclude each other by such locks."""
+    from filelock import FileLock
+
+    path = existing_folder(state_dir()) / f"doctor-{os.getpid()}.lock"
+    try:
+        with FileLock(path):
+            error = _python_subprocess(_TAKE_LOCK, str(path))
+    finally:
+        path.unlink(missing_ok=True)
+    if error is not None:
+        remedy = "Name a folder on a local disk in FLEXGEN_HELM_HOME, or run one process at a time."
+        return Finding("failed", f"two processes do not exclude each other in {path.parent}: {error}", remedy)
+    return Finding("ok", f"hold between processes in {path.parent}")
+
+
 def _verified(model: str) -> Finding:
     from flexgen_helm.checkpoint.open import open_checkpoint
 
@@ -208,6 +247,7 @@ _CHECKS: dict[str, Callable[[], Finding]] = {
     "weights": _weights,
     "speed": _speed,
     "journal": _response_cache,
+    "locks": _locks,
 }
 
 

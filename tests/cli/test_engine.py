@@ -6,6 +6,7 @@ import io
 import json
 import math
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -239,6 +240,9 @@ def test_perplexity_for_people(tiny, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("perplexity ")
 
 
+IN_A_FRESH_INTERPRETER = checks._python_subprocess
+
+
 @pytest.fixture
 def own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
@@ -289,6 +293,24 @@ def test_doctor_says_what_to_do(own_home, capsys, monkeypatch, tmp_path):
     for name in ("HELM", "plugin", "torchvision", "offline data", "journal"):
         assert found[name]["status"] == "failed" and found[name]["remedy"], name
     assert "uninstall torchvision" in found["torchvision"]["remedy"]
+
+
+def test_doctor_finds_locks_that_do_not_hold(own_home, monkeypatch, tmp_path):
+    monkeypatch.setattr(checks, "_python_subprocess", IN_A_FRESH_INTERPRETER)
+    assert checks._locks().status == "ok"
+    monkeypatch.setattr("filelock.FileLock", lambda path: nullcontext())  # as on a disk where both get it
+    found = checks._locks()
+    assert found.status == "failed" and "second process" in found.found
+    assert not list(tmp_path.rglob("doctor-*"))
+
+
+def test_doctor_finds_a_version_with_a_known_hole(own_home, monkeypatch):
+    honest = checks.metadata.version
+    monkeypatch.setattr(
+        checks.metadata, "version", lambda package: "5.2.0" if package == "transformers" else honest(package)
+    )
+    found = checks.run_checks()["packages"]
+    assert found.status == "failed" and "transformers 5.2.0" in found.found and ">=5.3" in str(found.remedy)
 
 
 def test_doctor_for_people(own_home, capsys):
