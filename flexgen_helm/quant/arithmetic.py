@@ -26,6 +26,8 @@ ScaleOffset = tuple[Tensor, Tensor]  # float32 [...] each
 _SCALES_PER_OCTAVE, _LOWEST_EXPONENT, _NUM_SCALES = 16, -24, 512
 _LAST_ZERO_POINT = 127
 _FP16_MAX = 65504.0
+# Values that are fitted at a time. Hundreds of passes go over them.
+_FITTED_VALUES = 1 << 19
 # Scales that the fit tries: the one that covers a group's range, and smaller ones down to 0.74 of it.
 _TRIED_SCALES = 8
 
@@ -160,6 +162,15 @@ def _zero_point_index(zero_point: Tensor, bits: int) -> Tensor:
 
 
 def _fitted_words(values: Tensor, words: Tensor, bits: int) -> Tensor:
+    """Fit the words of all groups, on the CPU as many at a time as its caches hold with the temporaries."""
+    if values.device.type != "cpu" or values.numel() <= _FITTED_VALUES:
+        return _fit(values, words, bits)
+    rows = max(1, _FITTED_VALUES // values.shape[-1])
+    parts = zip(values.flatten(0, -2).split(rows), words.flatten().split(rows))
+    return torch.cat([_fit(*part, bits) for part in parts]).view_as(words)
+
+
+def _fit(values: Tensor, words: Tensor, bits: int) -> Tensor:
     """Search smaller scales and other zero points for the least squared error; no calibration data are needed.
 
     Clipping a group's extremes pays where the finer scale saves more on its other values. For every scale three zero

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.quant import kernels
+from flexgen_helm.quant import arithmetic, kernels
 from flexgen_helm.quant.arithmetic import (
     NotQuantizableError,
     decode_words,
@@ -189,6 +189,15 @@ def test_the_fit_is_never_worse_than_the_range_and_near_the_best_word(seed, scal
         codes = ((values[row] - o) / s).round().clamp(0, 15)
         best = (codes * s + o - values[row]).square().sum(-1).min()
         assert cost("error")[row] <= 1.6 * best
+
+
+def test_the_fit_of_a_part_is_that_of_the_whole(monkeypatch):
+    """Large matrices are fitted in parts; groups do not see each other."""
+    values = matrix(70, 3 * 32).view(70, 3, 32)
+    whole = to_codes(values, OURS)
+    monkeypatch.setattr(arithmetic, "_FITTED_VALUES", 11 * 32)
+    in_parts = to_codes(values, OURS)
+    assert torch.equal(whole[0], in_parts[0]) and torch.equal(whole[1], in_parts[1])
 
 
 def test_the_fit_is_much_better_than_the_range():
