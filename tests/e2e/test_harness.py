@@ -30,16 +30,17 @@ RUNS = {
     "wikitext": "wikitext:model=flexgen/wheel",
 }
 RELATIVE = 1e-3
+PASSAGES = 500
 PAGES = (0, 1, 2)
 
 
-@pytest.fixture(scope="module", params=[100, pytest.param(500, marks=pytest.mark.slow)], ids="{} passages".format)
-def data(shared_data: Path, request: pytest.FixtureRequest) -> tuple[list[str], list[str]]:
+@pytest.fixture(scope="module")
+def data(shared_data: Path) -> tuple[list[str], list[str]]:
     """Passages and pages that the file has numbers of."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXGEN_HELM_DATA", str(shared_data))
         passages, pages = lambada.read_passages(), wikitext.read_pages()
-    return passages[: request.param], [pages[index] for index in PAGES]
+    return passages[:PASSAGES], [pages[index] for index in PAGES]
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def by_document(folder: Path, name: str) -> list[float]:
     return [found[index] for index in sorted(found)]
 
 
+@pytest.mark.slow
 def test_lambada_equals_the_harness(runs: dict[str, Path], data: tuple[list[str], list[str]]) -> None:
     num_passages = len(data[0])
     logprobs, hits = zip(*REFERENCE["lambada_openai"][:num_passages])
@@ -84,6 +86,7 @@ def test_lambada_equals_the_harness(runs: dict[str, Path], data: tuple[list[str]
     assert perplexity != pytest.approx(math.exp(-sum(other) / len(other)), rel=RELATIVE)
 
 
+@pytest.mark.slow
 def test_wikitext_equals_the_harness(runs: dict[str, Path], data: tuple[list[str], list[str]]) -> None:
     logprobs = [REFERENCE["wikitext"][index] for index in PAGES]
     assert by_document(runs["wikitext"], "logprob") == pytest.approx(logprobs, rel=1e-4)
@@ -95,6 +98,7 @@ def test_wikitext_equals_the_harness(runs: dict[str, Path], data: tuple[list[str
     assert found["bits_per_byte"] == pytest.approx(loss / size / math.log(2), rel=RELATIVE)
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_harness_are_those_of_transformers(
     wheel_model: Path, data: tuple[list[str], list[str]], tmp_path: Path
 ) -> None:

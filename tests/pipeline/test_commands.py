@@ -68,6 +68,7 @@ def test_generate_goes_on_after_the_loss_of_a_rank(tmp_path, environment):
     assert len(ids[0]) == 60 and ids[0] == ids[1]
 
 
+@pytest.mark.slow
 def test_run_gives_the_scores_of_one_process(tmp_path, environment):
     scores = {}
     for num_ranks in (1, 2):
