@@ -337,6 +337,8 @@ def test_a_flipped_bit_in_a_snapshot_is_refused_by_name(hub: Path, name: str, ca
     blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if name.endswith("rs") else content + b" ")
     with pytest.raises(CheckpointError, match=rf"{name} is damaged.*delete .*{blob.name} and"):
         fetch("org/repo")
+    # The inverse: the hub's own look-up compares nothing.
+    assert Path(huggingface_hub.snapshot_download("org/repo", local_files_only=True)) == snapshot
     # Damage that keeps size and date is found where one asks for it.
     os.utime(blob, (1e9, 1e9))
     blob.write_bytes(content)
