@@ -403,6 +403,8 @@ def test_a_download_that_stopped_half_way_is_refused(hub: Path, shards: int) -> 
     link.unlink()
     with pytest.raises(CheckpointError, match=r"org/repo.*incomplete"):
         open_checkpoint("org/repo")
+    # The inverse: the hub's own look-up takes what is there.
+    assert Path(huggingface_hub.snapshot_download("org/repo", local_files_only=True)) == snapshot
 
 
 def test_nothing_cached_and_no_network_says_what_to_do(hub: Path) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,11 @@ from flexgen_helm.errors import DiskFullError, NumericalError
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory
 from flexgen_helm.offload.staging import ALIGNMENT, pages
 from flexgen_helm.plugin.context import PluginContext, set_context
+from flexgen_helm.plugin.convert import to_generation_request
+from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.request import Completion, Cost, GenerationResult
 from flexgen_helm.response_cache import ResponseCache, ResponseCacheError, response_cache_path
+from tests.helpers.fake_engine import MAX_POSITIONS, FakeTokenizer
 from tests.helpers.hostile import Violation, contained
 from tests.helpers.offload import offloaded, workload
 from tests.helpers.parity import TOLERANCE, prompts
@@ -216,6 +220,27 @@ def test_9_masked_by_its_id_it_has_other_scores(opt: TinyModel) -> None:
     expected = opt.logprobs(PADDED)
     moved = [abs(masked[place, token] - expected[place, token]).item() for place, token in enumerate(PADDED[1:])]
     assert max(moved) > 100 * TOLERANCE
+
+
+# 10: the token that begins texts
+
+
+def test_10_a_second_bos_would_move_every_score(tiny: Tiny) -> None:
+    """HELM's prompts of language modelling begin with BOS as text; others have none. Both are conditioned on one."""
+    model, encoder = tiny("gpt2"), PromptEncoder(FakeTokenizer(adds_bos=True))  # type: ignore[arg-type]
+    plain = Request(model="flexgen/x", model_deployment="flexgen/x", prompt="ab", max_tokens=0, echo_prompt=True)
+    fed = [
+        to_generation_request(replace(plain, prompt=text), encoder, MAX_POSITIONS).request.prompt_token_ids
+        for text in ("ab", FakeTokenizer.bos_text + "ab")
+    ]
+    once = [FakeTokenizer.bos_id, ord("a"), ord("b")]
+    assert [list(ids or ()) for ids in fed] == [once, once]
+    expected, twice = model.logprobs(once), model.logprobs([once[0], *once])
+    found = scores(model.path, once).prompt_logprobs
+    assert found is not None
+    for place, token in enumerate(once[1:]):
+        assert abs((found[place + 1] or 0.0) - expected[place, token].item()) < TOLERANCE
+        assert abs(twice[place + 1, token] - expected[place, token]).item() > 100 * TOLERANCE
 
 
 # 11: log-probabilities
