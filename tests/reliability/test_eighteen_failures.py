@@ -92,7 +92,10 @@ def test_2_a_mapped_file_dies_by_a_signal_there(tmp_path: Path) -> None:
 
 PICKLING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "sqlitedict",
             "diskcache"}  # fmt: skip
-EXECUTING = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "numpy.load", "np.load", "os.system"}
+EXECUTING = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "numpy.load", "np.load", "os.system",
+             "dist.broadcast_object_list", "dist.all_gather_object"}  # fmt: skip
+# Each with its reason, which SECURITY.md tells.
+TRUSTED = {"pipeline.py": {"dist.broadcast_object_list", "dist.all_gather_object"}}  # between processes of one torchrun
 
 
 def executing(source: str) -> set[str]:
@@ -114,7 +117,7 @@ def test_5_no_module_uses_what_executes_its_input() -> None:
     """`torch.load` has one place, which a test of conversions names."""
     sources = [path for folder in ("flexgen_helm", "scenarios", "runs") for path in (ROOT / folder).rglob("*.py")]
     assert len(sources) > 100
-    assert {str(path): found for path in sources if (found := executing(path.read_text()))} == {}
+    assert {path.name: found for path in sources if (found := executing(path.read_text()))} == TRUSTED
 
 
 def test_5_what_executes_its_input_is_found() -> None:

@@ -1,4 +1,4 @@
-"""The page of failures names tests that exist, in the suite that it says."""
+"""The page of failures and the threat model name tests that exist, in the suite that they say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.helpers.paths import ROOT
 
 PAGE = (ROOT / "docs/explanation/reliability.md").read_text(encoding="utf-8")
 NAME = re.compile(r"(\*?)`([\w/]+\.py)::(\w+)`")
-NAMED = NAME.findall(PAGE)
+NAMED = NAME.findall(PAGE) + NAME.findall((ROOT / "SECURITY.md").read_text(encoding="utf-8"))
 
 
 def is_slow(file: str, name: str) -> bool:
