@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.hardware.control_groups import FILES, MOUNTS, OWN_GROUPS, hierarchies
 
 _serials = itertools.count()
 
@@ -24,13 +25,12 @@ class MemoryGroup:
     groups only. So a limit on the caller's parent holds here too.
     """
 
-    def __init__(self, limit: int, mounts: Path = Path("/proc/mounts"), own: Path = Path("/proc/self/cgroup")) -> None:
+    def __init__(self, limit: int, mounts: Path = MOUNTS, own: Path = OWN_GROUPS) -> None:
         parent, self._version = _parent(mounts, own)
         self._folder = parent / f"flexgen-bench-{os.getpid()}-{next(_serials)}"
         try:
             self._folder.mkdir()
-            name = "memory.limit_in_bytes" if self._version == 1 else "memory.max"
-            (self._folder / name).write_text(str(limit))
+            (self._folder / FILES[self._version].limit).write_text(str(limit))
         except OSError as error:
             with suppress(OSError):
                 self._folder.rmdir()
@@ -78,18 +78,11 @@ def forget_files(folder: Path) -> None:
 
 def _parent(mounts: Path, own: Path) -> tuple[Path, int]:
     """Return the folder in which to create a group, and the version of control groups."""
-    mounted = [line.split() for line in mounts.read_text().splitlines()] if mounts.is_file() else []
-    own_groups = [line.split(":", 2) for line in own.read_text().splitlines()] if own.is_file() else []
-    for _, mount, kind, options, *_ in mounted:
-        if kind == "cgroup" and "memory" in options.split(","):
-            path = next((path for _, names, path in own_groups if "memory" in names.split(",")), "/")
-            folder = Path(mount) / path.lstrip("/")
-            return (folder if folder.is_dir() else Path(mount)), 1
-    for _, mount, kind, *_ in mounted:
-        if kind == "cgroup2":
-            path = next((path for number, _, path in own_groups if number == "0"), "/")
-            folder = (Path(mount) / path.lstrip("/")).parent if path != "/" else Path(mount)
-            control = folder / "cgroup.subtree_control"
-            if control.is_file() and "memory" in control.read_text().split():
-                return folder, 2
+    for version, (group, *above) in hierarchies(mounts, own):
+        if version == 1:
+            return group, version
+        folder = above[0] if above else group
+        control = folder / "cgroup.subtree_control"
+        if control.is_file() and "memory" in control.read_text().split():
+            return folder, version
     raise GroupUnavailable("no memory controller of control groups is mounted here (version 1, or delegated version 2)")

@@ -107,15 +107,14 @@ def models(
 
 def this_machine() -> Machine:
     """Return what is free here. A GPU counts if a saved profile knows its memory: asking it would import torch."""
-    import psutil
-
     from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.machine_profile import load_saved
     from flexgen_helm.files import existing_folder
+    from flexgen_helm.hardware.control_groups import host_memory
     from flexgen_helm.planner.problem import without_margin
 
     folder = state_dir() / "offload"
-    memory, saved = psutil.virtual_memory(), load_saved(folder)
+    memory, saved = host_memory(), load_saved(folder)
     gpu = saved.profile.gpu if saved is not None else None
     total = 0 if gpu is None else gpu.memory_bytes
     limits: dict[Tier, int] = {
