@@ -29,6 +29,7 @@ from helm.benchmark.scenarios.scenario import Input, Instance
 from helm.benchmark.window_services.tokenizer_service import TokenizerService
 from helm.benchmark.window_services.window_service_factory import WindowServiceFactory
 from helm.common.authentication import Authentication
+from helm.common.cache import Cache, SqliteCacheConfig
 from helm.common.cache_backend_config import SqliteCacheBackendConfig
 from helm.common.local_context import LocalContext
 from helm.common.request import Request, RequestResult
@@ -251,6 +252,17 @@ def test_an_answer_is_computed_once_and_again_where_anything_differs(helm: Local
     ):
         other = ask(helm, replace(request("cached once", temperature=1.0, random="a"), **changes))
         assert not other.cached, changes
+
+
+def test_helms_own_cache_is_not_used(helm: LocalContext, tmp_path: Path) -> None:
+    """It is pickled. HELM makes its file where a client or tokenizer of ours would take the cache that it is given."""
+    own = LocalContext(str(tmp_path / "prod_env"), SqliteCacheBackendConfig(str(tmp_path)))
+    ask(own, request("not in a pickle"))
+    window = WindowServiceFactory.get_window_service(MODEL, TokenizerService(own))
+    assert window.encode(PROMPT).tokens
+    assert list(tmp_path.rglob("*.sqlite")) == []
+    Cache(SqliteCacheConfig(str(tmp_path / "flexgen.sqlite"))).get({"key": 1}, dict)
+    assert list(tmp_path.rglob("*.sqlite")) != []
 
 
 def execution(tmp_path: Path, **changes: Any) -> ExecutionSpec:
