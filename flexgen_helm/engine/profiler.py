@@ -16,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.hardware.control_groups import host_memory
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.profile import Curve, Disk, HardwareProfile, Link, Processor
 from flexgen_helm.units import exact_size
@@ -45,7 +44,7 @@ def measure(folder: Path) -> HardwareProfile:
     """Measure everything; writes and deletes a gigabyte in `folder`."""
     import torch
 
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     keep_freed_memory()  # as an engine does: otherwise every product writes to memory that was never touched
     with torch.no_grad():
         cpu = _processor(torch.device("cpu"), memory.available, ("float32",))

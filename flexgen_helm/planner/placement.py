@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from flexgen_helm.models.config import ModelConfig, expert_of, stage_tensor_shapes, tensor_shapes
+from flexgen_helm.models.config import ModelConfig, expert_of, stage_names, stage_tensor_shapes, tensor_shapes
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import FP16, Precision
 
@@ -60,13 +60,21 @@ class StorageSizes:
 
     def stage_bytes(self, stage: str) -> int:
         """Bytes of the matrices of one stage."""
-        shapes = stage_tensor_shapes(self.config, stage)
-        return sum(self.num_bytes(name, shape) for name, shape in shapes.items() if len(shape) > 1)
+        return self._stages[stage][0]
 
     def stage_expert_bytes(self, stage: str) -> int:
         """Bytes of those that belong to experts."""
-        shapes = stage_tensor_shapes(self.config, stage)
-        return sum(self.num_bytes(name, shape) for name, shape in shapes.items() if len(shape) > 1 and expert_of(name))
+        return self._stages[stage][1]
+
+    @cached_property
+    def _stages(self) -> dict[str, tuple[int, int]]:
+        """Bytes of each stage's matrices, and of those that belong to experts."""
+        found = {}
+        for stage in stage_names(self.config):
+            names = [name for name, shape in stage_tensor_shapes(self.config, stage).items() if len(shape) > 1]
+            experts = sum(self.matrices[name] for name in names if expert_of(name))
+            found[stage] = sum(self.matrices[name] for name in names), experts
+        return found
 
 
 def tier_fractions(policy: Policy, kind: Kind, has_gpu: bool) -> dict[Tier, float]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm.checkpoint.names import CATALOG, resolve, split_precision
 from flexgen_helm.errors import UnknownModelError, UsageError
+from tests.helpers.catalog_configs import trace, traced_entries
 
 # Published sizes; exact where the hub's model page or `transformers` counts them.
 PUBLISHED = {
@@ -64,6 +67,31 @@ PUBLISHED = {
     "phi-4": 14_659_507_200,
     "mixtral-8x7b-v0.1": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.3-70b-instruct": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-235b-a22b-2507": 235_093_634_560,
+    "qwen3-30b-a3b-2507": 30_532_122_624,
+    "mistral-small-24b-instruct": 23_572_403_200,
+    "mistral-nemo-instruct-2407": 12_247_782_400,
+    "mixtral-8x22b-v0.1": 140_620_634_112,
+    "mixtral-8x22b-instruct-v0.1": 140_630_071_296,
+    "olmo-2-0425-1b": 1_484_916_736,
+    "olmo-2-1124-13b": 13_716_198_400,
+    "olmo-2-0325-32b": 32_234_279_936,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "deepseek-v2-lite": 15_706_484_224,
+    "smollm3-3b": 3_075_098_624,
+    "olmo-3-1025-7b": 7_298_011_136,
 }
 
 
@@ -75,10 +103,43 @@ def test_number_of_parameters_is_the_published_one(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("opt-66b", 65.7), ("opt-175b", 175), ("galactica-125m", 0.125), ("galactica-6.7b", 6.66)]
-    + [("galactica-1.3b", 1.3), ("galactica-30b", 30), ("galactica-120b", 121)],
+    + [("galactica-1.3b", 1.3), ("galactica-30b", 30), ("galactica-120b", 121)]
+    + [("olmo-2-1124-7b", 7.3), ("deepseek-v3", 671), ("glm-4.5", 355), ("glm-4.5-air", 106), ("olmo-3-1125-32b", 32.2)]
+    + [("granite-3.3-8b-instruct", 8.17)],
 )
 def test_number_of_parameters_is_near_the_announced_one(name: str, billions: float) -> None:
     assert CATALOG[name].config.num_parameters == pytest.approx(billions * 1e9, rel=0.013)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt-oss-20b", 3.6), ("gpt-oss-120b", 5.1), ("deepseek-v3", 37), ("glm-4.5", 32), ("glm-4.5-air", 12)]
+    + [("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22), ("mixtral-8x22b-v0.1", 39)],
+)
+def test_parameters_that_a_token_uses_are_near_the_announced_ones(name: str, billions: float) -> None:
+    """Announced with or without the embedding."""
+    config = CATALOG[name].config
+    products = (config.linear_flops_per_token + config.head_flops_per_token) / 2
+    assert products == pytest.approx(billions * 1e9, rel=0.1)
+
+
+def test_records_of_transformers_classes_are_what_their_modules_say() -> None:
+    """For one here, for all in the slow suite; `make catalog` writes them anew."""
+    entry = CATALOG["gpt-oss-20b"]
+    assert trace(entry) == json.loads(json.dumps(asdict(entry.config)))
+
+
+@pytest.mark.slow
+def test_all_records_of_transformers_classes_are_what_their_modules_say() -> None:
+    assert len(traced_entries()) > 10
+    for entry in traced_entries():
+        assert trace(entry) == json.loads(json.dumps(asdict(entry.config))), entry.name
+
+
+def test_records_of_transformers_classes_are_read_without_torch() -> None:
+    code = "import sys\nfrom flexgen_helm.checkpoint.names import CATALOG\nCATALOG['deepseek-v3'].config\n"
+    code += "assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_architectures_that_differ_from_their_siblings() -> None:

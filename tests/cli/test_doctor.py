@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -106,11 +105,11 @@ def test_a_version_with_a_hole_is_not_supported(monkeypatch):
 
 
 def test_a_control_group_is_seen(monkeypatch):
-    monkeypatch.setattr(checks, "host_memory", lambda: HostMemory(1 << 30, 4 << 30, Path("/sys/fs/cgroup/mine")))
+    monkeypatch.setattr(checks, "host_memory", lambda: HostMemory(4 << 30, 3 << 30, 4 << 30))
     finding = checks._memory()
-    assert finding.status == "warning" and "/sys/fs/cgroup/mine" in finding.found and "--cpu-memory" in finding.remedy
-    monkeypatch.setattr(checks, "host_memory", lambda: HostMemory(3 << 30, 4 << 30))
-    assert checks._memory().status == "ok"
+    assert finding.status == "ok" and "control group of 4 GiB" in finding.found
+    monkeypatch.setattr(checks, "host_memory", lambda: HostMemory(4 << 30, 1 << 30, 4 << 30))
+    assert checks._memory().status == "warning"
 
 
 def test_limits_of_the_process_are_seen(monkeypatch):

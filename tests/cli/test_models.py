@@ -84,8 +84,8 @@ def test_the_whole_catalog_is_listed(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     "pattern, expected",
     [
-        ("LLAMA-3.1", {"llama-3.1-8b", "llama-3.1-8b-instruct"}),
-        ("qwen3_moe", {"qwen3-30b-a3b", "qwen3-30b-a3b-base"}),
+        ("LLAMA-3.3", {"llama-3.3-70b-instruct"}),
+        ("gpt_oss", {"gpt-oss-20b", "gpt-oss-120b"}),
         ("facebook/galactica-6.7b", {"galactica-6.7b"}),
         ("phi-?", {"phi-4"}),
         ("gpt2-*l*", {"gpt2-large", "gpt2-xl"}),

@@ -189,9 +189,9 @@ def test_machines_of_two_kinds_do_not_share_a_suite(model: ModelToLoad, monkeypa
 
     monkeypatch.setattr(worker_module, "_identity", identity)
     monkeypatch.setattr(engine_module, "engine_fingerprint", lambda *given: given[3])
-    cluster, workers = start(model)
     messages: list[Event] = []
     with observed_by(messages.append):
+        cluster, workers = start(model)  # which may hear of both already
         while len(workers.workers) == 2:
             cluster.run(requests_of(4))
             for event in workers.poll(0.1):

@@ -77,8 +77,9 @@ def test_larger_than_memory(run_example: Callable[..., str], tmp_path: Path) -> 
     assert used is not None and float(used[1]) <= 12.0, printed
 
 
-def test_fp16_against_4bit(run_example: Callable[..., str], checkpoint: Path) -> None:
-    printed = run_example("fp16_against_4bit", str(checkpoint), str(ROOT / "SECURITY.md"))
+def test_fp16_against_4bit(run_example: Callable[..., str], checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text((ROOT / "SECURITY.md").read_text(encoding="utf-8")[:1500], encoding="utf-8")
+    printed = run_example("fp16_against_4bit", str(checkpoint), str(tmp_path / "text"))
     found = re.findall(r"^(fp16|4bit) +perplexity +([\d.]+) +peak memory +[\d.]+ MB$", printed, re.MULTILINE)
     assert [precision for precision, _ in found] == ["fp16", "4bit"], printed
     fp16, packed = (float(perplexity) for _, perplexity in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ class _LayerTrace:
     experts: dict[str, ExpertsCall] = field(default_factory=dict)
 
 
+_one_at_a_time = threading.Lock()  # a trace replaces a function of `transformers` meanwhile
+
+
 def read_generic_config(content: Mapping[str, Any]) -> ModelConfig:
     """Fill the record of a model from its `config.json`.
 
@@ -41,6 +45,11 @@ def read_generic_config(content: Mapping[str, Any]) -> ModelConfig:
     that its configuration cannot have.
     """
     text = json.dumps(content, sort_keys=True)
+    with _one_at_a_time:
+        return _read(content, text)
+
+
+def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
     try:
         model = LayeredModel(text, "meta")
     except FlexgenError:

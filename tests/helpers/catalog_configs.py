@@ -1,0 +1,34 @@
+"""Records of the catalog's models that run by transformers' modules, written so that reading them needs no PyTorch.
+
+`python -m tests.helpers.catalog_configs` rewrites flexgen_helm/checkpoint/catalog_traced.jsonl.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from flexgen_helm.checkpoint import catalog
+from flexgen_helm.checkpoint.catalog import CATALOG, CatalogEntry
+from flexgen_helm.models.architectures import ARCHITECTURES, architecture_of_config
+from tests.helpers.paths import ROOT
+
+FILE = ROOT / "flexgen_helm" / "checkpoint" / catalog.TRACED
+
+
+def traced_entries() -> list[CatalogEntry]:
+    return [entry for entry in CATALOG.values() if entry.architecture not in ARCHITECTURES]
+
+
+def trace(entry: CatalogEntry) -> dict[str, Any]:
+    """The record that transformers' own modules give, as JSON types."""
+    content = {**entry.published, "architectures": [entry.architecture]}
+    config = architecture_of_config(content).read_config(content)
+    record: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return record
+
+
+if __name__ == "__main__":
+    lines = [json.dumps({"name": entry.name, "config": trace(entry)}) for entry in traced_entries()]
+    FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
