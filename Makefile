@@ -51,9 +51,10 @@ docs: install
 docs-serve: install
 	$(MKDOCS) serve
 
-# Rewrites what the docs take from code and results: the command reference and the charts.
+# Rewrites what the docs take from code and results: the references of commands and errors, and the charts.
 pages: install
 	$(BIN)/python docs/commands.py
+	$(BIN)/python docs/errors.py
 	$(BIN)/python docs/figures.py
 	$(BIN)/python docs/network.py
 

@@ -1,6 +1,7 @@
 """The errors that users see. A message is one sentence: the cause, the number, the command that helps.
 
-What a class stands for and what usually helps is in its docstring, from which docs/reference/errors.md is made.
+A class's docstring is its entry in the catalogue docs/reference/errors.md, which `make pages` writes: the cause, then
+`Next:` and what usually helps.
 
 `exit_code` is what `flexgen-helm` returns: 1 failed, 2 wrong usage or refused, 130 interrupted.
 """
@@ -9,7 +10,10 @@ from __future__ import annotations
 
 
 class FlexgenError(Exception):
-    """Base of all errors that flexgen_helm raises on purpose."""
+    """Base of all errors that flexgen_helm raises on purpose; the message says what failed.
+
+    Next: Do as the message says; `FLEXGEN_HELM_DEBUG=1` before the command also shows where it failed.
+    """
 
     exit_code = 1
 
@@ -33,7 +37,7 @@ class UnknownModelError(UsageError):
 class UnsupportedArchitectureError(UsageError):
     """The checkpoint's architecture is not supported; the message lists those that are.
 
-    Next: The page on models (docs/models.md) lists what runs; `flexgen-helm models` what is known by name.
+    Next: Take a model of a supported architecture: `flexgen-helm models` lists the catalog, docs/models.md all.
     """
 
 
@@ -47,7 +51,7 @@ class CheckpointError(UsageError):
 class Float16Error(CheckpointError):
     """A bfloat16 checkpoint has values that float16 has not; the message names file and tensor.
 
-    Next: Compute in bfloat16 or float32, as the message says.
+    Next: None is needed: the engine computes such a checkpoint in float32 instead, and says so.
     """
 
 
@@ -70,7 +74,7 @@ class RequestError(FlexgenError):
 class NumericalError(RequestError):
     """A value that is not finite appeared; the message names the layer.
 
-    Next: Compute in bfloat16 or float32, or check the weights by `flexgen-helm doctor MODEL`.
+    Next: `flexgen-helm doctor MODEL` checks the weights; `--precision fp16` computes without 4 bits.
     """
 
 

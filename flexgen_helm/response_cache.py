@@ -31,7 +31,10 @@ _KEYS_PER_QUERY = 500  # below the 999 parameters of a statement that old SQLite
 
 
 class ResponseCacheError(FlexgenError):
-    """The response cache cannot be read or written; the message names the file and what to do."""
+    """The response cache cannot be read or written; the message names the file.
+
+    Next: Move the file away, and its answers are computed again; `--disable-cache` runs without it.
+    """
 
 
 def response_cache_path(home: Path, fingerprint: str) -> Path:

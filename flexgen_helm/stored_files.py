@@ -25,7 +25,10 @@ Kind = Literal["answers", "conversion", "model", "offloaded weights", "rest of a
 
 
 class InUseError(FlexgenError):
-    """A stored folder or file is used by a process, so it is not removed; the message names it."""
+    """A stored folder or file is used by a process, so it is not removed; the message names it.
+
+    Next: Start `flexgen-helm clean` again when that process has ended.
+    """
 
 
 @dataclass(frozen=True)

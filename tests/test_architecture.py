@@ -36,6 +36,7 @@ TORCH_FREE = [
     "flexgen_helm.engine.machine_profile",
     "flexgen_helm.engine.profiler",
     "flexgen_helm.hardware.threads",
+    "flexgen_helm.hardware.control_groups",
     "flexgen_helm.hardware.host_memory",
     "flexgen_helm.hardware.profile",
     "flexgen_helm.models.architectures",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from configparser import ConfigParser
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
+from flexgen_helm.checkpoint.pickles import OLDEST_TORCH
 from tests.helpers.paths import ROOT
 
 SHIPPED = ("flexgen_helm", "scenarios", "runs", "benchmarks")
@@ -172,6 +175,36 @@ def candidates(specifier: str) -> Iterator[str]:
         yield version
         yield f"{numbers[0] + 1}.0"
         yield f"{max(0, numbers[0] - 1)}.99"
+
+
+# A row of SECURITY.md: package, first version without the hole, advisories, why it matters.
+_ADVISORY = re.compile(r"^\| ([\w-]+) \| ([\d.]+) \| (CVE-[^|]+) \| [^|]+ \|$", re.MULTILINE)
+
+
+def admitted(requirement: Requirement, first_good: str) -> list[str]:
+    """Versions before `first_good` that a requirement admits, among those just below it and all releases of old."""
+    good = Version(first_good)
+    below = [
+        Version(".".join(map(str, (*good.release[:place], good.release[place] - 1, 999))))
+        for place in range(len(good.release))
+        if good.release[place]
+    ]
+    return [str(version) for version in (*below, Version("0.1")) if requirement.specifier.contains(version)]
+
+
+def test_bounds_exclude_versions_with_advisories() -> None:
+    rows = _ADVISORY.findall((ROOT / "SECURITY.md").read_text(encoding="utf-8"))
+    bounds = {canonicalize_name(own.name): own for extra in declared().values() for own in extra}
+    assert {name for name, _, _ in rows} >= {"transformers", "torch", "jinja2"}
+    assert {name: old for name, first, _ in rows if (old := admitted(bounds[canonicalize_name(name)], first))} == {}
+    first_torch = dict((name, first) for name, first, _ in rows)["torch"]
+    assert ".".join(map(str, OLDEST_TORCH)) == first_torch, "what `convert` asks for"
+
+
+def test_a_bound_that_admits_an_advisory_is_found() -> None:
+    assert admitted(Requirement("x>=3.1.6"), "3.1.6") == []
+    assert admitted(Requirement("x>=3.1"), "3.1.6") == ["3.1.5.999"]
+    assert admitted(Requirement("x"), "5.3") == ["4.999", "5.2.999", "0.1"]
 
 
 def test_the_installed_versions_are_allowed() -> None:

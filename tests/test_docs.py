@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import typer
 
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import load
 
 DOCS = ROOT / "docs"
 TEXT = {".py", ".md", ".cfg", ".toml", ".yml", ".yaml", ".conf", ".html"}
@@ -38,16 +36,6 @@ def name_of(path: Path) -> str:
 def page(request: pytest.FixtureRequest) -> Path:
     found: Path = request.param
     return found
-
-
-def load(path: Path) -> ModuleType:
-    """A script of docs/, which is not a package."""
-    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
 
 
 def anchors(text: str) -> set[str]:
@@ -156,6 +144,10 @@ def test_every_environment_variable_is_described() -> None:
 def test_the_command_reference_is_up_to_date() -> None:
     made = load(DOCS / "commands.py").page()
     assert (DOCS / "reference" / "commands.md").read_text() == made, "run `make pages`"
+
+
+def test_the_catalogue_of_errors_is_up_to_date() -> None:
+    assert (DOCS / "reference" / "errors.md").read_text() == load(DOCS / "errors.py").page(), "run `make pages`"
 
 
 @pytest.mark.parametrize(("script", "picture"), [("figures.py", "measured.svg"), ("network.py", "network.svg")])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -16,27 +17,32 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+from filelock import FileLock
+from packaging.requirements import Requirement
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.files import existing_folder
+from flexgen_helm.files import existing_folder, replace_text, sync_folder
 from flexgen_helm.hardware.control_groups import host_memory
+from flexgen_helm.request import Completion, GenerationResult
 from flexgen_helm.units import size
 
 SUBPROCESS_S = 180
-LOW_MEMORY, LOW_DISK, LOW_FLOPS = 2 << 30, 5 << 30, 5e9
-# Fails if it gets a lock that another process holds.
-_TAKE_LOCK = """
+LOW_MEMORY, LOW_DISK, LOW_FLOPS, LOW_OPEN_FILES = 2 << 30, 5 << 30, 5e9, 4096
+_NETWORK_DISKS = ("nfs", "cifs", "smb", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs")
+_OTHER_HOME = "name another folder in FLEXGEN_HELM_HOME."
+_SOME_RESULT = GenerationResult((Completion("a", ("a",), (1,), (-0.5,), "stop"),), (1,), (None,))
+# Ends with an error if nobody holds the lock of its argument.
+_REQUIRE_LOCKED = """
 import sys
 from filelock import FileLock, Timeout
 try:
     FileLock(sys.argv[1]).acquire(timeout=0)
 except Timeout:
     sys.exit()
-sys.exit("a second process got the lock")
+sys.exit("two processes hold one lock")
 """
-_NETWORK_DISKS = ("nfs", "cifs", "smb", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs")
 
 
 @dataclass(frozen=True)
@@ -69,32 +75,23 @@ def _python() -> Finding:
 
 
 def _packages() -> Finding:
-    from packaging.requirements import Requirement
-
+    """Some bounds exclude versions with published holes (SECURITY.md)."""
     from flexgen_helm.report.throughput import versions
 
-    # Lower bounds leave out versions with known security holes, upper ones what HELM does not run with.
-    needed = [Requirement(need) for need in metadata.requires("flexgen-helm") or () if "extra ==" not in need]
-    wrong = [need for need in needed if not need.specifier.contains(metadata.version(need.name), prereleases=True)]
+    wrong = {name: needed for name, needed in _requirements().items() if not _is_met(needed)}
     if wrong:
-        found = ", ".join(f"{need.name} {metadata.version(need.name)}" for need in wrong)
-        command = " ".join(f'"{need.name}{need.specifier}"' for need in wrong)
-        return Finding("failed", f"not supported: {found}", f"Run: pip install {command}.")
+        pins = " ".join(f'"{name}{needed.specifier}"' for name, needed in wrong.items())
+        installed = ", ".join(f"{name} {_installed(name) or 'is absent'}" for name in wrong)
+        return Finding("failed", f"not supported: {installed}", f"Run: pip install {pins}.")
     return Finding("ok", ", ".join(f"{name} {version}" for name, version in versions().items() if name != "python"))
 
 
 def _helm() -> Finding:
-    from packaging.requirements import Requirement
-
-    needed = next(
-        need for need in map(Requirement, metadata.requires("flexgen-helm") or ()) if need.name == "crfm-helm"
-    )
-    remedy = f'Run: pip install "{needed}".'
-    try:
-        version = metadata.version("crfm-helm")
-    except metadata.PackageNotFoundError:
+    needed, version = _requirements()["crfm-helm"], _installed("crfm-helm")
+    remedy = f'Run: pip install "{needed.name}{needed.specifier}".'
+    if version is None:
         return Finding("failed", "crfm-helm is not installed", remedy)
-    if version not in needed.specifier:
+    if not _is_met(needed):
         return Finding("failed", f"crfm-helm {version} is not supported", remedy)
     return Finding("ok", f"crfm-helm {version}")
 
@@ -149,6 +146,21 @@ def _memory() -> Finding:
     return Finding("ok", found)
 
 
+def _limits() -> Finding:
+    """Limits of this process, of which the system tells nothing until they are met."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # an engine raises the soft limit
+    limits = {
+        "-f (file size)": resource.getrlimit(resource.RLIMIT_FSIZE)[0],
+        "-v (address space)": resource.getrlimit(resource.RLIMIT_AS)[0],
+    }
+    low = [f"{name} {size(limit)}" for name, limit in limits.items() if limit != resource.RLIM_INFINITY]
+    if files != resource.RLIM_INFINITY and files < LOW_OPEN_FILES:
+        low.insert(0, f"-n (open files) {files:,}")
+    if low:
+        return Finding("warning", f"ulimit {', '.join(low)}", "Raise them: large models have large and many files.")
+    return Finding("ok", "open files, file sizes, and address space suffice")
+
+
 def _disk() -> Finding:
     free = shutil.disk_usage(existing_folder(state_dir())).free
     found = f"{size(free)} free for {state_dir()}"
@@ -192,35 +204,60 @@ def _speed() -> Finding:
 
 
 def _response_cache() -> Finding:
+    """A file is replaced whole and flushed, and what the response cache stores is found again."""
+    from flexgen_helm.response_cache import ResponseCache
+
     folder = state_dir() / "journal"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"x")
+        with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as own:
+            replace_text(Path(own) / "a", "x")
+            sync_folder(Path(own))
+            for results in ({"key": _SOME_RESULT}, {}):  # of a second connection nothing is written
+                with closing(ResponseCache(Path(own) / "a.sqlite")) as cache:
+                    cache.put_many(results)
+                    is_found = cache.get_many(["key"]) == {"key": _SOME_RESULT}
     except OSError as error:
-        remedy = "Make it writable, or name another folder in FLEXGEN_HELM_HOME."
-        return Finding("failed", f"{folder} cannot be written: {error.strerror}", remedy)
+        return Finding("failed", f"{folder} cannot be written: {error.strerror}", f"Make it writable, or {_OTHER_HOME}")
+    if not is_found:
+        return Finding("failed", f"what was stored in {folder} is not found again", f"Check the disk, or {_OTHER_HOME}")
     kind = _file_system(folder)
     if any(disk in kind for disk in _NETWORK_DISKS):
         remedy = "Name a folder on a local disk in FLEXGEN_HELM_HOME: locks of network disks are not reliable."
         return Finding("warning", f"{folder} is on a network disk ({kind})", remedy)
-    return Finding("ok", f"{folder} is writable{f' ({kind})' if kind else ''}")
+    return Finding("ok", f"{folder} stores answers{f' ({kind})' if kind else ''}")
 
 
 def _locks() -> Finding:
-    """Processes that share the folder exclude each other by such locks."""
-    from filelock import FileLock
-
-    path = existing_folder(state_dir()) / f"doctor-{os.getpid()}.lock"
-    try:
-        with FileLock(path):
-            error = _python_subprocess(_TAKE_LOCK, str(path))
-    finally:
-        path.unlink(missing_ok=True)
+    """In another process, because some disks lock for processes and some for files."""
+    home = existing_folder(state_dir())
+    with tempfile.TemporaryDirectory(prefix="doctor-", dir=home) as own, FileLock(Path(own) / "lock") as lock:
+        error = _python_subprocess(_REQUIRE_LOCKED, lock.lock_file)
     if error is not None:
-        remedy = "Name a folder on a local disk in FLEXGEN_HELM_HOME, or run one process at a time."
-        return Finding("failed", f"two processes do not exclude each other in {path.parent}: {error}", remedy)
-    return Finding("ok", f"hold between processes in {path.parent}")
+        remedy = f"Run one command at a time, or {_OTHER_HOME}"
+        return Finding("failed", f"locks in {home} do not hold among processes: {error}", remedy)
+    return Finding("ok", f"processes wait for each other in {home}")
+
+
+def _direct_reads() -> Finding:
+    from flexgen_helm.offload.disk import DirectFile
+    from flexgen_helm.offload.staging import ALIGNMENT, pages
+
+    folder = existing_folder(state_dir() / "offload")
+    with tempfile.TemporaryDirectory(prefix="doctor-", dir=folder) as own:
+        file = DirectFile(Path(own) / "file", ALIGNMENT, create=True)
+        written, read = pages(ALIGNMENT).fill_(7), pages(ALIGNMENT).zero_()
+        file.write(0, written)
+        file.read(0, read)
+        file.close()
+    if not bool((written == read).all()):
+        return Finding("failed", f"{folder} gives back other bytes than were written", "Check the disk.")
+    if not file.direct:
+        remedy = (
+            "For offloading, name a folder on a local disk in --offload-dir: reads here take the page cache's detour."
+        )
+        return Finding("warning", f"{folder} has no direct reads ({_file_system(folder) or 'unknown'})", remedy)
+    return Finding("ok", f"{folder} is read past the page cache")
 
 
 def _verified(model: str) -> Finding:
@@ -242,13 +279,34 @@ _CHECKS: dict[str, Callable[[], Finding]] = {
     "torchvision": _torchvision,
     "GPU": _gpu,
     "memory": _memory,
+    "limits": _limits,
     "disk": _disk,
     "offline data": _data,
     "weights": _weights,
     "speed": _speed,
     "journal": _response_cache,
     "locks": _locks,
+    "direct reads": _direct_reads,
 }
+
+
+def _requirements() -> dict[str, Requirement]:
+    """Return what this installation needs by name, and of its extras what is installed."""
+    all_needed = map(Requirement, metadata.requires("flexgen-helm") or ())
+    own = [need for need in all_needed if need.marker is None or need.marker.evaluate({"extra": "ray"})]
+    return {need.name: need for need in own if need.marker is None or _installed(need.name) is not None}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _is_met(needed: Requirement) -> bool:
+    version = _installed(needed.name)
+    return version is not None and needed.specifier.contains(version, prereleases=True)
 
 
 def _python_subprocess(code: str, *arguments: str) -> str | None:

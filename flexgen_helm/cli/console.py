@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 _FILE_WIDTH = 200
 
 
+# Names in a stranger's files may hold sequences that a terminal obeys.
+_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
+
+
 def say(text: str) -> None:
-    """Print a message on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a message on stderr, without control characters."""
+    print(text.translate(_CONTROLS), file=sys.stderr, flush=True)
 
 
 def print_json(content: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,6 +15,7 @@ from flexgen_helm.hardware.ranks import Rank
 
 # torchrun ends all processes once it sees that one is lost. What the connections say comes first: it names the rank.
 _GRACE_S = 2.0
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @contextmanager
@@ -21,11 +25,22 @@ def as_rank(rank: Rank) -> Iterator[None]:
 
     signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, _GRACE_S))
     signal.signal(signal.SIGALRM, _end)
+    end_with_parent()
     try:
         yield
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         leave_pipeline()
+
+
+def end_with_parent() -> None:
+    """Get SIGTERM when the parent process ends, however it ends: torchrun cannot end its ranks if it is killed."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended meanwhile
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def follow_rank_0() -> int:

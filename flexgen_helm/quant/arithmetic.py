@@ -33,7 +33,10 @@ _TRIED_SCALES = 8
 
 
 class NotQuantizableError(FlexgenError):
-    """A value cannot be quantized."""
+    """A value cannot be quantized; the message says which.
+
+    Next: `flexgen-helm fetch MODEL --verify` tells damage; a model of such large values runs with `--precision fp16`.
+    """
 
 
 @lru_cache(maxsize=8)

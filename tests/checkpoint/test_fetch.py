@@ -337,6 +337,8 @@ def test_a_flipped_bit_in_a_snapshot_is_refused_by_name(hub: Path, name: str, ca
     blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if name.endswith("rs") else content + b" ")
     with pytest.raises(CheckpointError, match=rf"{name} is damaged.*delete .*{blob.name} and"):
         fetch("org/repo")
+    # The inverse: the hub's own look-up compares nothing.
+    assert Path(huggingface_hub.snapshot_download("org/repo", local_files_only=True)) == snapshot
     # Damage that keeps size and date is found where one asks for it.
     os.utime(blob, (1e9, 1e9))
     blob.write_bytes(content)
@@ -401,6 +403,8 @@ def test_a_download_that_stopped_half_way_is_refused(hub: Path, shards: int) -> 
     link.unlink()
     with pytest.raises(CheckpointError, match=r"org/repo.*incomplete"):
         open_checkpoint("org/repo")
+    # The inverse: the hub's own look-up takes what is there.
+    assert Path(huggingface_hub.snapshot_download("org/repo", local_files_only=True)) == snapshot
 
 
 def test_nothing_cached_and_no_network_says_what_to_do(hub: Path) -> None:

@@ -1,4 +1,4 @@
-"""`generate`, `perplexity` and `doctor` on tiny models."""
+"""`generate` and `perplexity` on tiny models."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import io
 import json
 import math
 import sys
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from flexgen_helm import cli
-from flexgen_helm.cli import checks
 from flexgen_helm.cli.perplexity import windows
 from flexgen_helm.engine.engine import Engine
 from flexgen_helm.errors import Interrupted
@@ -238,101 +234,3 @@ def test_perplexity_for_people(tiny, tmp_path, capsys):
     (tmp_path / "text").write_text("the quick brown fox")
     assert cli.main(["perplexity", str(tiny("opt").path), "--text", str(tmp_path / "text"), "--window", "8"]) == 0
     assert capsys.readouterr().out.startswith("perplexity ")
-
-
-IN_A_FRESH_INTERPRETER = checks._python_subprocess
-
-
-@pytest.fixture
-def own_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("FLEXGEN_HELM_DATA", raising=False)
-    # A fresh interpreter with HELM takes many seconds; each of these has a test of its own.
-    monkeypatch.setattr(checks, "_python_subprocess", lambda code, *arguments: None)
-
-
-def doctor(capsys, *argv):
-    code = cli.main(["doctor", "--json", *argv])
-    found = json.loads(capsys.readouterr().out)
-    assert found["ok"] == (code == 0)
-    for check in found["checks"]:
-        assert check["status"] in ("ok", "warning", "failed")
-        assert check["status"] == "failed" or (check["remedy"] is None) == (check["status"] == "ok")
-    return {check["name"]: check for check in found["checks"]}
-
-
-def test_doctor_verifies_a_model(tiny, own_home, capsys, tmp_path):
-    model = str(tiny("llama").path)
-    found = doctor(capsys, model)
-    assert found[f"weights of {model}"]["status"] == "ok"
-    assert found["weights"]["status"] == "warning" and "fetch" in found["weights"]["remedy"]
-    assert found["journal"]["status"] == "ok" and (tmp_path / "home" / "journal").is_dir()
-
-
-def test_doctor_finds_a_value_that_is_not_finite(tiny, own_home, capsys, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(tiny("llama").path / "model.safetensors")
-    tensors["model.norm.weight"][3] = torch.nan
-    (tmp_path / "config.json").write_text((tiny("llama").path / "config.json").read_text())
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    found = doctor(capsys, str(tmp_path))
-    assert "not finite" in found[f"weights of {tmp_path}"]["found"]
-
-
-def test_doctor_says_what_to_do(own_home, capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path / "nowhere"))
-    monkeypatch.setattr(
-        checks, "_python_subprocess", lambda code, *arguments: "operator torchvision::nms does not exist"
-    )
-    monkeypatch.setattr(checks.metadata, "version", lambda package: "0.6.1" if package == "crfm-helm" else "1.0")
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "journal").write_text("in the way")
-    assert cli.main(["doctor", "--json"]) == 1
-    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-    for name in ("HELM", "plugin", "torchvision", "offline data", "journal"):
-        assert found[name]["status"] == "failed" and found[name]["remedy"], name
-    assert "uninstall torchvision" in found["torchvision"]["remedy"]
-
-
-def test_doctor_finds_locks_that_do_not_hold(own_home, monkeypatch, tmp_path):
-    monkeypatch.setattr(checks, "_python_subprocess", IN_A_FRESH_INTERPRETER)
-    assert checks._locks().status == "ok"
-    monkeypatch.setattr("filelock.FileLock", lambda path: nullcontext())  # as on a disk where both get it
-    found = checks._locks()
-    assert found.status == "failed" and "second process" in found.found
-    assert not list(tmp_path.rglob("doctor-*"))
-
-
-def test_doctor_finds_a_version_with_a_known_hole(own_home, monkeypatch):
-    honest = checks.metadata.version
-    monkeypatch.setattr(
-        checks.metadata, "version", lambda package: "5.2.0" if package == "transformers" else honest(package)
-    )
-    found = checks.run_checks()["packages"]
-    assert found.status == "failed" and "transformers 5.2.0" in found.found and ">=5.3" in str(found.remedy)
-
-
-def test_doctor_for_people(own_home, capsys):
-    assert cli.main(["doctor"]) == 0
-    assert "journal" in capsys.readouterr().out
-
-
-def test_a_network_disk_is_noticed(own_home, monkeypatch):
-    mounts = [SimpleNamespace(mountpoint="/", fstype="nfs4"), SimpleNamespace(mountpoint="/elsewhere", fstype="ext4")]
-    monkeypatch.setattr(checks.psutil, "disk_partitions", lambda all: mounts)
-    assert checks.run_checks()["journal"].status == "warning"
-
-
-def test_a_check_that_breaks_is_a_finding(monkeypatch):
-    def broken():
-        raise ImportError("libcudart is missing")
-
-    monkeypatch.setattr(checks, "_CHECKS", {"torch": broken, "python": checks._python})
-    assert [finding.status for finding in checks.run_checks().values()] == ["failed", "ok"]
-
-
-def test_the_error_of_a_fresh_interpreter_is_shown(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
-    assert checks._python_subprocess("import sys") is None
-    assert "ModuleNotFoundError" in (checks._python_subprocess("import no_such_module") or "")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from flexgen_helm import Engine
+from flexgen_helm.cli.console import say
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware import cuda
@@ -50,6 +51,12 @@ def test_a_gpu_that_is_not_there(arguments):
     refused = run_script(*arguments, "--device", "cuda:0")
     assert refused.code == 2 and not refused.heavy
     assert refused.err == f"flexgen-helm: device 'cuda:0' was asked for and {cuda.why_no_cuda()}; take --device cpu\n"
+
+
+def test_a_message_cannot_control_the_terminal(capsys):
+    """Names in a stranger's file may; they are shown."""
+    say("tensor \x1b]0;title\x07\x1b[2J of é☃\n\tnext line")
+    assert capsys.readouterr().err == "tensor \ufffd]0;title\ufffd\ufffd[2J of é☃\n\tnext line\n"
 
 
 def test_the_guard_sees_heavy_imports():

@@ -24,6 +24,7 @@ from flexgen_helm.offload import disk
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory, WeightFiles
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from tests.helpers.paths import ROOT
+from tests.helpers.small_disks import small_disk
 
 FINGERPRINT = "f" * 64
 
@@ -437,20 +438,10 @@ def test_a_file_limit_is_an_error_of_its_own_and_nothing_is_left(tiny, tmp_path)
     assert not (tmp_path / "unused").exists()
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 256 KiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, text=True
-    )
-    if mount.returncode:
-        pytest.skip(f"no small file system can be mounted here: {mount.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+@pytest.fixture(name="small_disk")
+def small_disk_(tmp_path):
+    with small_disk(tmp_path / "small", 256 << 10) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("kind", ["weights", "cache"])

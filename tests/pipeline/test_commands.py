@@ -69,6 +69,28 @@ def test_generate_goes_on_after_the_loss_of_a_rank(tmp_path, environment):
 
 
 @pytest.mark.slow
+def test_ranks_end_with_a_killed_torchrun(tmp_path, environment):
+    """torchrun cannot end its processes if the kernel kills it; without a signal of their own they would go on."""
+    lines = [json.dumps({"prompt_token_ids": ids, "max_tokens": 60, "ignore_eos": True}) for ids in prompts(400, 30)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    slow = ["generate", "mine", "--prompts", "in.jsonl", "--cpu-memory", "4MB", "--policy", "2x1,0,100,0,100,0,100"]
+    out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    with (tmp_path / "said").open("w") as said, subprocess.Popen(
+        command(2, *slow, "--out", str(out)), cwd=tmp_path, env=environment, stdout=said, stderr=said
+    ) as agent:  # fmt: skip
+        while not (partial.is_file() and partial.read_text().count("\n") >= 5):
+            assert agent.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.01)
+        ranks = psutil.Process(agent.pid).children(recursive=True)
+        agent.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+    for rank in alive:
+        rank.kill()
+    assert len(ranks) >= 2 and not alive
+    assert 5 <= len(partial.read_text().splitlines()) < 400 and not out.exists()
+
+
+@pytest.mark.slow
 def test_run_gives_the_scores_of_one_process(tmp_path, environment):
     scores = {}
     for num_ranks in (1, 2):

@@ -14,6 +14,7 @@ import pytest
 from helm.common.request import Request
 
 from flexgen_helm.errors import Interrupted, NumericalError
+from flexgen_helm.plugin import context as plugin_context
 from flexgen_helm.plugin import interrupt
 from flexgen_helm.plugin.convert import PreparedRequest, to_generation_request
 from flexgen_helm.plugin.models import ModelArguments
@@ -254,6 +255,27 @@ def test_sigint_stops_the_service_and_does_what_it_did_before(use_context: Any) 
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_signal_does_not_disturb_the_last_writes(use_context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has decided to end; the response cache is being written."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    closed: list[bool] = []
+
+    def close() -> None:
+        for number in numbers:
+            signal.raise_signal(number)
+        closed.append(True)
+
+    monkeypatch.setattr(use_context(fake_context()).service, "close", close)
+    monkeypatch.setattr(plugin_context.gc, "freeze", lambda: None)
+    try:
+        plugin_context._close_at_exit()
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+    assert closed == [True]
 
 
 @pytest.mark.parametrize("is_used", [True, False])

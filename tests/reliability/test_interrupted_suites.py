@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.killed_suites import MAX_PENDING, Outcome, Suites
+from tests.helpers.small_disks import small_disk
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
 PHASES = ("load", "convert", "compute", "cache", "write", "rename")  # the last two: of results too
@@ -145,20 +146,11 @@ def test_killed_at_fifty_random_points(suites: Suites, whole: Outcome, part: int
 # Disks and memory that do not suffice
 
 
-@pytest.fixture
-def small_disk(suites: Suites) -> Iterator[Path]:
+@pytest.fixture(name="small_disk")
+def small_disk_(suites: Suites) -> Iterator[Path]:
     """A place for suites on a file system of 1.5 MB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    folder = suites.folder / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no small file system can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-    folder.rmdir()
+    with small_disk(suites.folder / "small", 1_500 << 10) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("room", [60_000, 250_000, 450_000])

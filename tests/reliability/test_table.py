@@ -1,4 +1,4 @@
-"""The page of failures names tests that exist, in the suite that it says."""
+"""The page of failures and the threat model name tests that exist, in the suite that they say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 from tests.helpers.paths import ROOT
 
 PAGE = (ROOT / "docs/explanation/reliability.md").read_text(encoding="utf-8")
-NAMED = re.findall(r"(\*?)`([\w/]+\.py)::(\w+)`", PAGE)
+NAME = re.compile(r"(\*?)`([\w/]+\.py)::(\w+)`")
+NAMED = NAME.findall(PAGE) + NAME.findall((ROOT / "SECURITY.md").read_text(encoding="utf-8"))
 
 
 def is_slow(file: str, name: str) -> bool:
@@ -18,8 +19,20 @@ def is_slow(file: str, name: str) -> bool:
     return any(ast.unparse(decorator) == "pytest.mark.slow" for decorator in test.decorator_list)
 
 
-def test_the_eighteen_failures_have_a_row_each():
-    assert re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE) == [str(number) for number in range(1, 19)]
+def test_the_eighteen_failures_have_a_row_each_with_tests_and_an_inverse():
+    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [row[0] for row in rows] == [str(number) for number in range(1, 19)]
+    for number, _, _, guards, inverses in rows:
+        assert NAME.search(guards) and NAME.search(inverses), number
+
+
+def test_the_module_of_failures_says_their_numbers():
+    """A test that is named after a failure is in that failure's row."""
+    for _, _, name in NAMED:
+        if numbered := re.match(r"test_(\d+)_", name):
+            assert re.search(rf"^\| {numbered[1]} \|.*{name}`", PAGE, re.MULTILINE), name
+    source = (ROOT / "tests/reliability/test_eighteen_failures.py").read_text(encoding="utf-8")
+    assert set(re.findall(r"^def (test_\w+)", source, re.MULTILINE)) <= {name for _, _, name in NAMED}
 
 
 def test_every_named_test_is_in_its_suite():

@@ -1,0 +1,158 @@
+"""`doctor`: each promise that can be checked on a machine, and what it says where one is broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexgen_helm import cli
+from flexgen_helm.cli import checks
+from flexgen_helm.hardware.control_groups import HostMemory
+
+
+@pytest.fixture
+def own_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FLEXGEN_HELM_DATA", raising=False)
+    # A fresh interpreter with HELM takes many seconds; each of these has a test of its own.
+    monkeypatch.setattr(checks, "_python_subprocess", lambda code, *arguments: None)
+
+
+def doctor(capsys, *argv):
+    code = cli.main(["doctor", "--json", *argv])
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] == (code == 0)
+    for check in found["checks"]:
+        assert check["status"] in ("ok", "warning", "failed")
+        assert check["status"] == "failed" or (check["remedy"] is None) == (check["status"] == "ok")
+    return {check["name"]: check for check in found["checks"]}
+
+
+def test_doctor_verifies_a_model(tiny, own_home, capsys, tmp_path):
+    model = str(tiny("llama").path)
+    found = doctor(capsys, model)
+    assert found[f"weights of {model}"]["status"] == "ok"
+    assert found["weights"]["status"] == "warning" and "fetch" in found["weights"]["remedy"]
+    assert found["journal"]["status"] == "ok" and (tmp_path / "home" / "journal").is_dir()
+
+
+def test_doctor_finds_a_value_that_is_not_finite(tiny, own_home, capsys, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(tiny("llama").path / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    (tmp_path / "config.json").write_text((tiny("llama").path / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = doctor(capsys, str(tmp_path))
+    assert "not finite" in found[f"weights of {tmp_path}"]["found"]
+
+
+def test_doctor_says_what_to_do(own_home, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(
+        checks, "_python_subprocess", lambda code, *arguments: "operator torchvision::nms does not exist"
+    )
+    monkeypatch.setattr(checks.metadata, "version", lambda package: "0.6.1" if package == "crfm-helm" else "1.0")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "journal").write_text("in the way")
+    assert cli.main(["doctor", "--json"]) == 1
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    for name in ("HELM", "plugin", "torchvision", "offline data", "journal"):
+        assert found[name]["status"] == "failed" and found[name]["remedy"], name
+    assert "uninstall torchvision" in found["torchvision"]["remedy"]
+
+
+def test_doctor_for_people(own_home, capsys):
+    assert cli.main(["doctor"]) == 0
+    assert "journal" in capsys.readouterr().out
+
+
+def test_a_network_disk_is_noticed(own_home, monkeypatch):
+    mounts = [SimpleNamespace(mountpoint="/", fstype="nfs4"), SimpleNamespace(mountpoint="/elsewhere", fstype="ext4")]
+    monkeypatch.setattr(checks.psutil, "disk_partitions", lambda all: mounts)
+    assert checks.run_checks()["journal"].status == "warning"
+
+
+def test_a_check_that_breaks_is_a_finding(monkeypatch):
+    def broken():
+        raise ImportError("libcudart is missing")
+
+    monkeypatch.setattr(checks, "_CHECKS", {"torch": broken, "python": checks._python})
+    assert [finding.status for finding in checks.run_checks().values()] == ["failed", "ok"]
+
+
+def test_the_error_of_a_fresh_interpreter_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+    assert checks._python_subprocess("import sys") is None
+    assert "ModuleNotFoundError" in (checks._python_subprocess("import no_such_module") or "")
+
+
+# Each promise, broken
+
+
+def test_a_version_with_a_hole_is_not_supported(monkeypatch):
+    honest = checks.metadata.version
+    assert checks._packages().status == "ok"
+    monkeypatch.setattr(checks.metadata, "version", lambda name: "5.2.0" if name == "transformers" else honest(name))
+    finding = checks._packages()
+    assert finding.status == "failed" and finding.found == "not supported: transformers 5.2.0"
+    assert 'pip install "transformers' in finding.remedy and ">=5.3" in finding.remedy
+
+
+def test_a_control_group_is_seen(monkeypatch):
+    monkeypatch.setattr(checks, "host_memory", lambda: HostMemory(4 << 30, 3 << 30, 4 << 30))
+    finding = checks._memory()
+    assert finding.status == "ok" and "control group of 4 GiB" in finding.found
+    monkeypatch.setattr(checks, "host_memory", lambda: HostMemory(4 << 30, 1 << 30, 4 << 30))
+    assert checks._memory().status == "warning"
+
+
+def test_limits_of_the_process_are_seen(monkeypatch):
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    limits = {}
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda which: limits.get(which, unlimited))
+    assert checks._limits().status == "ok"
+    limits.update({resource.RLIMIT_NOFILE: (256, 1024), resource.RLIMIT_FSIZE: (1 << 30, 1 << 30)})
+    finding = checks._limits()
+    assert finding.status == "warning"
+    assert finding.found == "ulimit -n (open files) 1,024, -f (file size) 1 GiB"
+
+
+def test_answers_that_are_not_found_again_are_noticed(own_home, monkeypatch):
+    from flexgen_helm.response_cache import ResponseCache
+
+    assert checks._response_cache().status == "ok"
+    monkeypatch.setattr(ResponseCache, "get_many", lambda self, keys: {})
+    assert "not found again" in checks._response_cache().found
+
+
+def test_nothing_is_left_in_the_home(own_home, tmp_path):
+    for check in (checks._response_cache, checks._locks, checks._direct_reads):
+        assert check().status != "failed"
+    assert [path.name for path in (tmp_path / "home").rglob("*")] == ["journal"]
+
+
+def test_a_lock_that_another_process_gets_is_noticed(tmp_path, monkeypatch):
+    """On a disk whose locks are ignored."""
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+    assert checks._locks().status == "ok"
+    monkeypatch.setattr(checks.FileLock, "acquire", lambda self, *_, **__: SimpleNamespace())
+    assert checks._locks().found.endswith("two processes hold one lock")
+
+
+def test_a_disk_without_direct_reads_is_a_warning(own_home, monkeypatch):
+    honest = os.open
+
+    def refusing(path, flags, *rest, **named):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return honest(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+    finding = checks._direct_reads()
+    assert finding.status == "warning" and "--offload-dir" in finding.remedy
