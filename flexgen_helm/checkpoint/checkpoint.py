@@ -14,7 +14,7 @@ import torch
 
 from flexgen_helm.checkpoint.stored_tensors import MatchedTensor, TensorT
 from flexgen_helm.errors import CheckpointError, Float16Error
-from flexgen_helm.models.config import ModelConfig, tensor_shapes
+from flexgen_helm.models.config import ModelConfig, has_float32, tensor_shapes
 
 # Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16 at all. Values from
 # 2^-17 on lose nothing, smaller ones at most 2^-25.
@@ -72,11 +72,13 @@ class Checkpoint(ABC):
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor: on the CPU, contiguous, in `storage_dtype`, each value rounded once from the source.
 
+        A vector that the model keeps in float32 is in float32.
+
         Raises `CheckpointError` naming file and tensor if the file is short or changed, or if a value is not finite
         before or after rounding; `Float16Error` if float16 has not the values of a bfloat16 checkpoint; KeyError for a
         name that the model does not have.
         """
-        tensor = torch.empty(self.shapes[name], dtype=self.storage_dtype)
+        tensor = torch.empty(self.shapes[name], dtype=self._dtype_of(name))
         flat, done = tensor.view(-1), 0
         for tile in self._rounded_tiles(name):
             flat[done : done + tile.numel()] = tile
@@ -98,11 +100,11 @@ class Checkpoint(ABC):
             self.tensor(name)
 
     def _rounded_tiles(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the tiles of the file in `storage_dtype`; see `tensor` for what is checked."""
+        """Yield the tiles of the file in the dtype of `tensor`; see there for what is checked."""
         error = total = 0.0
         for tile in self._read_tiles(name):
             self._require_finite(name, tile)
-            rounded = tile.to(self.storage_dtype)
+            rounded = tile.to(self._dtype_of(name))
             if self.as_float16:
                 exact = tile.double()
                 total += float(exact.square().sum())
@@ -112,12 +114,15 @@ class Checkpoint(ABC):
             lost = (error / total) ** 0.5
             raise Float16Error(f"{self._title(name)} would lose {lost:.1%} of its norm in float16")
 
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if has_float32(self.config, name) else self.storage_dtype
+
     def _require_finite(self, name: str, tile: torch.Tensor) -> None:
         # NaN propagates through minimum and maximum, and rounding is monotone: two numbers stand for all.
         extremes = torch.stack(torch.aminmax(tile))
         if not extremes.isfinite().all():
             raise CheckpointError(f"{self._title(name)} contains a value that is not finite; fetch the model again")
-        if not extremes.to(self.storage_dtype).isfinite().all():
+        if not extremes.to(self._dtype_of(name)).isfinite().all():
             largest, dtype = float(extremes.abs().max()), str(self.storage_dtype).removeprefix("torch.")
             kind = Float16Error if self.as_float16 else CheckpointError
             raise kind(f"{self._title(name)} contains {largest:g}, too large for {dtype}")

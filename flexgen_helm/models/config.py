@@ -302,6 +302,15 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape for stage in stage_names(config) for name, shape in stage_tensor_shapes(config, stage).items()}
 
 
+def has_float32(config: ModelConfig, name: str) -> bool:
+    """Return whether a vector is kept in float32 where others have the compute dtype."""
+    stage, _, own_name = name.partition(".")
+    if config.generic is None or stage != "layers":
+        return False
+    layer, _, own_name = own_name.partition(".")
+    return own_name in config.generic.kind(int(layer)).float32
+
+
 def _generic_tensors(config: ModelConfig, generic: GenericConfig, stage: str) -> TensorShapes:
     """Tensors of a model that runs by transformers' modules; what is no matrix is flat."""
     if stage not in (EMBED, HEAD):

@@ -31,6 +31,7 @@ from flexgen_helm.models.config import (
     ModelConfig,
     expert_number,
     expert_of,
+    has_float32,
     stage_names,
     stage_tensor_shapes,
     tensor_shapes,
@@ -270,8 +271,9 @@ class TieredWeights:
         if len(shape) > 1 and not compute_copies:
             self._claim(device_tier, "weights", loader.num_bytes(name))
             return Weight(shape[0], fmt, loader.to_device(name))
-        self._claim(device_tier, "weights", prod(shape) * self._dtype.itemsize)
-        tensor = loader.to_device(name, self._dtype)
+        dtype = torch.float32 if has_float32(self._config, name) else self._dtype
+        self._claim(device_tier, "weights", prod(shape) * dtype.itemsize)
+        tensor = loader.to_device(name, dtype)
         if fmt is not None:
             tensor = dequantize_tiled(tensor, fmt, shape[0], shape[1], self._dtype)
         is_multiplied = len(shape) > 1 and not _is_table(name)

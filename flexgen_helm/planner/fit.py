@@ -26,12 +26,7 @@ _storage = cache(StorageSizes)
 def weight_bytes(config: ModelConfig, precision: Precision) -> int:
     """Return the bytes of all weights as stored."""
     storage = _storage(config, precision)
-    return sum(storage.matrices.values()) + _STORED_BYTES * _vector_values(config)
-
-
-@cache
-def _vector_values(config: ModelConfig) -> int:
-    return StorageSizes(config).vector_bytes(1)
+    return sum(storage.matrices.values()) + storage.vector_bytes(_STORED_BYTES)
 
 
 def fit(config: ModelConfig, precision: Precision, limits: Mapping[Tier, int], fetched_bytes: int = 0) -> Fit:
@@ -57,7 +52,7 @@ def _offloaded_bytes(config: ModelConfig, precision: Precision, gpu: int, cpu: i
     storage = _storage(config, precision)
     compute_bytes, sizes = _COMPUTE_BYTES[compute_tier], storage.matrices
     # As `plan_memory` decides; most models end here.
-    beside = compute_bytes * _vector_values(config) + least_run_bytes(storage, compute_bytes)
+    beside = storage.vector_bytes(compute_bytes) + least_run_bytes(storage, compute_bytes)
     if sum(sizes.values()) + beside <= (gpu or cpu):
         return {"cpu": 0, "disk": 0}
     limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": _BOUNDLESS}

@@ -8,7 +8,14 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from flexgen_helm.models.config import ModelConfig, expert_of, stage_names, stage_tensor_shapes, tensor_shapes
+from flexgen_helm.models.config import (
+    ModelConfig,
+    expert_of,
+    has_float32,
+    stage_names,
+    stage_tensor_shapes,
+    tensor_shapes,
+)
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import FP16, Precision
 
@@ -51,12 +58,18 @@ class StorageSizes:
         return sum(prod(shape) for shape in tensor_shapes(self.config).values() if len(shape) > 1)
 
     def vector_bytes(self, compute_bytes: int) -> int:
-        """Bytes of all vectors, in elements of `compute_bytes`: they are on the compute tier in the compute dtype."""
-        return compute_bytes * self._vector_values
+        """Bytes of all vectors: on the compute tier, in elements of `compute_bytes` or in float32."""
+        values, in_float32 = self._vector_values
+        return compute_bytes * values + 4 * in_float32
 
     @cached_property
-    def _vector_values(self) -> int:
-        return sum(prod(shape) for shape in tensor_shapes(self.config).values() if len(shape) == 1)
+    def _vector_values(self) -> tuple[int, int]:
+        """Values of vectors in the compute dtype, and of those that have float32 whatever that is."""
+        counts = [0, 0]
+        for name, shape in tensor_shapes(self.config).items():
+            if len(shape) == 1:
+                counts[has_float32(self.config, name)] += shape[0]
+        return counts[0], counts[1]
 
     def stage_bytes(self, stage: str) -> int:
         """Bytes of the matrices of one stage."""

@@ -74,8 +74,8 @@ def saved(name: str, folder: Path) -> Any:
     model = getattr(transformers, name)._from_config(tiny_config(name).get_text_config(), attn_implementation="eager")
     model.eval().float()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.normal_(0, 0.3).half().float())
+        for tensor in model.state_dict(keep_vars=True).values():  # buffers that checkpoints have, too
+            tensor.copy_(tensor.normal_(0, 0.3).half().float())
     copy.deepcopy(model).half().save_pretrained(folder)
     return model
 

@@ -13,7 +13,7 @@ from flexgen_helm import Engine, MemoryLimits, Policy
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.generic import layered_model
-from tests.helpers.generic_models import NATIVE, REFUSED, largest_difference, requests, supported
+from tests.helpers.generic_models import NATIVE, REFUSED, largest_difference, requests, saved, supported
 from tests.helpers.offload import MIB
 from tests.helpers.parity import TOLERANCE
 from tests.helpers.tiny_causal_models import causal_classes, tiny_config
@@ -47,6 +47,26 @@ def check(name, folder):
 @pytest.mark.parametrize("name", FAST)
 def test_it_equals_its_own_forward_pass(name, tmp_path):
     check(name, tmp_path)
+
+
+def test_biases_that_choose_experts_keep_float32(tmp_path):
+    """In 16 bits all of these would be 2000, and other experts would be chosen."""
+    model = saved("DeepseekV3ForCausalLM", tmp_path / "of_16_bits")
+    (bias,) = (buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    with torch.no_grad():
+        bias.copy_(2000 + torch.tensor([0.4, -0.4, 0.0, 0.3]))
+    model.save_pretrained(tmp_path / "exact")
+    (asked, *_) = requests()[2:]
+    with Engine.from_pretrained(tmp_path / "exact") as engine:
+        result = engine.run([asked])[0]
+        kept = engine.config.generic.kind(1).float32
+    assert kept == ("mlp.gate.e_score_correction_bias",)
+    ids = torch.tensor([list(asked.prompt_token_ids)])
+    for rounded in (False, True):
+        bias.copy_(bias.half().float() if rounded else bias)
+        logprobs = torch.log_softmax(model(ids).logits[0], -1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        off = (logprobs - torch.tensor(result.prompt_logprobs[1:])).abs().max().item()
+        assert (off > 100 * TOLERANCE) if rounded else (off < TOLERANCE)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others exp
     others: name -> shape of what always rests on the compute device: norms, biases, routers, sinks.
     experts: used in the order of routing.
     num_experts, per_token: of a layer, and that the router selects for a token; 0 without experts.
+    float32: those of the others that have float32 in every model, such as biases that choose experts.
     """
 
     matrices: Shapes
@@ -41,6 +42,7 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others exp
     experts: tuple[ExpertTensors, ...] = ()
     num_experts: int = 0
     per_token: int = 0
+    float32: tuple[str, ...] = ()
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

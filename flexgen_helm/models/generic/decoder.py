@@ -28,12 +28,13 @@ from flexgen_helm.models.generic.layered_model import AttentionCall, ExpertsCall
 class _OwnTensor:
     """A tensor that a module uses by itself, and its place: all but tables and the matrices of products.
 
+    place: the module's parameters or buffers.
     zeros: what is there while the stage has no weights.
     """
 
     name: str
     shape: tuple[int, ...]
-    parameters: dict[str, Any]
+    place: dict[str, Any]
     leaf: str
     zeros: Tensor
 
@@ -118,8 +119,10 @@ class GenericDecoder:
         found = []
         for name, shape in others:
             path, _, leaf = name.rpartition(".")
-            own = _OwnTensor(name, shape, module.get_submodule(path)._parameters, leaf, self._no_values.expand(shape))
-            own.parameters[leaf] = own.zeros
+            owner = module.get_submodule(path)
+            place: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+            own = _OwnTensor(name, shape, place, leaf, self._no_values.expand(shape))
+            place[leaf] = own.zeros
             found.append(own)
         return found
 
@@ -131,12 +134,12 @@ class GenericDecoder:
             for own in tensors:
                 tensor = weights.vector(own.name)
                 assert tensor is not None, own.name
-                own.parameters[own.leaf] = tensor.view(own.shape)
+                own.place[own.leaf] = tensor.view(own.shape)
             yield
         finally:
             self._weights = None
             for own in tensors:
-                own.parameters[own.leaf] = own.zeros
+                own.place[own.leaf] = own.zeros
 
     def _linear(self, path: str, x: Tensor) -> Tensor:
         assert self._weights is not None

@@ -317,6 +317,15 @@ def _meta_parameters() -> Iterator[None]:
         hook.remove()
 
 
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module itself and the buffers that checkpoints have, such as biases of routers."""
+    buffers = {
+        name: buffer for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }  # fmt: skip
+    return {**dict(module.named_parameters(recurse=False)), **buffers}
+
+
 def _find_layers(model: Any) -> tuple[str, nn.ModuleList]:
     """Find the list of decoder layers, by its length; of several the outermost."""
     config = model.config.get_text_config()

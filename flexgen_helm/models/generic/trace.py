@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,13 @@ from torch import Tensor, nn
 from flexgen_helm.errors import FlexgenError, UnsupportedArchitectureError
 from flexgen_helm.models.config import ModelConfig, MoEConfig
 from flexgen_helm.models.generic.config import ExpertTensors, GenericConfig, LayerKind, Shapes
-from flexgen_helm.models.generic.layered_model import AttentionCall, ExpertsCall, LayeredModel, checks_masks
+from flexgen_helm.models.generic.layered_model import (
+    AttentionCall,
+    ExpertsCall,
+    LayeredModel,
+    checks_masks,
+    own_tensors,
+)
 
 # Tokens of the traced pass.
 _TOKENS = 3
@@ -65,7 +72,8 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
     except Exception as error:  # whatever a module does with shapes that it does not expect
         reason = str(error).partition("\n")[0][:200] or type(error).__name__
         raise UnsupportedArchitectureError(f"{name} cannot run layer by layer: {reason}") from error
-    kinds = [_kind(layer, trace, name) for layer, trace in zip(model.layers, layers)]
+    in_float32 = _kept_in_float32(model.model)
+    kinds = [_kind(layer, trace, name, in_float32) for layer, trace in zip(model.layers, layers)]
     distinct = list(dict.fromkeys(kinds))
     calls = [_only_call(trace, name) for trace in layers]
     heads = max(call.q.shape[1] // call.k.shape[1] for call in calls) * max(call.k.shape[1] for call in calls)
@@ -194,19 +202,32 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _kind(layer: nn.Module, trace: _LayerTrace, name: str) -> LayerKind:
-    streamed = [path for path in trace.linears if trace.linears.count(path) == 1]
+def _kept_in_float32(model: Any) -> re.Pattern[str]:
+    """Return what finds the names of tensors that `transformers` keeps in float32 in any model of 16 bits."""
+    names = sorted(model._keep_in_fp32_modules_strict or ())
+    return re.compile("|".join(rf"(^|\.){name}($|\.)" for name in names) or "(?!)")
+
+
+def _kind(layer: nn.Module, trace: _LayerTrace, name: str, in_float32: re.Pattern[str]) -> LayerKind:
+    streamed = [
+        path for path in trace.linears if trace.linears.count(path) == 1 and not in_float32.search(f"{path}.weight")
+    ]
     modules = dict(layer.named_modules())
     experts = tuple(_expert_tensors(path, call, name) for path, call in trace.experts.items())
     stacked = {f"{own.path}.{entry}" for own in experts for entry, _ in own.matrices}
     matrices: Shapes = tuple((f"{path}.weight", tuple(modules[path].weight.shape)) for path in streamed)
     taken = {f"{path}.weight" for path in streamed} | stacked
     others: Shapes = tuple(
-        (path, tuple(parameter.shape)) for path, parameter in layer.named_parameters() if path not in taken
+        (path, tuple(tensor.shape))
+        for owner, module in modules.items()
+        for path, tensor in ((f"{owner}.{own}" if owner else own, t) for own, t in own_tensors(module).items())
+        if path not in taken
     )
     calls = list(trace.experts.values())
     count = calls[0].module.num_experts if calls else 0
-    return LayerKind(matrices, others, experts, count, calls[0].selected.shape[1] if calls else 0)
+    per_token = calls[0].selected.shape[1] if calls else 0
+    kept = tuple(path for path, _ in others if in_float32.search(path))
+    return LayerKind(matrices, others, experts, count, per_token, kept)
 
 
 def _expert_tensors(path: str, call: ExpertsCall, name: str) -> ExpertTensors:
@@ -236,13 +257,13 @@ def _only_call(trace: _LayerTrace, name: str) -> AttentionCall:
 
 
 def _outside(model: LayeredModel, called: set[int]) -> Shapes:
-    """Return the parameters outside the layers whose modules were called, without the table and the head's matrix."""
+    """Return the tensors outside the layers whose modules were called, without the table and the head's matrix."""
     table, head = model.base.get_input_embeddings(), model.model.get_output_embeddings()
     own = [
-        (f"{path}.{name}" if path else name, tuple(parameter.shape))
+        (f"{path}.{name}" if path else name, tuple(tensor.shape))
         for path, module in model.model.named_modules()
         if id(module) in called or module in (model.model, model.base)
-        for name, parameter in module.named_parameters(recurse=False)
+        for name, tensor in own_tensors(module).items()
         if not (name == "weight" and module in (table, head)) and not (name == "bias" and module is head)
     ]
     return tuple(own)
