@@ -22,6 +22,7 @@ from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tok
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart, decode_parts, prefix_parts, query_chunks
 from flexgen_helm.models import attention, sparse
 from flexgen_helm.models.attention import AttentionConfig, PartialAttention, mask_dtype, merge_partial
+from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import TableRows
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence
 
@@ -38,24 +39,31 @@ class PromptAttention:
     tokens: slice
 
     def attend(
-        self, layer: int, window: int | None, config: AttentionConfig, cache: KVCache, q: Tensor, k: Tensor, v: Tensor
+        self,
+        layer: int,
+        window: Window | None,
+        config: AttentionConfig,
+        cache: KVCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> PartialAttention:
         """q [t, Hq, D], k and v [t, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq]; stores k and v."""
-        out = self._attend(window, config, cache.codec, q, k, v)
+        out = self._attend(self.sequence.start, window, config, cache.codec, q, k, v)
         if self.sequence.needs_cache:
             cache.write(self.sequence, layer, k, v)
         return out
 
     @staticmethod
     def _attend(
-        window: int | None, config: AttentionConfig, codec: Codec, q: Tensor, k: Tensor, v: Tensor
+        start: int, window: Window | None, config: AttentionConfig, codec: Codec, q: Tensor, k: Tensor, v: Tensor
     ) -> PartialAttention:
         fmt = codec.cache_format
         num_quantized = 0 if fmt is None else fmt.num_quantized(q.shape[0] - 1)
         if fmt is None or not num_quantized:
-            return attention.attend_causal(q, k, v, config, window)
+            return attention.attend_causal(q, k, v, config, window, start)
         # Every token sees the older ones quantized, as it would in a cache.
-        chunks = query_chunks(q.shape[0], window, fmt, q.device, mask_dtype(q.device, q.dtype))
+        chunks = query_chunks(q.shape[0], start, window, fmt, q.device, mask_dtype(q.device, q.dtype))
         older = codec.round_trip(k[:num_quantized], v[:num_quantized])
         if fmt.is_sparse:
             return sparse.attend_top_k(q, older, (k, v), config, chunks)
@@ -81,7 +89,14 @@ class DecodeAttention:
     parts: tuple[DecodePart, ...]
 
     def attend(
-        self, layer: int, window: int | None, config: AttentionConfig, cache: KVCache, q: Tensor, k: Tensor, v: Tensor
+        self,
+        layer: int,
+        window: Window | None,
+        config: AttentionConfig,
+        cache: KVCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> PartialAttention:
         """q [B, Hq, D], k and v [B, Hk, D] -> output [B, Hq, D], log-sum-exp [B, Hq]; stores k and v."""
         if self.on_host:
@@ -101,7 +116,7 @@ class DecodeAttention:
         return _to_device(cache, (out, lse)) if self.on_host else (out, lse)
 
     def _attend(
-        self, part: DecodePart, layer: int, window: int | None, config: AttentionConfig, cache: KVCache, q: Tensor
+        self, part: DecodePart, layer: int, window: Window | None, config: AttentionConfig, cache: KVCache, q: Tensor
     ) -> PartialAttention:
         q, positions, visible = q[part.sequences], self.positions[part.sequences], part.visible[window]
         if part.is_sparse:
@@ -131,7 +146,7 @@ class PrefixAttention:
     parts: tuple[PrefixPart, ...]
 
     def attend(
-        self, layer: int, window: int | None, config: AttentionConfig, cache: KVCache, q: Tensor
+        self, layer: int, window: Window | None, config: AttentionConfig, cache: KVCache, q: Tensor
     ) -> Iterator[PartialAttention]:
         """q [t, Hq, D] -> for each part output [t, Hq, D] and log-sum-exp [t, Hq]."""
         assert self.prefix.block is not None
@@ -167,7 +182,7 @@ class AttentionMetadata:
     def attend(
         self,
         layer: int,
-        window: int | None,
+        window: Window | None,
         config: AttentionConfig,
         cache: KVCache,
         q: Tensor,
@@ -235,11 +250,11 @@ class AttentionMetadata:
 
 
 def build_attention_metadata(
-    batch: Batch, windows: Iterable[int | None], device: torch.device, dtype: torch.dtype, cache: KVCache
+    batch: Batch, windows: Iterable[Window | None], device: torch.device, dtype: torch.dtype, cache: KVCache
 ) -> AttentionMetadata:
     """Lay a batch out. The sequences of a block are adjacent and in slot order (the scheduler's promise).
 
-    windows: the sliding windows that occur among the layers; each has its own masks.
+    windows: those that occur among the layers; each has its own masks.
     dtype: of queries.
     """
     kinds = set(windows) or {None}
@@ -275,7 +290,8 @@ def build_attention_metadata(
         own = (on_host if host_attends else on_device)[1]
         tokens = slice(first, first + len(block.sequences))
         new = new_tokens(block, cache.codec, on_host, on_device)
-        seen = decode_parts(block, own, kinds, cache.codec, mask_dtype(own.device, dtype))
+        starts = (host_at if host_attends else at)[tokens] - own
+        seen = decode_parts(block, own, starts, kinds, cache.codec, mask_dtype(own.device, dtype))
         decodes.append(DecodeAttention(tokens, block, host_attends, own, new, seen))
 
     prefixes = []

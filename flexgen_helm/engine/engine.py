@@ -44,7 +44,7 @@ from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.memory import plan_memory
+from flexgen_helm.planner.memory import leaving_room, plan_memory
 from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_fractions
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, Stage, report
@@ -126,6 +126,7 @@ class Engine:
         # Weights that do not all fit on the compute device are placed by the search, if it finds a way.
         searches = policy is None and (memory.streams_weights or options.max_latency is not None)
         if searches and (placement := auto.weights()) is not None:
+            placement = leaving_room(placement, storage, capacities, compute_tier, self._dtype.itemsize)
             memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, placement)
         self._weight_fractions = achieved_fractions(storage.matrices, memory.weights)
         ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}

@@ -217,7 +217,7 @@ class Executor:
 
     def _receive(self, batch: Batch, state: _BatchState) -> None:
         assert self._pipeline is not None
-        shape = batch.num_tokens, self._config.hidden_size
+        shape = batch.num_tokens, self._config.state_size
         state.hidden, state.nonfinite_layer = self._pipeline.receive_hidden(
             _checksum(batch), shape, self._decoder.dtype, self._device
         )
@@ -289,7 +289,8 @@ class Executor:
 
     def _new_state(self, batch: Batch) -> _BatchState:
         decoder = self._decoder
-        metadata = build_attention_metadata(batch, decoder.config.windows, self._device, decoder.dtype, self._cache)
+        windows = {decoder.config.window(layer) for layer in range(decoder.config.num_layers)}
+        metadata = build_attention_metadata(batch, windows, self._device, decoder.dtype, self._cache)
         num_tokens = len(metadata.token_ids.on_device)
         self._note_workspace(
             self._workspace.layer(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import Codec
 from flexgen_helm.models.attention import QueryChunk, additive_mask
-from flexgen_helm.models.config import QUERY_CHUNK_TOKENS
+from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, Window
 from flexgen_helm.models.sparse import num_selected, num_selected_tensor
 from flexgen_helm.planner.constants import KEPT_MASK_BYTES
 from flexgen_helm.quant.precisions import CacheFormat
@@ -91,32 +91,41 @@ class DecodePart:
 
     sequences: slice
     num_units: int
-    visible: Mapping[int | None, VisibleKeys]
+    visible: Mapping[Window | None, VisibleKeys]
     key_positions: Tensor | None = None
     seen_quantized: Tensor | None = None
     is_sparse: bool = False
 
 
 def decode_parts(
-    block: CacheBlock, positions: Tensor, windows: Iterable[int | None], codec: Codec, dtype: torch.dtype
+    block: CacheBlock,
+    positions: Tensor,
+    starts: Tensor,
+    windows: Iterable[Window | None],
+    codec: Codec,
+    dtype: torch.dtype,
 ) -> tuple[DecodePart, ...]:
     """Divide what the block's next queries see; the first part covers all sequences.
 
     positions: [B], of the queries among their sequences' own tokens, where attention is computed.
-    windows: the sliding windows of the model's layers.
+    starts: [B], absolute positions of their sequences' first own tokens, there too.
+    windows: of the model's layers.
     dtype: of masks.
     """
     counts, device = [sequence.num_computed for sequence in block.sequences], positions.device
+    own_starts = [sequence.start for sequence in block.sequences]
     fmt, everyone = codec.cache_format, slice(0, len(block.sequences))
     if fmt is None:
         #  key 0 1 2 3     a sequence with 2 cached tokens + itself sees keys 0 … 2
         keys = torch.arange(max(counts) + 1, device=device)
         plain = {}
         for window in windows:
-            if min(counts) == max(counts) and not (window is not None and max(counts) >= window):
+            oldest = (0 if window is None else window.oldest(*own) for own in zip(counts, own_starts))
+            if min(counts) == max(counts) and max(oldest) <= 0:
                 plain[window] = VisibleKeys()
             else:
-                plain[window] = VisibleKeys(_decode_mask(positions, keys, keys > positions[:, None], window, dtype))
+                hidden = keys > positions[:, None]
+                plain[window] = VisibleKeys(_decode_mask(positions, starts, keys, hidden, window, dtype))
         return (DecodePart(everyone, len(keys), plain),)
 
     places = torch.arange(codec.window_tokens, device=device)
@@ -127,7 +136,7 @@ def decode_parts(
     quantized = None
     if codec.window_copies > 1:
         quantized = ring < _whole_groups(positions, fmt.residual_window, fmt.group_tokens)[:, None]
-    newest = {w: VisibleKeys(_decode_mask(positions, ring, outside, w, dtype)) for w in windows}
+    newest = {w: VisibleKeys(_decode_mask(positions, starts, ring, outside, w, dtype)) for w in windows}
     parts = [DecodePart(everyone, 0, newest, ring, quantized)]
     stored_counts = [codec.num_stored(count) for count in counts]
     if not (longest := max(stored_counts)):
@@ -137,8 +146,8 @@ def decode_parts(
     for first in range(0, everyone.stop, step):
         rows = slice(first, min(first + step, everyone.stop))
         visible = {
-            window: _visible_older(positions[rows], older, stored[rows], window, fmt, dtype, counts[rows],
-                                   stored_counts[rows])
+            window: _visible_older(positions[rows], starts[rows], older, stored[rows], window, fmt, dtype,
+                                   [*zip(counts, own_starts, stored_counts)][rows])
             for window in windows
         }  # fmt: skip
         parts.append(DecodePart(rows, longest // codec.group_tokens, visible, is_sparse=fmt.is_sparse))
@@ -147,20 +156,20 @@ def decode_parts(
 
 def _visible_older(
     positions: Tensor,
+    starts: Tensor,
     keys: Tensor,
     stored: Tensor,
-    window: int | None,
+    window: Window | None,
     fmt: CacheFormat,
     dtype: torch.dtype,
-    counts: SequenceOf[int],
-    stored_counts: SequenceOf[int],
+    on_host: SequenceOf[tuple[int, int, int]],
 ) -> VisibleKeys:
-    """What queries [B] see of their sequences' first `stored` [B] keys; counts: the positions on the host."""
-    mask = _decode_mask(positions, keys, keys >= stored[:, None], window, dtype)
-    num_visible = [
-        max(0, num_stored - _oldest_visible(count, window)) for count, num_stored in zip(counts, stored_counts)
-    ]
-    on_device = stored if window is None else (stored - (positions + 1 - window).clamp_min(0)).clamp_min(0)
+    """What queries [B] see of their sequences' first `stored` [B] keys; on_host: each position, start, and count."""
+    mask = _decode_mask(positions, starts, keys, keys >= stored[:, None], window, dtype)
+    num_visible = [max(0, num_stored - _oldest_visible(count, window, start)) for count, start, num_stored in on_host]
+    on_device = stored
+    if window is not None:
+        on_device = (stored - window.oldest(positions, starts).clamp_min(0)).clamp_min(0)
     sees_none = None if min(num_visible) else on_device == 0
     if not fmt.is_sparse:
         return VisibleKeys(mask, sees_none)
@@ -172,12 +181,14 @@ def _visible_older(
 class PrefixPart:
     """Tokens first … last - 1 of a shared prefix or prompt, as its readers attend to them.
 
+    start: absolute position of the prefix's first token.
     stored: they come from the storage, else from the residual window.
     span: the smallest and the largest position of the queries, counted from the prefix's first token.
     borders: of stored tokens a query sees those that this format quantizes for it, of others those that it does not;
         None: all.
     """
 
+    start: int
     first: int
     last: int
     stored: bool
@@ -185,16 +196,16 @@ class PrefixPart:
     borders: CacheFormat | None = None
     _kept: dict[object, VisibleKeys] = field(default_factory=dict)
 
-    def visible(self, positions: Tensor, window: int | None, dtype: torch.dtype) -> VisibleKeys:
+    def visible(self, positions: Tensor, window: Window | None, dtype: torch.dtype) -> VisibleKeys:
         """Return what queries at `positions` [t] of the span see.
 
         Large masks are made when they are needed: of all batches that are under way, they would be as large as caches.
 
         positions: where attention is computed.
-        window: the layer's sliding window.
+        window: the layer's.
         dtype: of masks.
         """
-        if window is not None and self.span[1] - self.first < window:  # it reaches back to the first key
+        if window is not None and window.oldest(self.span[1], self.start) <= self.first:  # it hides no key
             window = None
         if self.borders is None and window is None:
             return VisibleKeys()
@@ -205,10 +216,10 @@ class PrefixPart:
                 self._kept[window] = kept
         return kept
 
-    def _visible(self, positions: Tensor, window: int | None, dtype: torch.dtype) -> VisibleKeys:
+    def _visible(self, positions: Tensor, window: Window | None, dtype: torch.dtype) -> VisibleKeys:
         # A query sees keys lower … upper - 1.
         earliest, latest = self.span
-        lower = torch.zeros_like(positions) if window is None else positions + (1 - window)
+        lower = torch.zeros_like(positions) if window is None else window.oldest(positions, self.start)
         upper = torch.full_like(positions, self.last)
         some_see_none = window is not None
         if (fmt := self.borders) is not None:
@@ -234,43 +245,47 @@ def prefix_parts(prefix: Sequence, positions: SequenceOf[int], codec: Codec) -> 
     positions: of the queries, from the prefix's first token on.
     """
     fmt, end, span = codec.cache_format, prefix.prompt_len, (min(positions), max(positions))
+    start = prefix.start
     if fmt is None:
-        return (PrefixPart(0, end, True, span),)
+        return (PrefixPart(start, 0, end, True, span),)
     low, high = (min(end, fmt.num_quantized(position)) for position in span)
     step = max(1, _DEQUANTIZED_ELEMENTS // (2 * codec.token_elements))
-    parts = [PrefixPart(first, last, True, span) for first, last in _ranges(0, low, step)]
-    parts += [PrefixPart(first, last, True, span, fmt) for first, last in _ranges(low, high, step)]
+    parts = [PrefixPart(start, first, last, True, span) for first, last in _ranges(0, low, step)]
+    parts += [PrefixPart(start, first, last, True, span, fmt) for first, last in _ranges(low, high, step)]
     if low < end:
-        parts.append(PrefixPart(low, end, False, span, fmt))
+        parts.append(PrefixPart(start, low, end, False, span, fmt))
     return tuple(parts)
 
 
 def query_chunks(
-    tokens: int, window: int | None, fmt: CacheFormat, device: torch.device, dtype: torch.dtype
+    tokens: int, start: int, window: Window | None, fmt: CacheFormat, device: torch.device, dtype: torch.dtype
 ) -> Iterable[QueryChunk]:
     """Divide a prompt that no cache is needed for: what its tokens see quantized and as it was computed.
 
+    start: absolute position of its first token.
     dtype: of masks.
     """
-    arguments = tokens, window, fmt, device, dtype
+    if window is None or not window.is_chunked:
+        start = 0  # the same chunks wherever a prompt begins
+    arguments = tokens, start, window, fmt, device, dtype
     mask_bytes = 2 * tokens * tokens  # in float32, of which half is never seen
     return _make_chunks(*arguments) if mask_bytes > KEPT_MASK_BYTES // _KEPT_LENGTHS else _kept_chunks(*arguments)
 
 
 @lru_cache(maxsize=_KEPT_LENGTHS)
 def _kept_chunks(
-    tokens: int, window: int | None, fmt: CacheFormat, device: torch.device, dtype: torch.dtype
+    tokens: int, start: int, window: Window | None, fmt: CacheFormat, device: torch.device, dtype: torch.dtype
 ) -> tuple[QueryChunk, ...]:
-    return tuple(_make_chunks(tokens, window, fmt, device, dtype))
+    return tuple(_make_chunks(tokens, start, window, fmt, device, dtype))
 
 
 def _make_chunks(
-    tokens: int, window: int | None, fmt: CacheFormat, device: torch.device, dtype: torch.dtype
+    tokens: int, start: int, window: Window | None, fmt: CacheFormat, device: torch.device, dtype: torch.dtype
 ) -> Iterator[QueryChunk]:
     for first in range(0, tokens, QUERY_CHUNK_TOKENS):
         end = min(first + QUERY_CHUNK_TOKENS, tokens)
         low, high = fmt.num_quantized(first), fmt.num_quantized(end - 1)
-        oldest = _oldest_visible(first, window)
+        oldest = _oldest_visible(first, window, start)
         quantized, plain = slice(min(oldest, high), high), slice(max(oldest, low), end)
         at = torch.arange(first, end, device=device)[:, None]
         borders = _whole_groups(at, fmt.residual_window, fmt.group_tokens)
@@ -279,20 +294,21 @@ def _make_chunks(
         keys = torch.cat((old, new))
         hidden = torch.cat((old >= borders, (new < borders) | (new > at)), 1)
         if window is not None:
-            hidden |= at - keys >= window
+            hidden |= keys < window.oldest(at, start)
         selected, most = None, 0
         if fmt.is_sparse:
-            visible = (borders - (0 if window is None else (at + 1 - window).clamp_min(0))).clamp_min(0)
+            hidden_before = 0 if window is None else window.oldest(at, start).clamp_min(0)
+            visible = (borders - hidden_before).clamp_min(0)
             selected = num_selected_tensor(visible[:, 0], fmt.value_share)
-            nearest = max(max(0, fmt.num_quantized(p) - _oldest_visible(p, window)) for p in range(first, end))
+            nearest = max(max(0, fmt.num_quantized(p) - _oldest_visible(p, window, start)) for p in range(first, end))
             most = num_selected(nearest, fmt.value_share)
         mask = additive_mask(hidden, dtype)
         yield QueryChunk(slice(first, end), quantized, plain, keys, mask, selected, most)
 
 
-def _oldest_visible(position: int, window: int | None) -> int:
-    """Return the first token inside the sliding window of a query at `position`."""
-    return 0 if window is None else max(0, position - window + 1)
+def _oldest_visible(position: int, window: Window | None, start: int) -> int:
+    """Return the first token that the window of a query at `position` shows, both counted from `start`."""
+    return 0 if window is None else max(0, window.oldest(position, start))
 
 
 def _whole_groups(positions: Tensor, residual_window: int, group_tokens: int) -> Tensor:
@@ -300,10 +316,12 @@ def _whole_groups(positions: Tensor, residual_window: int, group_tokens: int) ->
     return (positions + (1 - residual_window)).clamp_min_(0) // group_tokens * group_tokens
 
 
-def _decode_mask(positions: Tensor, keys: Tensor, hidden: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Mask `hidden` keys [B, S] and those outside a sliding window -> [B, 1, 1, S]; keys: positions [S] or [B, S]."""
+def _decode_mask(
+    positions: Tensor, starts: Tensor, keys: Tensor, hidden: Tensor, window: Window | None, dtype: torch.dtype
+) -> Tensor:
+    """Mask `hidden` keys [B, S] and those that a window hides -> [B, 1, 1, S]; keys: positions [S] or [B, S]."""
     if window is not None:
-        hidden = hidden | (positions[:, None] - keys >= window)
+        hidden = hidden | (keys < window.oldest(positions, starts)[:, None])
     return additive_mask(hidden[:, None, None], dtype)
 
 

@@ -15,11 +15,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS
+from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, Window
 
 PartialAttention = tuple[Tensor, Tensor]  # output, log-sum-exp
 KeysValues = tuple[Tensor, Tensor]
@@ -61,15 +62,23 @@ class AttentionConfig:
 
 
 def attend_causal(
-    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, window: Window | None = None, start: int = 0
 ) -> PartialAttention:
-    """Attend to the own token and the earlier ones, with a window only to the last `window` of them.
+    """Attend to the own token and the earlier ones, as far as a window shows them.
+
+    start: absolute position of the first token.
 
     q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
     """
     tokens, heads, dim = q.shape
-    if window is not None and tokens > window:
-        return attend_two_versions(q, (k[:0], v[:0]), (k, v), config, _window_chunks(tokens, window, q.device, q.dtype))
+    if window is not None and window.oldest(tokens - 1, start) > 0:
+        if window.is_chunked:
+            borders = [0, *range(window.tokens - start % window.tokens, tokens, window.tokens), tokens]
+            parts = (slice(*ends) for ends in pairwise(borders))
+            outs, lses = zip(*(attend_causal(q[own], k[own], v[own], config) for own in parts))
+            return torch.cat(outs), torch.cat(lses)
+        chunks = _window_chunks(tokens, window.tokens, q.device, q.dtype)
+        return attend_two_versions(q, (k[:0], v[:0]), (k, v), config, chunks)
     key_heads = k.shape[1]
     group = heads // key_heads
     # Query heads of one key head become a batch dimension over expanded (not copied) keys and values.

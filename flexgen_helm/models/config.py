@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from flexgen_helm.identity import Identified
 from flexgen_helm.models.generic.config import GenericConfig
@@ -72,6 +72,27 @@ class MoEConfig(Identified, name="ExpertSpec", first_version="count per_token ff
     ffn_size: int
     normalize: bool = True
     dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Window:
+    """The positions that a token sees: the last `tokens`, itself included, or those of its own chunk.
+
+    is_chunked: positions are divided into chunks of `tokens`, counted from the sequence's first one (Llama 4).
+    """
+
+    tokens: int
+    is_chunked: bool = False
+
+    def oldest(self, position: Any, start: Any = 0) -> Any:
+        """Return the first position that a token at `position` sees; less than 0 if it is before the first.
+
+        position: an integer or a tensor of them, as is `start`.
+        start: absolute position of what both are counted from.
+        """
+        if self.is_chunked:
+            return (position + start) // self.tokens * self.tokens - start
+        return position + (1 - self.tokens)
 
 
 @dataclass(frozen=True)
@@ -153,6 +174,7 @@ class ModelConfig(
     layers_before: int = 0  # layers of the model that come before these, on other ranks of a pipeline
     layers_after: int = 0  # layers of the model that come after these
     generic: GenericConfig | None = None  # runs by transformers' own modules; features above are theirs
+    chunked: bool = False  # `windows` are chunks: a token sees those before it in its own one (Llama 4)
 
     def part(self, layers: range) -> ModelConfig:
         """Return some layers of the model, as one rank of a pipeline has them.
@@ -173,6 +195,14 @@ class ModelConfig(
             layers_after=self.layers_after + self.num_layers - layers.stop,
         )
 
+    @cached_property
+    def state_size(self) -> int:
+        """Elements of a token between two layers."""
+        if self.generic is None:
+            return self.hidden_size
+        streams = self.generic.streams * self.hidden_size
+        return streams + self.generic.layer_inputs_size + self.generic.shared_size
+
     @property
     def has_embedding(self) -> bool:
         return not self.layers_before
@@ -181,9 +211,10 @@ class ModelConfig(
     def has_head(self) -> bool:
         return not self.layers_after
 
-    def window(self, layer: int) -> int | None:
-        """Positions that a token attends to in this layer, itself included; None for all."""
-        return self.windows[layer] if self.windows else None
+    def window(self, layer: int) -> Window | None:
+        """Positions that a token attends to in this layer; None for all."""
+        tokens = self.windows[layer] if self.windows else None
+        return None if tokens is None else Window(tokens, self.chunked)
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """Rotation of this layer's queries and keys."""
@@ -248,6 +279,8 @@ class ModelConfig(
 EMBED, HEAD = "embed", "head"
 # Embedding table, also the head's matrix if the two are tied.
 EMBED_TABLE = "embed.tokens.weight"
+# Table of inputs of every layer, looked up by token too (Gemma 3n, Gemma 4).
+LAYER_INPUT_TABLE = "embed.layer_inputs.weight"
 
 # Queries of a prompt whose scores exist at once in unfused attention, and whose masks do: they bound the workspace.
 SCORE_TOKENS, QUERY_CHUNK_TOKENS = 1024, 256
@@ -322,6 +355,8 @@ def _generic_tensors(config: ModelConfig, generic: GenericConfig, stage: str) ->
         yield f"{stage}.{name}", (prod(size),)
     if stage == EMBED:
         yield table
+        if generic.layer_input_key:
+            yield LAYER_INPUT_TABLE, (generic.layer_input_rows, generic.layer_inputs_size)
         return
     if not config.tied_head:
         yield "head.lm.weight", (config.vocab_size, config.hidden_size)

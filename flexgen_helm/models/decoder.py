@@ -51,6 +51,11 @@ class TableRows:
     def shifted(self, offset: int) -> TableRows:
         return TableRows(self.on_device + offset, self.on_host + offset) if offset else self
 
+    def below(self, rows: int) -> TableRows:
+        """Row 0 instead of those that a table of `rows` rows does not have."""
+        on_device, on_host = (own.where(own < rows, 0) for own in (self.on_device, self.on_host))
+        return TableRows(on_device, on_host)
+
 
 class StageWeights(Protocol):
     """The weights of one stage, by canonical name without the stage's prefix; values in the compute dtype.

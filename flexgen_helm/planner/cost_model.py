@@ -304,7 +304,7 @@ class _Pass:
     def _hidden_bytes(self) -> float:
         """Bytes of the hidden states, which leave and return between any two layers if they are offloaded."""
         config = self.problem.config
-        return config.num_layers * self.tokens * config.hidden_size * self.problem.compute_bytes
+        return config.num_layers * self.tokens * config.state_size * self.problem.compute_bytes
 
 
 def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
@@ -328,7 +328,7 @@ def _stored_memory(
     one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.max_batch_tokens
     if one_batch and shape.schedule != "prefill-only":
         waiting_tokens = sequences
-    hidden = waiting_tokens * config.hidden_size * problem.compute_bytes
+    hidden = waiting_tokens * config.state_size * problem.compute_bytes
     staging = problem.staging_memory(shape, sequences, resident)
     memory: dict[Tier, tuple[Affine, ...]] = {}
     for tier in TIERS:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.errors import MemoryLimitError
@@ -203,6 +203,27 @@ def plan_memory(
     return plan
 
 
+def leaving_room(
+    policy: Policy, storage: StorageSizes, limits: Mapping[Tier, int], compute_tier: Tier, compute_bytes: int
+) -> Policy:
+    """Return a searched policy with so few weights on the compute tier that a sequence can run beside them.
+
+    A search has room for the requests that it assumes, in sizes that whole matrices exceed.
+    """
+    staging, total = staging_sizes(storage, limits[compute_tier]), sum(storage.matrices.values())
+    beside = storage.vector_bytes(compute_bytes) + staging.num_bytes + least_run_bytes(storage, compute_bytes)
+    has_gpu = compute_tier == "gpu"
+    while share := policy.wg if has_gpu else policy.wc:
+        placed = place(storage.matrices, tier_fractions(policy, "weights", has_gpu))
+        taken = sum(size for name, size in storage.matrices.items() if placed[name] == compute_tier)
+        excess = taken + beside - limits[compute_tier]
+        if taken in (0, total) or excess <= 0:
+            break
+        share = max(0.0, share - max(0.001, excess / total))
+        policy = replace(policy, wg=share) if has_gpu else replace(policy, wc=share)
+    return policy
+
+
 def _streamed_fractions(resident: float, host: float, compute_tier: Tier) -> Fractions:
     """Place a share of the weights on the compute tier, the next in host memory behind it, the rest on the disk."""
     resident = min(1.0, resident)
@@ -221,7 +242,7 @@ def least_run_bytes(storage: StorageSizes, compute_bytes: int) -> int:
     config = storage.config
     sizes = cache_sizes(config, storage.precision.cache, compute_bytes, on_disk=True)
     positions = min(_LEAST_POSITIONS, config.max_positions)
-    hidden_bytes = config.hidden_size * compute_bytes
+    hidden_bytes = config.state_size * compute_bytes
     return sizes.window_bytes + positions * (2 * sizes.layer_bytes_per_token + hidden_bytes)
 
 

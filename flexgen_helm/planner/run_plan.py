@@ -142,7 +142,7 @@ class _Run:
             host_attention=self.cpu_attention and has_gpu,
             one_layer=schedule == "prefill-only",
         )
-        hidden_bytes = self.config.hidden_size * self.compute_bytes
+        hidden_bytes = self.config.state_size * self.compute_bytes
         division = RunMemory(
             memory, policy, schedule, self.size, self.free, self.compute_tier, sizes, hidden_bytes, is_searched
         )

@@ -86,7 +86,8 @@ class Workspace:
         # The states, their norm with two temporaries and both branches' results; then the larger of: q, k, v, their
         # rotations with three temporaries and the outputs twice; gate, up, activation and a product joined from tiles.
         attention, ffn = 8 * config.q_size + 6 * config.kv_size, 5 * self._ffn_size
-        self._elements_per_token = 6 * config.hidden_size + max(attention, ffn)
+        streams = 1 if config.generic is None else config.generic.streams
+        self._elements_per_token = 6 * streams * config.hidden_size + max(attention, ffn)
         self._masks = config.alibi or any(window is not None for window in config.windows)
 
     def layer(self, tokens: int, prompt: int, decoding: int, shared: tuple[int, int] = (0, 0)) -> int:
@@ -107,7 +108,7 @@ class Workspace:
             scores += 4 * config.num_heads * min(prompt, SCORE_TOKENS) * prompt
         elif self._masks:
             scores += 4 * prompt * prompt
-        states = self._element * tokens * (self._elements_per_token + 4 * config.hidden_size)
+        states = self._element * tokens * (self._elements_per_token + 4 * config.state_size)
         total = states + (4 if self._direct else 2) * scores + self._element * self._upcast_elements
         if cache is not None:
             # Two masks of a query chunk, and the quantized and full-precision versions of keys and values.
@@ -125,7 +126,7 @@ class Workspace:
         copies = 5 if self._config.final_softcap is not None else 4
         logits = 4 * positions * (copies * vocabulary + 3 * self._config.hidden_size)
         logits += 5 * 8 * vocabulary * min(positions, max(1, self._sampled_elements // vocabulary))
-        return logits + self._element * (tokens * self._config.hidden_size + self._upcast_elements)
+        return logits + self._element * (tokens * self._config.state_size + self._upcast_elements)
 
     def graphs(self, rows: int) -> GraphMemory:
         """Bound the bytes of the CUDA graphs of all layers, for batches of up to `rows` rows whose weights are direct.

@@ -34,17 +34,14 @@ REFUSED = {
     "DiffLlamaForCausalLM": "call attention 2 times",
     "DogeForCausalLM": "cannot run layer by layer",  # masks that depend on values
     "Dots3NoteForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
-    "Gemma3nForCausalLM": "cannot run layer by layer",  # hidden states of several streams, embeddings of every layer
-    "Gemma4ForCausalLM": "cannot run layer by layer",  # embeddings of every layer, layers that share a cache
     "GlmMoeDsaForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
     "HYV4ForCausalLM": "cannot run layer by layer",
     "HrmTextForCausalLM": "has no list of",  # layers run several times
     "JetMoeForCausalLM": "cannot run layer by layer",  # experts of attention
-    "Lfm2MoeForCausalLM": "call attention 0 times",  # convolutions
-    "Lfm3ForCausalLM": "call attention 0 times",
-    "Llama4ForCausalLM": "cannot run layer by layer",  # masks of chunks
+    "Lfm2MoeForCausalLM": "a state instead of keys",  # convolutions
+    "Lfm3ForCausalLM": "a state instead of keys",
     "LongcatFlashForCausalLM": "has no list of",  # two attentions in a layer
-    "MiniMaxForCausalLM": "call attention 0 times",  # linear attention
+    "MiniMaxForCausalLM": "a state instead of keys",  # linear attention
     "RecurrentGemmaForCausalLM": "call attention 0 times",  # recurrent layers
     "XmodForCausalLM": "cannot run layer by layer",  # adapters that are chosen by language
     "ZayaForCausalLM": "cannot run layer by layer",

@@ -17,6 +17,7 @@ _SIZES: dict[str, Any] = dict(
     topk_group=1, first_k_dense_replace=1, d_kv=8, image_size=28, patch_size=14, pad_token_id=0, bos_token_id=1,
     eos_token_id=2, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, is_decoder=True,
     emb_dim=32, n_words=64, pronunciation_vocab_size=8, shape_vocab_size=8, encoder_hash_byte_group_vocab=64,
+    sliding_window=4, attention_chunk_size=4,
 )  # fmt: skip
 # What the defaults of a class lack or make inconsistent. None: left as it is by default.
 _CHANGES: dict[str, dict[str, Any]] = {
@@ -26,12 +27,20 @@ _CHANGES: dict[str, dict[str, Any]] = {
         num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["full_attention", "sliding_attention"] * 2,
         activation_sparsity_pattern=[0.0] * 4, intermediate_size=[48] * 4,
     ),
+    "Gemma4ForCausalLM": dict(
+        num_hidden_layers=6, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 3,
+        global_head_dim=16, enable_moe_block=True, top_k_experts=2,
+    ),
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 1]]),
     "GraniteMoeHybridForCausalLM": dict(mamba_n_heads=8, mamba_d_head=8),
     "HunYuanDenseV1ForCausalLM": dict(head_dim=8),
     "HunYuanMoEV1ForCausalLM": dict(head_dim=8, num_experts=4, moe_topk=2),
     "Lfm2MoeForCausalLM": dict(layer_types=["conv", "full_attention"]),
     "Mamba2ForCausalLM": dict(num_heads=8, head_dim=8),
+    "Llama4ForCausalLM": dict(
+        num_hidden_layers=4, no_rope_layer_interval=2, interleave_moe_layer_step=2, floor_scale=3, intermediate_size=24,
+        intermediate_size_mlp=48, layer_types=["chunked_attention", "full_attention"] * 2,
+    ),
     "MinistralForCausalLM": dict(head_dim=8),
     "NemotronForCausalLM": dict(num_key_value_heads=2, head_dim=8),
     "Dots1ForCausalLM": dict(n_routed_experts=4, n_shared_experts=1),

@@ -78,7 +78,8 @@ def visible(cache: KVCache, block: CacheBlock, layer: int) -> list[dict[int, tup
     """For every sequence of a block, position -> (key, value) of all that its query reads, from all parts."""
     found: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in block.sequences]
     positions = torch.tensor([sequence.num_computed for sequence in block.sequences])
-    for part in decode_parts(block, positions, {None}, cache.codec, torch.float32):
+    starts = torch.zeros_like(positions)
+    for part in decode_parts(block, positions, starts, {None}, cache.codec, torch.float32):
         if part.is_sparse:
             keys = cache.read_keys(block, layer, part)
             values = torch.full_like(keys, float("nan"))  # of sparse formats values are selected: tested elsewhere

@@ -18,6 +18,7 @@ from flexgen_helm.errors import NumericalError, UsageError
 from flexgen_helm.kv_cache import visibility
 from flexgen_helm.kv_cache.codec import QuantizedCodec
 from flexgen_helm.models.attention import AttentionConfig
+from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.quant import precisions
@@ -50,14 +51,23 @@ def packed_tokens(x, fmt):
     return torch.cat((dequantize(quantize(flat[:whole], fmt), fmt, whole, heads * dim), flat[whole:])).view(x.shape)
 
 
-def direct(q, k, v, fmt, scale, window, slopes):
+def first_visible(position, start, window):
+    """The first token that a query sees, counted from `start`."""
+    if window is None:
+        return 0
+    absolute = start + position
+    first = absolute - absolute % window.tokens if window.is_chunked else absolute - window.tokens + 1
+    return max(0, first - start)
+
+
+def direct(q, k, v, fmt, scale, slopes, start, window):
     """Each query alone, in double precision: keys and values before its boundary packed, the others as they are."""
     k_packed, v_packed = packed_tokens(k, fmt.keys), packed_tokens(v, fmt.values)
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
     for p in range(q.shape[0]):
         border = fmt.num_quantized(p)
-        first = 0 if window is None else max(0, p - window + 1)
+        first = first_visible(p, start, window)
         keys = torch.cat((k_packed[:border], k[border : p + 1]))[first:].double().repeat_interleave(group, 1)
         values = torch.cat((v_packed[:border], v[border : p + 1]))[first:].double().repeat_interleave(group, 1)
         scores = torch.einsum("hd,shd->hs", q[p].double(), keys) * scale
@@ -74,19 +84,25 @@ def direct(q, k, v, fmt, scale, window, slopes):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@given(st.integers(1, 90), st.sampled_from([None, 1, 7, 40]), st.booleans(), st.integers(0, 5))
-@settings(deadline=None, max_examples=12)
-def test_a_prompt_sees_what_the_definition_says(name, tokens, window, alibi, seed):
+@given(
+    st.integers(1, 90),
+    st.integers(0, 60),
+    st.none() | st.builds(Window, st.sampled_from([1, 7, 40]), st.booleans()),
+    st.booleans(),
+    st.integers(0, 5),
+)
+@settings(deadline=None, max_examples=16)
+def test_a_prompt_sees_what_the_definition_says(name, tokens, start, window, alibi, seed):
     fmt, draw = FORMATS[name], torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(tokens, heads, 16, generator=draw) for heads in (4, 2, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
     codec = QuantizedCodec(fmt, 2, 16, torch.float32)
-    found, _ = PromptAttention._attend(window, AttentionConfig(0.25, slopes=slopes), codec, q, k, v)
-    expected = direct(q, k, v, fmt, 0.25, window, slopes)
+    found, _ = PromptAttention._attend(start, window, AttentionConfig(0.25, slopes=slopes), codec, q, k, v)
+    expected = direct(q, k, v, fmt, 0.25, slopes, start, window)
     assert (found - expected).abs().max() < 1e-5
     if tokens > 40 and window is None:
         wider = replace(fmt, residual_window=fmt.residual_window + fmt.group_tokens)
-        other = direct(q, k, v, wider, 0.25, window, slopes)
+        other = direct(q, k, v, wider, 0.25, slopes, start, window)
         assert (found - other).abs().max() > 1e-3  # the comparison would notice another window
 
 
@@ -121,7 +137,7 @@ def test_masks_of_long_prompts_are_not_kept(monkeypatch):
     visibility._kept_chunks.cache_clear()
     held = 0
     for tokens in (*range(100, 700, 20), 900, 2000):
-        sights = list(visibility.query_chunks(tokens, None, fmt, torch.device("cpu"), torch.float32))
+        sights = list(visibility.query_chunks(tokens, 0, None, fmt, torch.device("cpu"), torch.float32))
         assert [sight.queries.stop for sight in sights][-1] == tokens
         held += sum(sight.mask.numel() * 4 for sight in sights) * (tokens < 725)
     kept = visibility._kept_chunks.cache_info()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm.models import attention
 from flexgen_helm.models.attention import AttentionConfig
+from flexgen_helm.models.config import Window
 
 PLAIN = AttentionConfig(0.4)
 CONFIGS = {
@@ -87,7 +88,31 @@ def test_causal_with_a_window(kernel, config, window):
     q, k, v = torch.randn(19, 6, 8), torch.randn(19, 2, 8), torch.randn(19, 2, 8)
     distance = torch.arange(19)[:, None] - torch.arange(19)[None, :]
     allowed = (distance >= 0) & (distance < window)
-    assert close(attention.attend_causal(q, k, v, config, window), formula(q, k, v, config, allowed))
+    assert close(attention.attend_causal(q, k, v, config, Window(window)), formula(q, k, v, config, allowed))
+
+
+@pytest.mark.parametrize("start", [0, 3, 13])
+@pytest.mark.parametrize("chunk", [1, 5, 18, 19, 40])
+def test_causal_with_chunks(kernel, config, chunk, start):
+    q, k, v = torch.randn(19, 6, 8), torch.randn(19, 2, 8), torch.randn(19, 2, 8)
+    at = torch.arange(start, start + 19)
+    allowed = (at[:, None] >= at) & (at[:, None] // chunk == at // chunk)
+    own = attention.attend_causal(q, k, v, config, Window(chunk, is_chunked=True), start)
+    assert close(own, formula(q, k, v, config, allowed))
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_what_a_window_shows(is_chunked):
+    """By integers as by tensors, wherever positions are counted from."""
+    window = Window(4, is_chunked)
+    for start in range(9):
+        for position in range(9):
+            shown = [at for at in range(start + position + 1) if start + position - at < 4]
+            if is_chunked:
+                shown = [at for at in range(start + position + 1) if (start + position) // 4 == at // 4]
+            assert max(0, window.oldest(position + start)) == shown[0]
+            oldest = window.oldest(torch.tensor([position]), torch.tensor([start]))
+            assert window.oldest(position, start) == oldest.item() and max(0, oldest.item() + start) == shown[0]
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 25, 32, 47])
@@ -102,7 +127,7 @@ def test_a_window_over_several_slices_of_queries(monkeypatch, config, window):
         return attend_two_versions(q, quantized, plain, config, chunks)
 
     monkeypatch.setattr(attention, "attend_two_versions", counted)
-    part = attention.attend_causal(q, k, v, config, window)
+    part = attention.attend_causal(q, k, v, config, Window(window))
     assert close(part, formula(q, k, v, config, (distance >= 0) & (distance < window)))
     assert [part.mask.numel() <= 16 * (16 + window) for part in parts] == [True] * 4
 
@@ -115,7 +140,7 @@ def test_a_window_over_a_shared_segment_merges_with_the_own_segment(kernel, conf
     hidden = at[:, None] - torch.arange(8) >= window
     mask = attention.additive_mask(hidden, torch.float32)
     common = attention.attend_prefix(q, k[:8].transpose(0, 1), v[:8].transpose(0, 1), config, at, mask, hidden.all(-1))
-    own = attention.attend_causal(q, k[8:], v[8:], config, window)
+    own = attention.attend_causal(q, k[8:], v[8:], config, Window(window))
     distance = at[:, None] - torch.arange(13)[None, :]
     expected = formula(q, k, v, config, (distance >= 0) & (distance < window), at)
     assert close(attention.merge_partial(own, common), expected)

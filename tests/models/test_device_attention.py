@@ -9,6 +9,7 @@ import torch
 
 from flexgen_helm.models import attention
 from flexgen_helm.models.attention import AttentionConfig
+from flexgen_helm.models.config import Window
 from tests.helpers import fused_attention
 from tests.helpers.fused_attention import KernelRuleError
 
@@ -71,10 +72,11 @@ def test_prompts(kernel, monkeypatch, tokens, key_heads, window):
     monkeypatch.setattr(attention, "QUERY_CHUNK_TOKENS", 32)
     attention._window_chunk_mask.cache_clear()
     q, k, v = half(tokens, 6, 16), half(tokens, key_heads, 16), half(tokens, key_heads, 16)
-    part = attention.attend_causal(q, k, v, PLAIN, window)
+    shown = None if window is None else Window(window)
+    part = attention.attend_causal(q, k, v, PLAIN, shown)
     attention._window_chunk_mask.cache_clear()
     assert kernel
-    assert close(part, explicit(monkeypatch, attention.attend_causal, q, k, v, PLAIN, window))
+    assert close(part, explicit(monkeypatch, attention.attend_causal, q, k, v, PLAIN, shown))
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 6])

@@ -140,7 +140,7 @@ def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "answered"
 
 
-SEEDS = range(1000, 1012)
+SEEDS = (*range(1000, 1011), 5147)  # the last: a search left too little beside whole matrices
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -68,6 +68,20 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others exp
 
 
 @dataclass(frozen=True)
+class SharedKeys(Identified, name="SharedKeys", first_version="name layer heads key_dim value_dim"):
+    """Keys and values that later layers use again, by the name that the model gives them.
+
+    layer: that computes them.
+    """
+
+    name: str
+    layer: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class GenericConfig(
     Identified,
     name="GenericConfig",
@@ -84,6 +98,10 @@ class GenericConfig(
     head_bias: whether the language-model head has one.
     table_key, head_key: of the embedding table and of the head's matrix in the state dict.
     table_rows: of the embedding table, which may be more than the head's.
+    streams: hidden states of a token.
+    layer_input_key, layer_input_rows, layer_input_size: of a second table that is looked up by token and has an input
+        of every layer, and the elements of one; none: "" and 0.
+    shared_keys: that several layers attend with.
     """
 
     class_name: str
@@ -97,6 +115,21 @@ class GenericConfig(
     table_key: str
     head_key: str
     table_rows: int
+    streams: int = 1
+    layer_input_key: str = ""
+    layer_input_rows: int = 0
+    layer_input_size: int = 0
+    shared_keys: tuple[SharedKeys, ...] = ()
+
+    @property
+    def layer_inputs_size(self) -> int:
+        """Elements of a token's inputs of all layers."""
+        return len(self.layer_kinds) * self.layer_input_size
+
+    @property
+    def shared_size(self) -> int:
+        """Elements of a token's keys and values that several layers attend with."""
+        return sum(own.heads * (own.key_dim + own.value_dim) for own in self.shared_keys)
 
     def kind(self, layer: int) -> LayerKind:
         """The kind of a layer of the whole model."""
@@ -107,6 +140,7 @@ class GenericConfig(
         stage, _, name = canonical.partition(".")
         if stage != "layers":
             special = {"tokens.weight": self.table_key, "lm.weight": self.head_key}
+            special["layer_inputs.weight"] = self.layer_input_key
             special["lm.bias"] = self.head_key.removesuffix("weight") + "bias"
             return special.get(name, name), None, False
         number, _, name = name.partition(".")
@@ -117,7 +151,7 @@ class GenericConfig(
         return f"{prefix}{found['path']}.{found['entry']}", int(found["number"]), own.transposed
 
 
-_EXPERT = re.compile(r"(?P<path>.*\.experts)\.(?P<number>\d+)\.(?P<entry>.+)\.weight")
+_EXPERT = re.compile(r"(?P<path>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<entry>.+)\.weight")
 
 
 def expert_name(path: str, expert: int, entry: str) -> str:

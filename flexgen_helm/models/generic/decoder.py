@@ -22,6 +22,7 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Attend, StageWeights, TableRows
 from flexgen_helm.models.generic.config import LayerKind, expert_name
 from flexgen_helm.models.generic.layered_model import AttentionCall, ExpertsCall, LayerArguments, LayeredModel
+from flexgen_helm.models.generic.token_state import TokenState
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class GenericDecoder:
         self._model = LayeredModel(config.generic.text, device)
         self._weights: StageWeights | None = None
         self._attention: dict[tuple[float, float | None], AttentionConfig] = {}
-        self._table = self._model.base.get_input_embeddings()
+        self._state = TokenState(config)
+        self._table, self._layer_inputs = self._model.base.get_input_embeddings(), self._model.layer_input_table
         head = self._model.model.get_output_embeddings()
         head.forward = partial(self._linear, "lm")
         self._device = device
@@ -82,33 +84,38 @@ class GenericDecoder:
         return self._model.before({"inputs_embeds": hidden, "position_ids": positions[None]})[1]
 
     def embed(self, weights: StageWeights, token_ids: TableRows, positions: TableRows) -> Tensor:
-        """token_ids and positions [T] -> hidden [T, H]."""
+        """token_ids and positions [T] -> what layers are given (`TokenState`), [T, state size]."""
         with self._stage(weights, self._outside["embed"]):
-            # The table consists of the rows that are looked up, in their order: a class of its own may scale them.
+            # A table consists of the rows that are looked up, in their order: a class of its own may scale them.
             self._table._parameters["weight"] = weights.lookup("tokens", token_ids)
+            if self._layer_inputs is not None:
+                known = token_ids.below(self._generic.layer_input_rows)
+                self._layer_inputs._parameters["weight"] = weights.lookup("layer_inputs", known)
             rows = torch.arange(len(token_ids.on_device), device=self._device)[None]
-            arguments = {"input_ids": rows, "position_ids": positions.on_device[None]}
-            hidden = self._model.before(arguments)[0].squeeze(0)
-            self._table._parameters["weight"] = None
-            return hidden
+            hidden, layers = self._model.before({"input_ids": rows, "position_ids": positions.on_device[None]})
+            for table in (self._table, self._layer_inputs):
+                if table is not None:
+                    table._parameters["weight"] = None
+            return self._state.new(hidden, layers)
 
     def layer(
         self, weights: StageWeights, layer: int, hidden: Tensor, rotary: Sequence[LayerArguments], attend: Attend
     ) -> Tensor:
-        """Decoder layer number `layer`: hidden [T, H] -> [T, H]."""
+        """Decoder layer number `layer`: hidden [T, state size] -> the same."""
         layer += self.config.layers_before
-        kind = self._generic.kind(layer)
+        kind, arguments = self._generic.kind(layer), self._state.arguments(hidden, layer, rotary[layer])
         with (
             self._stage(weights, self._inside[layer]),
             self._model.bound(partial(self._attend, attend), partial(self._run_experts, kind)),
         ):
-            return self._model.layer(layer, hidden[None], rotary[layer]).squeeze(0)
+            out = self._model.layer(layer, self._state.hidden(hidden), arguments)
+            return self._state.after(hidden, layer, out, arguments)
 
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
-        """Hidden states [T, H] of the positions to score -> logits [T, V] in float32."""
+        """What layers returned [T, state size], of the positions to score -> logits [T, V] in float32."""
         positions = torch.zeros((1, len(hidden)), dtype=torch.long, device=self._device)
         with self._stage(weights, self._outside["head"]):
-            return self._model.after(hidden[None], positions).squeeze(0).float()
+            return self._model.after(self._state.hidden(hidden), positions).squeeze(0).float()
 
     def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
         """Guess nothing: which module of a layer is its router is its own business."""
@@ -180,8 +187,12 @@ class GenericDecoder:
         self._weights.use_experts([expert for expert, _ in parts])
         out = torch.zeros_like(call.x)
         for expert, part in parts:
-            y = self._expert(module, path, expert, call.x.index_select(0, tokens[part]))
-            out.index_add_(0, tokens[part], y * token_weights[part])
+            x, own_weights = call.x.index_select(0, tokens[part]), token_weights[part]
+            if call.weighs_input:
+                y = self._expert(module, path, expert, x * own_weights)
+            else:
+                y = self._expert(module, path, expert, x) * own_weights
+            out.index_add_(0, tokens[part], y)
         return out
 
     def _expert(self, module: Any, path: str, expert: int, x: Tensor) -> Tensor:

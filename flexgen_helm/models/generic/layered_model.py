@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -27,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.models.config import Window
 
 # Layers, experts and heads of a model at most.
 MAX_MODULES = 4096
@@ -41,13 +43,17 @@ _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torc
 
 @dataclass(frozen=True)
 class Mask:
-    """Stands for an attention mask: causal, of `window` positions, itself included; None for all.
+    """Stands for an attention mask: causal, over a window; None for all earlier positions.
 
     is_causal: False for any other mask.
     """
 
-    window: int | None = None
+    window: Window | None = None
     is_causal: bool = True
+
+    def __getitem__(self, rows: Any) -> Mask:
+        """Return what is meant for some of the queries (Gemma 4 takes all of them so)."""
+        return self
 
 
 @dataclass
@@ -72,12 +78,14 @@ class ExpertsCall:
     """What a module asks of its experts: each token x [T, H] through K of them -> [T, H].
 
     selected, weights: [T, K].
+    weighs_input: the weights multiply what experts are given, not what they return (Llama 4).
     """
 
     module: Any
     x: Tensor
     selected: Tensor
     weights: Tensor
+    weighs_input: bool = False
 
 
 @dataclass
@@ -86,6 +94,29 @@ class LayerArguments:
 
     positional: tuple[Any, ...]
     named: Mapping[str, Any]
+
+    @property
+    def layer_input(self) -> Tensor:
+        """The input that a table has for this layer and each token, [1, T, P]: the only tensor of this kind."""
+        return next(value for value in (*self.positional, *self.named.values()) if _is_layer_input(value))
+
+    def with_layer_input(self, own: Tensor) -> LayerArguments:
+        """Return the same with another input of the layer."""
+        positional = tuple(own if _is_layer_input(value) else value for value in self.positional)
+        named = {name: own if _is_layer_input(value) else value for name, value in self.named.items()}
+        return LayerArguments(positional, named)
+
+    @property
+    def shared_keys(self) -> UserDict[str, tuple[Tensor, Tensor]]:
+        """Keys and values that layers leave to later ones; empty where they do not."""
+        return next((value for value in self.named.values() if isinstance(value, UserDict)), UserDict())
+
+    def with_shared_keys(self, shared: Mapping[str, tuple[Tensor, Tensor]]) -> LayerArguments:
+        """Return the same with keys and values of the layers before."""
+        named = {
+            name: type(value)(shared) if isinstance(value, UserDict) else value for name, value in self.named.items()
+        }
+        return LayerArguments(self.positional, named)
 
 
 @dataclass
@@ -135,17 +166,27 @@ class LayeredModel:
         """The model without its language-model head."""
         return self.model.base_model
 
+    @property
+    def layer_input_table(self) -> Any:
+        """The embedding of the inputs that layers have of their own; None in most models."""
+        return getattr(self.base, "embed_tokens_per_layer", None)
+
     def before(self, arguments: Mapping[str, Tensor]) -> tuple[Tensor, list[LayerArguments]]:
         """Run the code before the layers -> hidden [1, T, H], and what each layer is passed.
 
-        arguments: `input_ids` or `inputs_embeds`, and `position_ids`, each [1, T].
+        arguments: `input_ids` or `inputs_embeds`, and `position_ids`, each [1, T]. With embeddings alone, the inputs
+            of layers that a table has are meaningless.
         """
         for state in self._states:
             state.recorded = state.result = None
         positions = arguments["position_ids"] + self._first_position
         with suppress(_AllRecordedError):
-            self.base(**{**arguments, "position_ids": positions}, **_unmasked(positions))
+            self.base(**{**self._with_layer_inputs(arguments), "position_ids": positions}, **_unmasked(positions))
         recorded = [state.recorded for state in self._states]
+        past = _PastOfTokens(arguments["position_ids"])
+        for own in recorded:
+            if own is not None and "past_key_values" in own.named:
+                own.named = {**own.named, "past_key_values": past}
         hidden = self._states[0].hidden
         if hidden is None or any(own is None for own in recorded):
             raise UnsupportedArchitectureError(f"{_name(self.model)} does not call its layers one after the other")
@@ -154,22 +195,35 @@ class LayeredModel:
         return hidden, [own for own in recorded if own is not None]
 
     def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
-        """Run one layer, hidden [1, T, H] -> [1, T, H]."""
+        """Run one layer, hidden [1, T, H] -> [1, T, H]; of S streams [S, 1, T, H]."""
         out = self.layers[index](hidden, *arguments.positional, **arguments.named)
         self._states[index].returns_tuple = isinstance(out, tuple)
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
     def after(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Run the code after the layers, hidden [1, N, H] -> logits [1, N, V]; positions: [1, N], of any value."""
+        """Run the code after the layers -> logits [1, N, V].
+
+        hidden: [1, N, H], or [S, 1, N, H] of S streams.
+        positions: [1, N], of any value.
+        """
         for state in self._states:
             state.recorded, state.result = None, hidden
+        arguments = {"inputs_embeds": hidden if hidden.dim() == 3 else hidden[0], "position_ids": positions}
         try:
-            logits: Tensor = self.model(inputs_embeds=hidden, position_ids=positions, **_unmasked(positions)).logits
+            logits: Tensor = self.model(**self._with_layer_inputs(arguments), **_unmasked(positions)).logits
         finally:
             for state in self._states:
                 state.result = state.hidden = state.recorded = None
         return logits
+
+    def _with_layer_inputs(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Add zeros for the inputs that layers have of their own, which models cannot find without token ids."""
+        table, embeds = self.layer_input_table, arguments.get("inputs_embeds")
+        if table is None or embeds is None:
+            return dict(arguments)
+        inputs = embeds.new_zeros((*embeds.shape[:2], len(self.layers), table.embedding_dim // len(self.layers)))
+        return {**arguments, "per_layer_inputs": inputs}
 
     @contextmanager
     def bound(
@@ -181,6 +235,31 @@ class LayeredModel:
             yield
         finally:
             self.bindings.attend = self.bindings.run_experts = None
+
+
+def _is_layer_input(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
+
+
+class _PastOfTokens:
+    """Stands for the cache of layers: each token has as many before it as its position says.
+
+    Keys and values go to the engine by attention, so they are returned as they are.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        self._positions = positions
+
+    def get_seq_length(self, layer: int = 0) -> Tensor:
+        """Return the number of tokens before, which models add to 0 … T - 1 to have positions [T]."""
+        positions = self._positions[0]
+        return positions - torch.arange(len(positions), device=positions.device)
+
+    def update(self, keys: Tensor, values: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"its layers keep a state instead of keys and values ({name} of the cache)")
 
 
 def _unmasked(positions: Tensor) -> dict[str, Any]:
@@ -277,6 +356,9 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
     with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():
         model = cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
     model.set_experts_implementation(IMPLEMENTATION)
+    for module in model.modules():
+        if type(module).__name__ in _EXPERTS_OF_THEIR_OWN:
+            _EXPERTS_OF_THEIR_OWN[type(module).__name__](module)
     return model.eval()
 
 
@@ -383,20 +465,22 @@ def _attention(
 
 def _mask(*, mask_function: Any = None, local_size: int | None = None, q_length: int = 0, **others: Any) -> Mask:
     """Say which mask is meant. No mask is made: every prompt of a batch has its own."""
-    return Mask(local_size, not checks_masks.get() or _is_causal_window(mask_function, local_size))
+    windows = [None] if local_size is None else [Window(local_size), Window(local_size, is_chunked=True)]
+    if mask_function is None or not checks_masks.get():
+        return Mask(windows[0])
+    fitting = (window for window in windows if _is_causal_window(mask_function, window))
+    return next((Mask(window) for window in fitting), Mask(is_causal=False))
 
 
-def _is_causal_window(mask_function: Any, window: int | None) -> bool:
+def _is_causal_window(mask_function: Any, window: Window | None) -> bool:
     """Whether a mask function is that of causal attention over a window, tried at some positions around its edge."""
-    if mask_function is None:
-        return True
-    reach = 64 if window is None else window
+    reach = 64 if window is None else window.tokens
     zero = torch.tensor(0)
     for query in {1, 5, reach - 1, reach, reach + 1, reach + 3, 2 * reach + 1}:
         for key in {0, 1, query - reach - 1, query - reach, query - reach + 1, query - 1, query, query + 1}:
             if query < 0 or key < 0:
                 continue
-            expected = key <= query and (window is None or query - key < window)
+            expected = key <= query and (window is None or key >= window.oldest(query))
             if bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key))) != expected:
                 return False
     return True
@@ -406,3 +490,28 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     bindings: Bindings = module.__dict__["flexgen_helm_bindings"]
     assert bindings.run_experts is not None
     return bindings.run_experts(ExpertsCall(module, hidden_states, top_k_index, top_k_weights))
+
+
+def _let_llama4_select(block: Any) -> None:
+    """Let a Llama 4 block name the experts of each token; its own code passes every token through all of them."""
+    experts = block.experts
+    experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = True, True, False, False
+
+    def apply_gate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return up * experts.act_fn(gate)
+
+    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        bindings: Bindings = block.__dict__["flexgen_helm_bindings"]
+        assert bindings.run_experts is not None
+        x = hidden_states.reshape(-1, block.hidden_dim)
+        scores, logits = block.router(x)
+        selected = logits.topk(block.top_k, dim=1).indices
+        routed = ExpertsCall(experts, x, selected, scores.gather(1, selected), weighs_input=True)
+        return block.shared_expert(x) + bindings.run_experts(routed), logits
+
+    experts._apply_gate, block.forward = apply_gate, forward
+
+
+# Classes that compute experts outside of `transformers`' experts interface.
+_EXPERTS_OF_THEIR_OWN: Mapping[str, Callable[[Any], None]] = {"Llama4TextMoe": _let_llama4_select}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flexgen_helm.errors import FlexgenError, UnsupportedArchitectureError
 from flexgen_helm.models.config import ModelConfig, MoEConfig
-from flexgen_helm.models.generic.config import ExpertTensors, GenericConfig, LayerKind, Shapes
+from flexgen_helm.models.generic.config import ExpertTensors, GenericConfig, LayerKind, Shapes, SharedKeys
 from flexgen_helm.models.generic.layered_model import (
     AttentionCall,
     ExpertsCall,
@@ -35,11 +35,13 @@ class _LayerTrace:
     linears: paths of the linear modules that were called, in order.
     calls: of attention.
     experts: calls of experts, by the path of their module.
+    shared: keys and values that it leaves to later layers, by name.
     """
 
     linears: list[str] = field(default_factory=list)
     calls: list[AttentionCall] = field(default_factory=list)
     experts: dict[str, ExpertsCall] = field(default_factory=dict)
+    shared: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 _one_at_a_time = threading.Lock()  # a trace replaces a function of `transformers` meanwhile
@@ -66,7 +68,7 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
         raise ValueError(f"transformers makes no model of it: {reason}") from error
     name, config = type(model.model).__name__, model.model.config.get_text_config()
     try:
-        layers, before, after = _run(model)
+        layers, before, after, streams = _run(model)
     except UnsupportedArchitectureError:
         raise
     except Exception as error:  # whatever a module does with shapes that it does not expect
@@ -78,6 +80,7 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
     calls = [_only_call(trace, name) for trace in layers]
     heads = max(call.q.shape[1] // call.k.shape[1] for call in calls) * max(call.k.shape[1] for call in calls)
     table, head = model.base.get_input_embeddings(), model.model.get_output_embeddings()
+    inputs = model.layer_input_table
     if type(head) is not nn.Linear:
         raise UnsupportedArchitectureError(f"the head of {name} is no linear layer")
     keys = {id(module): path for path, module in model.model.named_modules()}
@@ -93,6 +96,15 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
         table_key=f"{keys[id(table)]}.weight",
         head_key=f"{keys[id(head)]}.weight",
         table_rows=table.weight.shape[0],
+        streams=streams,
+        layer_input_key="" if inputs is None else f"{keys[id(inputs)]}.weight",
+        layer_input_rows=0 if inputs is None else inputs.weight.shape[0],
+        layer_input_size=0 if inputs is None else inputs.weight.shape[1] // len(layers),
+        shared_keys=tuple(
+            SharedKeys(own_name, layer, k.shape[1], k.shape[3], v.shape[3])
+            for layer, trace in enumerate(layers)
+            for own_name, (k, v) in trace.shared.items()
+        ),
     )
     experts = next((kind for kind in distinct if kind.num_experts), None)
     return ModelConfig(
@@ -112,15 +124,18 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
         gated_mlp=True,
         rope=None,
         tied_head=_is_tied(model.model),
-        windows=_windows(calls),
+        windows=_windows(calls, name),
+        chunked=any(call.mask.window is not None and call.mask.window.is_chunked for call in calls),
         attn_softcap=next((call.softcap for call in calls if call.softcap is not None), None),
         experts=None if experts is None else _moe(kinds, experts),
         generic=generic,
     )
 
 
-def _run(model: LayeredModel) -> tuple[list[_LayerTrace], set[int], set[int]]:
-    """Pass shapes through the model; return what each layer did, and the modules outside that were called."""
+def _run(model: LayeredModel) -> tuple[list[_LayerTrace], set[int], set[int], int]:
+    """Pass shapes through the model; return what each layer did, the modules outside that were called, and the number
+    of streams.
+    """
     layers: list[_LayerTrace] = []
 
     def attend(call: AttentionCall) -> Tensor:
@@ -141,8 +156,13 @@ def _run(model: LayeredModel) -> tuple[list[_LayerTrace], set[int], set[int]]:
             trace = _LayerTrace()
             layers.append(trace)
             paths = {id(module): path for path, module in layer.named_modules()}
+            before_it = dict(arguments[index].shared_keys)
             with _linears(layer, trace.linears):
                 out = model.layer(index, hidden, arguments[index])
+            shared = arguments[index].shared_keys
+            trace.shared = {name: own for name, own in shared.items() if own is not before_it.get(name)}
+            if trace.shared.keys() & before_it:
+                raise UnsupportedArchitectureError(f"{type(model.model).__name__} replaces keys that layers share")
             if out.shape != hidden.shape:
                 raise UnsupportedArchitectureError(
                     f"the layers of {type(model.model).__name__} change the shape of the hidden states"
@@ -150,7 +170,7 @@ def _run(model: LayeredModel) -> tuple[list[_LayerTrace], set[int], set[int]]:
             hidden = out
         with _called(model.model) as after:
             model.after(hidden, positions)
-    return layers, before, after
+    return layers, before, after, hidden.shape[0] if hidden.dim() == 4 else 1
 
 
 @contextmanager
@@ -158,14 +178,18 @@ def _one_sequence() -> Iterator[None]:
     """Look at masks, for which `transformers` must not search several sequences in positions without values."""
     from transformers import masking_utils
 
-    search = masking_utils.find_packed_sequence_indices
+    search, overlay = masking_utils.find_packed_sequence_indices, masking_utils.chunked_overlay
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    # Chunks are counted from behind the padding, of which there is none.
+    masking_utils.chunked_overlay = lambda chunk_size, left_padding: overlay(
+        chunk_size, torch.zeros(left_padding.shape, dtype=torch.long)
+    )
     token = checks_masks.set(True)
     try:
         yield
     finally:
         checks_masks.reset(token)
-        masking_utils.find_packed_sequence_indices = search
+        masking_utils.find_packed_sequence_indices, masking_utils.chunked_overlay = search, overlay
 
 
 @contextmanager
@@ -258,20 +282,24 @@ def _only_call(trace: _LayerTrace, name: str) -> AttentionCall:
 
 def _outside(model: LayeredModel, called: set[int]) -> Shapes:
     """Return the tensors outside the layers whose modules were called, without the table and the head's matrix."""
-    table, head = model.base.get_input_embeddings(), model.model.get_output_embeddings()
+    head = model.model.get_output_embeddings()
+    tables = model.base.get_input_embeddings(), model.layer_input_table
     own = [
         (f"{path}.{name}" if path else name, tuple(tensor.shape))
         for path, module in model.model.named_modules()
         if id(module) in called or module in (model.model, model.base)
         for name, tensor in own_tensors(module).items()
-        if not (name == "weight" and module in (table, head)) and not (name == "bias" and module is head)
+        if not (name == "weight" and module in (*tables, head)) and not (name == "bias" and module is head)
     ]
     return tuple(own)
 
 
-def _windows(calls: list[AttentionCall]) -> tuple[int | None, ...]:
-    windows = tuple(call.mask.window for call in calls)
-    return windows if any(window is not None for window in windows) else ()
+def _windows(calls: list[AttentionCall], name: str) -> tuple[int | None, ...]:
+    windows = {call.mask.window for call in calls} - {None}
+    if len({window.is_chunked for window in windows if window is not None}) > 1:
+        raise UnsupportedArchitectureError(f"{name} has sliding windows and chunks")
+    tokens = [None if call.mask.window is None else call.mask.window.tokens for call in calls]
+    return tuple(tokens) if windows else ()
 
 
 def _moe(kinds: list[LayerKind], kind: LayerKind) -> MoEConfig:
