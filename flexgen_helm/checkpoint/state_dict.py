@@ -21,6 +21,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, TORCH_TYPES, LogicalTensor
 from flexgen_helm.errors import CheckpointError
 
+# The part of a stored name that a language model has where it is one of several parts.
+_LANGUAGE_MODEL = re.compile(r"^(model\.)?(language_model|text_model)\.")
+
 
 @dataclass
 class _Conversion:
@@ -167,6 +170,8 @@ class StateDictReader:
             key, pattern = rename_source_key(name, renamings, converters, prefix, state)
             if key not in state and name in state:
                 key, pattern = rename_source_key(name, [], [], prefix, state)
+            if key not in state and (own_name := _LANGUAGE_MODEL.sub(r"\1", name)) != name:
+                key, pattern = rename_source_key(own_name, renamings, converters, prefix, state)
             if key not in state:
                 unused[key] = name
                 continue

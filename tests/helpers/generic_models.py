@@ -18,6 +18,7 @@ import transformers
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.models.architectures import ARCHITECTURES
+from flexgen_helm.models.architectures.multi_part import MULTI_PART_CLASSES
 from flexgen_helm.models.config import ModelConfig
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_causal_models import causal_classes, tiny_config
@@ -68,11 +69,14 @@ def supported() -> list[str]:
 def saved(name: str, folder: Path) -> Any:
     """Save a tiny random model; return it in float32, with the same values."""
     torch.manual_seed(0)
-    model = getattr(transformers, name)._from_config(tiny_config(name).get_text_config(), attn_implementation="eager")
-    model.eval().float()
+    config = tiny_config(name)
+    if name in causal_classes() and name not in MULTI_PART_CLASSES:
+        config = config.get_text_config()
+    model = getattr(transformers, name)._from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():  # buffers that checkpoints have, too
-            tensor.copy_(tensor.normal_(0, 0.3).half().float())
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.normal_(0, 0.3).half().float())
     copy.deepcopy(model).half().save_pretrained(folder)
     return model
 
@@ -103,7 +107,7 @@ def largest_difference(name: str, folder: Path, options: Mapping[str, Any]) -> t
         assert result.error is None, result.error
         prompt, answer = list(request.prompt_token_ids), result.completions[0]
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + list(answer.token_ids)])).logits[0].float()
+            logits = model(input_ids=torch.tensor([prompt + list(answer.token_ids)])).logits[0].float()
         logprobs = torch.log_softmax(logits, -1)
         scores = [*zip(result.prompt_logprobs[1:], prompt[1:]), *zip(answer.logprobs, answer.token_ids)]
         for row, (score, token) in zip(logprobs, scores, strict=False):

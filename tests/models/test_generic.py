@@ -12,6 +12,7 @@ import transformers
 from flexgen_helm import Engine, MemoryLimits, Policy
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
+from flexgen_helm.models.architectures.multi_part import MULTI_PART_CLASSES
 from flexgen_helm.models.generic import layered_model
 from tests.helpers.generic_models import NATIVE, REFUSED, largest_difference, requests, saved, supported
 from tests.helpers.offload import MIB
@@ -73,6 +74,29 @@ def test_biases_that_choose_experts_keep_float32(tmp_path):
 @pytest.mark.parametrize("name", [name for name in supported() if name not in FAST and name not in REFUSED])
 def test_every_class_equals_its_own_forward_pass(name, tmp_path):
     check(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Mistral3ForConditionalGeneration"])
+def test_a_language_model_among_several_parts(name, tmp_path):
+    assert largest_difference(name, tmp_path, {})[0] < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(MULTI_PART_CLASSES))
+def test_every_language_model_among_several_parts(name, tmp_path):
+    assert largest_difference(name, tmp_path, {})[0] < TOLERANCE
+
+
+def test_a_model_of_several_parts_with_logits_of_its_own_is_refused(tmp_path):
+    """The guard's inverse: its language model alone gives other numbers."""
+    name = "AyaVisionForConditionalGeneration"
+    model = saved(name, tmp_path)
+    with pytest.raises(UnsupportedArchitectureError, match=name):
+        Engine.from_pretrained(tmp_path)
+    ids = torch.tensor([[5, 9, 7]])
+    inner = model.model.language_model(input_ids=ids).last_hidden_state
+    scaled = model.lm_head(inner) * model.config.text_config.logit_scale
+    assert (torch.log_softmax(model(input_ids=ids).logits, -1) - torch.log_softmax(scaled, -1)).abs().max() > 0.1
 
 
 @pytest.mark.slow

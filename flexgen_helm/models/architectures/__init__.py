@@ -13,6 +13,7 @@ from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture
+from flexgen_helm.models.architectures.multi_part import MULTI_PART_CLASSES
 from flexgen_helm.models.config import ModelConfig
 
 _MODULES = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
@@ -40,12 +41,15 @@ def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
 
 
 def generic_architecture(names: Sequence[Any]) -> Architecture | None:
-    """Return the architecture of a class of `transformers`; None for names that it does not know."""
+    """Return the architecture of a class of `transformers`; None for names that it does not know.
+
+    Of a model that also sees or hears, it is that of its language model.
+    """
     if not names or not isinstance(names[0], str) or find_spec("transformers") is None:
         return None
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if names[0] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    if names[0] not in MULTI_PART_CLASSES and names[0] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return None
     return Architecture(names[0], tuple(names), _read_generic, {}, overflows_float16=True)
 

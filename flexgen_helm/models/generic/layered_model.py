@@ -347,10 +347,14 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
     if is_causal:
         _check_attention(cls)
     model_type = content.pop("model_type", None) or getattr(getattr(cls, "config_class", None), "model_type", "")
-    config = AutoConfig.for_model(model_type, **content).get_text_config()
+    whole = AutoConfig.for_model(model_type, **content)
+    config = whole.get_text_config()
     config._attn_implementation = IMPLEMENTATION
     config.use_cache = False
     if not is_causal:  # the language model of one of several parts
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            raise UnsupportedArchitectureError(f"{name} has a language model that transformers does not have alone")
+        config.tie_word_embeddings = whole.tie_word_embeddings
         cls = AutoModelForCausalLM._model_mapping[type(config)]
         _check_attention(cls)
     with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():

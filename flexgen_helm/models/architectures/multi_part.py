@@ -1,0 +1,18 @@
+"""Classes of `transformers` that also see or hear, and whose language model alone gives their answers to text.
+
+Each is compared with its own forward pass (`tests/models/test_generic.py`). Others may compute logits in another way
+than their language model: those of Cohere's vision models are not scaled.
+"""
+
+MULTI_PART_CLASSES = frozenset({
+    "AriaForConditionalGeneration", "DeepseekVLForConditionalGeneration", "DeepseekVLHybridForConditionalGeneration",
+    "Exaone4_5_ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+    "GlmAsrForConditionalGeneration", "GraniteSpeechForConditionalGeneration",
+    "GraniteSpeechPlusForConditionalGeneration", "HyperCLOVAXVisionV2ForConditionalGeneration",
+    "Idefics2ForConditionalGeneration", "Idefics3ForConditionalGeneration", "InternVLForConditionalGeneration",
+    "JanusForConditionalGeneration", "LightOnOcrForConditionalGeneration", "Llama4ForConditionalGeneration",
+    "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration", "Ovis2ForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration", "SmolVLMForConditionalGeneration", "VideoLlama3ForConditionalGeneration",
+    "VideoLlavaForConditionalGeneration", "VipLlavaForConditionalGeneration",
+})  # fmt: skip
