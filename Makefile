@@ -33,7 +33,8 @@ test: install
 	-$(BIN)/flexgen-helm fetch $(MODEL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# The whole matrix of families, types and placements on the CUDA device in host memory.
+# What takes longer: every class of transformers, the whole matrix of families, types and placements on the CUDA device
+# in host memory, kills, needles, many requests, several machines.
 test-slow: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests
 

@@ -18,6 +18,7 @@ from tests.helpers.paths import ROOT
 _ABSENT = ("helm", "typer", "rich", "pandas", "jinja2", "scipy.stats")
 
 
+@pytest.mark.slow
 def test_it_runs_from_the_sources_without_helm_and_names_its_result_by_hardware(tmp_path):
     package = tmp_path / "package" / "flexgen_helm"
     package.mkdir(parents=True)

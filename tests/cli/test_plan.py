@@ -219,6 +219,7 @@ def shares_shown(text):
     return {row[0].strip(): tuple(map(int, row[1:])) for row in rows if row[0].strip() in kinds}
 
 
+@pytest.mark.slow
 def test_plan_and_frontier_show_the_same_shares_and_the_policy_says_them():
     """An earlier frontier said 11 % of the cache where a plan of the same block said 0 %."""
     arguments = ("--model", "opt-30b", *LENGTHS, "--hardware", "t4")

@@ -309,6 +309,7 @@ def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(tmp_path:
     assert "1 run in benchmark_output/runs/s" in output
 
 
+@pytest.mark.slow
 def test_a_suite_in_several_calls_keeps_what_each_of_them_computed(
     tiny: Callable[[str], TinyModel], tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ def test_the_summary_has_our_throughput_beside_the_scores(summarized: Path) -> N
     assert pytest.approx(record["padded_throughput"], rel=1e-3) in [x for x in shown if isinstance(x, float)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here to open the page with")
 def test_a_browser_shows_our_runs_in_helms_pages(server: str, tmp_path: Path) -> None:
     def page(path: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.console_script import SCRIPT
 from tests.helpers.terminal import Session, run_in_terminal
 from tests.helpers.tiny_models import TinyModel
@@ -28,6 +30,7 @@ def run(folder: Path, *arguments: str, expect: int = 0) -> Session:
     return session
 
 
+@pytest.mark.slow
 def test_a_first_4_bit_run_that_is_offloaded_and_one_with_everything_cached(
     tiny: Callable[[str], TinyModel], tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def reference(wheel_model):
     return model
 
 
+@pytest.mark.slow
 def test_perplexity_of_wikitext_windows(engine, shared_data):
     text = (shared_data / "wikitext-2-raw-test.txt").read_text(encoding="utf-8")
     ids = engine.tokenizer.encode(text, add_special_tokens=False)
@@ -93,6 +94,7 @@ def paper_rounding(matrix):
     return found
 
 
+@pytest.mark.slow
 def test_the_papers_weights_are_those_of_its_formula(wheel_model, reference, shared_data, tmp_path):
     """WikiText's perplexity with `paper-4bit`'s weights, and with the formula applied to a `transformers` model."""
     from copy import deepcopy

@@ -39,6 +39,7 @@ def rank_process(agent: subprocess.Popen[str], rank: int) -> psutil.Process:
     return ranks[str(rank)]
 
 
+@pytest.mark.slow
 def test_generate_goes_on_after_the_loss_of_a_rank(tmp_path, environment):
     lines = [json.dumps({"prompt_token_ids": ids, "max_tokens": 20, "ignore_eos": True}) for ids in prompts(60, 40)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
