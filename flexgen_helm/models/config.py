@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
+from types import MappingProxyType
 from typing import Any, Literal
 
 from flexgen_helm.identity import Identified
@@ -293,7 +294,7 @@ _EXPERT = re.compile(r"(.*\.experts\.\d+)\.")
 
 def expert_of(name: str) -> str | None:
     """Return the expert that a tensor belongs to, the part of its name up to the expert's number; None if to none."""
-    matched = _EXPERT.match(name)
+    matched = _EXPERT.match(name) if ".experts." in name else None  # models have tens of thousands of tensors
     return None if matched is None else matched[1]
 
 
@@ -330,9 +331,11 @@ def stage_tensor_shapes(config: ModelConfig, stage: str) -> dict[str, tuple[int,
     return dict(_layer_tensors(config, stage))
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+@lru_cache(maxsize=2)  # those of one model are asked for again and again
+def tensor_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Canonical name -> shape of all tensors of the model, in the order of a pass."""
-    return {name: shape for stage in stage_names(config) for name, shape in stage_tensor_shapes(config, stage).items()}
+    stages = (stage_tensor_shapes(config, stage) for stage in stage_names(config))
+    return MappingProxyType({name: shape for stage in stages for name, shape in stage.items()})
 
 
 def has_float32(config: ModelConfig, name: str) -> bool:

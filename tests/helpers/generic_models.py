@@ -82,13 +82,13 @@ def saved(name: str, folder: Path) -> Any:
 
 
 def requests() -> list[GenerationRequest]:
-    """Prompts of mixed lengths, of which two share a beginning."""
+    """Prompts of mixed lengths, of which two share a beginning; together more tokens than positions and vocabulary."""
     draw = random.Random(1)
     shared = [draw.randrange(3, 60) for _ in range(9)]
     beginnings = [(), (), (), shared, shared]
     prompts = [
         [*begin, *(draw.randrange(3, 60) for _ in range(length))]
-        for begin, length in zip(beginnings, (1, 5, 12, 3, 4), strict=True)
+        for begin, length in zip(beginnings, (1, 7, 50, 3, 4), strict=True)
     ]
     return [
         GenerationRequest(prompt_token_ids=own, max_tokens=4, echo_logprobs=True, ignore_eos=True) for own in prompts

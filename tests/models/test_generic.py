@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from flexgen_helm import Engine, MemoryLimits, Policy
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.architectures.multi_part import MULTI_PART_CLASSES
@@ -108,6 +108,30 @@ def test_what_is_listed_is_refused_by_name(name, tmp_path):
     with pytest.raises(UnsupportedArchitectureError, match=REFUSED[name]) as refused:
         Engine.from_pretrained(tmp_path)
     assert name in str(refused.value)
+
+
+def test_a_rotation_that_depends_on_the_longest_text_is_served_up_to_the_original_context(tmp_path):
+    """Beyond it, the short texts of a batch would get the rotation of the long one."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "original_max_position_embeddings": 24}
+    config = tiny_config("SmolLM3ForCausalLM")
+    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    torch.manual_seed(0)
+    model = transformers.SmolLM3ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    prompts = [[*range(5, 5 + length)] for length in (24, 3)]
+    asked = [GenerationRequest(prompt_token_ids=own, max_tokens=0, echo_logprobs=True) for own in prompts]
+    with Engine.from_pretrained(tmp_path) as engine:
+        assert engine.config.max_positions == 24
+        results = engine.run(asked)
+    for prompt, result in zip(prompts, results, strict=True):
+        logprobs = torch.log_softmax(model(torch.tensor([prompt])).logits[0], -1)[:-1]
+        expected = logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert (expected - torch.tensor(result.prompt_logprobs[1:])).abs().max() < 1e-3
+    short, long = prompts[1], list(range(5, 30))
+    positions = torch.arange(len(long))[None]
+    together = model.model.rotary_emb(torch.zeros(1, 1, 8), positions)[0][:, : len(short)]
+    alone = model.model.rotary_emb(torch.zeros(1, 1, 8), positions[:, : len(short)])[0]
+    assert (together - alone).abs().max() > 0.1  # the guard's inverse
 
 
 def test_a_class_with_attention_of_its_own_is_refused_by_name(tmp_path):

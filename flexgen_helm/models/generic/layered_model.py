@@ -154,6 +154,9 @@ class LayeredModel:
         self._first_position = 0
         if embeddings is not None and hasattr(embeddings, "create_position_ids_from_input_ids"):
             self._first_position = int(embeddings.padding_idx) + 1
+        if self.layer_input_table is not None:
+            # Token ids that the table lacks are row 0. Rows that were looked up are numbered anew, and all are there.
+            self.base.config.vocab_size_per_layer_input = torch.iinfo(torch.long).max
         for module in (self.model, *self.layers):
             for part in module.modules():
                 part.__dict__["flexgen_helm_bindings"] = self.bindings

@@ -313,7 +313,15 @@ def _is_tied(model: Any) -> bool:
 
 
 def _max_positions(config: Any) -> int:
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length"):
-        if isinstance(value := getattr(config, name, None), int) and value > 0:
-            return value
-    return 1 << 20
+    """Return the context length, as far as a token's rotation depends on its own position alone.
+
+    LongRoPE and dynamic scaling change the rotation of all tokens beside one that is beyond the original context.
+    """
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+    sizes = (getattr(config, name, None) for name in names)
+    longest = next((size for size in sizes if isinstance(size, int) and size > 0), 1 << 20)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
+            longest = min(longest, rope.get("original_max_position_embeddings") or longest)
+    return longest
