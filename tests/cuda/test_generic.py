@@ -30,7 +30,10 @@ SELECTED = {
     ("name", "placement"), [slow_unless(case, SELECTED) for case in itertools.product(CLASSES, PLACEMENTS)]
 )
 def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, placement, tmp_path):
-    """Their values are those of the class itself; no race, no pageable copy."""
+    """Their values are those of the class itself; no race, no pageable copy.
+
+    Loaders wait for guesses of that choice.
+    """
     model = TinyModel(tmp_path / "model", saved(name, tmp_path / "model"))
     draw = random.Random(1)
     shared = [draw.randrange(3, 60) for _ in range(10)]
@@ -49,6 +52,7 @@ def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, place
     device.check()
     routed = [place for place in costs.waits if place.startswith("models/generic/decoder.py")]
     assert bool(routed) == (name not in ("CohereForCausalLM", "Gemma3nForCausalLM"))
-    costs.waits = [place for place in costs.waits if place not in routed]
+    guessed = [place for place in costs.waits if place.startswith("offload/experts.py")]
+    costs.waits = [place for place in costs.waits if place not in (*routed, *guessed)]
     check(costs)
     assert_close(model, results, torch.float16)

@@ -35,6 +35,7 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others exp
     experts: used in the order of routing.
     num_experts, per_token: of a layer, and that the router selects for a token; 0 without experts.
     float32: those of the others that have float32 in every model, such as biases that choose experts.
+    router, router_norm: modules that select the experts of hidden states, and that norm these before; "" if unknown.
     """
 
     matrices: Shapes
@@ -43,6 +44,8 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others exp
     num_experts: int = 0
     per_token: int = 0
     float32: tuple[str, ...] = ()
+    router: str = ""
+    router_norm: str = ""
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

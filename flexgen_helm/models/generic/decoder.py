@@ -118,8 +118,24 @@ class GenericDecoder:
             return self._model.after(self._state.hidden(hidden), positions).squeeze(0).float()
 
     def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
-        """Guess nothing: which module of a layer is its router is its own business."""
-        return None
+        """Guess which experts a layer will select (`Decoder.likely_experts`); None where its router is unknown."""
+        layer += self.config.layers_before
+        kind, modules = self._generic.kind(layer), self._model.layers[layer]
+        if not kind.router:
+            return None
+        x = self._state.hidden(hidden)
+        with (
+            self._stage(weights, self._inside[layer]),
+            self._model.bound(_attend_to_nothing, _end_with_selection),
+        ):
+            try:
+                modules.get_submodule(kind.router)(modules.get_submodule(kind.router_norm)(x))
+            except _SelectionError as end:
+                selected, expert_weights = end.call.selected, end.call.weights
+            else:
+                return None
+        scores = hidden.new_zeros(kind.num_experts, dtype=torch.float32)
+        return scores.scatter_reduce_(0, selected.flatten(), expert_weights.flatten().float(), "amax")
 
     def _tensors_of(self, module: nn.Module, others: Sequence[tuple[str, tuple[int, ...]]]) -> list[_OwnTensor]:
         """Find where a stage's tensors belong, and put zeros there."""
@@ -206,6 +222,22 @@ class GenericDecoder:
         assert self._weights is not None
         y = self._weights.linear(expert_name(path, expert, entry).removesuffix(".weight"), x)
         return y + getattr(module, f"{entry}_bias")[expert] if module.has_bias else y
+
+
+class _SelectionError(Exception):
+    """Experts are selected: what they would compute is not wanted."""
+
+    def __init__(self, call: ExpertsCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+def _end_with_selection(call: ExpertsCall) -> Tensor:
+    raise _SelectionError(call)
+
+
+def _attend_to_nothing(call: AttentionCall) -> Tensor:
+    raise AssertionError("a router attends to nothing")
 
 
 def _wider(x: Tensor, dim: int) -> Tensor:

@@ -514,8 +514,9 @@ def _let_llama4_select(block: Any) -> None:
         x = hidden_states.reshape(-1, block.hidden_dim)
         scores, logits = block.router(x)
         selected = logits.topk(block.top_k, dim=1).indices
-        routed = ExpertsCall(experts, x, selected, scores.gather(1, selected), weighs_input=True)
-        return block.shared_expert(x) + bindings.run_experts(routed), logits
+        call = ExpertsCall(experts, x, selected, scores.gather(1, selected), weighs_input=True)
+        routed = bindings.run_experts(call)
+        return block.shared_expert(x) + routed, logits
 
     experts._apply_gate, block.forward = apply_gate, forward
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +37,17 @@ class _LayerTrace:
     calls: of attention.
     experts: calls of experts, by the path of their module.
     shared: keys and values that it leaves to later layers, by name.
+    inputs, outputs: the first tensor that each module was given, and what it returned, by path.
+    before_experts: linear modules that had been called when experts were.
     """
 
     linears: list[str] = field(default_factory=list)
     calls: list[AttentionCall] = field(default_factory=list)
     experts: dict[str, ExpertsCall] = field(default_factory=dict)
     shared: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    before_experts: list[str] = field(default_factory=list)
 
 
 _one_at_a_time = threading.Lock()  # a trace replaces a function of `transformers` meanwhile
@@ -144,6 +150,7 @@ def _run(model: LayeredModel) -> tuple[list[_LayerTrace], set[int], set[int], in
 
     def run_experts(call: ExpertsCall) -> Tensor:
         layers[-1].experts[paths[id(call.module)]] = call
+        layers[-1].before_experts = list(layers[-1].linears)
         return torch.empty_like(call.x)
 
     ids = torch.zeros((1, _TOKENS), dtype=torch.long, device="meta")
@@ -157,7 +164,7 @@ def _run(model: LayeredModel) -> tuple[list[_LayerTrace], set[int], set[int], in
             layers.append(trace)
             paths = {id(module): path for path, module in layer.named_modules()}
             before_it = dict(arguments[index].shared_keys)
-            with _linears(layer, trace.linears):
+            with _noted(layer, trace):
                 out = model.layer(index, hidden, arguments[index])
             shared = arguments[index].shared_keys
             trace.shared = {name: own for name, own in shared.items() if own is not before_it.get(name)}
@@ -207,13 +214,21 @@ def _called(model: nn.Module) -> Iterator[set[int]]:
 
 
 @contextmanager
-def _linears(layer: nn.Module, called: list[str]) -> Iterator[None]:
-    """Collect the paths of linear modules in the order of their calls."""
-    hooks = [
-        module.register_forward_pre_hook(lambda module, arguments, path=path: called.append(path))
-        for path, module in layer.named_modules()
-        if is_linear(module)
-    ]
+def _noted(layer: nn.Module, trace: _LayerTrace) -> Iterator[None]:
+    """Collect the paths of linear modules in the order of their calls, and what passes between modules."""
+
+    def before(path: str, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        trace.inputs[path] = next(iter((*positional, *named.values())), None)
+        if is_linear(module):
+            trace.linears.append(path)
+
+    def after(path: str, module: nn.Module, arguments: tuple[Any, ...], returned: Any) -> None:
+        trace.outputs[path] = returned
+
+    hooks = []
+    for path, module in layer.named_modules():
+        hooks.append(module.register_forward_pre_hook(partial(before, path), with_kwargs=True))
+        hooks.append(module.register_forward_hook(partial(after, path)))
     try:
         yield
     finally:
@@ -251,7 +266,22 @@ def _kind(layer: nn.Module, trace: _LayerTrace, name: str, in_float32: re.Patter
     count = calls[0].module.num_experts if calls else 0
     per_token = calls[0].selected.shape[1] if calls else 0
     kept = tuple(path for path, _ in others if in_float32.search(path))
-    return LayerKind(matrices, others, experts, count, per_token, kept)
+    router, norm = _router(trace, [own.path for own in experts])
+    return LayerKind(matrices, others, experts, count, per_token, kept, router, norm)
+
+
+def _router(trace: _LayerTrace, experts: list[str]) -> tuple[str, str]:
+    """Return the module around the experts, and the one whose result it is given.
+
+    "" twice if they are not found, or if the module computes more than a selection before, such as a shared expert.
+    """
+    if len(experts) != 1:
+        return "", ""
+    block = experts[0].rpartition(".")[0]
+    given = trace.inputs.get(block)
+    norm = next((path for path, returned in trace.outputs.items() if returned is given), "")
+    num_linears = sum(path.startswith(f"{block}.") for path in trace.before_experts)
+    return (block, norm) if block and norm and given is not None and num_linears < 2 else ("", "")
 
 
 def _expert_tensors(path: str, call: ExpertsCall, name: str) -> ExpertTensors:
