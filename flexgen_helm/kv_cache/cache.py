@@ -90,7 +90,9 @@ class KVCache:
         """
         self.codec = make_codec(cache_format, config.num_kv_heads, config.head_dim, dtype)
         self.one_layer, self._names_tiers = one_layer, names_tiers
-        self._num_layers, self._num_heads = 1 if one_layer else config.num_layers, config.num_kv_heads
+        self._num_layers, self._num_heads = 1 if one_layer else config.num_cache_layers, config.num_kv_heads
+        self._stored_layers = (0,) * config.num_layers if one_layer else config.cache_layers
+        self._writers = {number: layer for layer, number in reversed([*enumerate(self._stored_layers)])}
         self._tiers, self._dtype, self._fractions, self._room = tiers, dtype, fractions, room
         self._cpu_attention = cpu_attention and cache_format is None
         self._blocks: dict[CacheBlock, _BlockCache] = {}
@@ -118,6 +120,8 @@ class KVCache:
     def write(self, sequence: Sequence, layer: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values [S, Hk, D] of a whole prompt."""
         assert sequence.block is not None
+        if not self._writes(layer):
+            return
         layer, codec, cache = self._stored_layer(layer), self.codec, self._open(sequence.block)
         if cache.window is not None:
             cache.window.write(sequence.slot, layer, k, v)
@@ -130,6 +134,8 @@ class KVCache:
 
     def append(self, block: CacheBlock, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """Store one token [B, Hk, D] of each sequence."""
+        if not self._writes(layer):
+            return
         layer, cache = self._stored_layer(layer), self._open(block)
         if cache.window is None:
             assert new.units is not None
@@ -265,7 +271,11 @@ class KVCache:
             cache.storage.drop_unused()
 
     def _stored_layer(self, layer: int) -> int:
-        return 0 if self.one_layer else layer
+        return self._stored_layers[layer]
+
+    def _writes(self, layer: int) -> bool:
+        """Whether a layer stores its keys and values: one that uses those of an earlier layer does not."""
+        return self.one_layer or self._writers[self._stored_layers[layer]] == layer
 
     def _open(self, block: CacheBlock) -> _BlockCache:
         cache = self._blocks.get(block)

@@ -204,6 +204,24 @@ class ModelConfig(
         streams = self.generic.streams * self.hidden_size
         return streams + self.generic.layer_inputs_size + self.generic.shared_size
 
+    @cached_property
+    def cache_layers(self) -> tuple[int, ...]:
+        """For each layer the number of the stored keys and values that it attends with.
+
+        Most layers have their own. Some use those of an earlier one, the first of them here stores them.
+        """
+        owners: dict[int, int] = {}  # layer of the whole model -> the one whose keys and values it has
+        for shared in self.generic.shared_keys if self.generic is not None else ():
+            owners |= dict.fromkeys(shared.readers, shared.layer)
+        numbers: dict[int, int] = {}
+        layers = range(self.layers_before, self.layers_before + self.num_layers)
+        return tuple(numbers.setdefault(owners.get(layer, layer), len(numbers)) for layer in layers)
+
+    @property
+    def num_cache_layers(self) -> int:
+        """Layers whose keys and values are stored."""
+        return max(self.cache_layers) + 1
+
     @property
     def has_embedding(self) -> bool:
         return not self.layers_before
@@ -248,7 +266,7 @@ class ModelConfig(
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes of one position's keys and values in all layers."""
-        return 2 * self.num_layers * self.kv_size * bytes_per_element
+        return 2 * self.num_cache_layers * self.kv_size * bytes_per_element
 
     @cached_property
     def linear_flops_per_token(self) -> int:

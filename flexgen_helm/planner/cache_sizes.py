@@ -44,7 +44,7 @@ def cache_sizes(
     host_attention: attention over a cache in host memory may run there; a quantized cache is always fetched.
     one_layer: only one layer is cached at a time (prefill-only).
     """
-    layers = 1 if one_layer else config.num_layers
+    layers = 1 if one_layer else config.num_cache_layers
     plain = 2 * config.kv_size * element_bytes
     if fmt is None:
         fill = 0 if not on_disk or plain % ALIGNMENT == 0 else -(-ALIGNMENT // plain)

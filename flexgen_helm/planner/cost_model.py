@@ -147,7 +147,7 @@ class _Pass:
     def attended_elements(self) -> float:
         """Keys and values that decoding tokens attend to, on average over the block's passes."""
         problem = self.problem
-        return problem.kv_elements * self.sequences * problem.visible_positions(self.context)
+        return problem.read_kv_elements * self.sequences * problem.visible_positions(self.context)
 
     @property
     def context(self) -> float:
@@ -249,7 +249,7 @@ class _Pass:
                 positions = problem.fetched_positions(
                     tier, problem.visible_positions(self.context), self.slot_positions
                 )
-                fetched = problem.kv_elements * self.sequences * positions * problem.fetched_cache_bytes
+                fetched = problem.read_kv_elements * self.sequences * positions * problem.fetched_cache_bytes
                 to_gpu[CACHE[tier]] += fetched / in_rate + self._cache_transfers * link.transfer_s
         return to_gpu, to_cpu
 

@@ -223,7 +223,12 @@ class PlanningProblem:
     # --- KV cache ---
     @property
     def kv_elements(self) -> int:
-        """Keys and values of one position in all layers."""
+        """Keys and values of one position in all layers that store them."""
+        return 2 * self.config.num_cache_layers * self.config.kv_size
+
+    @property
+    def read_kv_elements(self) -> int:
+        """Keys and values of one position that all layers read: some read those of another."""
         return 2 * self.config.num_layers * self.config.kv_size
 
     @property
@@ -340,7 +345,7 @@ class PlanningProblem:
         block = 2 * min(BLOCK_SEQUENCES, shape.gpu_batch_size) * self.workload.longest
         for tier, column in CACHE.items():
             if tier not in (self.compute_tier, *self.host_attention_tiers):
-                staging[column] += block * self.kv_elements / config.num_layers * work
+                staging[column] += block * self.kv_elements / config.num_cache_layers * work
         if resident or self.hardware.gpu is None:
             return {self.compute_tier: (staging,)}
         return {self.compute_tier: (staging,), "cpu": (affine(loader_buffer_bytes(self.storage)),)}

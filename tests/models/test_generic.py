@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,6 +49,24 @@ def check(name, folder):
 @pytest.mark.parametrize("name", FAST)
 def test_it_equals_its_own_forward_pass(name, tmp_path):
     check(name, tmp_path)
+
+
+@pytest.mark.parametrize("schedule", ["zigzag", "row", "prefill-only"])
+def test_layers_that_use_keys_again_store_none(schedule, tmp_path):
+    """Values are those of the model, with the cache on all tiers; its bytes are those of four layers of six."""
+    asked = [replace(own, max_tokens=min(own.max_tokens, 1 if schedule == "prefill-only" else 4)) for own in requests()]
+    model = saved("Gemma4ForCausalLM", tmp_path)
+    options = {**OFFLOADED, "offload_dir": tmp_path / "tiers", "schedule": schedule}
+    with Engine.from_pretrained(tmp_path, **options) as engine:
+        results, config = engine.run(asked), engine.config
+    assert (config.num_cache_layers, config.cache_layers) == (4, (0, 1, 2, 3, 2, 3))
+    assert config.kv_bytes_per_token(2) == 4 * 2 * 2 * config.num_kv_heads * config.head_dim
+    for request, result in zip(asked, results, strict=True):
+        tokens = [*request.prompt_token_ids, *result.completions[0].token_ids]
+        logprobs = torch.log_softmax(model(torch.tensor([tokens])).logits[0], -1)
+        expected = logprobs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        found = torch.tensor([*result.prompt_logprobs[1:], *result.completions[0].logprobs])
+        assert (found - expected).abs().max() < TOLERANCE
 
 
 def test_biases_that_choose_experts_keep_float32(tmp_path):

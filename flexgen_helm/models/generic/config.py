@@ -71,10 +71,10 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others exp
 
 
 @dataclass(frozen=True)
-class SharedKeys(Identified, name="SharedKeys", first_version="name layer heads key_dim value_dim"):
+class SharedKeys(Identified, name="SharedKeys", first_version="name layer heads key_dim value_dim readers"):
     """Keys and values that later layers use again, by the name that the model gives them.
 
-    layer: that computes them.
+    layer: that computes them; readers: those that use them again.
     """
 
     name: str
@@ -82,6 +82,7 @@ class SharedKeys(Identified, name="SharedKeys", first_version="name layer heads 
     heads: int
     key_dim: int
     value_dim: int
+    readers: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class AttentionCall:
 
     scale: factor on scores. softcap: scores become cap tanh(score / cap). sinks: [Hq], logits that take a share of the
     softmax and have no value.
+    key: k as the module has it.
     """
 
     q: Tensor
@@ -71,6 +72,7 @@ class AttentionCall:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    key: Tensor | None = None
 
 
 @dataclass
@@ -466,7 +468,7 @@ def _attention(
         mask = Mask(is_causal=False)
     q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = bindings.attend(AttentionCall(q, k, v, mask, scale, softcap, s_aux))
+    out = bindings.attend(AttentionCall(q, k, v, mask, scale, softcap, s_aux, key))
     return out.contiguous().unsqueeze(0), None
 
 

@@ -107,7 +107,14 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
         layer_input_rows=0 if inputs is None else inputs.weight.shape[0],
         layer_input_size=0 if inputs is None else inputs.weight.shape[1] // len(layers),
         shared_keys=tuple(
-            SharedKeys(own_name, layer, k.shape[1], k.shape[3], v.shape[3])
+            SharedKeys(
+                own_name,
+                layer,
+                k.shape[1],
+                k.shape[3],
+                v.shape[3],
+                tuple(n for n, other in enumerate(calls) if n > layer and other.key is k),
+            )
             for layer, trace in enumerate(layers)
             for own_name, (k, v) in trace.shared.items()
         ),
