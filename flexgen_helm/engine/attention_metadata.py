@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 import torch
@@ -23,7 +24,7 @@ from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart, decode_part
 from flexgen_helm.models import attention, sparse
 from flexgen_helm.models.attention import AttentionConfig, PartialAttention, mask_dtype, merge_partial
 from flexgen_helm.models.config import Window
-from flexgen_helm.models.decoder import TableRows
+from flexgen_helm.models.decoder import Attend, StateGroup, TableRows
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence
 
 # From so many queries on, keys and values in host memory are copied to them: those of a few hundred positions cross
@@ -212,6 +213,17 @@ class AttentionMetadata:
             out[prefix.tokens], lse[prefix.tokens] = joined
         return out if sinks is None else out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None]
 
+    def state_groups(self, layer: int, cache: KVCache) -> Iterator[StateGroup]:
+        """Divide the tokens for a layer that keeps states: prompts one by one, decoding sequences block by block."""
+        for own in self.prompts:
+            sequence = own.sequence
+            before = cache.state_behind(sequence.prefixes[-1], layer) if sequence.prefixes else None
+            keep = partial(cache.write_state, sequence, layer) if sequence.needs_cache else _forget
+            yield StateGroup(own.tokens, False, before, keep)
+        for decoding in self.decodes:
+            states = cache.read_states(decoding.block, layer)
+            yield StateGroup(decoding.tokens, True, states, partial(cache.write_states, decoding.block, layer))
+
     def prefetch(self, layer: int, cache: KVCache) -> None:
         """Begin to bring what this layer's attention reads, if it has been computed."""
         for block in self.blocks():
@@ -247,6 +259,36 @@ class AttentionMetadata:
         for prefix in self.prefixes:
             assert prefix.prefix.block is not None
             yield prefix.prefix.block
+
+
+@dataclass(frozen=True, eq=False)
+class LayerAttention(Attend):
+    """Attention of one layer over the segments of one batch.
+
+    config: of queries that name no other.
+    copies: keys and values are copied before they are stored, because their memory is used again.
+    """
+
+    metadata: AttentionMetadata
+    layer: int
+    window: Window | None
+    config: AttentionConfig
+    cache: KVCache
+    copies: bool = False
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        if self.copies:
+            k, v = k.clone(), v.clone()
+        return self.metadata.attend(self.layer, self.window, config or self.config, self.cache, q, k, v, sinks)
+
+    def state_groups(self) -> Iterator[StateGroup]:
+        return self.metadata.state_groups(self.layer, self.cache)
+
+
+def _forget(states: Tensor) -> None:
+    """Keep nothing of a sequence that nobody goes on from."""
 
 
 def build_attention_metadata(

@@ -7,14 +7,14 @@ import zlib
 from collections import abc
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexgen_helm.engine.attention_metadata import AttentionMetadata, build_attention_metadata
+from flexgen_helm.engine.attention_metadata import AttentionMetadata, LayerAttention, build_attention_metadata
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.predictions import (
@@ -31,9 +31,9 @@ from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.host_memory import ResidentMemory
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.models.attention import AttentionConfig, has_fused_attention
+from flexgen_helm.models.attention import has_fused_attention
 from flexgen_helm.models.config import EMBED, HEAD, stage_names
-from flexgen_helm.models.decoder import Attend, LayerDecoder, StageWeights
+from flexgen_helm.models.decoder import LayerDecoder, StageWeights
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import Tier
@@ -305,24 +305,13 @@ class Executor:
     def _layer(self, layer: int, state: _BatchState, weights: StageWeights) -> tuple[Tensor, Tensor]:
         """Return the hidden states after a layer, and the sum of each token's, which meets every element."""
         decoder, cache, metadata = self._decoder, self._cache, state.metadata
-        window = decoder.config.window(layer)
-
-        def attend(
-            q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig | None = None, sinks: Tensor | None = None
-        ) -> Tensor:
-            return metadata.attend(layer, window, config or decoder.attention, cache, q, k, v, sinks)
-
-        def attend_copies(
-            q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig | None = None, sinks: Tensor | None = None
-        ) -> Tensor:
-            return attend(q, k.clone(), v.clone(), config, sinks)
-
+        attend = LayerAttention(metadata, layer, decoder.config.window(layer), decoder.attention, cache)
         assert state.hidden is not None and state.rotary is not None
         graphs = None if metadata.prompts else self._graphs
         if graphs is not None and graphs.takes(layer, len(state.hidden)):
             # What is stored in the background must not be in the graphs' buffer, which the next layer overwrites.
-            own: Attend = attend if metadata.caches_on_device else attend_copies
-            return graphs.layer(weights, layer, state.hidden, state.rotary, own)
+            attend = replace(attend, copies=not metadata.caches_on_device)
+            return graphs.layer(weights, layer, state.hidden, state.rotary, attend)
         hidden = decoder.layer(weights, layer, state.hidden, state.rotary, attend)
         return hidden, hidden.sum(-1, dtype=torch.float32)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from flexgen_helm.kv_cache.codec import KeysValues, Planes, make_codec
 from flexgen_helm.kv_cache.new_tokens import NewTokens
 from flexgen_helm.kv_cache.residual_window import ResidualWindow
+from flexgen_helm.kv_cache.states import BlockStates
 from flexgen_helm.kv_cache.storage import (
     DeviceStorage,
     DiskStorage,
@@ -35,6 +36,7 @@ from flexgen_helm.offload.host_pool import HostPool
 from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.tiers import Tiers
 from flexgen_helm.offload.transfer_stats import Kind
+from flexgen_helm.planner.cache_sizes import state_bytes
 from flexgen_helm.planner.placement import TIERS, Tier, most_underfilled
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
@@ -50,6 +52,7 @@ class _BlockCache:
 
     storage: Storage
     window: ResidualWindow | None
+    states: BlockStates
     claim: Allocation
     window_claim: Allocation
     attends_on_host: bool
@@ -91,8 +94,9 @@ class KVCache:
         self.codec = make_codec(cache_format, config.num_kv_heads, config.head_dim, dtype)
         self.one_layer, self._names_tiers = one_layer, names_tiers
         self._num_layers, self._num_heads = 1 if one_layer else config.num_cache_layers, config.num_kv_heads
-        self._stored_layers = (0,) * config.num_layers if one_layer else config.cache_layers
+        self._stored_layers = tuple(number if number is None or not one_layer else 0 for number in config.cache_layers)
         self._writers = {number: layer for layer, number in reversed([*enumerate(self._stored_layers)])}
+        self._states, self._state_bytes = config.layer_states, state_bytes(config, one_layer)
         self._tiers, self._dtype, self._fractions, self._room = tiers, dtype, fractions, room
         self._cpu_attention = cpu_attention and cache_format is None
         self._blocks: dict[CacheBlock, _BlockCache] = {}
@@ -147,6 +151,30 @@ class KVCache:
             keys, values = cache.window.group(layer, group.units.on_device[0], group.window_places)
             cache.storage.append(layer, group.units, self.codec.encode(keys, values))
 
+    # States of layers that keep them
+
+    def write_state(self, sequence: Sequence, layer: int, state: Tensor) -> None:
+        """Store the state [1, elements] behind a whole prompt."""
+        assert sequence.block is not None
+        self._open(sequence.block).states.begin(layer, sequence.slot, state)
+
+    def state_behind(self, sequence: Sequence, layer: int) -> Tensor:
+        """Return the state [1, elements] behind a sequence that others go on from."""
+        assert sequence.block is not None
+        return self._blocks[sequence.block].states.newest(layer, sequence.slot)
+
+    def read_states(self, block: CacheBlock, layer: int) -> Tensor:
+        """Return the states [B, elements] before the next token of each sequence; the same until all have one more."""
+        states = self._open(block).states.before(layer)
+        for slot, sequence in enumerate(block.sequences):
+            if not sequence.num_computed:  # it goes on from another's prompt
+                states[slot] = self.state_behind(sequence.prefixes[-1], layer)[0]
+        return states
+
+    def write_states(self, block: CacheBlock, layer: int, states: Tensor) -> None:
+        """Store the states [B, elements] behind the next token."""
+        self._blocks[block].states.write(layer, states)
+
     # Reading
 
     def read(self, block: CacheBlock, layer: int, part: DecodePart) -> KeysValues:
@@ -185,7 +213,7 @@ class KVCache:
     def prefetch(self, block: CacheBlock, layer: int) -> None:
         """Begin to bring one layer of a block to where attention is computed; harmless where it is there."""
         cache = self._blocks.get(block)
-        if cache is not None:
+        if cache is not None and self._stored_layers[layer] is not None:
             cache.storage.prefetch(self._stored_layer(layer), ahead=True)
 
     def done(self, block: CacheBlock, layer: int) -> None:
@@ -213,6 +241,7 @@ class KVCache:
         cache, size = self._blocks[block], self.codec.group_tokens
         if cache.window is not None:
             cache.window.move(source, target)
+        cache.states.move(source, target)
         cache.storage.move(source, target, tokens // size, stale_tokens // size)
 
     def regroup(self, block: CacheBlock, sources: SequenceOf[tuple[CacheBlock, int]]) -> None:
@@ -238,6 +267,7 @@ class KVCache:
             for target, (source, slot) in enumerate(sources):
                 if new.window is not None and (window := old[source].window) is not None:
                     new.window.copy_slot(target, window, slot)
+                new.states.copy_slot(target, old[source].states, slot)
         finally:
             for cache in old.values():
                 cache.storage.close()
@@ -271,7 +301,9 @@ class KVCache:
             cache.storage.drop_unused()
 
     def _stored_layer(self, layer: int) -> int:
-        return self._stored_layers[layer]
+        number = self._stored_layers[layer]
+        assert number is not None, f"layer {layer} has no keys"
+        return number
 
     def _writes(self, layer: int) -> bool:
         """Whether a layer stores its keys and values: one that uses those of an earlier layer does not."""
@@ -299,7 +331,7 @@ class KVCache:
         """Claim memory on a tier and open the block there, with copies of slots if given."""
         codec, home, layers = self.codec, self._tiers.compute_tier, self._num_layers
         window_values = 2 * codec.window_copies * codec.window_tokens * codec.token_elements
-        window_bytes = layers * block.num_slots * window_values * self._dtype.itemsize
+        window_bytes = block.num_slots * (layers * window_values * self._dtype.itemsize + self._state_bytes)
         ledgers = self._tiers.ledgers
         with (
             ledgers[home].claimed("cache", window_bytes) as window_claim,
@@ -310,13 +342,14 @@ class KVCache:
                 window = None
                 if codec.window_tokens:
                     window = ResidualWindow(block, codec, layers, self._tiers.device, self._num_heads, self._dtype)
+                states = BlockStates(block, self._states, self._tiers.device, self.one_layer)
             except BaseException:
                 storage.close()
                 raise
         self._held[tier] += num_bytes
         self.placed[tier] += num_bytes
         on_host = self._cpu_attention and tier == "cpu" != home
-        return _BlockCache(storage, window, claim, window_claim, on_host)
+        return _BlockCache(storage, window, states, claim, window_claim, on_host)
 
     def _new_storage(
         self, block: CacheBlock, tier: Tier, claim: Allocation, sources: SequenceOf[SlotSource]

@@ -205,8 +205,8 @@ class ModelConfig(
         return streams + self.generic.layer_inputs_size + self.generic.shared_size
 
     @cached_property
-    def cache_layers(self) -> tuple[int, ...]:
-        """For each layer the number of the stored keys and values that it attends with.
+    def cache_layers(self) -> tuple[int | None, ...]:
+        """For each layer the number of the stored keys and values that it attends with; None if it attends to none.
 
         Most layers have their own. Some use those of an earlier one, the first of them here stores them.
         """
@@ -215,12 +215,31 @@ class ModelConfig(
             owners |= dict.fromkeys(shared.readers, shared.layer)
         numbers: dict[int, int] = {}
         layers = range(self.layers_before, self.layers_before + self.num_layers)
-        return tuple(numbers.setdefault(owners.get(layer, layer), len(numbers)) for layer in layers)
+        return tuple(
+            numbers.setdefault(owners.get(layer, layer), len(numbers))
+            if self.generic is None or self.generic.kind(layer).attends
+            else None
+            for layer in layers
+        )
 
-    @property
+    @cached_property
     def num_cache_layers(self) -> int:
-        """Layers whose keys and values are stored."""
-        return max(self.cache_layers) + 1
+        """Layers whose keys and values are stored; at least one is counted."""
+        return max(1, *(number + 1 for number in self.cache_layers if number is not None), 1)
+
+    @cached_property
+    def layer_states(self) -> tuple[int, ...]:
+        """For each layer the elements of the state that it keeps of a sequence, 0 in most models."""
+        if self.generic is None:
+            return (0,) * self.num_layers
+        kinds = (self.generic.kind(self.layers_before + layer) for layer in range(self.num_layers))
+        return tuple(0 if kind.mixer is None else kind.mixer.elements for kind in kinds)
+
+    @cached_property
+    def mixer_width(self) -> int:
+        """Elements of a token that the widest module with a state computes with; 0 without one."""
+        kinds = () if self.generic is None else self.generic.kinds
+        return max((kind.mixer.width for kind in kinds if kind.mixer is not None), default=0)
 
     @property
     def has_embedding(self) -> bool:

@@ -8,7 +8,7 @@ heads, Hk key heads, D elements of a head, V vocabulary, E experts, K experts of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -21,8 +21,27 @@ from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import RESIDUALS, ModelConfig, MoEConfig, RopeConfig
 
 
+@dataclass(frozen=True, eq=False)
+class StateGroup:
+    """Tokens of a batch whose sequences have a state in a layer that keeps one.
+
+    tokens: of one sequence; or, with `one_each`, one token of each of B sequences.
+    states: of these sequences before the tokens, [B, elements] in float32; None if they begin here.
+    keep: stores those behind the tokens.
+    """
+
+    tokens: slice
+    one_each: bool
+    states: Tensor | None
+    keep: Callable[[Tensor], None]
+
+
 class Attend(Protocol):
     """Attention of one layer. The executor binds caches and segments."""
+
+    def state_groups(self) -> Iterable[StateGroup]:
+        """Divide the batch's tokens for a layer that keeps states."""
+        ...
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig | None = None, sinks: Tensor | None = None

@@ -15,7 +15,8 @@ class CacheSizes:
 
     bytes_per_token: of one position in all cached layers.
     layer_bytes_per_token: of one position in one layer.
-    window_bytes: of a sequence's full-precision residual window in all cached layers, on the compute device.
+    window_bytes: of a sequence on the compute device: its full-precision residual window in all cached layers, and the
+        states of layers that keep one.
     fill_tokens: positions that the last disk page of a prompt, or of a block's decode step, may waste.
     host_attends: attention over cache blocks in host memory runs there, so that those blocks are not fetched.
     """
@@ -46,11 +47,19 @@ def cache_sizes(
     """
     layers = 1 if one_layer else config.num_cache_layers
     plain = 2 * config.kv_size * element_bytes
+    states = state_bytes(config, one_layer)
     if fmt is None:
         fill = 0 if not on_disk or plain % ALIGNMENT == 0 else -(-ALIGNMENT // plain)
-        return CacheSizes(layers * plain, plain, 0, fill, host_attention)
+        return CacheSizes(layers * plain, plain, states, fill, host_attention)
     group = sum(fmt.group_bytes(config.num_kv_heads, config.head_dim, element_bytes))
     if on_disk:
         group = -(-group // ALIGNMENT) * ALIGNMENT
     per_token = -(-layers * group // fmt.stored_group_tokens)
-    return CacheSizes(per_token, per_token // layers, fmt.window_copies * fmt.window_tokens * layers * plain)
+    windows = fmt.window_copies * fmt.window_tokens * layers * plain
+    return CacheSizes(per_token, per_token // layers, windows + states)
+
+
+def state_bytes(config: ModelConfig, one_layer: bool) -> int:
+    """Return the bytes of the states that layers keep of a sequence: in float32, before and after the newest token."""
+    elements = max(config.layer_states) if one_layer else sum(config.layer_states)
+    return 2 * 4 * elements

@@ -22,6 +22,10 @@ from flexgen_helm.planner.constants import (
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.quant.precisions import CacheFormat
 
+# Float32 copies that a module with states makes of a token's elements, and of a state: the chunked delta rule and
+# Mamba's scan take 6 to 10 of the first, measured for 512 to 2,048 tokens.
+_MIXER_COPIES, _STATE_COPIES = 16, 6
+
 
 def upcast_elements(matrix_elements: int, on_device: bool) -> int:
     """Return how many elements of a matrix are brought to the compute dtype at once, for a product with them."""
@@ -109,6 +113,7 @@ class Workspace:
         elif self._masks:
             scores += 4 * prompt * prompt
         states = self._element * tokens * (self._elements_per_token + 4 * config.state_size)
+        states += self._mixing(tokens, prompt)
         total = states + (4 if self._direct else 2) * scores + self._element * self._upcast_elements
         if cache is not None:
             # Two masks of a query chunk, and the quantized and full-precision versions of keys and values.
@@ -116,6 +121,12 @@ class Workspace:
             if cache.is_sparse:  # scores of a top-k selection: their sums, the largest, and a copy without the others
                 total += 4 * 8 * config.num_heads * QUERY_CHUNK_TOKENS * prompt
         return total
+
+    def _mixing(self, tokens: int, prompt: int) -> int:
+        """Bound the bytes of a module with states: one prompt at a time, or the next token of all sequences."""
+        config = self._config
+        state, token = 4 * _STATE_COPIES * max(config.layer_states), 4 * _MIXER_COPIES * config.mixer_width
+        return prompt * token + state if prompt else tokens * (token + state)
 
     def head(self, tokens: int, positions: int) -> int:
         """Bound the bytes of the head over `positions`: float32 logits, joined from tiles, capped and sampled.

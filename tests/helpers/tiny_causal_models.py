@@ -21,7 +21,7 @@ _SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 # What the defaults of a class lack or make inconsistent. None: left as it is by default.
 _CHANGES: dict[str, dict[str, Any]] = {
-    "BambaForCausalLM": dict(mamba_n_heads=8, mamba_d_head=8),
+    "BambaForCausalLM": dict(mamba_n_heads=8, mamba_d_head=8, attn_layer_indices=[1]),
     "FalconForCausalLM": dict(head_dim=None, num_kv_heads=4),
     "Gemma3nForCausalLM": dict(
         num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["full_attention", "sliding_attention"] * 2,
@@ -32,9 +32,11 @@ _CHANGES: dict[str, dict[str, Any]] = {
         global_head_dim=16, enable_moe_block=True, top_k_experts=2,
     ),
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 1]]),
-    "GraniteMoeHybridForCausalLM": dict(mamba_n_heads=8, mamba_d_head=8),
+    "GraniteMoeHybridForCausalLM": dict(mamba_n_heads=8, mamba_d_head=8, layer_types=["mamba", "attention"]),
     "HunYuanDenseV1ForCausalLM": dict(head_dim=8),
     "HunYuanMoEV1ForCausalLM": dict(head_dim=8, num_experts=4, moe_topk=2),
+    "JambaForCausalLM": dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
+    "Lfm2ForCausalLM": dict(layer_types=["conv", "full_attention"]),
     "Lfm2MoeForCausalLM": dict(layer_types=["conv", "full_attention"]),
     "Mamba2ForCausalLM": dict(num_heads=8, head_dim=8),
     "Llama4ForCausalLM": dict(

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Literal
 
 from flexgen_helm.identity import Identified
 
@@ -27,6 +28,45 @@ class ExpertTensors(Identified, name="ExpertTensors", first_version="path matric
 
 
 @dataclass(frozen=True)
+class SequenceState(Identified, name="SequenceState", first_version="kind number shape"):
+    """One tensor of what a module keeps of a sequence: linear attention, Mamba, short convolutions.
+
+    kind: as `transformers`' cache calls it. number: among those of the module. shape: of one sequence.
+    """
+
+    kind: Literal["conv", "recurrent"]
+    number: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mixer(Identified, name="Mixer", first_version="path states inputs output width"):
+    """A module that keeps a state of a sequence instead of keys and values.
+
+    path: within the layer.
+    inputs: paths of linear layers that are applied to the module's input.
+    output: path of the linear layer whose result is the module's; "" if there is none.
+    width: elements of a token that the module computes with.
+    """
+
+    path: str
+    states: tuple[SequenceState, ...]
+    inputs: tuple[str, ...]
+    output: str
+    width: int
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each state of one sequence."""
+        return tuple(prod(state.shape) for state in self.states)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all states of one sequence."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
 class LayerKind(Identified, name="LayerKind", first_version="matrices others experts num_experts per_token"):
     """The tensors of layers that are alike.
 
@@ -36,6 +76,8 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others exp
     num_experts, per_token: of a layer, and that the router selects for a token; 0 without experts.
     float32: those of the others that have float32 in every model, such as biases that choose experts.
     router, router_norm: modules that select the experts of hidden states, and that norm these before; "" if unknown.
+    mixer: what keeps a state of each sequence; None in most layers.
+    attends: it has keys and values.
     """
 
     matrices: Shapes
@@ -46,6 +88,8 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others exp
     float32: tuple[str, ...] = ()
     router: str = ""
     router_norm: str = ""
+    mixer: Mixer | None = None
+    attends: bool = True
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,7 @@ of a head, V vocabulary, E experts, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.decoder import Attend, StageWeights, TableRows
+from flexgen_helm.models.decoder import Attend, StageWeights, StateGroup, TableRows
 from flexgen_helm.models.generic.config import LayerKind, expert_name
 from flexgen_helm.models.generic.layered_model import AttentionCall, ExpertsCall, LayerArguments, LayeredModel
+from flexgen_helm.models.generic.recurrent import MixerRunner
 from flexgen_helm.models.generic.token_state import TokenState
 
 
@@ -48,6 +49,7 @@ class GenericDecoder:
         self.config, self.dtype, self._generic = config, dtype, config.generic
         self._model = LayeredModel(config.generic.text, device)
         self._weights: StageWeights | None = None
+        self._state_groups: Callable[[], Iterable[StateGroup]] | None = None
         self._attention: dict[tuple[float, float | None], AttentionConfig] = {}
         self._state = TokenState(config)
         self._table, self._layer_inputs = self._model.base.get_input_embeddings(), self._model.layer_input_table
@@ -69,9 +71,16 @@ class GenericDecoder:
         for layer, module in enumerate(self._model.layers):
             modules = dict(module.named_modules())
             self._paths |= {id(part): path for path, part in modules.items()}
-            for name, _ in self._generic.kind(layer).matrices:
+            kind = self._generic.kind(layer)
+            runner = None
+            if kind.mixer is not None:
+                runner = MixerRunner(kind.mixer, modules[kind.mixer.path])
+                modules[kind.mixer.path].forward = partial(self._mix, runner)
+            for name, _ in kind.matrices:
                 path = name.removesuffix(".weight")
                 modules[path].forward = partial(self._linear, path)
+                if runner is not None and path in (*runner.mixer.inputs, runner.mixer.output):
+                    modules[path].forward = partial(self._linear_of_mixer, runner, path)
 
     @property
     def attention(self) -> AttentionConfig:
@@ -108,6 +117,7 @@ class GenericDecoder:
             self._stage(weights, self._inside[layer]),
             self._model.bound(partial(self._attend, attend), partial(self._run_experts, kind)),
         ):
+            self._state_groups = attend.state_groups
             out = self._model.layer(layer, self._state.hidden(hidden), arguments)
             return self._state.after(hidden, layer, out, arguments)
 
@@ -168,6 +178,13 @@ class GenericDecoder:
         assert self._weights is not None
         y = self._weights.linear(path, x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], -1)
+
+    def _linear_of_mixer(self, runner: MixerRunner, path: str, x: Tensor) -> Tensor:
+        return runner.linear(path, x, self._linear)
+
+    def _mix(self, runner: MixerRunner, *positional: Any, **named: Any) -> Tensor:
+        assert self._state_groups is not None
+        return runner.forward(self._state_groups(), self._linear, positional, named)
 
     def _attend(self, attend: Attend, call: AttentionCall) -> Tensor:
         """Attention with the heads of the cache: those of a layer with fewer or smaller ones are padded with zeros."""

@@ -13,6 +13,7 @@ Attention and experts go through the interfaces of `transformers`, to functions 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.config import Window
 
+OWN_ATTENTION = "computes attention in its own code, not through transformers' attention interface"
 # Layers, experts and heads of a model at most.
 MAX_MODULES = 4096
 # Name by which `transformers` knows our attention, masks and experts.
@@ -113,6 +115,12 @@ class LayerArguments:
         """Keys and values that layers leave to later ones; empty where they do not."""
         return next((value for value in self.named.values() if isinstance(value, UserDict)), UserDict())
 
+    def with_past(self, past: PastOfTokens) -> LayerArguments:
+        """Return the same with another stand-in for the cache, where a layer is given one."""
+        if "past_key_values" not in self.named:
+            return self
+        return LayerArguments(self.positional, {**self.named, "past_key_values": past})
+
     def with_shared_keys(self, shared: Mapping[str, tuple[Tensor, Tensor]]) -> LayerArguments:
         """Return the same with keys and values of the layers before."""
         named = {
@@ -186,12 +194,18 @@ class LayeredModel:
             state.recorded = state.result = None
         positions = arguments["position_ids"] + self._first_position
         with suppress(_AllRecordedError):
-            self.base(**{**self._with_layer_inputs(arguments), "position_ids": positions}, **_unmasked(positions))
+            try:
+                self._run_base(arguments, positions)
+            except ValueError as error:  # it unpacks what its layers return, and none of them has run yet
+                expected = _UNPACKED.search(str(error))
+                if expected is None or any(state.num_returned for state in self._states):
+                    raise
+                for state in self._states:
+                    state.num_returned = int(expected[1])
+                self._run_base(arguments, positions)
         recorded = [state.recorded for state in self._states]
-        past = _PastOfTokens(arguments["position_ids"])
-        for own in recorded:
-            if own is not None and "past_key_values" in own.named:
-                own.named = {**own.named, "past_key_values": past}
+        past = PastOfTokens(arguments["position_ids"])
+        recorded = [own if own is None else own.with_past(past) for own in recorded]
         hidden = self._states[0].hidden
         if hidden is None or any(own is None for own in recorded):
             raise UnsupportedArchitectureError(f"{_name(self.model)} does not call its layers one after the other")
@@ -199,10 +213,13 @@ class LayeredModel:
             state.hidden = None
         return hidden, [own for own in recorded if own is not None]
 
+    def _run_base(self, arguments: Mapping[str, Tensor], positions: Tensor) -> None:
+        self.base(**{**self._with_layer_inputs(arguments), "position_ids": positions}, **_unmasked(positions))
+
     def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
         """Run one layer, hidden [1, T, H] -> [1, T, H]; of S streams [S, 1, T, H]."""
         out = self.layers[index](hidden, *arguments.positional, **arguments.named)
-        self._states[index].returns_tuple = isinstance(out, tuple)
+        self._states[index].num_returned = len(out) if isinstance(out, tuple) else 0
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
@@ -246,7 +263,7 @@ def _is_layer_input(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
 
 
-class _PastOfTokens:
+class PastOfTokens:
     """Stands for the cache of layers: each token has as many before it as its position says.
 
     Keys and values go to the engine by attention, so they are returned as they are.
@@ -255,7 +272,7 @@ class _PastOfTokens:
     def __init__(self, positions: Tensor) -> None:
         self._positions = positions
 
-    def get_seq_length(self, layer: int = 0) -> Tensor:
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         """Return the number of tokens before, which models add to 0 … T - 1 to have positions [T]."""
         positions = self._positions[0]
         return positions - torch.arange(len(positions), device=positions.device)
@@ -264,7 +281,7 @@ class _PastOfTokens:
         return keys, values
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"its layers keep a state instead of keys and values ({name} of the cache)")
+        raise AttributeError(f"its layers ask their cache for {name}")
 
 
 def _unmasked(positions: Tensor) -> dict[str, Any]:
@@ -274,6 +291,9 @@ def _unmasked(positions: Tensor) -> dict[str, Any]:
     """
     mask = None if positions.device.type == "meta" else torch.ones_like(positions, dtype=torch.bool)
     return {"attention_mask": mask, "use_cache": False}
+
+
+_UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+)")
 
 
 class _AllRecordedError(Exception):
@@ -286,10 +306,11 @@ class _StandInState:
 
     hidden, recorded: hidden states and other arguments of its last call.
     result: hidden states that it returns; None while arguments are recorded.
+    num_returned: values of the tuple that it returns, hidden states first; 0 for hidden states alone.
     """
 
     is_last: bool
-    returns_tuple: bool = False
+    num_returned: int = 0
     hidden: Tensor | None = None
     recorded: LayerArguments | None = None
     result: Tensor | None = None
@@ -317,7 +338,7 @@ class _StandIn(nn.Module):
             state.hidden, state.recorded = hidden, LayerArguments(positional, named)
             if state.is_last:
                 raise _AllRecordedError
-        return (hidden, None, None) if state.returns_tuple else hidden
+        return (hidden, *[None] * (state.num_returned - 1)) if state.num_returned else hidden
 
 
 class _NoLargeTensors(TorchFunctionMode):
@@ -349,8 +370,6 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
     name = next(iter(content.pop("architectures", None) or ()), "")
     cls: Any = getattr(transformers, name, None)
     is_causal = cls is not None and name.endswith(("ForCausalLM", "LMHeadModel"))
-    if is_causal:
-        _check_attention(cls)
     model_type = content.pop("model_type", None) or getattr(getattr(cls, "config_class", None), "model_type", "")
     whole = AutoConfig.for_model(model_type, **content)
     config = whole.get_text_config()
@@ -361,21 +380,18 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
             raise UnsupportedArchitectureError(f"{name} has a language model that transformers does not have alone")
         config.tie_word_embeddings = whole.tie_word_embeddings
         cls = AutoModelForCausalLM._model_mapping[type(config)]
-        _check_attention(cls)
-    with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():
-        model = cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
+    try:
+        with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():
+            model = cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
+    except (KeyError, ValueError) as error:  # it chooses among implementations that it knows by name
+        if getattr(cls, "_supports_attention_backend", False):
+            raise
+        raise UnsupportedArchitectureError(f"{cls.__name__} {OWN_ATTENTION}") from error
     model.set_experts_implementation(IMPLEMENTATION)
     for module in model.modules():
         if type(module).__name__ in _EXPERTS_OF_THEIR_OWN:
             _EXPERTS_OF_THEIR_OWN[type(module).__name__](module)
     return model.eval()
-
-
-def _check_attention(cls: Any) -> None:
-    if not getattr(cls, "_supports_attention_backend", False):
-        raise UnsupportedArchitectureError(
-            f"{cls.__name__} computes attention in its own code, not through transformers' attention interface"
-        )
 
 
 def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -387,6 +403,9 @@ def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
         is_count = name in ("n_layer", "n_layers", "num_layers") or name.startswith("num_") or "experts" in name
         if is_count and isinstance(value, int) and value > MAX_MODULES:
             raise ValueError(f"{name} is {value}; at most {MAX_MODULES:,} can be read")
+    from transformers import PretrainedConfig
+
+    content = PretrainedConfig._decode_special_floats(content)  # infinity is no JSON
     ignored = {"auto_map", "quantization_config"}
     return {name: value for name, value in content.items() if name not in ignored and not name.startswith("_")}
 

@@ -16,14 +16,24 @@ from torch import Tensor, nn
 
 from flexgen_helm.errors import FlexgenError, UnsupportedArchitectureError
 from flexgen_helm.models.config import ModelConfig, MoEConfig
-from flexgen_helm.models.generic.config import ExpertTensors, GenericConfig, LayerKind, Shapes, SharedKeys
+from flexgen_helm.models.generic.config import (
+    ExpertTensors,
+    GenericConfig,
+    LayerKind,
+    Mixer,
+    SequenceState,
+    Shapes,
+    SharedKeys,
+)
 from flexgen_helm.models.generic.layered_model import (
+    OWN_ATTENTION,
     AttentionCall,
     ExpertsCall,
     LayeredModel,
     checks_masks,
     own_tensors,
 )
+from flexgen_helm.models.generic.recurrent import StateCache
 
 # Tokens of the traced pass.
 _TOKENS = 3
@@ -39,6 +49,9 @@ class _LayerTrace:
     shared: keys and values that it leaves to later layers, by name.
     inputs, outputs: the first tensor that each module was given, and what it returned, by path.
     before_experts: linear modules that had been called when experts were.
+    active: modules whose call has begun and not ended, outermost first.
+    mixers: modules that asked for a state.
+    states: what they kept.
     """
 
     linears: list[str] = field(default_factory=list)
@@ -48,6 +61,12 @@ class _LayerTrace:
     inputs: dict[str, Any] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
     before_experts: list[str] = field(default_factory=list)
+    active: list[str] = field(default_factory=list)
+    mixers: set[str] = field(default_factory=set)
+    states: list[SequenceState] = field(default_factory=list)
+
+    def note_state(self) -> None:
+        self.mixers.add(self.active[-1])
 
 
 _one_at_a_time = threading.Lock()  # a trace replaces a function of `transformers` meanwhile
@@ -78,12 +97,20 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
     except UnsupportedArchitectureError:
         raise
     except Exception as error:  # whatever a module does with shapes that it does not expect
+        if not getattr(type(model.model), "_supports_attention_backend", False):
+            raise UnsupportedArchitectureError(f"{name} {OWN_ATTENTION}") from error
         reason = str(error).partition("\n")[0][:200] or type(error).__name__
         raise UnsupportedArchitectureError(f"{name} cannot run layer by layer: {reason}") from error
     in_float32 = _kept_in_float32(model.model)
     kinds = [_kind(layer, trace, name, in_float32) for layer, trace in zip(model.layers, layers)]
     distinct = list(dict.fromkeys(kinds))
-    calls = [_only_call(trace, name) for trace in layers]
+    by_layer = [
+        None if _is_feed_forward(config, layer) and not trace.calls else _only_call(trace, name)
+        for layer, trace in enumerate(layers)
+    ]
+    calls = [call for call in by_layer if call is not None]
+    if not calls:
+        raise UnsupportedArchitectureError(f"{name} {OWN_ATTENTION}")
     heads = max(call.q.shape[1] // call.k.shape[1] for call in calls) * max(call.k.shape[1] for call in calls)
     table, head = model.base.get_input_embeddings(), model.model.get_output_embeddings()
     inputs = model.layer_input_table
@@ -113,7 +140,7 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
                 k.shape[1],
                 k.shape[3],
                 v.shape[3],
-                tuple(n for n, other in enumerate(calls) if n > layer and other.key is k),
+                tuple(n for n, other in enumerate(by_layer) if n > layer and other is not None and other.key is k),
             )
             for layer, trace in enumerate(layers)
             for own_name, (k, v) in trace.shared.items()
@@ -137,7 +164,7 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
         gated_mlp=True,
         rope=None,
         tied_head=_is_tied(model.model),
-        windows=_windows(calls, name),
+        windows=_windows(by_layer, name),
         chunked=any(call.mask.window is not None and call.mask.window.is_chunked for call in calls),
         attn_softcap=next((call.softcap for call in calls if call.softcap is not None), None),
         experts=None if experts is None else _moe(kinds, experts),
@@ -164,6 +191,7 @@ def _run(model: LayeredModel) -> tuple[list[_LayerTrace], set[int], set[int], in
     positions = torch.arange(_TOKENS, device="meta")[None]
     paths: dict[int, str] = {}
     with torch.no_grad(), model.bound(attend, run_experts), _one_sequence():
+        _require_no_tokens_in_arguments(model, positions)
         with _called(model.model) as before:
             hidden, arguments = model.before({"input_ids": ids, "position_ids": positions})
         for index, layer in enumerate(model.layers):
@@ -171,8 +199,10 @@ def _run(model: LayeredModel) -> tuple[list[_LayerTrace], set[int], set[int], in
             layers.append(trace)
             paths = {id(module): path for path, module in layer.named_modules()}
             before_it = dict(arguments[index].shared_keys)
+            cache = StateCache(positions, trace.note_state)
             with _noted(layer, trace):
-                out = model.layer(index, hidden, arguments[index])
+                out = model.layer(index, hidden, arguments[index].with_past(cache))
+            trace.states = [state for state, _ in cache.found()]
             shared = arguments[index].shared_keys
             trace.shared = {name: own for name, own in shared.items() if own is not before_it.get(name)}
             if trace.shared.keys() & before_it:
@@ -185,6 +215,35 @@ def _run(model: LayeredModel) -> tuple[list[_LayerTrace], set[int], set[int], in
         with _called(model.model) as after:
             model.after(hidden, positions)
     return layers, before, after, hidden.shape[0] if hidden.dim() == 4 else 1
+
+
+def _require_no_tokens_in_arguments(model: LayeredModel, positions: Tensor) -> None:
+    """Raise if the model passes its layers what depends on tokens, besides hidden states and their own inputs.
+
+    Such arguments are made again from positions alone (`GenericDecoder.rotary`).
+    """
+    width = model.base.get_input_embeddings().weight.shape[1]
+    embeds = torch.zeros((1, _TOKENS, width), device="meta", requires_grad=True)
+    with torch.enable_grad():
+        _, arguments = model.before({"inputs_embeds": embeds, "position_ids": positions})
+    has_inputs = model.layer_input_table is not None
+    for own in arguments:
+        values = [value for value in _flat((own.positional, own.named)) if isinstance(value, Tensor)]
+        if any(value.requires_grad and not (has_inputs and value is own.layer_input) for value in values):
+            raise UnsupportedArchitectureError(
+                f"{type(model.model).__name__} passes its layers more that depends on tokens than hidden states"
+            )
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Yield what tuples, lists and mappings have inside."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if not isinstance(value, (tuple, list)):
+        yield value
+        return
+    for inner in value:
+        yield from _flat(inner)
 
 
 @contextmanager
@@ -225,11 +284,13 @@ def _noted(layer: nn.Module, trace: _LayerTrace) -> Iterator[None]:
     """Collect the paths of linear modules in the order of their calls, and what passes between modules."""
 
     def before(path: str, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        trace.active.append(path)
         trace.inputs[path] = next(iter((*positional, *named.values())), None)
         if is_linear(module):
             trace.linears.append(path)
 
     def after(path: str, module: nn.Module, arguments: tuple[Any, ...], returned: Any) -> None:
+        trace.active.pop()
         trace.outputs[path] = returned
 
     hooks = []
@@ -255,8 +316,13 @@ def _kept_in_float32(model: Any) -> re.Pattern[str]:
 
 
 def _kind(layer: nn.Module, trace: _LayerTrace, name: str, in_float32: re.Pattern[str]) -> LayerKind:
+    mixer = _mixer(trace, name)
     streamed = [
-        path for path in trace.linears if trace.linears.count(path) == 1 and not in_float32.search(f"{path}.weight")
+        path
+        for path in trace.linears
+        if trace.linears.count(path) == 1
+        and not in_float32.search(f"{path}.weight")
+        and (mixer is None or not path.startswith(f"{mixer.path}.") or path in (*mixer.inputs, mixer.output))
     ]
     modules = dict(layer.named_modules())
     experts = tuple(_expert_tensors(path, call, name) for path, call in trace.experts.items())
@@ -274,7 +340,25 @@ def _kind(layer: nn.Module, trace: _LayerTrace, name: str, in_float32: re.Patter
     per_token = calls[0].selected.shape[1] if calls else 0
     kept = tuple(path for path, _ in others if in_float32.search(path))
     router, norm = _router(trace, [own.path for own in experts])
-    return LayerKind(matrices, others, experts, count, per_token, kept, router, norm)
+    return LayerKind(matrices, others, experts, count, per_token, kept, router, norm, mixer, bool(trace.calls))
+
+
+def _mixer(trace: _LayerTrace, name: str) -> Mixer | None:
+    """Return the module of a layer that keeps a state."""
+    if not trace.mixers:
+        return None
+    if len(trace.mixers) > 1:
+        raise UnsupportedArchitectureError(f"{name} has layers in which several modules keep a state")
+    (path,) = trace.mixers
+    given, returned = trace.inputs[path], trace.outputs[path]
+    returned = returned[0] if isinstance(returned, tuple) else returned
+    if not isinstance(returned, Tensor) or returned.shape[:-1] != given.shape[:-1]:
+        raise UnsupportedArchitectureError(f"{name} has states in a module that returns more than hidden states")
+    own = [other for other in trace.linears if other.startswith(f"{path}.") and trace.linears.count(other) == 1]
+    inputs = tuple(other for other in own if trace.inputs[other] is given)
+    output = next((other for other in own if trace.outputs[other] is returned), "")
+    width = sum(trace.outputs[other].shape[-1] for other in inputs) or given.shape[-1]
+    return Mixer(path, tuple(trace.states), inputs, output, width)
 
 
 def _router(trace: _LayerTrace, experts: list[str]) -> tuple[str, str]:
@@ -303,11 +387,20 @@ def _expert_tensors(path: str, call: ExpertsCall, name: str) -> ExpertTensors:
     return ExpertTensors(path, matrices, bool(module.is_transposed))
 
 
-def _only_call(trace: _LayerTrace, name: str) -> AttentionCall:
+def _is_feed_forward(config: Any, layer: int) -> bool:
+    """Whether the configuration says that a layer has neither attention nor a state (Nemotron-H)."""
+    kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
+    return layer < len(kinds) and kinds[layer] in ("mlp", "moe")
+
+
+def _only_call(trace: _LayerTrace, name: str) -> AttentionCall | None:
+    """Return the layer's call of attention; None for one that keeps a state instead of keys and values."""
+    if not trace.calls and trace.mixers:
+        return None
     if len(trace.calls) != 1:
         raise UnsupportedArchitectureError(
-            f"{name} has layers that call attention {len(trace.calls)} times; layers with a state instead of a cache, "
-            "or with several caches, are not supported"
+            f"{name} has layers that call attention {len(trace.calls)} times through transformers' attention "
+            "interface; layers with several caches, or with attention of their own, are not supported"
         )
     (call,) = trace.calls
     if not call.mask.is_causal:
@@ -331,12 +424,12 @@ def _outside(model: LayeredModel, called: set[int]) -> Shapes:
     return tuple(own)
 
 
-def _windows(calls: list[AttentionCall], name: str) -> tuple[int | None, ...]:
-    windows = {call.mask.window for call in calls} - {None}
+def _windows(calls: list[AttentionCall | None], name: str) -> tuple[int | None, ...]:
+    by_layer = [None if call is None else call.mask.window for call in calls]
+    windows = set(by_layer) - {None}
     if len({window.is_chunked for window in windows if window is not None}) > 1:
         raise UnsupportedArchitectureError(f"{name} has sliding windows and chunks")
-    tokens = [None if call.mask.window is None else call.mask.window.tokens for call in calls]
-    return tuple(tokens) if windows else ()
+    return tuple(None if window is None else window.tokens for window in by_layer) if windows else ()
 
 
 def _moe(kinds: list[LayerKind], kind: LayerKind) -> MoEConfig:

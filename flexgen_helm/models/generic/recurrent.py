@@ -1,0 +1,169 @@
+"""Modules that keep a state of each sequence: linear attention, Mamba, short convolutions.
+
+Such a module must see each sequence alone. So it runs once for each prompt of a batch, and once for all sequences that
+decode, with the states before. Its linear layers are used once for all tokens, because their weights may be streamed:
+
+    all tokens     linear layers of its input
+    each group     the module, with what these gave; states before -> states behind
+    all tokens     the linear layer of its output
+
+What modules ask of a cache, and how states change, is `transformers`' own code (`LinearAttentionLayer`).
+
+Shapes: T tokens, t of them, B sequences, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexgen_helm.models.decoder import StateGroup
+from flexgen_helm.models.generic.config import Mixer, SequenceState
+from flexgen_helm.models.generic.layered_model import PastOfTokens
+
+# States that one module may have of each kind.
+_MAX_STATES = 8
+
+
+class StateCache(PastOfTokens):
+    """Stands for the cache of one module that keeps states, for B sequences."""
+
+    def __init__(self, positions: Tensor, on_state: Callable[[], None] = lambda: None) -> None:
+        """on_state: called whenever a state is asked for."""
+        from transformers.cache_utils import LinearAttentionLayer
+
+        super().__init__(positions)
+        self._layer: Any = LinearAttentionLayer(number_of_states=_MAX_STATES)
+        self._on_state = on_state
+
+    def begin(self, mixer: Mixer, states: Tensor, dtype: torch.dtype) -> None:
+        """Begin with states [B, elements]; dtype: of convolutions' inputs."""
+        first, layer = 0, self._layer
+        for state, size in zip(mixer.states, mixer.sizes):
+            values = states[:, first : first + size].reshape(len(states), *state.shape)
+            first += size
+            layer.has_previous_state[state.number] = True
+            if state.kind == "conv":
+                layer.conv_states[state.number] = values.to(dtype, copy=True)
+                layer.conv_kernel_size[state.number] = state.shape[-1]
+                layer.is_conv_states_initialized[state.number] = True
+            else:
+                layer.recurrent_states[state.number] = values.clone()
+                layer.is_recurrent_states_initialized[state.number] = True
+
+    def found(self) -> list[tuple[SequenceState, Tensor]]:
+        """Return what the module keeps, each [B, …]."""
+        layer = self._layer
+        conv = [(SequenceState("conv", n, tuple(own.shape[1:])), own) for n, own in _present(layer.conv_states)]
+        states = [
+            (SequenceState("recurrent", n, tuple(own.shape[1:])), own) for n, own in _present(layer.recurrent_states)
+        ]
+        return conv + states
+
+    def states(self) -> Tensor:
+        """Return all states [B, elements] in float32."""
+        return torch.cat([own.float().flatten(1) for _, own in self.found()], 1)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._on_state()
+        own: Tensor | None = self._layer.conv_states[state_idx] if self._layer.has_previous_state[state_idx] else None
+        return own
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._on_state()
+        known = self._layer.has_previous_state[state_idx]
+        own: Tensor | None = self._layer.recurrent_states[state_idx] if known else None
+        return own
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any) -> Tensor:
+        self._on_state()
+        own: Tensor = self._layer.update_conv_state(conv_states, state_idx, **named)
+        return own
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any
+    ) -> Tensor:
+        self._on_state()
+        own: Tensor = self._layer.update_recurrent_state(recurrent_states, state_idx, **named)
+        return own
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+
+class MixerRunner:
+    """One module that keeps states, called with all tokens of a batch.
+
+    module: its `forward` becomes this object's `forward`.
+    """
+
+    def __init__(self, mixer: Mixer, module: nn.Module) -> None:
+        self.mixer = mixer
+        self._own_forward: Callable[..., Any] = module.forward
+        self._projected: dict[str, Tensor] = {}
+        self._group: StateGroup | None = None
+
+    def linear(self, path: str, x: Tensor, product: Callable[[str, Tensor], Tensor]) -> Tensor:
+        """Return what a linear layer gives for one group; `product` computes it for all tokens."""
+        if self._group is None:
+            return product(path, x)
+        if path == self.mixer.output:
+            return x
+        return _of_group(self._projected[path], self._group)
+
+    def forward(
+        self,
+        groups: Iterable[StateGroup],
+        product: Callable[[str, Tensor], Tensor],
+        positional: tuple[Any, ...],
+        named: Mapping[str, Any],
+    ) -> Tensor:
+        """Return what the module gives for hidden states [1, T, H].
+
+        positional, named: what it was called with; the first tensor are the hidden states.
+        """
+        hidden = next(iter((*positional, *named.values())))
+        self._projected = {path: product(path, hidden) for path in self.mixer.inputs}
+        out: Tensor | None = None
+        try:
+            for group in groups:
+                self._group = group
+                positions = torch.zeros((1, 1), dtype=torch.long, device=hidden.device)
+                cache = StateCache(positions)
+                if group.states is not None:
+                    cache.begin(self.mixer, group.states, hidden.dtype)
+                arguments = [_for_group(value, group, cache, hidden) for value in positional]
+                words = {name: _for_group(value, group, cache, hidden) for name, value in named.items()}
+                words |= {name: None for name in words if name == "attention_mask"}
+                part = self._own_forward(*arguments, **words)
+                part = (part[0] if isinstance(part, tuple) else part).flatten(0, 1)
+                group.keep(cache.states())
+                if out is None:
+                    out = part.new_empty((hidden.shape[1], part.shape[1]))
+                out[group.tokens] = part
+        finally:
+            self._group, self._projected = None, {}
+        assert out is not None
+        return product(self.mixer.output, out[None]) if self.mixer.output else out[None]
+
+
+def _for_group(value: Any, group: StateGroup, cache: StateCache, hidden: Tensor) -> Any:
+    """Return what a group is passed: its tokens' part of what belongs to tokens, and its cache."""
+    if isinstance(value, PastOfTokens):
+        return cache
+    if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == hidden.shape[:2]:
+        return _of_group(value, group)
+    return value
+
+
+def _of_group(value: Tensor, group: StateGroup) -> Tensor:
+    """[1, T, …] -> [1, t, …] of one sequence, or [B, 1, …] of one token each."""
+    own = value[:, group.tokens]
+    return own.transpose(0, 1) if group.one_each else own
+
+
+def _present(states: Mapping[int, Tensor | None]) -> list[tuple[int, Tensor]]:
+    return [(number, own) for number, own in states.items() if own is not None]

@@ -1,0 +1,150 @@
+"""Layers that keep a state of each sequence (Qwen3.5, Falcon-H1): nothing is lost, and nothing taken in twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.engine.executor import Executor
+from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.kv_cache.cache import KVCache
+from flexgen_helm.kv_cache.states import BlockStates
+from tests.helpers.generic_models import saved
+from tests.helpers.offload import MIB
+from tests.helpers.parity import TOLERANCE
+from tests.helpers.tiny_causal_models import tiny_config
+from tests.helpers.tiny_models import VOCABULARY, save_tokenizer
+
+HYBRID = "Qwen3_5ForCausalLM"  # a layer of linear attention, and one of attention
+
+
+def off(model, request, result):
+    """The largest difference of a log-probability from the model's own forward pass."""
+    assert result.error is None, result.error
+    largest = 0.0
+    for completion in result.completions:
+        tokens = [*result.prompt_token_ids, *completion.token_ids]
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0]
+        expected = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        scores = [*(result.prompt_logprobs or [None, *expected[: len(tokens) - len(completion.token_ids) - 1]])[1:]]
+        found = torch.tensor([float(score) for score in (*scores, *completion.logprobs)])
+        largest = max(largest, (found - expected).abs().max().item())
+    return largest
+
+
+def requests(count=6, **changes):
+    shared = [7, 9, 11, 7, 5, 3, 8]
+    prompts = [[*shared[: 7 * (i % 2)], *range(3 + i, 6 + 4 * i)] for i in range(count)]
+    options = {"max_tokens": 5, "echo_logprobs": True, "ignore_eos": True, **changes}
+    return [GenerationRequest(prompt_token_ids=prompt, **options) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hybrid")
+    return saved(HYBRID, folder), folder
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "row"}, {"schedule": "zigzag", "policy": Policy(2, 2, 0, 0.5, 0, 0)}]
+)
+def test_several_completions_go_on_from_one_prompt(hybrid, options, tmp_path):
+    model, folder = hybrid
+    asked = [replace(own, n=3, temperature=1.0, seed=4) for own in requests()]
+    with Engine.from_pretrained(folder, offload_dir=tmp_path, **options) as engine:
+        results = engine.run(asked)
+    assert len({completion.token_ids for completion in results[0].completions}) > 1
+    assert max(map(off, [model] * len(asked), asked, results)) < TOLERANCE
+
+
+def test_prompts_alone_layer_by_layer(hybrid):
+    model, folder = hybrid
+    asked = requests(max_tokens=0)
+    with Engine.from_pretrained(folder, schedule="prefill-only") as engine:
+        results = engine.run(asked)
+    for request, result in zip(asked, results, strict=True):
+        tokens = torch.tensor([list(request.prompt_token_ids)])
+        expected = torch.log_softmax(model(tokens).logits[0], -1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+        assert (torch.tensor(result.prompt_logprobs[1:]) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("two_versions", [True, False])
+def test_a_pass_that_breaks_off_takes_no_token_in_twice(hybrid, monkeypatch, two_versions):
+    """Memory runs out behind the first layers of a pass that decodes; the inverse: with one version it would show."""
+    model, folder = hybrid
+    compute, failures = Executor._layer, []
+
+    def fails_once(self, layer, state, weights):
+        out = compute(self, layer, state, weights)
+        if layer == 1 and not state.metadata.prompts and len(failures) < 1 and len(state.metadata.decodes) > 1:
+            failures.append(layer)
+            raise torch.OutOfMemoryError("out of memory")
+        return out
+
+    if not two_versions:
+
+        def one_version(self, layer, states):
+            self._tensor(layer)[:, : len(states)] = states
+
+        monkeypatch.setattr(BlockStates, "write", one_version)
+    monkeypatch.setattr(Executor, "_layer", fails_once)
+    monkeypatch.setattr("flexgen_helm.planner.memory.LARGE_BLOCK_SEQUENCES", 2)
+    asked = requests()
+    with Engine.from_pretrained(folder) as engine:
+        results = engine.run(asked)
+    assert failures
+    assert (max(map(off, [model] * len(asked), asked, results)) < TOLERANCE) == two_versions
+
+
+@pytest.mark.parametrize("name", [HYBRID, "FalconH1ForCausalLM"])
+def test_answers_that_grow_by_pages_and_are_preempted(name, monkeypatch, tmp_path):
+    """States move with their sequences, and are computed again with them."""
+    torch.manual_seed(0)
+    config = tiny_config(name)
+    config.max_position_embeddings, config.vocab_size = 512, VOCABULARY
+    model = getattr(transformers, name)._from_config(config, attn_implementation="eager").eval()
+    model.half().save_pretrained(tmp_path)
+    model = getattr(transformers, name).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    save_tokenizer(tmp_path)
+    asked = requests(8, max_tokens=180, ignore_eos=False, echo_logprobs=False, stop=("x",))
+    honest, calls = KVCache.regroup, []
+
+    def failing(self, block, sources):
+        calls.append(len(sources))
+        if len(calls) in (2, 5):  # no room for the larger block: its sequences give their caches back
+            for source in dict.fromkeys(source for source, _ in sources):
+                self.free(source)
+            raise MemoryLimitError("no room")
+        honest(self, block, sources)
+
+    monkeypatch.setattr(KVCache, "regroup", failing)
+    monkeypatch.setattr("flexgen_helm.planner.memory.LARGE_BLOCK_SEQUENCES", 3)
+    with Engine.from_pretrained(tmp_path) as engine:
+        results, record = engine.run(asked), engine.last_run
+    assert len(calls) > 5 and record["preemptions"] > 0
+    assert max(map(off, [model] * len(asked), asked, results)) < TOLERANCE
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_states_are_counted(share, tmp_path):
+    """Within limits that hold a few states, a run ends with the same answers, and its peak is below them."""
+    torch.manual_seed(0)
+    config = tiny_config(HYBRID)
+    config.num_hidden_layers, config.layer_types = 4, ["linear_attention", "full_attention"] * 2
+    config.hidden_size, config.intermediate_size = 256, 1024
+    model = transformers.Qwen3_5ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    model.half().save_pretrained(tmp_path / "model")
+    model = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    asked = requests(12)
+    with Engine.from_pretrained(tmp_path / "model") as engine:
+        needed = engine.run(asked) and engine.last_run["peak_bytes"]["cpu"]
+    limits = MemoryLimits(cpu=int(share * needed), disk=256 * MIB)
+    with Engine.from_pretrained(tmp_path / "model", limits=limits, offload_dir=tmp_path / "tiers") as engine:
+        results, record = engine.run(asked), engine.last_run
+    assert record["peak_bytes"]["cpu"] <= limits.cpu
+    assert max(map(off, [model] * len(asked), asked, results)) < TOLERANCE
