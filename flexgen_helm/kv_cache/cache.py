@@ -138,13 +138,15 @@ class KVCache:
 
     def append(self, block: CacheBlock, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """Store one token [B, Hk, D] of each sequence."""
-        if not self._writes(layer):
-            return
+        writes = self._writes(layer)
         layer, cache = self._stored_layer(layer), self._open(block)
         if cache.window is None:
             assert new.units is not None
             cache.storage.prefetch(layer)
-            cache.storage.append(layer, new.units, self.codec.encode(k, v))
+            put = cache.storage.append if writes else cache.storage.show
+            put(layer, new.units, self.codec.encode(k, v))
+            return
+        if not writes:
             return
         cache.window.append(layer, new, k, v)
         for group in new.groups:

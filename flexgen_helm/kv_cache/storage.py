@@ -52,6 +52,10 @@ class Storage(ABC):
     def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
         """Store one unit in each of n slots, planes [n, *shape]."""
 
+    def show(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        """Put units into what was brought of a layer alone: what is read next needs them."""
+        return None
+
     @abstractmethod
     def read(self, layer: int) -> Planes:
         """Return the planes that every query reads, where attention is computed, with at least the visible units."""
@@ -279,9 +283,12 @@ class HostStorage(Storage):
 
         self._transfers.store(layer, total_bytes(planes), store)
 
-    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
-        if self._transfers.is_fetching(layer) and not self._codec.window_tokens:  # what is read next needs them too
+    def show(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        if self._transfers.is_fetching(layer) and not self._codec.window_tokens:
             put_units(self._codec.planes, self._transfers.fetched(layer), places, planes)
+
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        self.show(layer, places, planes)
         self._transfers.store(
             layer, total_bytes(planes), lambda: self._planes.append(layer, places, copied_to_host(self._tiers, planes))
         )
@@ -360,9 +367,12 @@ class DiskStorage(Storage):
         place = self._slots[slot]
         self._store(layer, planes, lambda on_host: self._layout.write(self._file, layer, place, on_host))
 
-    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+    def show(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
         if self._transfers.is_fetching(layer) and not self._codec.window_tokens:
             put_units(self._codec.planes, self._transfers.fetched(layer)[0], places, planes)
+
+    def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        self.show(layer, places, planes)
         slots, units = (numbers.tolist() for numbers in places.on_host)
         of_file = [self._slots[slot] for slot in slots]
         self._store(layer, planes, lambda on_host: self._layout.append(self._file, layer, of_file, units, on_host))

@@ -16,13 +16,15 @@ from tests.helpers.generic_models import saved
 from tests.helpers.tiny_models import TinyModel
 
 # Norms with biases and a parallel MLP, biased experts with attention sinks, latent attention with experts, chunks with
-# experts whose input is weighed, several streams with inputs of every layer and shared keys.
+# experts whose input is weighed, several streams with inputs of every layer and shared keys, states of sequences.
 CLASSES = (
     "CohereForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM", "Gemma3nForCausalLM",
+    "Qwen3_5ForCausalLM",
 )  # fmt: skip
+WITH_EXPERTS = ("GptOssForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM")
 SELECTED = {
     ("CohereForCausalLM", "resident"), ("GptOssForCausalLM", "thirds"), ("DeepseekV3ForCausalLM", "disk"),
-    ("Llama4ForCausalLM", "resident"), ("Gemma3nForCausalLM", "thirds"),
+    ("Llama4ForCausalLM", "resident"), ("Gemma3nForCausalLM", "thirds"), ("Qwen3_5ForCausalLM", "disk"),
 }  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, place
         results, _ = run(model.path, asked, torch.float16, **settings)
     device.check()
     routed = [place for place in costs.waits if place.startswith("models/generic/decoder.py")]
-    assert bool(routed) == (name not in ("CohereForCausalLM", "Gemma3nForCausalLM"))
+    assert bool(routed) == (name in WITH_EXPERTS)
     guessed = [place for place in costs.waits if place.startswith("offload/experts.py")]
     costs.waits = [place for place in costs.waits if place not in (*routed, *guessed)]
     check(costs)

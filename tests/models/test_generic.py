@@ -51,12 +51,16 @@ def test_it_equals_its_own_forward_pass(name, tmp_path):
     check(name, tmp_path)
 
 
-@pytest.mark.parametrize("schedule", ["zigzag", "row", "prefill-only"])
-def test_layers_that_use_keys_again_store_none(schedule, tmp_path):
-    """Values are those of the model, with the cache on all tiers; its bytes are those of four layers of six."""
+@pytest.mark.parametrize(
+    ("schedule", "on_gpu", "on_cpu"),
+    [("zigzag", 0, 1), ("zigzag", 0, 0), ("row", 0.3, 0.4), ("prefill-only", 0.3, 0.4)],
+)
+def test_layers_that_use_keys_again_store_none(schedule, on_gpu, on_cpu, tmp_path):
+    """Values are those of the model, wherever the cache is; its bytes are those of four layers of six."""
     asked = [replace(own, max_tokens=min(own.max_tokens, 1 if schedule == "prefill-only" else 4)) for own in requests()]
     model = saved("Gemma4ForCausalLM", tmp_path)
-    options = {**OFFLOADED, "offload_dir": tmp_path / "tiers", "schedule": schedule}
+    policy = Policy(3, 2, 0.2, 0.4, on_gpu, on_cpu, 0.3, 0.4)
+    options = {**OFFLOADED, "offload_dir": tmp_path / "tiers", "schedule": schedule, "policy": policy}
     with Engine.from_pretrained(tmp_path, **options) as engine:
         results, config = engine.run(asked), engine.config
     assert (config.num_cache_layers, config.cache_layers) == (4, (0, 1, 2, 3, 2, 3))

@@ -27,7 +27,7 @@ _SHARED = dict(max_position_embeddings=512, torch_dtype="bfloat16", bos_token_id
 _LLAMA = dict(
     _SHARED, num_attention_heads=8, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e4, hidden_act="silu"
 )
-# 10 to 30 MB each: several times the smallest staging ring.
+# 10 to 30 MB each: several times the smallest staging ring. The last one keeps states of sequences.
 MODELS: dict[str, dict[str, Any]] = {
     "opt": dict(
         _SHARED, architectures=["OPTForCausalLM"], model_type="opt", vocab_size=2000, hidden_size=384, ffn_dim=1536,
@@ -46,6 +46,12 @@ MODELS: dict[str, dict[str, Any]] = {
         _LLAMA, architectures=["Gemma2ForCausalLM"], model_type="gemma2", vocab_size=2000, hidden_size=256,
         intermediate_size=1024, num_hidden_layers=8, head_dim=32, sliding_window=24, query_pre_attn_scalar=32,
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0, hidden_activation="gelu_pytorch_tanh",
+    ),
+    "qwen3.5": dict(
+        _SHARED, architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text", vocab_size=1000, hidden_size=384,
+        intermediate_size=1152, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=48,
+        linear_num_value_heads=8, linear_num_key_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 2, tie_word_embeddings=False,
     ),
 }  # fmt: skip
 

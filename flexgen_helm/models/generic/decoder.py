@@ -47,7 +47,7 @@ class GenericDecoder:
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         assert config.generic is not None
         self.config, self.dtype, self._generic = config, dtype, config.generic
-        self._model = LayeredModel(config.generic.text, device)
+        self._model = LayeredModel(config.generic.text, device, has_states=any(config.layer_states))
         self._weights: StageWeights | None = None
         self._state_groups: Callable[[], Iterable[StateGroup]] | None = None
         self._attention: dict[tuple[float, float | None], AttentionConfig] = {}

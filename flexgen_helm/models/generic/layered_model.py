@@ -17,7 +17,7 @@ import re
 import threading
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -143,16 +143,17 @@ class LayeredModel:
     model: the causal model.
     layers: its decoder layers, which are not reachable from `model` any more.
     layers_path: name of their list in the model's state dict.
+    has_states: layers keep states; they are passed a mask.
     """
 
-    def __init__(self, config_text: str, device: torch.device | str) -> None:
+    def __init__(self, config_text: str, device: torch.device | str, has_states: bool = False) -> None:
         """config_text: content of `config.json`.
 
         device: of buffers; 'meta' for a model that only shapes pass.
 
         Raises `UnsupportedArchitectureError` for what `transformers` does not know, or does not run this way.
         """
-        self.bindings = Bindings()
+        self.bindings, self.has_states = Bindings(), has_states
         self.model = empty_model(config_text, has_buffers=str(device) != "meta")
         self.layers_path, found = _find_layers(self.model)
         self.layers: list[Any] = list(found)
@@ -214,7 +215,9 @@ class LayeredModel:
         return hidden, [own for own in recorded if own is not None]
 
     def _run_base(self, arguments: Mapping[str, Tensor], positions: Tensor) -> None:
-        self.base(**{**self._with_layer_inputs(arguments), "position_ids": positions}, **_unmasked(positions))
+        unmasked = _unmasked(positions)
+        with self._known(unmasked["attention_mask"]):
+            self.base(**{**self._with_layer_inputs(arguments), "position_ids": positions}, **unmasked)
 
     def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
         """Run one layer, hidden [1, T, H] -> [1, T, H]; of S streams [S, 1, T, H]."""
@@ -232,12 +235,18 @@ class LayeredModel:
         for state in self._states:
             state.recorded, state.result = None, hidden
         arguments = {"inputs_embeds": hidden if hidden.dim() == 3 else hidden[0], "position_ids": positions}
+        unmasked = _unmasked(positions)
         try:
-            logits: Tensor = self.model(**self._with_layer_inputs(arguments), **_unmasked(positions)).logits
+            with self._known(unmasked["attention_mask"]):
+                logits: Tensor = self.model(**self._with_layer_inputs(arguments), **unmasked).logits
         finally:
             for state in self._states:
                 state.result = state.hidden = state.recorded = None
         return logits
+
+    def _known(self, mask: Tensor | None) -> AbstractContextManager[Any]:
+        """Spare a wait for the device: modules with states are passed a mask unless all of it is ones."""
+        return _KnownMask(mask) if self.has_states else nullcontext()
 
     def _with_layer_inputs(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Add zeros for the inputs that layers have of their own, which models cannot find without token ids."""
@@ -282,6 +291,22 @@ class PastOfTokens:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"its layers ask their cache for {name}")
+
+
+class _KnownMask(TorchFunctionMode):
+    """Answers whether all of a mask is ones, which it is, without a wait for the device."""
+
+    def __init__(self, mask: Tensor | None) -> None:
+        super().__init__()
+        self._mask, self._compared = mask, None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.all and self._compared is not None and args[0] is self._compared:
+            return torch.tensor(True)
+        out = func(*args, **(kwargs or {}))
+        if func in (Tensor.__eq__, Tensor.eq, torch.eq) and args[0] is self._mask:
+            self._compared = out
+        return out
 
 
 def _unmasked(positions: Tensor) -> dict[str, Any]:
