@@ -39,31 +39,42 @@ REFUSED = {
     "HYV4ForCausalLM": "cannot run layer by layer",
     "HrmTextForCausalLM": "has no list of",  # layers run several times
     "JetMoeForCausalLM": "cannot run layer by layer",  # experts of attention
-    "Lfm2MoeForCausalLM": "a state instead of keys",  # convolutions
-    "Lfm3ForCausalLM": "a state instead of keys",
     "LongcatFlashForCausalLM": "has no list of",  # two attentions in a layer
-    "MiniMaxForCausalLM": "a state instead of keys",  # linear attention
+    "MiniMaxForCausalLM": "ask their cache for get_linear_cache",  # linear attention
     "RecurrentGemmaForCausalLM": "call attention 0 times",  # recurrent layers
     "XmodForCausalLM": "cannot run layer by layer",  # adapters that are chosen by language
-    "ZayaForCausalLM": "cannot run layer by layer",
+    "ZayaForCausalLM": "states in a module that returns more",
 }
-# Models of several parts, whose language model is a class of its own in this list; one whose default config
-# transformers does not read back; and one whose random model answers with the padding token, which moves positions.
+# Classes that do not declare transformers' attention interface, and use it.
+UNDECLARED = {
+    "BambaForCausalLM", "BioGptForCausalLM", "FalconH1ForCausalLM", "JambaForCausalLM", "NemotronHForCausalLM",
+    "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
+    "StableLmForCausalLM",
+}  # fmt: skip
+# Models of several parts, whose language model is a class of its own in this list; and one whose random model
+# answers with the padding token, which moves positions.
 OTHERS = {
     "FuyuForCausalLM", "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration",
-    "Gemma4UnifiedForConditionalGeneration", "GotOcr2ForConditionalGeneration", "GraniteMoeHybridForCausalLM",
+    "Gemma4UnifiedForConditionalGeneration", "GotOcr2ForConditionalGeneration",
     "MossTranscribeDiarizeForConditionalGeneration", "RobertaPreLayerNormForCausalLM",
 }  # fmt: skip
 
 
 @cache
 def supported() -> list[str]:
-    """Classes that declare transformers' attention interface and have no record of ours."""
-    return [
-        name
-        for name in causal_classes()
-        if getattr(getattr(transformers, name), "_supports_attention_backend", False) and name not in NATIVE | OTHERS
-    ]
+    """Classes that use transformers' attention interface and have no record of ours."""
+    known = NATIVE | OTHERS
+    return [name for name in causal_classes() if (_declares(name) or name in UNDECLARED) and name not in known]
+
+
+def without_interface() -> list[str]:
+    """Classes that neither declare nor use it."""
+    known = NATIVE | OTHERS | UNDECLARED
+    return [name for name in causal_classes() if not _declares(name) and name not in known]
+
+
+def _declares(name: str) -> bool:
+    return bool(getattr(getattr(transformers, name), "_supports_attention_backend", False))
 
 
 def saved(name: str, folder: Path) -> Any:
@@ -124,11 +135,20 @@ def features(config: ModelConfig) -> str:
     if config.num_kv_heads < config.num_heads:
         found.append("grouped keys")
     if config.windows:
-        found.append("windows in some layers" if None in config.windows else "sliding windows")
+        kind = "chunks" if config.chunked else "windows"
+        found.append(f"{kind} in some layers" if None in config.windows else f"sliding {kind}")
     if config.experts is not None:
         found.append("experts, dense layers between" if config.experts.dense_layers else "experts")
     if config.attn_softcap is not None:
         found.append("soft caps")
+    if any(config.layer_states):
+        found.append("states in all layers" if all(config.layer_states) else "states in some layers")
+    if config.generic.streams > 1:
+        found.append("streams")
+    if config.generic.layer_input_size:
+        found.append("inputs of layers")
+    if config.generic.shared_keys:
+        found.append("shared keys")
     if any(name.endswith("sinks") for kind in config.generic.kinds for name, _ in kind.others):
         found.append("attention sinks")
     return ", ".join([*found, "tied head" if config.tied_head else "own head"])

@@ -15,14 +15,22 @@ from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.architectures.multi_part import MULTI_PART_CLASSES
 from flexgen_helm.models.generic import layered_model
-from tests.helpers.generic_models import NATIVE, REFUSED, largest_difference, requests, saved, supported
+from tests.helpers.generic_models import (
+    NATIVE,
+    REFUSED,
+    largest_difference,
+    requests,
+    saved,
+    supported,
+    without_interface,
+)
 from tests.helpers.offload import MIB
 from tests.helpers.parity import TOLERANCE
 from tests.helpers.tiny_causal_models import causal_classes, tiny_config
 
 FAST = (
     "CohereForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "GraniteMoeForCausalLM", "NemotronForCausalLM",
-    "RobertaForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
+    "Qwen3_5ForCausalLM", "RobertaForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
 )  # fmt: skip
 OFFLOADED = {
     "device": "sim",
@@ -179,6 +187,16 @@ def test_a_rotation_that_depends_on_the_longest_text_is_served_up_to_the_origina
     together = model.model.rotary_emb(torch.zeros(1, 1, 8), positions)[0][:, : len(short)]
     alone = model.model.rotary_emb(torch.zeros(1, 1, 8), positions[:, : len(short)])[0]
     assert (together - alone).abs().max() > 0.1  # the guard's inverse
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", without_interface())
+def test_a_class_without_the_interface_is_refused(name, tmp_path):
+    """Whatever it does instead, none of them runs with other numbers."""
+    content = {**tiny_config(name).get_text_config().to_dict(), "architectures": [name]}
+    (tmp_path / "config.json").write_text(json.dumps(content, default=str))
+    with pytest.raises(UnsupportedArchitectureError, match=name):
+        Engine.from_pretrained(tmp_path, weights="dummy")
 
 
 def test_a_class_with_attention_of_its_own_is_refused_by_name(tmp_path):

@@ -10,9 +10,11 @@ MULTI_PART_CLASSES = frozenset({
     "GlmAsrForConditionalGeneration", "GraniteSpeechForConditionalGeneration",
     "GraniteSpeechPlusForConditionalGeneration", "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics2ForConditionalGeneration", "Idefics3ForConditionalGeneration", "InternVLForConditionalGeneration",
-    "JanusForConditionalGeneration", "LightOnOcrForConditionalGeneration", "Llama4ForConditionalGeneration",
+    "JanusForConditionalGeneration", "Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration",
+    "LightOnOcrForConditionalGeneration", "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration", "Ovis2ForConditionalGeneration",
-    "Qwen3ASRForConditionalGeneration", "SmolVLMForConditionalGeneration", "VideoLlama3ForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
+    "SmolVLMForConditionalGeneration", "VideoLlama3ForConditionalGeneration",
     "VideoLlavaForConditionalGeneration", "VipLlavaForConditionalGeneration",
 })  # fmt: skip

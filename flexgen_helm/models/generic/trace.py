@@ -223,8 +223,8 @@ def _require_no_tokens_in_arguments(model: LayeredModel, positions: Tensor) -> N
     Such arguments are made again from positions alone (`GenericDecoder.rotary`).
     """
     width = model.base.get_input_embeddings().weight.shape[1]
-    embeds = torch.zeros((1, _TOKENS, width), device="meta", requires_grad=True)
     with torch.enable_grad():
+        embeds = 1 * torch.zeros((1, _TOKENS, width), device="meta", requires_grad=True)
         _, arguments = model.before({"inputs_embeds": embeds, "position_ids": positions})
     has_inputs = model.layer_input_table is not None
     for own in arguments:
