@@ -148,7 +148,7 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
     )
     experts = next((kind for kind in distinct if kind.num_experts), None)
     return ModelConfig(
-        architecture=str(content.get("model_type")),
+        architecture=str(content.get("model_type")).removesuffix("_text"),  # of one of several parts
         num_layers=len(kinds),
         hidden_size=config.hidden_size,
         num_heads=heads,
