@@ -10,6 +10,7 @@ import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.hardware.profile import Curve, load_profile
+from tests.helpers.generic_models import requests, saved
 from tests.helpers.offload import MIB, workload
 from tests.helpers.parity import assert_same, prompts
 from tests.helpers.pipeline_ranks import Case, Job, run_ranks
@@ -124,3 +125,19 @@ def test_a_rank_without_room_refuses_for_all_and_ranks_that_schedule_otherwise_s
     ended = run_ranks(tmp_path, 2, Job([case], "order"))
     (outcome,) = ended.outcomes
     assert ended.code and "ranks 0 and 1 of the pipeline have scheduled different tokens" in str(outcome.error)
+
+
+@pytest.mark.slow
+def test_models_that_run_by_modules_of_transformers(tmp_path):
+    """Gemma 4 is divided between a layer and those that use its keys again; layers of Qwen3.5 keep states."""
+    cases = []
+    for name in ("Gemma4ForCausalLM", "Qwen3_5ForCausalLM"):
+        saved(name, tmp_path / name)
+        for own in ({}, ZIGZAG):
+            cases.append(Case(tmp_path / name, {**own, "offload_dir": tmp_path / "tiers"}, requests()))
+    ended = run_ranks(tmp_path, 2, Job(cases))
+    assert ended.code == 0, ended.err
+    for case, outcome in zip(cases, ended.outcomes, strict=True):
+        assert outcome.error is None, (case, outcome.error)
+        with Engine.from_pretrained(case.model, **case.options) as engine:
+            assert_same(outcome.results, engine.run(case.requests))
