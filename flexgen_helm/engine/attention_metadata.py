@@ -300,6 +300,7 @@ def build_attention_metadata(
     dtype: of queries.
     """
     kinds = set(windows) or {None}
+    has_chunks = any(window is not None and window.is_chunked for window in kinds)
     token_ids: list[int] = []
     positions: list[int] = []
     prompts: list[PromptAttention] = []
@@ -332,7 +333,7 @@ def build_attention_metadata(
         own = (on_host if host_attends else on_device)[1]
         tokens = slice(first, first + len(block.sequences))
         new = new_tokens(block, cache.codec, on_host, on_device)
-        starts = (host_at if host_attends else at)[tokens] - own
+        starts = (host_at if host_attends else at)[tokens] - own if has_chunks else 0
         seen = decode_parts(block, own, starts, kinds, cache.codec, mask_dtype(own.device, dtype))
         decodes.append(DecodeAttention(tokens, block, host_attends, own, new, seen))
 

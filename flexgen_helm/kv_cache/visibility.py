@@ -100,7 +100,7 @@ class DecodePart:
 def decode_parts(
     block: CacheBlock,
     positions: Tensor,
-    starts: Tensor,
+    starts: Tensor | int,
     windows: Iterable[Window | None],
     codec: Codec,
     dtype: torch.dtype,
@@ -108,7 +108,7 @@ def decode_parts(
     """Divide what the block's next queries see; the first part covers all sequences.
 
     positions: [B], of the queries among their sequences' own tokens, where attention is computed.
-    starts: [B], absolute positions of their sequences' first own tokens, there too.
+    starts: [B], absolute positions of their sequences' first own tokens, there too; 0 where no window needs them.
     windows: of the model's layers.
     dtype: of masks.
     """
@@ -146,7 +146,7 @@ def decode_parts(
     for first in range(0, everyone.stop, step):
         rows = slice(first, min(first + step, everyone.stop))
         visible = {
-            window: _visible_older(positions[rows], starts[rows], older, stored[rows], window, fmt, dtype,
+            window: _visible_older(positions[rows], _part(starts, rows), older, stored[rows], window, fmt, dtype,
                                    [*zip(counts, own_starts, stored_counts)][rows])
             for window in windows
         }  # fmt: skip
@@ -156,7 +156,7 @@ def decode_parts(
 
 def _visible_older(
     positions: Tensor,
-    starts: Tensor,
+    starts: Tensor | int,
     keys: Tensor,
     stored: Tensor,
     window: Window | None,
@@ -317,12 +317,16 @@ def _whole_groups(positions: Tensor, residual_window: int, group_tokens: int) ->
 
 
 def _decode_mask(
-    positions: Tensor, starts: Tensor, keys: Tensor, hidden: Tensor, window: Window | None, dtype: torch.dtype
+    positions: Tensor, starts: Tensor | int, keys: Tensor, hidden: Tensor, window: Window | None, dtype: torch.dtype
 ) -> Tensor:
     """Mask `hidden` keys [B, S] and those that a window hides -> [B, 1, 1, S]; keys: positions [S] or [B, S]."""
     if window is not None:
         hidden = hidden | (keys < window.oldest(positions, starts)[:, None])
     return additive_mask(hidden[:, None, None], dtype)
+
+
+def _part(starts: Tensor | int, rows: slice) -> Tensor | int:
+    return starts[rows] if isinstance(starts, Tensor) else starts
 
 
 def _ranges(first: int, end: int, step: int) -> Iterator[tuple[int, int]]:

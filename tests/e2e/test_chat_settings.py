@@ -65,6 +65,7 @@ def test_base_models_get_no_template_unless_it_is_asked_for(place: Place) -> Non
     assert records(place)["-with-template"]["applied"]
 
 
+@pytest.mark.slow
 def test_other_settings_are_named_by_their_digest(place: Place) -> None:
     for prompt in ("Be brief.", "Be brief.", "Be long."):
         place.run("suite", "--chat-template", "true", "--system-prompt", prompt, entries=entries(MODEL))

@@ -55,6 +55,7 @@ def test_first_score(run_example: Callable[..., str], checkpoint: Path, tmp_path
     assert re.search(r"^accuracy [01]\.\d{3} at \d+ tokens/s$", printed, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_own_checkpoint(run_example: Callable[..., str], checkpoint: Path, tmp_path: Path) -> None:
     printed = run_example("own_checkpoint", str(checkpoint))
     folder = tmp_path / "benchmark_output" / "runs" / "own-checkpoint"

@@ -125,8 +125,8 @@ def run_in(place: Place, precision: str, name: str, expect: int) -> str:
     "name, own, refused, taken",
     [
         ("lab/mine", "fp16", ["fp16,4bit", "paper-4bit"], "fp16"),
-        ("flexgen/mine", "fp16", ["fp16,4bit"], "fp16"),
-        ("lab/packed", "4bit", ["fp16"], "4bit"),
+        pytest.param("flexgen/mine", "fp16", ["fp16,4bit"], "fp16", marks=pytest.mark.slow),
+        pytest.param("lab/packed", "4bit", ["fp16"], "4bit", marks=pytest.mark.slow),
         ("flexgen/small", "4bit", ["fp16,4bit", "fp16"], "4bit"),
     ],
 )

@@ -42,6 +42,7 @@ def suite(place: Path, name: str, entries: list[str], *flags: str) -> dict[str, 
     return dict(usage)
 
 
+@pytest.mark.slow
 def test_ten_runs_read_the_weights_as_often_as_one(place: Path) -> None:
     """Scoring needs every weight once for the whole data set, however many runs that is. The table of tokens is in
     memory, because its rows are looked up for each batch."""

@@ -81,7 +81,7 @@ def test_shared_prefixes_equal_the_reference(tiny, variant):
         assert_equals_reference(model, request.prompt_token_ids, request, result)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),
     schedule=st.sampled_from(["row", "zigzag", "diagonal"]),
@@ -322,7 +322,7 @@ def assert_near(found, expected, drawn=True):
     assert sum(apart) / len(apart) < MEAN and max(apart) < LARGEST, (sum(apart) / len(apart), max(apart))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),
     schedule=st.sampled_from(["row", "zigzag", "diagonal"]),

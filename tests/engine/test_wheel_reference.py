@@ -57,9 +57,10 @@ def test_perplexity_of_wikitext_windows(engine, shared_data):
     assert abs(math.exp(-sum(scores) / len(scores)) - REFERENCE_PERPLEXITY) < 0.005
 
 
-def test_fifty_lambada_passages_equal_transformers(engine, reference, shared_data):
+@pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_lambada_passages_equal_transformers(engine, reference, shared_data, count):
     """Scores of the last word, and what greedy decoding says instead, passage by passage."""
-    lines = (shared_data / "lambada_openai_test.jsonl").read_text(encoding="utf-8").splitlines()[:50]
+    lines = (shared_data / "lambada_openai_test.jsonl").read_text(encoding="utf-8").splitlines()[:count]
     texts = [json.loads(line)["text"] for line in lines]
     contexts = [text.rpartition(" ")[0] for text in texts]
     encode = engine.tokenizer.encode
@@ -68,7 +69,7 @@ def test_fifty_lambada_passages_equal_transformers(engine, reference, shared_dat
     greedy = [GenerationRequest(prompt_token_ids=c, max_tokens=len(t), ignore_eos=True) for c, t in pairs]
     results = engine.run([*requests, *greedy])
     hits = 0
-    for (context, target), scored, drawn in zip(pairs, results[:50], results[50:]):
+    for (context, target), scored, drawn in zip(pairs, results[:count], results[count:]):
         with torch.no_grad():
             logits = reference(torch.tensor([context + target])).logits[0]
         expected = torch.log_softmax(logits[len(context) - 1 : -1], dim=-1)
@@ -77,7 +78,7 @@ def test_fifty_lambada_passages_equal_transformers(engine, reference, shared_dat
         agree = expected.argmax(-1).tolist() == target
         assert agree == (list(drawn.completions[0].token_ids) == target)
         hits += agree
-    assert 0 < hits < 50
+    assert 0 < hits < count
 
 
 def paper_rounding(matrix):

@@ -212,7 +212,7 @@ def test_decoding_sees_what_scoring_sees(tiny, tmp_path, variant, name):
             assert mean > 5 * MEAN  # another view is noticed
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),
     schedule=st.sampled_from(["row", "zigzag", "diagonal"]),

@@ -101,7 +101,7 @@ def test_a_pass_that_breaks_off_takes_no_token_in_twice(hybrid, monkeypatch, two
     assert (max(map(off, [model] * len(asked), asked, results)) < TOLERANCE) == two_versions
 
 
-@pytest.mark.parametrize("name", [HYBRID, "FalconH1ForCausalLM"])
+@pytest.mark.parametrize("name", [HYBRID, pytest.param("FalconH1ForCausalLM", marks=pytest.mark.slow)])
 def test_answers_that_grow_by_pages_and_are_preempted(name, monkeypatch, tmp_path):
     """States move with their sequences, and are computed again with them."""
     torch.manual_seed(0)

@@ -224,6 +224,7 @@ print(json.dumps([died, before, generate(0.0), sorted(os.listdir(folder))]))
 """
 
 
+@pytest.mark.slow
 def test_killed_at_random_points_the_directory_serves_the_next_run(tiny, tmp_path):
     requests = [dict(prompt_token_ids=prompt, max_tokens=5, ignore_eos=True) for prompt in prompts(8, 30, seed=6)]
     model, folder = tiny("llama").path, tmp_path / "offload"

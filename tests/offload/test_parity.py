@@ -42,7 +42,7 @@ def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
     assert_same(results, in_memory(variant))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),
     schedule=st.sampled_from(["row", "zigzag", "diagonal"]),

@@ -325,6 +325,7 @@ def test_the_page_is_self_contained(tmp_path):
     assert "0.6667" in html and "1.0000 (1 : 1)" in html and len(html) < 30_000
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     suite = tmp_path / "runs" / "mine"
     write_accuracies(suite, "fp16", [1, 0, 1])
