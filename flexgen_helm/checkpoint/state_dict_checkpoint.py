@@ -15,7 +15,7 @@ from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.state_dict import StateDictReader
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.models.architectures.base import Architecture
-from flexgen_helm.models.generic.layered_model import empty_model
+from flexgen_helm.models.generic.empty_model import empty_model
 
 
 class StateDictCheckpoint(SafetensorsCheckpoint):

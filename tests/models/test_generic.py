@@ -14,7 +14,7 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.architectures.multi_part import MULTI_PART_CLASSES
-from flexgen_helm.models.generic import layered_model
+from flexgen_helm.models.generic import empty_model
 from tests.helpers.generic_models import (
     NATIVE,
     REFUSED,
@@ -234,7 +234,7 @@ def test_other_threads_make_modules_of_their_own_meanwhile():
     def device():
         return torch.nn.Linear(2, 2).weight.device.type
 
-    with ThreadPoolExecutor() as pool, layered_model._meta_parameters():
+    with ThreadPoolExecutor() as pool, empty_model._meta_parameters():
         assert device() == "meta"
         assert pool.submit(device).result() == "cpu"
     assert device() == "cpu"

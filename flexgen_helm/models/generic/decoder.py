@@ -21,7 +21,8 @@ from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Attend, StageWeights, StateGroup, TableRows
 from flexgen_helm.models.generic.config import LayerKind, expert_name
-from flexgen_helm.models.generic.layered_model import AttentionCall, ExpertsCall, LayerArguments, LayeredModel
+from flexgen_helm.models.generic.interfaces import AttentionCall, ExpertsCall
+from flexgen_helm.models.generic.layered_model import LayerArguments, LayeredModel
 from flexgen_helm.models.generic.recurrent import MixerRunner
 from flexgen_helm.models.generic.token_state import TokenState
 

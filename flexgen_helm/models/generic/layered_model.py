@@ -12,84 +12,20 @@ Attention and experts go through the interfaces of `transformers`, to functions 
 
 from __future__ import annotations
 
-import json
 import re
-import threading
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.config import Window
-
-OWN_ATTENTION = "computes attention in its own code, not through transformers' attention interface"
-# Layers, experts and heads of a model at most.
-MAX_MODULES = 4096
-# Name by which `transformers` knows our attention, masks and experts.
-IMPLEMENTATION = "flexgen_helm"
-# Buffers up to this size have values; larger ones, such as masks, are not used.
-_MAX_BUFFER_ELEMENTS = 1 << 21
-# Whether masks that models make are looked at: once for each model, with one sequence.
-checks_masks: ContextVar[bool] = ContextVar("checks_masks", default=False)
-_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
-
-
-@dataclass(frozen=True)
-class Mask:
-    """Stands for an attention mask: causal, over a window; None for all earlier positions.
-
-    is_causal: False for any other mask.
-    """
-
-    window: Window | None = None
-    is_causal: bool = True
-
-    def __getitem__(self, rows: Any) -> Mask:
-        """Return what is meant for some of the queries (Gemma 4 takes all of them so)."""
-        return self
-
-
-@dataclass
-class AttentionCall:
-    """What a module asks of attention: q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] -> [T, Hq, Dv].
-
-    scale: factor on scores. softcap: scores become cap tanh(score / cap). sinks: [Hq], logits that take a share of the
-    softmax and have no value.
-    key: k as the module has it.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Mask
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    key: Tensor | None = None
-
-
-@dataclass
-class ExpertsCall:
-    """What a module asks of its experts: each token x [T, H] through K of them -> [T, H].
-
-    selected, weights: [T, K].
-    weighs_input: the weights multiply what experts are given, not what they return (Llama 4).
-    """
-
-    module: Any
-    x: Tensor
-    selected: Tensor
-    weights: Tensor
-    weighs_input: bool = False
+from flexgen_helm.models.generic.empty_model import empty_model
+from flexgen_helm.models.generic.interfaces import AttentionCall, Bindings, ExpertsCall
 
 
 @dataclass
@@ -127,14 +63,6 @@ class LayerArguments:
             name: type(value)(shared) if isinstance(value, UserDict) else value for name, value in self.named.items()
         }
         return LayerArguments(self.positional, named)
-
-
-@dataclass
-class Bindings:
-    """What modules call while a layer runs."""
-
-    attend: Callable[[AttentionCall], Tensor] | None = None
-    run_experts: Callable[[ExpertsCall], Tensor] | None = None
 
 
 class LayeredModel:
@@ -366,92 +294,6 @@ class _StandIn(nn.Module):
         return (hidden, *[None] * (state.num_returned - 1)) if state.num_returned else hidden
 
 
-class _NoLargeTensors(TorchFunctionMode):
-    """Makes large tensors on the meta device: weights, which come from elsewhere, and masks, which nobody uses."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _FACTORIES and kwargs.get("device") is None:
-            sizes = args[0] if args and isinstance(args[0], (tuple, list, torch.Size)) else args
-            count = 1
-            for size in sizes if isinstance(sizes, (tuple, list, torch.Size)) else ():
-                count *= int(size) if isinstance(size, int) else 1
-            if count > _MAX_BUFFER_ELEMENTS:
-                kwargs["device"] = "meta"
-        return func(*args, **kwargs)
-
-
-def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
-    """Build the causal model of a configuration without weights.
-
-    has_buffers: buffers that are not too large have their values; else all tensors are on the meta device.
-    """
-    content = _checked(json.loads(config_text))
-    with import_lock("transformers"):
-        import transformers
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.initialization import no_init_weights
-    _register()
-    name = next(iter(content.pop("architectures", None) or ()), "")
-    cls: Any = getattr(transformers, name, None)
-    is_causal = cls is not None and name.endswith(("ForCausalLM", "LMHeadModel"))
-    model_type = content.pop("model_type", None) or getattr(getattr(cls, "config_class", None), "model_type", "")
-    whole = AutoConfig.for_model(model_type, **content)
-    config = whole.get_text_config()
-    config._attn_implementation = IMPLEMENTATION
-    config.use_cache = False
-    if not is_causal:  # the language model of one of several parts
-        if type(config) not in AutoModelForCausalLM._model_mapping:
-            raise UnsupportedArchitectureError(f"{name} has a language model that transformers does not have alone")
-        config.tie_word_embeddings = whole.tie_word_embeddings
-        cls = AutoModelForCausalLM._model_mapping[type(config)]
-    try:
-        with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():
-            model = cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
-    except (KeyError, ValueError) as error:  # it chooses among implementations that it knows by name
-        if getattr(cls, "_supports_attention_backend", False):
-            raise
-        raise UnsupportedArchitectureError(f"{cls.__name__} {OWN_ATTENTION}") from error
-    model.set_experts_implementation(IMPLEMENTATION)
-    for module in model.modules():
-        if type(module).__name__ in _EXPERTS_OF_THEIR_OWN:
-            _EXPERTS_OF_THEIR_OWN[type(module).__name__](module)
-    return model.eval()
-
-
-def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that describe the model, without those that choose code or storage.
-
-    Raises `ValueError` for numbers of layers or experts that no model has: modules of each would be made.
-    """
-    for name, value in content.items():
-        is_count = name in ("n_layer", "n_layers", "num_layers") or name.startswith("num_") or "experts" in name
-        if is_count and isinstance(value, int) and value > MAX_MODULES:
-            raise ValueError(f"{name} is {value}; at most {MAX_MODULES:,} can be read")
-    from transformers import PretrainedConfig
-
-    content = PretrainedConfig._decode_special_floats(content)  # infinity is no JSON
-    ignored = {"auto_map", "quantization_config"}
-    return {name: value for name, value in content.items() if name not in ignored and not name.startswith("_")}
-
-
-@contextmanager
-def _meta_parameters() -> Iterator[None]:
-    """Move every parameter that this thread makes to the meta device as soon as it is registered."""
-    thread = threading.get_ident()
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.device.type == "meta" or threading.get_ident() != thread:
-            return None
-        return nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of a module itself and the buffers that checkpoints have, such as biases of routers."""
     buffers = {
@@ -477,95 +319,3 @@ def _find_layers(model: Any) -> tuple[str, nn.ModuleList]:
 
 def _name(model: Any) -> str:
     return type(model).__name__
-
-
-# ---- what `transformers` calls ----
-
-
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    AttentionInterface.register(IMPLEMENTATION, _attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attention of a module of `transformers`; query [1, Hq, T, D] -> [1, T, Hq, Dv]."""
-    bindings: Bindings = module.__dict__["flexgen_helm_bindings"]
-    assert bindings.attend is not None
-    mask = attention_mask if isinstance(attention_mask, Mask) else Mask(is_causal=attention_mask is None)
-    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        mask = Mask(is_causal=False)
-    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = bindings.attend(AttentionCall(q, k, v, mask, scale, softcap, s_aux, key))
-    return out.contiguous().unsqueeze(0), None
-
-
-def _mask(*, mask_function: Any = None, local_size: int | None = None, q_length: int = 0, **others: Any) -> Mask:
-    """Say which mask is meant. No mask is made: every prompt of a batch has its own."""
-    windows = [None] if local_size is None else [Window(local_size), Window(local_size, is_chunked=True)]
-    if mask_function is None or not checks_masks.get():
-        return Mask(windows[0])
-    fitting = (window for window in windows if _is_causal_window(mask_function, window))
-    return next((Mask(window) for window in fitting), Mask(is_causal=False))
-
-
-def _is_causal_window(mask_function: Any, window: Window | None) -> bool:
-    """Whether a mask function is that of causal attention over a window, tried at some positions around its edge."""
-    reach = 64 if window is None else window.tokens
-    zero = torch.tensor(0)
-    for query in {1, 5, reach - 1, reach, reach + 1, reach + 3, 2 * reach + 1}:
-        for key in {0, 1, query - reach - 1, query - reach, query - reach + 1, query - 1, query, query + 1}:
-            if query < 0 or key < 0:
-                continue
-            expected = key <= query and (window is None or key >= window.oldest(query))
-            if bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key))) != expected:
-                return False
-    return True
-
-
-def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    bindings: Bindings = module.__dict__["flexgen_helm_bindings"]
-    assert bindings.run_experts is not None
-    return bindings.run_experts(ExpertsCall(module, hidden_states, top_k_index, top_k_weights))
-
-
-def _let_llama4_select(block: Any) -> None:
-    """Let a Llama 4 block name the experts of each token; its own code passes every token through all of them."""
-    experts = block.experts
-    experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = True, True, False, False
-
-    def apply_gate(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return up * experts.act_fn(gate)
-
-    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        bindings: Bindings = block.__dict__["flexgen_helm_bindings"]
-        assert bindings.run_experts is not None
-        x = hidden_states.reshape(-1, block.hidden_dim)
-        scores, logits = block.router(x)
-        selected = logits.topk(block.top_k, dim=1).indices
-        call = ExpertsCall(experts, x, selected, scores.gather(1, selected), weighs_input=True)
-        routed = bindings.run_experts(call)
-        return block.shared_expert(x) + routed, logits
-
-    experts._apply_gate, block.forward = apply_gate, forward
-
-
-# Classes that compute experts outside of `transformers`' experts interface.
-_EXPERTS_OF_THEIR_OWN: Mapping[str, Callable[[Any], None]] = {"Llama4TextMoe": _let_llama4_select}

@@ -25,14 +25,9 @@ from flexgen_helm.models.generic.config import (
     Shapes,
     SharedKeys,
 )
-from flexgen_helm.models.generic.layered_model import (
-    OWN_ATTENTION,
-    AttentionCall,
-    ExpertsCall,
-    LayeredModel,
-    checks_masks,
-    own_tensors,
-)
+from flexgen_helm.models.generic.empty_model import OWN_ATTENTION
+from flexgen_helm.models.generic.interfaces import AttentionCall, ExpertsCall, checks_masks
+from flexgen_helm.models.generic.layered_model import LayeredModel, own_tensors
 from flexgen_helm.models.generic.recurrent import StateCache
 
 # Tokens of the traced pass.

@@ -1,0 +1,111 @@
+"""Builds a causal model of `transformers` from its configuration, without weights."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from flexgen_helm.concurrency import import_lock
+from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.models.generic.interfaces import EXPERTS_OF_THEIR_OWN, IMPLEMENTATION, register
+
+OWN_ATTENTION = "computes attention in its own code, not through transformers' attention interface"
+# Layers, experts and heads of a model at most.
+MAX_MODULES = 4096
+# Buffers up to this size have values; larger ones, such as masks, are not used.
+_MAX_BUFFER_ELEMENTS = 1 << 21
+_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+
+
+def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
+    """Build the causal model of a configuration without weights.
+
+    has_buffers: buffers that are not too large have their values; else all tensors are on the meta device.
+    """
+    content = _checked(json.loads(config_text))
+    with import_lock("transformers"):
+        import transformers
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
+    register()
+    name = next(iter(content.pop("architectures", None) or ()), "")
+    cls: Any = getattr(transformers, name, None)
+    is_causal = cls is not None and name.endswith(("ForCausalLM", "LMHeadModel"))
+    model_type = content.pop("model_type", None) or getattr(getattr(cls, "config_class", None), "model_type", "")
+    whole = AutoConfig.for_model(model_type, **content)
+    config = whole.get_text_config()
+    config._attn_implementation = IMPLEMENTATION
+    config.use_cache = False
+    if not is_causal:  # the language model of one of several parts
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            raise UnsupportedArchitectureError(f"{name} has a language model that transformers does not have alone")
+        config.tie_word_embeddings = whole.tie_word_embeddings
+        cls = AutoModelForCausalLM._model_mapping[type(config)]
+    try:
+        with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():
+            model = cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
+    except (KeyError, ValueError) as error:  # it chooses among implementations that it knows by name
+        if getattr(cls, "_supports_attention_backend", False):
+            raise
+        raise UnsupportedArchitectureError(f"{cls.__name__} {OWN_ATTENTION}") from error
+    model.set_experts_implementation(IMPLEMENTATION)
+    for module in model.modules():
+        if type(module).__name__ in EXPERTS_OF_THEIR_OWN:
+            EXPERTS_OF_THEIR_OWN[type(module).__name__](module)
+    return model.eval()
+
+
+class _NoLargeTensors(TorchFunctionMode):
+    """Makes large tensors on the meta device: weights, which come from elsewhere, and masks, which nobody uses."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _FACTORIES and kwargs.get("device") is None:
+            sizes = args[0] if args and isinstance(args[0], (tuple, list, torch.Size)) else args
+            count = 1
+            for size in sizes if isinstance(sizes, (tuple, list, torch.Size)) else ():
+                count *= int(size) if isinstance(size, int) else 1
+            if count > _MAX_BUFFER_ELEMENTS:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that describe the model, without those that choose code or storage.
+
+    Raises `ValueError` for numbers of layers or experts that no model has: modules of each would be made.
+    """
+    for name, value in content.items():
+        is_count = name in ("n_layer", "n_layers", "num_layers") or name.startswith("num_") or "experts" in name
+        if is_count and isinstance(value, int) and value > MAX_MODULES:
+            raise ValueError(f"{name} is {value}; at most {MAX_MODULES:,} can be read")
+    from transformers import PretrainedConfig
+
+    content = PretrainedConfig._decode_special_floats(content)  # infinity is no JSON
+    ignored = {"auto_map", "quantization_config"}
+    return {name: value for name, value in content.items() if name not in ignored and not name.startswith("_")}
+
+
+@contextmanager
+def _meta_parameters() -> Iterator[None]:
+    """Move every parameter that this thread makes to the meta device as soon as it is registered."""
+    thread = threading.get_ident()
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device.type == "meta" or threading.get_ident() != thread:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,170 @@
+"""What `transformers` calls for attention, masks, and experts, and what it is passed on as.
+
+The functions here ask the bindings of the module that calls them, which the caller of a layer sets.
+
+Shapes: T tokens, H hidden size, Hq query heads, Hk key heads, D and Dv elements of a head, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexgen_helm.models.config import Window
+
+# Name by which `transformers` knows our attention, masks and experts.
+IMPLEMENTATION = "flexgen_helm"
+# Whether masks that models make are looked at: once for each model, with one sequence.
+checks_masks: ContextVar[bool] = ContextVar("checks_masks", default=False)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Stands for an attention mask: causal, over a window; None for all earlier positions.
+
+    is_causal: False for any other mask.
+    """
+
+    window: Window | None = None
+    is_causal: bool = True
+
+    def __getitem__(self, rows: Any) -> Mask:
+        """Return what is meant for some of the queries (Gemma 4 takes all of them so)."""
+        return self
+
+
+@dataclass
+class AttentionCall:
+    """What a module asks of attention: q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] -> [T, Hq, Dv].
+
+    scale: factor on scores. softcap: scores become cap tanh(score / cap). sinks: [Hq], logits that take a share of the
+    softmax and have no value.
+    key: k as the module has it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    key: Tensor | None = None
+
+
+@dataclass
+class ExpertsCall:
+    """What a module asks of its experts: each token x [T, H] through K of them -> [T, H].
+
+    selected, weights: [T, K].
+    weighs_input: the weights multiply what experts are given, not what they return (Llama 4).
+    """
+
+    module: Any
+    x: Tensor
+    selected: Tensor
+    weights: Tensor
+    weighs_input: bool = False
+
+
+@dataclass
+class Bindings:
+    """What modules call while a layer runs."""
+
+    attend: Callable[[AttentionCall], Tensor] | None = None
+    run_experts: Callable[[ExpertsCall], Tensor] | None = None
+
+
+def register() -> None:
+    """Let `transformers` know our attention, masks and experts by `IMPLEMENTATION`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a module of `transformers`; query [1, Hq, T, D] -> [1, T, Hq, Dv]."""
+    bindings: Bindings = module.__dict__["flexgen_helm_bindings"]
+    assert bindings.attend is not None
+    mask = attention_mask if isinstance(attention_mask, Mask) else Mask(is_causal=attention_mask is None)
+    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        mask = Mask(is_causal=False)
+    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = bindings.attend(AttentionCall(q, k, v, mask, scale, softcap, s_aux, key))
+    return out.contiguous().unsqueeze(0), None
+
+
+def _mask(*, mask_function: Any = None, local_size: int | None = None, q_length: int = 0, **others: Any) -> Mask:
+    """Say which mask is meant. No mask is made: every prompt of a batch has its own."""
+    windows = [None] if local_size is None else [Window(local_size), Window(local_size, is_chunked=True)]
+    if mask_function is None or not checks_masks.get():
+        return Mask(windows[0])
+    fitting = (window for window in windows if _is_causal_window(mask_function, window))
+    return next((Mask(window) for window in fitting), Mask(is_causal=False))
+
+
+def _is_causal_window(mask_function: Any, window: Window | None) -> bool:
+    """Whether a mask function is that of causal attention over a window, tried at some positions around its edge."""
+    reach = 64 if window is None else window.tokens
+    zero = torch.tensor(0)
+    for query in {1, 5, reach - 1, reach, reach + 1, reach + 3, 2 * reach + 1}:
+        for key in {0, 1, query - reach - 1, query - reach, query - reach + 1, query - 1, query, query + 1}:
+            if query < 0 or key < 0:
+                continue
+            expected = key <= query and (window is None or key >= window.oldest(query))
+            if bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key))) != expected:
+                return False
+    return True
+
+
+def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    bindings: Bindings = module.__dict__["flexgen_helm_bindings"]
+    assert bindings.run_experts is not None
+    return bindings.run_experts(ExpertsCall(module, hidden_states, top_k_index, top_k_weights))
+
+
+def _let_llama4_select(block: Any) -> None:
+    """Let a Llama 4 block name the experts of each token; its own code passes every token through all of them."""
+    experts = block.experts
+    experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = True, True, False, False
+
+    def apply_gate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return up * experts.act_fn(gate)
+
+    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        bindings: Bindings = block.__dict__["flexgen_helm_bindings"]
+        assert bindings.run_experts is not None
+        x = hidden_states.reshape(-1, block.hidden_dim)
+        scores, logits = block.router(x)
+        selected = logits.topk(block.top_k, dim=1).indices
+        call = ExpertsCall(experts, x, selected, scores.gather(1, selected), weighs_input=True)
+        routed = bindings.run_experts(call)
+        return block.shared_expert(x) + routed, logits
+
+    experts._apply_gate, block.forward = apply_gate, forward
+
+
+# Classes that compute experts outside of `transformers`' experts interface.
+EXPERTS_OF_THEIR_OWN: Mapping[str, Callable[[Any], None]] = {"Llama4TextMoe": _let_llama4_select}
