@@ -18,7 +18,7 @@ import transformers
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.models.architectures import ARCHITECTURES
-from flexgen_helm.models.architectures.multi_part import MULTI_PART_CLASSES
+from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES
 from flexgen_helm.models.config import ModelConfig
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_causal_models import causal_classes, tiny_config
@@ -132,7 +132,10 @@ def features(config: ModelConfig) -> str:
     """What distinguishes the model for the engine."""
     assert config.generic is not None
     found = []
-    if config.num_kv_heads < config.num_heads:
+    others = [name for kind in config.generic.kinds for name, _ in kind.others]
+    if any(name.endswith("kv_b_proj.weight") for name in others):
+        found.append("latents")
+    elif config.num_kv_heads < config.num_heads:
         found.append("grouped keys")
     if config.windows:
         kind = "chunks" if config.chunked else "windows"
@@ -149,7 +152,7 @@ def features(config: ModelConfig) -> str:
         found.append("inputs of layers")
     if config.generic.shared_keys:
         found.append("shared keys")
-    if any(name.endswith("sinks") for kind in config.generic.kinds for name, _ in kind.others):
+    if any(name.endswith("sinks") for name in others):
         found.append("attention sinks")
     return ", ".join([*found, "tied head" if config.tied_head else "own head"])
 

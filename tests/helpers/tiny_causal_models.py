@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexgen_helm.models.architectures.unlisted import UNLISTED_CLASSES
+
 # By names of config entries; those that a config does not have are left out.
 _SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=32, d_model=32, n_embd=32, dim=32, embed_dim=32, hidden_dim=32, embedding_size=32,
@@ -44,6 +46,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
         intermediate_size_mlp=48, layer_types=["chunked_attention", "full_attention"] * 2,
     ),
     "MinistralForCausalLM": dict(head_dim=8),
+    "Mistral4ForCausalLM": dict(
+        num_key_value_heads=4, head_dim=None, rope_parameters=dict(
+            rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=8, beta_fast=32.0,
+            beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.1, partial_rotary_factor=0.5,
+        ),
+    ),
     "NemotronForCausalLM": dict(num_key_value_heads=2, head_dim=8),
     "Dots1ForCausalLM": dict(n_routed_experts=4, n_shared_experts=1),
     "ProphetNetForCausalLM": dict(num_hidden_layers=None),
@@ -78,10 +86,10 @@ _UNBUILT = {
 
 
 def causal_classes() -> list[str]:
-    """The names of all classes that transformers maps to causal language modelling, and that can be built here."""
+    """The names of all causal classes of transformers that can be built here."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - _UNBUILT)
+    return sorted((set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) | UNLISTED_CLASSES) - _UNBUILT)
 
 
 def tiny_config(name: str) -> Any:

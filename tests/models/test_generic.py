@@ -13,7 +13,7 @@ import transformers
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
-from flexgen_helm.models.architectures.multi_part import MULTI_PART_CLASSES
+from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES
 from flexgen_helm.models.generic import empty_model
 from tests.helpers.generic_models import (
     NATIVE,
@@ -81,6 +81,49 @@ def test_layers_that_use_keys_again_store_none(schedule, on_gpu, on_cpu, tmp_pat
         assert (found - expected).abs().max() < TOLERANCE
 
 
+def test_latents_are_cached_instead_of_keys_of_every_head(tmp_path):
+    """One head of 16 + 8 elements stands for four of 16, in every layer; a token scored alone has the same value."""
+    saved("DeepseekV3ForCausalLM", tmp_path)
+    with Engine.from_pretrained(tmp_path) as engine:
+        config = engine.config
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 1, 24)
+    assert config.kv_bytes_per_token(2) == 2 * 2 * 24 * 2
+    expands = ("self_attn.kv_b_proj.weight", (4 * (8 + 8), 16))
+    assert all(expands in kind.others and expands not in kind.matrices for kind in config.generic.kinds)
+
+
+def test_attention_to_latents_equals_attention_to_their_expansion():
+    """The module's own code, eager and in float64, is the reference; heads in another order would be found."""
+    from flexgen_helm.models.generic.interfaces import IMPLEMENTATION, Bindings, attend_to_latents, register
+
+    register()
+    config = tiny_config("DeepseekV3ForCausalLM")
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM._from_config(config).double().eval()
+    module, x = model.model.layers[0].self_attn, torch.randn(1, 5, 32, dtype=torch.float64)
+    torch.nn.init.normal_(module.kv_b_proj.weight)
+    embeddings = model.model.rotary_emb(x, torch.arange(5)[None])
+    causal = torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1)
+    with torch.no_grad():
+        expected = module(x, embeddings, causal[None, None])[0]
+        config._attn_implementation = IMPLEMENTATION
+        attend_to_latents(module)
+        seen = []
+
+        def attend(call):
+            seen.append(call.k.shape)
+            scores = torch.einsum("qhd,kd->hqk", call.q, call.k[:, 0]) * call.scale + causal
+            return torch.einsum("hqk,kd->qhd", scores.softmax(-1), call.v[:, 0])
+
+        module.__dict__["flexgen_helm_bindings"] = Bindings(attend)
+        assert (module(x, embeddings, None)[0] - expected).abs().max() < 1e-6  # its softmax is in float32
+        assert seen == [(5, 1, 24)]
+        weight = module.kv_b_proj.weight
+        weight.copy_(weight.view(4, 16, 16).flip(0).reshape(64, 16))
+        assert (module(x, embeddings, None)[0] - expected).abs().max() > 1e-3
+
+
 def test_biases_that_choose_experts_keep_float32(tmp_path):
     """In 16 bits all of these would be 2000, and other experts would be chosen."""
     model = saved("DeepseekV3ForCausalLM", tmp_path / "of_16_bits")
@@ -116,6 +159,16 @@ def test_a_language_model_among_several_parts(name, tmp_path):
 @pytest.mark.parametrize("name", sorted(MULTI_PART_CLASSES))
 def test_every_language_model_among_several_parts(name, tmp_path):
     assert largest_difference(name, tmp_path, {})[0] < TOLERANCE
+
+
+def test_a_language_model_that_transformers_does_not_list(tmp_path):
+    """Mistral Small 4: Mistral 3's vision around a text model whose class is in no list of causal ones."""
+    outer, text = tiny_config("Mistral3ForConditionalGeneration"), tiny_config("Mistral4ForCausalLM")
+    content = {**outer.to_dict(), "text_config": text.to_dict(), "architectures": ["Mistral3ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(content, default=str))
+    with Engine.from_pretrained(tmp_path, weights="dummy") as engine:
+        assert engine.config.generic.class_name == "Mistral4ForCausalLM"
+        assert engine.config.generic.layers_path == "model.layers"
 
 
 def test_a_model_of_several_parts_with_logits_of_its_own_is_refused(tmp_path):

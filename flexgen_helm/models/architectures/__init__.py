@@ -13,7 +13,7 @@ from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture
-from flexgen_helm.models.architectures.multi_part import MULTI_PART_CLASSES
+from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES, UNLISTED_CLASSES
 from flexgen_helm.models.config import ModelConfig
 
 _MODULES = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
@@ -49,7 +49,8 @@ def generic_architecture(names: Sequence[Any]) -> Architecture | None:
         return None
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if names[0] not in MULTI_PART_CLASSES and names[0] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    known = MULTI_PART_CLASSES | UNLISTED_CLASSES
+    if names[0] not in known and names[0] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return None
     return Architecture(names[0], tuple(names), _read_generic, {}, overflows_float16=True)
 

@@ -104,7 +104,7 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others exp
     @cached_property
     def weights_per_token(self) -> int:
         """Weights that one token is multiplied with."""
-        own = sum(prod(shape) for _, shape in self.matrices)
+        own = sum(prod(shape) for _, shape in (*self.matrices, *self.others) if len(shape) == 2)
         return own + self.per_token * sum(prod(shape) for experts in self.experts for _, shape in experts.matrices)
 
     @cached_property

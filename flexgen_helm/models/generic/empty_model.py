@@ -15,7 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.generic.interfaces import EXPERTS_OF_THEIR_OWN, IMPLEMENTATION, register
+from flexgen_helm.models.architectures.unlisted import UNLISTED_CLASSES
+from flexgen_helm.models.generic.interfaces import (
+    EXPERTS_OF_THEIR_OWN,
+    IMPLEMENTATION,
+    attend_to_latents,
+    register,
+)
 
 OWN_ATTENTION = "computes attention in its own code, not through transformers' attention interface"
 # Layers, experts and heads of a model at most.
@@ -33,7 +39,7 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
     content = _checked(json.loads(config_text))
     with import_lock("transformers"):
         import transformers
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
         from transformers.initialization import no_init_weights
     register()
     name = next(iter(content.pop("architectures", None) or ()), "")
@@ -45,10 +51,10 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
     config._attn_implementation = IMPLEMENTATION
     config.use_cache = False
     if not is_causal:  # the language model of one of several parts
-        if type(config) not in AutoModelForCausalLM._model_mapping:
+        cls = _causal_class(config)
+        if cls is None:
             raise UnsupportedArchitectureError(f"{name} has a language model that transformers does not have alone")
         config.tie_word_embeddings = whole.tie_word_embeddings
-        cls = AutoModelForCausalLM._model_mapping[type(config)]
     try:
         with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():
             model = cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
@@ -57,10 +63,22 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
             raise
         raise UnsupportedArchitectureError(f"{cls.__name__} {OWN_ATTENTION}") from error
     model.set_experts_implementation(IMPLEMENTATION)
+    attend_to_latents(model)
     for module in model.modules():
         if type(module).__name__ in EXPERTS_OF_THEIR_OWN:
             EXPERTS_OF_THEIR_OWN[type(module).__name__](module)
     return model.eval()
+
+
+def _causal_class(config: Any) -> Any:
+    """Return the causal class of a text configuration; None if there is none."""
+    import transformers
+
+    known = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in known:
+        return known[type(config)]
+    unlisted = (getattr(transformers, name, None) for name in UNLISTED_CLASSES)
+    return next((cls for cls in unlisted if cls is not None and cls.config_class is type(config)), None)
 
 
 class _NoLargeTensors(TorchFunctionMode):

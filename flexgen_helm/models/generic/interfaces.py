@@ -109,10 +109,54 @@ def _attention(
     mask = attention_mask if isinstance(attention_mask, Mask) else Mask(is_causal=attention_mask is None)
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         mask = Mask(is_causal=False)
-    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    latents: _Latents | None = module.__dict__.get("flexgen_helm_latents")
+    if latents is not None:
+        query = latents.queries(query)
+    q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     out = bindings.attend(AttentionCall(q, k, v, mask, scale, softcap, s_aux, key))
+    if latents is not None:
+        out = latents.outputs(out)
     return out.contiguous().unsqueeze(0), None
+
+
+class _Latents:
+    """Attention over latents, of which the keys and values of all heads are products (DeepSeek-V2, section 2.1.2).
+
+    The score of a head is q·(U c) = (Uᵀ q)·c, and its output Σ p (V c) = V (Σ p c), with p the softmax of scores. So U
+    and V are applied to queries and to outputs, and the cache has one head: the latent c and the rotated elements.
+
+    attention: a module of `transformers` that expands latents by its method `expand_kv`.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        self._attention = attention
+        attention.expand_kv = lambda latent, rotated: (torch.cat((latent, rotated), dim=-1), latent)
+
+    def queries(self, q: Tensor) -> Tensor:
+        """q [1, Hq, T, plain + rotated] -> [1, Hq, T, rank + rotated]."""
+        up, _ = self._factors()
+        plain, rotated = q.split([up.shape[1], q.shape[-1] - up.shape[1]], dim=-1)
+        return torch.cat((torch.matmul(plain, up), rotated), dim=-1)
+
+    def outputs(self, out: Tensor) -> Tensor:
+        """Latents [T, Hq, rank] -> values [T, Hq, Dv]."""
+        _, up = self._factors()
+        return torch.matmul(out.transpose(0, 1), up.transpose(1, 2)).transpose(0, 1)
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """Return U [Hq, plain elements of a key, rank] and V [Hq, Dv, rank]."""
+        own = self._attention
+        sizes = own.qk_nope_head_dim, own.v_head_dim
+        u, v = own.kv_b_proj.weight.view(-1, sum(sizes), own.kv_lora_rank).split(sizes, dim=1)
+        return u, v
+
+
+def attend_to_latents(model: Any) -> None:
+    """Let the model's modules that expand latents attend to the latents instead."""
+    for module in model.modules():
+        if hasattr(module, "expand_kv") and module.kv_b_proj.bias is None:
+            module.__dict__["flexgen_helm_latents"] = _Latents(module)
 
 
 def _mask(*, mask_function: Any = None, local_size: int | None = None, q_length: int = 0, **others: Any) -> Mask:

@@ -1,9 +1,8 @@
-"""Classes of `transformers` that also see or hear, and whose language model alone gives their answers to text.
+"""Classes of `transformers` besides those that it lists as causal language models."""
 
-Each is compared with its own forward pass (`tests/models/test_generic.py`). Others may compute logits in another way
-than their language model: those of Cohere's vision models are not scaled.
-"""
-
+# They also see or hear, and their language model alone gives their answers to text. Each is compared with its own
+# forward pass (`tests/models/test_generic.py`). Others may compute logits in another way than their language model:
+# those of Cohere's vision models are not scaled.
 MULTI_PART_CLASSES = frozenset({
     "AriaForConditionalGeneration", "DeepseekVLForConditionalGeneration", "DeepseekVLHybridForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
@@ -18,3 +17,6 @@ MULTI_PART_CLASSES = frozenset({
     "SmolVLMForConditionalGeneration", "VideoLlama3ForConditionalGeneration",
     "VideoLlavaForConditionalGeneration", "VipLlavaForConditionalGeneration",
 })  # fmt: skip
+
+# Causal language models that the list of `transformers` lacks.
+UNLISTED_CLASSES = frozenset({"Mistral4ForCausalLM"})
