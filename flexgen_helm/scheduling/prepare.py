@@ -171,10 +171,13 @@ def make_sequences(
             f"the request needs a KV cache of {needed} tokens and the memory limit leaves room for {room}; "
             "raise the limit (--cpu-memory, --gpu-memory) or lower max_tokens"
         )
-    branches = completions > 1 and steps > 0 and shares_prompts
+    at_once = 1
+    if completions > 1 and steps > 0 and shares_prompts:
+        reserved = min(steps, limits.page_tokens or steps) + limits.slot_overhead
+        have_room = 1 + (room - needed - limits.slot_overhead) // reserved
+        at_once = min(completions, have_room, limits.max_sequences - 1, limits.max_windows - slots)
+    branches = at_once > 1
     if branches:
-        reserved = min(steps, limits.page_tokens or steps)
-        at_once = min(completions, 1 + (room - needed) // reserved, max(1, limits.max_sequences - 1))
         draws = [(first, min(at_once, completions - first)) for first in range(0, completions, at_once)]
     elif steps:
         draws = [(completion, 1) for completion in range(completions)]

@@ -225,7 +225,8 @@ class Scheduler:
         admitted: list[Sequence] = []
         seated: list[Sequence] = []  # admitted sequences that will share the next block
         num_running = self.num_running
-        num_windows = sum(len(block.sequences) for block in self._blocks)
+        num_windows = sum(block.num_slots for block in self._blocks)
+        num_windows += sum(prompt.num_continuations for prompt in self._reserved)
         prompt_tokens = 0
         taken = self.cache_tokens
         forecast = self._forecast() if limits.page_tokens and self._waiting else None
@@ -248,18 +249,19 @@ class Scheduler:
                     seated = []
                     continue
                 num_slots = int(not _is_prefix(sequence)) + sequence.num_continuations
+                new_windows = 1 + sequence.num_continuations
                 if num_running and num_running + num_slots > limits.max_sequences:
                     break
                 # If nothing runs and nothing was admitted, the only live caches are the shared prefixes of the
                 # queue's head, so it must be admitted.
-                if (num_running or admitted) and num_windows + 1 > limits.max_windows:
+                if (num_running or admitted) and num_windows + new_windows > limits.max_windows:
                     break
                 if not _is_prefix(sequence):
                     if self._pace is not None and num_running and self._credit < 1:
                         break
                     self._credit -= 1
                 num_running += num_slots
-                num_windows += 1
+                num_windows += new_windows
                 if sequence.is_shared:
                     if not _is_prefix(sequence):
                         self._reserved[sequence] = reserved
@@ -283,10 +285,10 @@ class Scheduler:
 
     def _reservation(self, sequence: Sequence) -> int:
         """Return the positions that continuations of a prompt need when they branch off; they share one block."""
-        tokens = sequence.continuation_tokens
-        if self._limits.page_tokens:
-            tokens = min(tokens, self._limits.page_tokens)
-        return tokens * (sequence.num_continuations + self._limits.step_overhead)
+        tokens, limits = sequence.continuation_tokens, self._limits
+        if limits.page_tokens:
+            tokens = min(tokens, limits.page_tokens)
+        return sequence.num_continuations * (tokens + limits.slot_overhead) + tokens * limits.step_overhead
 
     def _fits(self, taken: int, sequences: list[Sequence], reserved: int, forecast: Forecast | None) -> bool:
         """Return whether a block of these sequences fits beside `taken` positions, now and, as expected, later."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -43,26 +44,30 @@ def make(shape: tuple[int, int, int]) -> Sequence:
     pass_tokens=st.integers(1, 100),
     page_tokens=st.sampled_from([0, 0, 1, 4, 7]),
     slot_overhead=st.integers(0, 3),
+    more_windows=st.sampled_from([None, None, 0, 1, 4]),
     prefix=st.sampled_from([(0, 1), (0, 1), (5, 2), (20, 4)]),
     ending=st.sampled_from([0.0, 0.1, 0.4]),
     known_ends=st.integers(0, 20),
     seed=st.integers(0, 1000),
 )
 def test_everyone_is_served_within_the_limits(
-    shapes, batch_tokens, batch_sequences, max_sequences, extra_cache, pass_tokens, page_tokens, slot_overhead, prefix,
-    ending, known_ends, seed,
+    shapes, batch_tokens, batch_sequences, max_sequences, extra_cache, pass_tokens, page_tokens, slot_overhead,
+    more_windows, prefix, ending, known_ends, seed,
 ):  # fmt: skip
     """Slots are followed as a cache follows them, so a sequence always finds its tokens where it left them."""
     ends = random.Random(seed)
     prompts = [make(shape) for shape in shapes if shape[0] > 1 or shape[1]]
-    if slot_overhead:  # of formats whose prompts are not shared
-        prompts = [prompt for prompt in prompts if not prompt.num_continuations]
-    need = max([p.cache_tokens + p.num_continuations * p.continuation_tokens for p in prompts], default=0)
+    need = max(
+        [p.cache_tokens + p.num_continuations * (p.continuation_tokens + slot_overhead) for p in prompts], default=0
+    )
     prefix_len, num_users = prefix
     need += slot_overhead + (prefix_len + slot_overhead if prefix_len else 0)
     limits = SchedulerLimits(
         batch_tokens, batch_sequences, max_sequences, need + extra_cache, pass_tokens, page_tokens, slot_overhead
     )
+    if more_windows is not None:  # than one prompt with its continuations needs behind a prefix
+        alone = max([1 + prompt.num_continuations for prompt in prompts], default=1) + (prefix_len > 0)
+        limits = replace(limits, max_windows=alone + more_windows)
     waiting = prompts if not prefix_len else with_prefixes(prompts, prefix_len, num_users)
     lengths = AnswerLengths()
     for _ in range(known_ends):  # so that more is expected to end than does
@@ -104,6 +109,7 @@ def test_everyone_is_served_within_the_limits(
         if not batches:
             break
         assert scheduler.cache_tokens <= limits.cache_tokens
+        assert sum(block.num_slots for block in scheduler._blocks) <= limits.max_windows
         prefilled = [batch for batch in batches if batch.is_prefill]
         tokens_in = sum(batch.num_tokens for batch in prefilled)
         assert tokens_in <= pass_tokens or sum(len(batch.scheduled) for batch in prefilled) == 1
