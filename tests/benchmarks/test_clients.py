@@ -225,6 +225,7 @@ def test_a_task_without_its_data_is_left_out_with_a_note(monkeypatch, tmp_path):
     assert (task.name, task.entries, task.instances) == ("a", ("a:b=c",), 50)
 
 
+@pytest.mark.slow
 def test_padded_batches_run_alone(tiny_checkpoint, tmp_path):
     from flexgen_helm.benchmarks.padded_task import padded
 

@@ -111,6 +111,7 @@ def test_the_search_is_at_least_as_good_as_the_papers_policy(model, compressed, 
 
 
 @pytest.mark.skipif(not PAPER.is_dir(), reason="the paper's tables are not here (../shared/paper)")
+@pytest.mark.slow
 def test_the_papers_frontier_is_met_within_the_models_error():
     with (PAPER / "latency_throughput_512_32_T4.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["system"].startswith("FlexGen")]

@@ -193,17 +193,22 @@ def _listens(port: int) -> bool:
 
 
 def test_a_worker_is_killed_on_a_cluster_that_was_started_by_hand(
-    ray_installed: None, alone: Suite, cluster: tuple[str, psutil.Process], suite: Suite
+    ray_installed: None, alone: Suite, cluster: tuple[str, psutil.Process], model: Path, tmp_path: Path
 ) -> None:
     address, head = cluster
-    process = suite.start("--ray", address, "--ray-cores", "1")
-    worker = eventually(lambda: _a_worker(head))
-    eventually(lambda: suite.num_stored() >= 20)
-    worker.kill()
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, output
-    assert_same_scores(suite.scores(), alone.scores())
-    assert "is lost" in output
+    for attempt in range(5):  # all is answered within a second of the first answer: the kill may come too late
+        suite = Suite(tmp_path / str(attempt), model)
+        process = suite.start("--ray", address, "--ray-cores", "1")
+        worker = eventually(lambda: _a_worker(head))
+        eventually(lambda suite=suite: suite.num_stored() >= 20)
+        worker.kill()
+        output = process.communicate(timeout=240)[0]
+        assert process.returncode == 0, output
+        assert_same_scores(suite.scores(), alone.scores())
+        if "is lost" in output:
+            break
+    else:
+        raise AssertionError(output)
     assert suite.num_stored() == alone.num_stored()
     suite.run("--ray", address, "--ray-cores", "1")  # the cluster goes on, and everything is stored
     assert suite.num_stored() == alone.num_stored()

@@ -127,7 +127,7 @@ def run_in(place: Place, precision: str, name: str, expect: int) -> str:
         ("lab/mine", "fp16", ["fp16,4bit", "paper-4bit"], "fp16"),
         pytest.param("flexgen/mine", "fp16", ["fp16,4bit"], "fp16", marks=pytest.mark.slow),
         pytest.param("lab/packed", "4bit", ["fp16"], "4bit", marks=pytest.mark.slow),
-        ("flexgen/small", "4bit", ["fp16,4bit", "fp16"], "4bit"),
+        pytest.param("flexgen/small", "4bit", ["fp16,4bit", "fp16"], "4bit", marks=pytest.mark.slow),
     ],
 )
 def test_a_precision_that_an_entry_decides_is_not_dropped_or_mislabelled(
@@ -207,7 +207,10 @@ def test_a_dry_run_loads_no_engine(tmp_path: Path) -> None:
     assert before == {path: path.read_bytes() for path in place.run_folder("simple_mcqa").glob("*.json")}
 
 
-@pytest.mark.parametrize("kind, threads, code", [("run", "1", None), ("run", "64", None), ("suite", "4", 130)])
+@pytest.mark.parametrize(
+    "kind, threads, code",
+    [("run", "1", None), pytest.param("run", "64", None, marks=pytest.mark.slow), ("suite", "4", 130)],
+)
 def test_ctrl_c_ends_soon_and_the_rerun_computes_the_rest(
     kind: str, threads: str, code: int | None, tmp_path: Path, plain: Place
 ) -> None:

@@ -61,7 +61,7 @@ def models_of(folder: Path) -> dict[str, Any]:
     return {model["name"]: model for model in schema["models"]}
 
 
-@pytest.mark.parametrize("flags", [(), ("--auto-generate-schema",)])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--auto-generate-schema",), marks=pytest.mark.slow)])
 def test_a_summary_knows_models_of_both_commands_in_another_shell(ran: Path, flags: tuple[str, ...]) -> None:
     summarize(ran, *flags)
     models = models_of(ran)

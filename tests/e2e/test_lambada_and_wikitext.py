@@ -62,6 +62,7 @@ def folder_of(place: Place, entry: str) -> Path:
     return place.folder / "benchmark_output" / "runs" / "s" / entry.replace("/", "_")
 
 
+@pytest.mark.slow
 def test_a_suite_equals_plain_runs_whatever_the_number_of_threads(suite: Place, tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.run("run", "-n", "1", entries=FAKE_ENTRIES)

@@ -64,6 +64,7 @@ def states(place: Path) -> dict[str, list[dict[str, Any]]]:
     return {run.name: json.loads((run / "scenario_state.json").read_text())["request_states"] for run in runs}
 
 
+@pytest.mark.slow
 def test_answers_of_a_block_are_those_of_single_requests(place: Path) -> None:
     found = states(place)
     assert len(found) == len(ENTRIES)

@@ -55,7 +55,7 @@ def needle(tiny):
         return request, engine.run([request])[0]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     drawn=requests_strategy,
     schedule=st.sampled_from(["row", "zigzag"]),

@@ -76,6 +76,11 @@ def points_of(whole: Outcome, phase: str, draw: random.Random) -> int:
     return draw.choice([at for at, name in enumerate(whole.steps) if name.startswith(phase)])
 
 
+def test_a_killed_suite_gives_the_scores_of_an_uninterrupted_one(suites: Suites, whole: Outcome) -> None:
+    kill_and_go_on(suites, whole, "one", [len(whole.steps) // 2])
+
+
+@pytest.mark.slow
 def test_killed_four_times_a_suite_gives_the_scores_of_an_uninterrupted_one(suites: Suites, whole: Outcome) -> None:
     draw = random.Random(4)
     convert, load = points_of(whole, "convert", draw), points_of(whole, "load", draw)
