@@ -225,6 +225,7 @@ def add(a, b):
     return {"sum": a + b}
 
 
+@pytest.mark.slow
 def test_a_measurement_runs_in_its_own_process(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
     assert process.in_own_process(add, {"a": 2, "b": 3}) == {"sum": 5}

@@ -78,6 +78,7 @@ def test_other_settings_are_named_by_their_digest(place: Place) -> None:
     assert f"opt-125m{name}" in unknown
 
 
+@pytest.mark.slow
 def test_a_setting_that_a_name_or_an_entry_decides_is_not_mislabelled(place: Place) -> None:
     contradicted = place.run("suite", "--chat-template", "true", entries=entries(f"{MODEL}-no-template"), expect=2)
     assert "--chat-template true contradict each other" in contradicted

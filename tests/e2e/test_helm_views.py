@@ -69,6 +69,7 @@ def test_a_summary_knows_models_of_both_commands_in_another_shell(ran: Path, fla
     assert models[MODEL]["num_parameters"] == models["flexgen/mine"]["num_parameters"]
 
 
+@pytest.mark.slow
 def test_a_summary_shows_names_that_nobody_explains(ran: Path, tmp_path: Path) -> None:
     """Without `prod_env`, as in a folder that was copied from another machine; nothing is downloaded for it."""
     shutil.copytree(ran / "benchmark_output", tmp_path / "benchmark_output")

@@ -118,6 +118,7 @@ def test_a_lost_rank_ends_all_with_one_sentence(tmp_path, model):
         assert str(outcome.error).startswith("rank 1 of the pipeline was lost")
 
 
+@pytest.mark.slow
 def test_a_rank_without_room_refuses_for_all_and_ranks_that_schedule_otherwise_stop(tmp_path, model):
     case = Case(model("llama"), {}, workload())
     refused, opened = run_ranks(tmp_path, 2, Job([case, case], "memory")).outcomes

@@ -23,7 +23,7 @@ MACHINES: list[dict[Tier, int]] = [
 
 
 @pytest.mark.parametrize("limits", MACHINES)
-@pytest.mark.parametrize("precision", ["fp16", "4bit"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("4bit", marks=pytest.mark.slow)])
 def test_it_is_what_the_engine_would_do(limits: dict[Tier, int], precision: str) -> None:
     seen = set()
     for name in [name for name in CATALOG if not name.endswith(("-it", "-base", "-instruct", "-chat", "-deduped"))]:

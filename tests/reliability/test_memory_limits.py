@@ -147,7 +147,7 @@ def check(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 # The last: states of a prompt and of its completions; a search that left too little beside whole matrices.
-SEEDS = (*range(1000, 1011), 5100, 5147)
+SEEDS = (*range(1000, 1009), 5100, 5147)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
