@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from functools import lru_cache
 
 import psutil
 
@@ -54,7 +56,13 @@ class ResidentMemory:
 
 
 def resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@lru_cache(maxsize=1)
+def _process(pid: int) -> psutil.Process:
+    """Kept, because making one takes longer than reading its memory, and every item of a pass asks."""
+    return psutil.Process(pid)
 
 
 def _glibc() -> ctypes.CDLL | None:
