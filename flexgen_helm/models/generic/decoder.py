@@ -82,6 +82,7 @@ class GenericDecoder:
                 modules[path].forward = partial(self._linear, path)
                 if runner is not None and path in (*runner.mixer.inputs, runner.mixer.output):
                     modules[path].forward = partial(self._linear_of_mixer, runner, path)
+        self._model.call_directly()
 
     @property
     def attention(self) -> AttentionConfig:
