@@ -11,7 +11,7 @@ import torch
 from flexgen_helm import GenerationRequest
 from tests.cuda.costs import check, counted
 from tests.cuda.device import cuda_in_host_memory
-from tests.cuda.engine_runs import PLACEMENTS, assert_close, run, slow_unless
+from tests.cuda.engine_runs import PLACEMENTS, ROOMY, assert_close, run, slow_unless
 from tests.helpers.generic_models import saved
 from tests.helpers.tiny_models import TinyModel
 
@@ -58,3 +58,19 @@ def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, place
     costs.waits = [place for place in costs.waits if place not in (*routed, *guessed)]
     check(costs)
     assert_close(model, results, torch.float16)
+
+
+# Of a decode layer like Llama's, which by its record takes 25. Its norms by single operations would be fourteen more.
+LAUNCHES = 28
+
+
+def test_launches_of_a_decode_step(tmp_path):
+    saved("SeedOssForCausalLM", tmp_path / "model")
+    draw = random.Random(3)
+    asked = [
+        GenerationRequest(prompt_token_ids=[draw.randrange(3, 60) for _ in range(30)], max_tokens=6) for _ in range(5)
+    ]
+    with cuda_in_host_memory() as device, counted(device) as costs:
+        run(tmp_path / "model", asked, torch.float16, precision="fp16", limits=ROOMY)
+    check(costs)
+    assert min(costs.layers) == LAUNCHES

@@ -23,6 +23,7 @@ from flexgen_helm.models.decoder import Attend, StageWeights, StateGroup, TableR
 from flexgen_helm.models.generic.config import LayerKind, expert_name
 from flexgen_helm.models.generic.interfaces import AttentionCall, ExpertsCall
 from flexgen_helm.models.generic.layered_model import LayerArguments, LayeredModel
+from flexgen_helm.models.generic.norms import rms_norm_of
 from flexgen_helm.models.generic.recurrent import MixerRunner
 from flexgen_helm.models.generic.token_state import TokenState
 
@@ -82,6 +83,9 @@ class GenericDecoder:
                 modules[path].forward = partial(self._linear, path)
                 if runner is not None and path in (*runner.mixer.inputs, runner.mixer.output):
                     modules[path].forward = partial(self._linear_of_mixer, runner, path)
+        for module in (self._model.model, *self._model.layers):
+            for part in module.modules():
+                part.forward = rms_norm_of(part) or part.forward
         self._model.call_directly()
 
     @property
