@@ -85,7 +85,8 @@ class GenericDecoder:
                     modules[path].forward = partial(self._linear_of_mixer, runner, path)
         for module in (self._model.model, *self._model.layers):
             for part in module.modules():
-                part.forward = rms_norm_of(part) or part.forward
+                if (norm := rms_norm_of(part)) is not None:
+                    part.forward = norm
         self._model.call_directly()
 
     @property

@@ -1,4 +1,4 @@
-"""Norms of `transformers`, which take six operations each, as one operation of a GPU."""
+"""Norms of `transformers`, which take up to eight operations each, as one operation of a GPU."""
 
 from __future__ import annotations
 
