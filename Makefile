@@ -1,24 +1,34 @@
-# make eval | test | test-slow | lint | docs | docs-serve | pages | model-table | bench | gpu-check. All but gpu-check set up .venv.
+# make eval | test | test-slow | test-all | test-versions | test-newest | lint | docs | docs-serve | pages | model-table |
+# proofs | lock | dist | bench | gpu-check. All but gpu-check set up .venv, with the versions of constraints.txt; `LOCK=` takes the newest.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LOCK := constraints.txt
+LOCKED := $(if $(LOCK),--constraint $(LOCK))
 MODEL := smollm2-135m-instruct-q4_1
 INSTANCES ?= 50
 # LAMBADA and WikiText-2: the folder that FLEXGEN_HELM_DATA names, else shared/data beside the project.
 DATA := $(abspath $(or $(FLEXGEN_HELM_DATA),$(wildcard ../shared/data)))
 PRECISIONS ?= fp16,4bit
 
-.PHONY: install model eval test test-slow lint docs docs-serve pages model-table catalog bench gpu-check
+.PHONY: install lock model eval test test-slow test-all test-versions test-newest test-times proofs lint docs docs-serve pages model-table catalog dist bench gpu-check
 # A notice of the theme about its successor is no warning about these docs.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: setup.cfg pyproject.toml
+$(VENV)/.installed: setup.cfg pyproject.toml $(LOCK)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --upgrade $(LOCKED) pip
+	$(BIN)/python -m pip install --quiet $(LOCKED) $(if $(LOCK),--build-constraint $(LOCK)) --editable '.[dev]'
 	touch $@
+
+# Versions that setup.cfg newly asks for are added to the lock; the others stay. UPGRADE=transformers takes that package's
+# newest, UPGRADE=all everything's.
+UPGRADE ?=
+lock: install
+	$(BIN)/uv pip compile setup.cfg --extra dev --universal --no-annotate --custom-compile-command 'make lock' --quiet \
+	    $(if $(filter all,$(UPGRADE)),--upgrade,$(UPGRADE:%=--upgrade-package %)) --output-file $(LOCK)
 
 model: install
 	$(BIN)/flexgen-helm fetch $(MODEL)
@@ -33,10 +43,52 @@ test: install
 	-$(BIN)/flexgen-helm fetch $(MODEL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# Releases of transformers that are tested beside the locked one, the lower bound first; each is put in front.
+RELEASES := 5.20.0 5.24.0
+RELEASE_FOLDERS := $(RELEASES:%=$(CURDIR)/build/transformers/%)
+
+$(CURDIR)/build/transformers/%: | install
+	rm -rf $@.part
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part transformers==$*
+	mv $@.part $@
+
+# What depends on transformers, with each of these releases: parity, generic models, states, GGUF files, proofs.
+# With TEST_ALL every class runs with each release, else one in four, others for each; with the locked one all do.
+VERSION_TESTS := tests/engine/test_parity.py tests/engine/test_proof.py tests/models/test_generic.py \
+    tests/models/test_recurrent.py tests/checkpoint/test_parity.py tests/checkpoint/test_gguf_families.py
+test-versions: install $(RELEASE_FOLDERS)
+	for folder in $(RELEASE_FOLDERS); do \
+	    PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not gpu and not one_release and (not slow or releases)' \
+	        $(VERSION_TESTS) || exit 1; \
+	done
+
+# Proves anew what the table of proved kinds has, with the same releases and the locked one. After a change of models/.
+proofs: install $(RELEASE_FOLDERS)
+	PYTHONPATH=$(firstword $(RELEASE_FOLDERS)) OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.proofs --anew
+	for folder in $(wordlist 2,9,$(RELEASE_FOLDERS)); do \
+	    PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.proofs || exit 1; \
+	done
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.helpers.proofs
+
 # What takes longer: every class of transformers, the whole matrix of families, types and placements on the CUDA device
 # in host memory, kills, needles, many requests, several machines.
-test-slow: install
+# It tries a fixed part of the largest matrices; `make test-all` tries them whole.
+test-slow: install test-versions
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests
+
+test-all: test
+	TEST_ALL=1 $(MAKE) test-slow
+
+# What the fast suite's time is spent on, by file (docs/developers/tests.md).
+test-times: install
+	rm -rf build/times
+	TEST_TIMES=$(CURDIR)/build/times OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile \
+	    --no-loadscope-reorder -p tests.helpers.times $(TESTS)
+	$(BIN)/python -m tests.helpers.times build/times
+
+# The fast suite with whatever versions the index has today, in an environment of their own.
+test-newest:
+	$(MAKE) test VENV=.venv-newest LOCK=
 
 lint: install docs
 	$(BIN)/ruff check .
@@ -44,6 +96,10 @@ lint: install docs
 	$(BIN)/mypy
 	$(BIN)/mypy --explicit-package-bases -p benchmarks -p scenarios
 	$(BIN)/mypy examples/*.py docs/*.py
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-issue-forms \
+	    $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 
 # The site, in build/site; a broken link or anchor is an error.
 docs: install
@@ -68,6 +124,16 @@ model-table: install
 catalog: install
 	$(BIN)/python -m tests.helpers.catalog_configs
 
+# Wheel and sdist; the wheel is installed beside the packages of .venv, without the checkout, and gives a first score.
+dist: model
+	rm -rf dist build/lib build/bdist* build/dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(PYTHON) -m venv build/dist/env
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > "$$(build/dist/env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages.pth"
+	build/dist/env/bin/python -m pip install --quiet --no-deps --no-index dist/*.whl
+	cd build/dist && env/bin/flexgen-helm quickstart -m 5
+
 bench: model
 	$(BIN)/flexgen-helm bench clients -o clients.json
 
@@ -75,6 +141,7 @@ bench: model
 # collects no other files than those of GPU tests, which import neither, and lays the package out as it is installed.
 gpu-check:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "gpu-check needs a CUDA device, and torch finds none here")'
+	@$(PYTHON) -c 'import torch, transformers; print(f"torch {torch.__version__}, transformers {transformers.__version__}")'
 	rm -rf build/gpu && mkdir -p build/gpu && cp -r flexgen_helm build/gpu/ && cp -r benchmarks build/gpu/flexgen_helm/
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -rs $(wildcard tests/*/test_gpu_*.py); tests=$$?; \
 	PYTHONPATH=build/gpu $(PYTHON) -m flexgen_helm.benchmarks gpu --results benchmarks/results && exit $$tests

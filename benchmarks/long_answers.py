@@ -21,7 +21,7 @@ from typing import Any
 
 from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.benchmarks.common import machine, refuse_engine_flags
-from flexgen_helm.planner import memory
+from flexgen_helm.planner import run_memory
 from flexgen_helm.report.throughput import versions
 from flexgen_helm.request import GenerationRequest, MemoryLimits
 
@@ -155,13 +155,13 @@ def answer(
 @contextmanager
 def reserving(on: bool) -> Iterator[None]:
     """Let every sequence have the cache of its longest possible answer from the beginning."""
-    threshold = memory.LONG_ANSWER_TOKENS
+    threshold = run_memory.LONG_ANSWER_TOKENS
     if on:
-        memory.LONG_ANSWER_TOKENS = 1 << 30
+        run_memory.LONG_ANSWER_TOKENS = 1 << 30
     try:
         yield
     finally:
-        memory.LONG_ANSWER_TOKENS = threshold
+        run_memory.LONG_ANSWER_TOKENS = threshold
 
 
 def save_model(folder: Path, workload: Workload) -> None:

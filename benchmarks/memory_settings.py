@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from flexgen_helm.benchmarks.roofline import Shapes
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.memory import MemoryPlan, plan_memory
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.weight_placement import Placement, place_weights
 
 STORAGE_BYTES, COMPUTE_BYTES = 2, 4  # of a weight's and an activation's element
 _NO_LIMIT = 1 << 50
@@ -51,7 +52,7 @@ def offload_setting(config: ModelConfig, shapes: Shapes, share: float) -> Offloa
     policy = Policy(shapes.batch_rows, shapes.batches, wc=0.0, hc=0.0)
     storage = StorageSizes(config)
     limits: dict[Tier, int] = {"gpu": 0, "cpu": limit, "disk": _NO_LIMIT}
-    staging = plan_memory(storage, limits, "cpu", COMPUTE_BYTES, policy).all_staging_bytes
+    staging = place_weights(storage, Machine(limits, "cpu"), policy).all_staging_bytes
     reserve = cache
     if limit - cache - staging - storage.vector_bytes(COMPUTE_BYTES) >= hidden:
         policy, reserve = replace(policy, hc=1.0), cache + hidden
@@ -75,14 +76,14 @@ def in_memory_limit(config: ModelConfig, shapes: Shapes) -> int:
 
 def first_that_fits(
     storage: StorageSizes, limits: Mapping[Tier, int], device: Tier, reserve: int, policies: Sequence[Policy]
-) -> tuple[Policy, MemoryPlan]:
+) -> tuple[Policy, Placement]:
     """Return the first policy that leaves `reserve` bytes of the compute device's tier free, and its plan.
 
     policies: with fewer and fewer resident weights. Raises `MemoryLimitError` if none fits.
     """
     for policy in policies:
         with suppress(MemoryLimitError):
-            plan = plan_memory(storage, limits, device, COMPUTE_BYTES, policy)
+            plan = place_weights(storage, Machine(limits, device), policy)
             resident = sum(storage.matrices[name] for name, tier in plan.weights.items() if tier == device)
             if resident + storage.vector_bytes(COMPUTE_BYTES) + plan.all_staging_bytes + reserve <= limits[device]:
                 return policy, plan

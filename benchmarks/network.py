@@ -23,16 +23,17 @@ from typing import Any
 
 from flexgen_helm.benchmarks import Options, summary
 from flexgen_helm.benchmarks.common import log_tail, machine, refuse_engine_flags
+from flexgen_helm.benchmarks.network_model import Network, pipeline_turns
 from flexgen_helm.benchmarks.paper.systems import SYSTEMS
 from flexgen_helm.benchmarks.slow_link import namespaces, why_not
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import FlexgenError, MemoryLimitError
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.planner.network import Network, pipeline_turns
 from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
+from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
@@ -108,7 +109,7 @@ def pipeline(output: int, network: Network) -> tuple[float, float]:
         problem, hardware=replace(problem.hardware, gpu=replace(gpu, memory_bytes=NODES * gpu.memory_bytes))
     )
     whole = replace(whole, limits={tier: whole.capacity(tier) for tier in TIERS})
-    costs = predict(whole, Policy(CLIENT_SEQUENCES, 1, 1, 0, 1, 0, 1, 0), "zigzag", rounded=False)
+    costs = predict(whole, Policy(CLIENT_SEQUENCES, 1, 1, 0, 1, 0, 1, 0), ZIGZAG, rounded=False)
     hidden_bytes = CLIENT_SEQUENCES * problem.config.hidden_size * problem.compute_bytes
     star = {"links": 2 * NODES, "busiest": NODES}  # the clients' link has every message
     first = pipeline_turns(costs.prefill_s, NODES, CLIENTS, PROMPT * hidden_bytes, network, **star).once_s
@@ -128,12 +129,12 @@ def offloading(output: int) -> tuple[float, float]:
     for gpu_batch_size in (2, 4, 6, 12):
         batches = sequences // gpu_batch_size
         for wg in (0.0, 0.1, 0.15, 0.2):
-            made = predict(few, Policy(gpu_batch_size, batches, wg, 1 - wg, 1, 0, 1, 0), "zigzag", rounded=False)
+            made = predict(few, Policy(gpu_batch_size, batches, wg, 1 - wg, 1, 0, 1, 0), ZIGZAG, rounded=False)
             if made.feasible:
                 latencies.append(made.latency_s)
     if not latencies:
         raise MemoryLimitError("twelve sequences of OPT-30B do not fit on the T4 of the profile")
-    return min(latencies), search(problem, ("zigzag",)).prediction.tokens_per_s
+    return min(latencies), search(problem, (ZIGZAG,)).prediction.tokens_per_s
 
 
 def _problem(output: int) -> PlanningProblem:

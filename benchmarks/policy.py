@@ -25,9 +25,10 @@ from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner import workload as planner_workload
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
-from flexgen_helm.planner.policy import Policy, Schedule
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
+from flexgen_helm.planner.schedules import ROW, ZIGZAG, Schedule
 from flexgen_helm.planner.search import search
 from flexgen_helm.report.throughput import versions
 from flexgen_helm.request import MemoryLimits
@@ -144,14 +145,14 @@ def measure(workload: Workload, profile: HardwareProfile, options: Options) -> d
 
 # The runs that correct each device's profile; they are not among the judged ones.
 CORRECTION_CASES = (
-    Case("cpu", Policy(24, 4, 0, 0.2, 0, 1, 0, 1), "zigzag"),
-    Case("sim", Policy(24, 4, 0.1, 0.9, 0, 1, 0, 1), "zigzag"),
+    Case("cpu", Policy(24, 4, 0, 0.2, 0, 1, 0, 1), ZIGZAG),
+    Case("sim", Policy(24, 4, 0.1, 0.9, 0, 1, 0, 1), ZIGZAG),
 )
 
 
 def corrected_profile(workload: Workload, profile: HardwareProfile, case: Case, options: Options) -> HardwareProfile:
     """Correct the profile five times by the same run; each correction closes half of the difference."""
-    from flexgen_helm.engine.auto_planner import corrected, corrections
+    from flexgen_helm.planner.learning import corrected, corrections
 
     (record,) = run_case(workload, case, 1, options)
     machine = problem_of(workload, replace(profile, gpu=None, link=None), case.device).hardware
@@ -164,16 +165,16 @@ def corrected_profile(workload: Workload, profile: HardwareProfile, case: Case, 
 def spread_cases() -> list[Case]:
     """Return ten policies over schedules, placements and devices."""
     return [
-        Case("cpu", Policy(96, 1, 0, 1, 0, 1, 0, 1), "zigzag"),
-        Case("cpu", Policy(96, 1, 0, 0, 0, 1, 0, 1), "zigzag"),
-        Case("cpu", Policy(32, 3, 0, 0.5, 0, 1, 0, 1), "zigzag"),
-        Case("cpu", Policy(16, 1, 0, 0, 0, 1, 0, 1), "zigzag"),
-        Case("cpu", Policy(24, 4, 0, 0, 0, 1, 0, 1), "row"),
-        Case("sim", Policy(48, 2, 0, 1, 0, 1, 0, 1), "zigzag"),
-        Case("sim", Policy(32, 3, 0.2, 0.8, 0, 1, 0, 1), "zigzag"),
-        Case("sim", Policy(24, 4, 0, 0.5, 0, 1, 0, 1), "zigzag"),
-        Case("sim", Policy(16, 2, 0.2, 0.8, 0, 1, 0, 1), "row"),
-        Case("sim", Policy(8, 1, 0, 1, 1, 0, 1, 0), "zigzag"),
+        Case("cpu", Policy(96, 1, 0, 1, 0, 1, 0, 1), ZIGZAG),
+        Case("cpu", Policy(96, 1, 0, 0, 0, 1, 0, 1), ZIGZAG),
+        Case("cpu", Policy(32, 3, 0, 0.5, 0, 1, 0, 1), ZIGZAG),
+        Case("cpu", Policy(16, 1, 0, 0, 0, 1, 0, 1), ZIGZAG),
+        Case("cpu", Policy(24, 4, 0, 0, 0, 1, 0, 1), ROW),
+        Case("sim", Policy(48, 2, 0, 1, 0, 1, 0, 1), ZIGZAG),
+        Case("sim", Policy(32, 3, 0.2, 0.8, 0, 1, 0, 1), ZIGZAG),
+        Case("sim", Policy(24, 4, 0, 0.5, 0, 1, 0, 1), ZIGZAG),
+        Case("sim", Policy(16, 2, 0.2, 0.8, 0, 1, 0, 1), ROW),
+        Case("sim", Policy(8, 1, 0, 1, 1, 0, 1, 0), ZIGZAG),
     ]
 
 
@@ -181,15 +182,14 @@ def grid_cases() -> list[Case]:
     """Return block shapes x placements, and one policy batch by batch."""
     blocks: Sequence[tuple[int, int]] = ((96, 1), (48, 2), (32, 3), (24, 4), (32, 1))
     weights = ((0.0, 1.0), (0.2, 0.8), (0.0, 0.5), (0.5, 0.5))  # on gpu and cpu
-    zigzag = [Case("sim", Policy(*block, *shares, 0, 1, 0, 1), "zigzag") for block in blocks for shares in weights]
-    return [*zigzag, Case("sim", Policy(24, 4, 0.2, 0.8, 0, 1, 0, 1), "row")]
+    zigzag = [Case("sim", Policy(*block, *shares, 0, 1, 0, 1), ZIGZAG) for block in blocks for shares in weights]
+    return [*zigzag, Case("sim", Policy(24, 4, 0.2, 0.8, 0, 1, 0, 1), ROW)]
 
 
 def problem_of(workload: Workload, profile: HardwareProfile, device: str) -> PlanningProblem:
     config, dtype = read_model_config(workload.model)
     if device == "sim" and profile.gpu is None:
-        # Its memory is the host's, and so is the workspace of computing.
-        profile = simulated_gpu(profile, profile.cpu.memory_bytes, workload.link_gb_s)
+        profile = simulated_gpu(profile, workload.link_gb_s)
     lengths = planner_workload.Workload.uniform(workload.prompt, workload.output, workload.sequences)
     limits = MemoryLimits(**workload.limits(device))
     return planning_problem(config, profile, lengths, storage_dtype=dtype, limits=limits)
@@ -200,7 +200,7 @@ def run_case(workload: Workload, case: Case, repeats: int, options: Options) -> 
     engine = {
         "device": case.device,
         "policy": case.policy,
-        "schedule": case.schedule,
+        "schedule": case.schedule.name,
         "link_gb_s": workload.link_gb_s if case.device == "sim" else None,
         "offload_dir": options.engine.get("offload_dir"),
     }

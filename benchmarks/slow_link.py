@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 
+from flexgen_helm.benchmarks.network_model import Network
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.planner.network import Network
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 # Bytes of the largest packet: few packets a second, so that this process keeps up with any link.

@@ -2,7 +2,7 @@
 
     python examples/first_score.py [MODEL]
 
-MODEL is any name or folder that the engine can load; the default is a 135M model, a download of 98 MB.
+MODEL is any name or folder that the engine can load; the default is a 135M model, a download of 93 MB.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _EXPORTS = {
     "Engine": "flexgen_helm.engine.engine",
@@ -17,6 +17,7 @@ _EXPORTS = {
     "GenerationRequest": "flexgen_helm.request",
     "GenerationResult": "flexgen_helm.request",
     "Completion": "flexgen_helm.request",
+    "Score": "flexgen_helm.engine.scoring",
     "MemoryLimits": "flexgen_helm.request",
     "FlexgenError": "flexgen_helm.errors",
 }
@@ -25,6 +26,7 @@ __all__ = [*_EXPORTS, "__version__"]
 if TYPE_CHECKING:
     from flexgen_helm.config import EngineConfig
     from flexgen_helm.engine.engine import Engine
+    from flexgen_helm.engine.scoring import Score
     from flexgen_helm.errors import FlexgenError
     from flexgen_helm.planner.policy import Policy
     from flexgen_helm.request import Completion, GenerationRequest, GenerationResult, MemoryLimits

@@ -1,4 +1,4 @@
-"""First use from many threads: imports under one lock, and values that are loaded once per key."""
+"""First use from many threads: imports under one lock, values loaded once per key, work that can be called off."""
 
 from __future__ import annotations
 
@@ -7,13 +7,34 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Generic, ParamSpec, TypeVar
+
+from flexgen_helm.errors import Interrupted
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _import_lock = threading.RLock()
+_should_stop: ContextVar[Callable[[], bool] | None] = ContextVar("should_stop", default=None)
+
+
+@contextmanager
+def stopped_by(should_stop: Callable[[], bool]) -> Iterator[None]:
+    """Let `stop_point` raise `Interrupted` in this thread once `should_stop` returns true."""
+    token = _should_stop.set(should_stop)
+    try:
+        yield
+    finally:
+        _should_stop.reset(token)
+
+
+def stop_point() -> None:
+    """Raise `Interrupted` if nobody wants what this thread is doing; long loops of loading call it."""
+    should_stop = _should_stop.get()
+    if should_stop is not None and should_stop():
+        raise Interrupted("interrupted while loading")
 
 
 @contextmanager

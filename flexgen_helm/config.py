@@ -18,7 +18,8 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.planner.policy import SCHEDULES, Policy, Schedule
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.schedules import SCHEDULES, Schedule
 from flexgen_helm.quant.precisions import PRECISIONS, Precision, precision_named
 from flexgen_helm.request import MemoryLimits
 from flexgen_helm.tokenizer.chat import ChatOptions, TemplateChoice
@@ -39,6 +40,7 @@ _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", sta
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 # Commands that send prompts.
 _PROMPTING = ("run", "generate")
+_CHATTING = (*_PROMPTING, "batch")
 _DEVICE = re.compile(r"auto|sim|(cpu|cuda)(:\d+)?")
 
 
@@ -69,7 +71,8 @@ def parse_size(value: str | int) -> int:
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is not None and not match[2] and float(match[1]):
-        raise ValueError(f"has no unit; write {match[1]}{'GiB' if float(match[1]) < 1 << 20 else 'B'}")
+        units = ("GiB", "MiB") if float(match[1]) < 1 << 20 else ("B",)
+        raise ValueError(f"has no unit; write {' or '.join(match[1] + unit for unit in units)}")
     unit = _UNITS.get(match[2].lower() or "b") if match else None
     if match is None or unit is None:
         raise ValueError("is no size; write for example 8GiB (2**30 bytes each) or 8GB (10**9)")
@@ -223,7 +226,7 @@ class EngineConfig:
         Flag("--policy", "POLICY", ("auto",)),
         parse=_parse_policy,
     )
-    schedule: Schedule | Literal["auto"] = option(
+    schedule: str = option(
         "auto",
         f"Order of the work: auto (default), {_listed(SCHEDULES)}. auto takes zigzag or prefill-only for weights that "
         "are streamed, else row.",
@@ -299,6 +302,14 @@ class EngineConfig:
         ),
         parse=_parse_seed,
     )
+    unverified: bool = option(
+        False,
+        "Compute a model whose kind has not been proved to equal transformers here; records say so.",
+        Flag(
+            "--unverified", help="Compute also a model that differs from transformers here; records and pages say so."
+        ),
+        parse=_parse_bool,
+    )
     max_latency: float | None = option(
         None,
         "Most seconds that a block of sequences may take; bounds the search for a policy.",
@@ -315,20 +326,20 @@ class EngineConfig:
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
         'Variables of the chat template, as a JSON object, for example {"enable_thinking": false}.',
-        Flag("--chat-template-kwargs", "JSON", commands=_PROMPTING),
+        Flag("--chat-template-kwargs", "JSON", commands=_CHATTING),
         parse=_parse_template_kwargs,
         is_hashed=False,
     )
     system_prompt: str | None = option(
         None,
         "System message in front of every chat that has none.",
-        Flag("--system-prompt", "TEXT", commands=_PROMPTING),
+        Flag("--system-prompt", "TEXT", commands=_CHATTING),
         parse=_parse_text,
     )
     thinking_budget: int | None = option(
         None,
         "Most tokens that a thinking model thinks before it must answer; they count in max_tokens. Default: no limit.",
-        Flag("--thinking-budget", "TOKENS", commands=_PROMPTING),
+        Flag("--thinking-budget", "TOKENS", commands=_CHATTING),
         parse=_parse_budget,
     )
 
@@ -358,7 +369,7 @@ class EngineConfig:
     @property
     def fixed_schedule(self) -> Schedule | None:
         """The schedule, None if the engine is to choose it."""
-        return None if self.schedule == "auto" else self.schedule
+        return None if self.schedule == "auto" else SCHEDULES[self.schedule]
 
 
 OPTIONS: Mapping[str, Field[Any]] = {spec.name: spec for spec in fields(EngineConfig)}

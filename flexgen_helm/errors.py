@@ -41,6 +41,13 @@ class UnsupportedArchitectureError(UsageError):
     """
 
 
+class UnprovedModelError(UsageError):
+    """A small model of the same kind does not compute here what `transformers` computes, so scores would be wrong.
+
+    Next: Install the releases that the message names. `--unverified` computes all the same, and every record says so.
+    """
+
+
 class CheckpointError(UsageError):
     """A checkpoint file is missing, truncated or corrupt; the message names file and tensor.
 

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -16,13 +17,31 @@ from typing import Literal
 from flexgen_helm.request import Progress
 from flexgen_helm.units import count, duration, size
 
-StageName = Literal[
-    "start", "fetch", "verify", "prompts", "convert", "load", "measure", "plan", "generate", "metrics", "work"
+PhaseName = Literal[
+    "start",
+    "import",
+    "fetch",
+    "verify",
+    "open",
+    "tokenizer",
+    "prove",
+    "prompts",
+    "convert",
+    "load",
+    "measure",
+    "plan",
+    "generate",
+    "metrics",
+    "work",
 ]
-_TITLES: dict[StageName, str] = {
+_TITLES: dict[PhaseName, str] = {
     "start": "starting HELM",
+    "import": "importing metrics",
     "fetch": "downloading",
     "verify": "verifying",
+    "open": "opening the model",
+    "tokenizer": "building the tokenizer",
+    "prove": "comparing a small model of this kind with transformers",
     "prompts": "reading data and making prompts",
     "convert": "converting weights",
     "load": "loading weights",
@@ -37,14 +56,14 @@ _LOOK_EVERY_S = 0.25
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A stage that has begun, or how far it is.
+class ProgressPhase:
+    """A phase of the program that has begun, or how far it is.
 
     detail: what it works on.
-    done, total: of the stage, in `unit`; total is 0 if it is not known.
+    done, total: of the phase, in `unit`; total is 0 if it is not known.
     """
 
-    name: StageName
+    name: PhaseName
     detail: str = ""
     done: float = 0
     total: float = 0
@@ -94,18 +113,31 @@ class Message:
     is_warning: bool = True
 
 
-Event = Stage | ModelInUse | PlanLine | Message | Progress
+Event = ProgressPhase | ModelInUse | PlanLine | Message | Progress
 Observer = Callable[[Event], None]
 _observers: list[Observer] = []
+_is_silent: ContextVar[bool] = ContextVar("is_silent", default=False)
 logger = logging.getLogger(__name__)
 
 
 def report(event: Event) -> None:
     """Hand an event to the observers, from any thread; a message that nobody observes is logged."""
+    if _is_silent.get():
+        return
     for observer in tuple(_observers):
         observer(event)
     if not _observers and isinstance(event, Message):
         logger.warning(event.text)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Keep what this thread does meanwhile from observers: it is a part of something that they know of."""
+    token = _is_silent.set(True)
+    try:
+        yield
+    finally:
+        _is_silent.reset(token)
 
 
 def is_observed() -> bool:
@@ -123,16 +155,16 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def watched(stage: Stage, folder: Path) -> Iterator[None]:
-    """Report how much of `stage.total` bytes another program has written below `folder` so far."""
+def watched(phase: ProgressPhase, folder: Path) -> Iterator[None]:
+    """Report how much of `phase.total` bytes another program has written below `folder` so far."""
     finished = threading.Event()
     before = _bytes_in(folder)
 
     def watch() -> None:
         while not finished.wait(_LOOK_EVERY_S):
-            report(replace(stage, done=min(stage.total, max(0, _bytes_in(folder) - before))))
+            report(replace(phase, done=min(phase.total, max(0, _bytes_in(folder) - before))))
 
-    report(stage)
+    report(phase)
     watcher = threading.Thread(target=watch, name="watched download", daemon=True)
     watcher.start()
     try:
@@ -140,13 +172,13 @@ def watched(stage: Stage, folder: Path) -> Iterator[None]:
     finally:
         finished.set()
         watcher.join()
-        report(replace(stage, done=stage.total))
+        report(replace(phase, done=phase.total))
 
 
 def describe(event: Event) -> str:
     """Return an event as a line for a log; of `Progress`, the total number of tokens is an expectation."""
     match event:
-        case Stage():
+        case ProgressPhase():
             parts = (event.title, event.detail, event.amount)
             return ": ".join(part for part in parts if part)
         case ModelInUse():

@@ -43,6 +43,7 @@ class GenerationRequest:
     stop: strings; text and tokens end before the earliest.
     n: completions wanted.
     echo_logprobs: also return log-probabilities of the prompt's tokens.
+    echo_greedy: also say of each of the prompt's tokens whether it is the most probable one; with `echo_logprobs`.
     ignore_eos: generate through EOS, for throughput work with random weights.
     thinking: set by whoever renders a prompt for a model that thinks.
     """
@@ -59,6 +60,7 @@ class GenerationRequest:
     echo_logprobs: bool = False
     ignore_eos: bool = False
     thinking: ThinkingFormat | None = None
+    echo_greedy: bool = False
 
     def validate(self) -> None:
         """Raise `RequestError` if the request contradicts itself; needs no model."""
@@ -79,6 +81,8 @@ class GenerationRequest:
             raise RequestError("stop must be a list of strings, not one string")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError("every stop string must be a non-empty string")
+        if self.echo_greedy and not self.echo_logprobs:
+            raise RequestError("echo_greedy needs echo_logprobs")
 
 
 # The fields that are computed with, as any library's numbers may be.
@@ -93,6 +97,7 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
     "top_p": (Real, "a number"),
     "stop": (Iterable, "a list of strings"),
     "echo_logprobs": (Integral, "true or false"),
+    "echo_greedy": (Integral, "true or false"),
     "ignore_eos": (Integral, "true or false"),
 }
 
@@ -151,6 +156,8 @@ class GenerationResult:
     prompt_token_ids: the prompt as it was computed.
     prompt_logprobs: as long as `prompt_token_ids`, the first entry None; None without `echo_logprobs`.
     error: the exception of this request alone, or None.
+    prompt_greedy: parallel to `prompt_logprobs`, whether each token is the most probable one, as a temperature of 0
+        draws it; None without `echo_greedy`.
     """
 
     completions: tuple[Completion, ...] = ()
@@ -158,6 +165,7 @@ class GenerationResult:
     prompt_logprobs: tuple[float | None, ...] | None = None
     error: Exception | None = None
     cost: Cost = field(default_factory=Cost)
+    prompt_greedy: tuple[bool | None, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -185,6 +193,10 @@ class Progress:
     total_requests: int
     elapsed_s: float
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.done_requests == self.total_requests
 
     @property
     def tokens_per_s(self) -> float:

@@ -52,6 +52,7 @@ class _Row:
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: tuple[float | None, ...] | None
     cost: Cost
+    prompt_greedy: tuple[bool | None, ...] | None = None
 
 
 _ROW = TypeAdapter(_Row)
@@ -62,6 +63,8 @@ def encode_result(result: GenerationResult) -> str:
     if result.error is not None:
         raise ValueError("a failed request has no result to store")
     fields = {name: value for name, value in vars(result).items() if name != "error"}
+    if result.prompt_greedy is None:  # rows without it stay what they were
+        del fields["prompt_greedy"]
     return json.dumps(fields, default=vars, allow_nan=False, separators=(",", ":"))
 
 
@@ -73,7 +76,8 @@ def decode_result(text: object) -> GenerationResult:
     for completion in row.completions:
         if not len(completion.tokens) == len(completion.token_ids) == len(completion.logprobs):
             raise ValueError("tokens, ids and log-probabilities differ in number")
-    return GenerationResult(row.completions, row.prompt_token_ids, row.prompt_logprobs, cost=row.cost)
+    scores, greedy = row.prompt_logprobs, row.prompt_greedy
+    return GenerationResult(row.completions, row.prompt_token_ids, scores, cost=row.cost, prompt_greedy=greedy)
 
 
 class ResponseCache:

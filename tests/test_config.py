@@ -10,7 +10,7 @@ import pytest
 from flexgen_helm import Engine, MemoryLimits, Policy
 from flexgen_helm.config import OPTIONS, EngineConfig
 from flexgen_helm.errors import UsageError
-from flexgen_helm.plugin.models import ARGUMENTS, find_model
+from flexgen_helm.plugin.model_names import ARGUMENTS, find_model
 from flexgen_helm.quant.precisions import PRECISIONS
 
 # What users write today; a name that is missing here is new, a name that is missing there breaks them.
@@ -18,12 +18,13 @@ KEYWORDS = {
     "revision", "precision", "limits", "policy", "schedule", "offload_dir", "device", "overlap", "cpu_attention",
     "cuda_graphs", "weights", "seed", "link_gb_s", "pipeline_layers", "max_latency", "apply_chat_template",
     "chat_template_kwargs",
-    "system_prompt", "thinking_budget",
+    "system_prompt", "thinking_budget", "unverified",
 }  # fmt: skip
 FLAGS = {
     "--precision", "--policy", "--schedule", "--gpu-memory", "--cpu-memory", "--disk", "--offload-dir", "--device",
     "--link", "--pipeline-layers", "--no-overlap", "--no-cpu-attention", "--no-cuda-graphs", "--dummy-weights",
     "--max-latency", "--chat-template", "--chat-template-kwargs", "--system-prompt", "--thinking-budget",
+    "--unverified",
 }  # fmt: skip
 
 

@@ -29,17 +29,22 @@ OURS = {*SHIPPED, "tests", "examples"}
 UNDECLARED = {"triton": "CUDA builds of torch bring it; without it plain torch operations unpack 4 bits"}
 # Declared without an import, each with its reason.
 TOOLS = {
+    "build": "make dist",
+    "check-jsonschema": "make lint",
     "flexgen-helm": "dev contains the other extras",
     "mkdocs-material": "theme named in mkdocs.yml",
     "mkdocstrings": "plugin named in mkdocs.yml",
     "mypy": "make lint",
+    "pip": "make install, with constraints for builds",
     "pre-commit": "runs .pre-commit-config.yaml",
+    "pre-commit-hooks": "checks in .pre-commit-config.yaml",
     "pytest-timeout": "plugin of pytest",
     "pytest-xdist": "plugin of pytest",
     "ruff": "make lint",
     "setuptools": "builds the wheel in tests",
     "types-psutil": "types for mypy",
     "types-pyyaml": "types for mypy",
+    "uv": "make lock",
     "wheel": "builds the wheel in tests",
 }
 

@@ -122,7 +122,7 @@ def test_modules_that_the_docs_name_exist() -> None:
     assert {page: modules for page, modules in absent.items() if modules} == {}
 
 
-@pytest.mark.parametrize("title", ["The life of a request", "The life of a weight", "The life of a cache block"])
+@pytest.mark.parametrize("title", ["The life of a weight", "The life of a cache block"])
 def test_a_life_can_be_followed_in_eight_files(title: str) -> None:
     text = (DOCS / "developers" / "architecture.md").read_text()
     section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]

@@ -1,4 +1,5 @@
-"""What a user's disk keeps must survive a new version: packed weights and cached answers of version 0.1.0 are reused.
+"""What a user's disk keeps must survive a new version: packed weights of version 0.1.0 are reused, and so are cached
+answers unless `RESULTS_VERSION` was raised because values have changed.
 
 `data/identities_of_0_1_0.json` holds digests that 0.1.0 computed, `data/written_by_0_1_0.zip` what it wrote for the
 model that `write_model` makes: packed weights of three precisions, and the answers to `REQUESTS`.
@@ -12,20 +13,24 @@ import zipfile
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from flexgen_helm.checkpoint.catalog import CATALOG
+from flexgen_helm.config import EngineConfig
 from flexgen_helm.identity import Identified, text_of
 from flexgen_helm.models.config import RopeConfig
-from flexgen_helm.plugin.convert import _request_key
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
 from flexgen_helm.request import GenerationRequest
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
+from flexgen_helm.service.service import request_key
+from tests.helpers.opened_files import opened_files
 from tests.helpers.paths import DATA
+from tests.helpers.tiny_models import save_tokenizer
 
 GOLDEN: dict[str, Any] = json.loads((DATA / "identities_of_0_1_0.json").read_text())
 REQUESTS = [
@@ -86,20 +91,26 @@ def test_architecture_records_have_the_texts_of_0_1_0(name: str) -> None:
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == GOLDEN["specs"][name]
 
 
-def test_engine_fingerprints_and_request_keys_are_those_of_0_1_0() -> None:
+def test_engine_fingerprints_andrequest_keys_are_those_of_0_1_0(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from flexgen_helm.engine.engine import engine_fingerprint
+    from flexgen_helm.engine import fingerprint as module
 
-    assert engine_fingerprint("w" * 64, None, PRECISIONS["4bit"], "cpu", torch.float32) == GOLDEN["engine"]
-    on_gpu = engine_fingerprint("w" * 64, "t" * 64, PRECISIONS["fp16"], "cuda", torch.float16)
-    assert on_gpu == GOLDEN["engine_cuda"]
+    monkeypatch.setattr(module, "RESULTS_VERSION", 4)  # values have changed since, and texts have not
+    checkpoint: Any = SimpleNamespace(fingerprint="w" * 64, config=CATALOG["opt-125m"].config)
+    tokenizer: Any = SimpleNamespace(fingerprint="t" * 64)
+    on_cpu = PRECISIONS["4bit"], "cpu", torch.float32
+    assert module.engine_fingerprint(checkpoint, None, EngineConfig(), *on_cpu) == GOLDEN["engine"]
+    on_gpu = PRECISIONS["fp16"], "cuda", torch.float16
+    assert module.engine_fingerprint(checkpoint, tokenizer, EngineConfig(), *on_gpu) == GOLDEN["engine_cuda"]
+    unverified = module.engine_fingerprint(checkpoint, None, EngineConfig(unverified=True), *on_cpu)
+    assert unverified != GOLDEN["engine"]
     sampled = GenerationRequest(
         prompt_token_ids=(7,), max_tokens=0, temperature=0.7, top_p=0.9, seed=11, stop=("\n", "x"), n=3,
         echo_logprobs=True,
     )  # fmt: skip
     greedy = GenerationRequest(prompt_token_ids=(1, 2, 3), max_tokens=4)
-    assert [_request_key(greedy), _request_key(sampled)] == GOLDEN["requests"]
+    assert [request_key(greedy), request_key(sampled)] == GOLDEN["requests"]
 
 
 @pytest.mark.parametrize("change", [dict(theta=5e5), dict(kind="linear"), dict(dim=8), dict(truncate=False)])
@@ -130,8 +141,10 @@ def test_values_without_a_text_of_their_own_are_refused() -> None:
 @pytest.mark.parametrize("precision", ["fp16", "4bit", "paper-4bit"])
 def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flexgen_helm import Engine, Policy
+    from flexgen_helm.engine import fingerprint as module
     from flexgen_helm.offload.disk import WeightFiles
 
+    monkeypatch.setattr(module, "RESULTS_VERSION", 4)
     with zipfile.ZipFile(DATA / "written_by_0_1_0.zip") as file:
         file.extractall(tmp_path / "written")
     model, offload = write_model(tmp_path / "model"), tmp_path / "written/offload"
@@ -142,9 +155,9 @@ def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch:
         path = response_cache_path(tmp_path / "written/home", engine.fingerprint)
     assert path.is_file(), "the engine has another fingerprint"
     with closing(ResponseCache(path)) as journal:
-        cached = journal.get_many(map(_request_key, REQUESTS))
+        cached = journal.get_many(map(request_key, REQUESTS))
     for request, result in zip(REQUESTS, computed):
-        was = cached[_request_key(request)]
+        was = cached[request_key(request)]
         assert [c.token_ids for c in was.completions] == [c.token_ids for c in result.completions]
         for before, now in zip(was.completions, result.completions):
             assert now.logprobs == pytest.approx(before.logprobs, abs=1e-5)
@@ -167,3 +180,75 @@ def test_a_model_of_other_bytes_does_not_reuse_them(tmp_path: Path, monkeypatch:
     policy = Policy(4, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)
     with pytest.raises(RuntimeError, match="written again"):
         Engine.from_pretrained(model, policy=policy, offload_dir=tmp_path / "written/offload", device="cpu")
+
+
+def _change_json(folder: Path, name: str, **changes: Any) -> None:
+    content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps({**content, **changes}))
+
+
+# By file: a change of it that can change an answer. `transformers` reads a template of the name 'default' there.
+CHANGES: dict[str, Any] = {
+    "config.json": lambda folder: _change_json(folder, "config.json", rms_norm_eps=1e-3),
+    "generation_config.json": lambda folder: _change_json(folder, "generation_config.json", eos_token_id=[7]),
+    "model.safetensors": lambda folder: (folder / "model.safetensors").write_bytes(
+        (folder / "model.safetensors").read_bytes()[:-1] + b"\x30"
+    ),
+    "tokenizer.json": lambda folder: _change_json(folder, "tokenizer.json", normalizer={"type": "Lowercase"}),
+    "tokenizer_config.json": lambda folder: _change_json(folder, "tokenizer_config.json", bos_token="a"),
+    "special_tokens_map.json": lambda folder: _change_json(folder, "special_tokens_map.json", unk_token="b"),
+    "added_tokens.json": lambda folder: _change_json(folder, "added_tokens.json", ab=301),
+    "chat_template.jinja": lambda folder: (folder / "chat_template.jinja").write_text("another"),
+    "additional_chat_templates/default.jinja": lambda folder: (
+        folder / "additional_chat_templates/default.jinja"
+    ).write_text("another"),
+    "vocab.json": lambda folder: _change_json(folder, "vocab.json", the=300),
+    "merges.txt": lambda folder: (folder / "merges.txt").write_text("#version: 0.2\n"),
+}
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "dummy"])
+@pytest.mark.parametrize("form", ["tokenizer.json", "vocab.json"])
+def test_every_file_that_is_opened_is_in_the_fingerprint(
+    form: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flexgen_helm import Engine
+
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+    folder = write_model(tmp_path / "model")
+    save_tokenizer(folder)
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [" ".join(merge) for merge in model["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    for name in ("generation_config.json", "special_tokens_map.json", "added_tokens.json"):
+        (folder / name).write_text("{}")
+    for name in ("chat_template.jinja", "additional_chat_templates/default.jinja"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("a template")
+    if form == "vocab.json":
+        (folder / "tokenizer.json").unlink()
+        _change_json(folder, "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+    # Files of other libraries and of other models, of which none may be read unseen.
+    for name in ("adapter_config.json", "processor_config.json", "chat_template.json", "spiece.model", "vocab.txt"):
+        (folder / name).write_text("{}")
+
+    def fingerprint() -> str:
+        with Engine.from_pretrained(folder, weights=weights) as engine:
+            return engine.fingerprint
+
+    with opened_files(folder) as opened:
+        before = fingerprint()
+    assert opened >= {"config.json", "generation_config.json", "tokenizer_config.json", form}
+    # The identity of dummy weights is not that of the files: what another file overrides is not in it.
+    overridden = {"chat_template.jinja", *(("vocab.json", "merges.txt") if form == "tokenizer.json" else ())}
+    ignored = overridden if weights == "dummy" else set()
+    same = []
+    for name in sorted(opened - ignored):
+        content = (folder / name).read_bytes()
+        CHANGES[name](folder)
+        if fingerprint() == before:
+            same.append(name)
+        (folder / name).write_bytes(content)
+    assert not same
+    assert fingerprint() == before

@@ -19,6 +19,7 @@ import flexgen_helm, flexgen_helm.benchmarks, flexgen_helm.runs
 conf = [entry.name for entry in resources.files("flexgen_helm.runs").iterdir() if entry.name.endswith(".conf")]
 assert "quickstart.conf" in conf, conf
 assert resources.files("flexgen_helm").joinpath("py.typed").is_file()
+assert resources.files("flexgen_helm.engine").joinpath("proved.json").is_file()
 points = [point for point in metadata.entry_points(group="helm") if point.name == "flexgen_helm"]
 assert points and points[0].value == "flexgen_helm.plugin"
 points[0].load()

@@ -173,3 +173,10 @@ def test_a_result_is_stored_soon_although_no_other_one_follows(tmp_path: Path, m
         assert is_stored(tmp_path / name, 20 if is_soon else 0.5) == is_soon
         writer.close()
         assert is_stored(tmp_path / name, 20)
+
+
+def test_rows_say_what_is_greedy_only_where_it_was_asked():
+    scored = GenerationResult((), (5, 6), (None, -1.0), prompt_greedy=(None, True))
+    assert decode_result(encode_result(scored)) == scored
+    plain = GenerationResult((), (5, 6), (None, -1.0))
+    assert "greedy" not in encode_result(plain) and decode_result(encode_result(plain)) == plain

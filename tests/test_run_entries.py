@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,17 @@ from flexgen_helm import run_entries
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.cli.helm_flags import parse_helm_flags
 from flexgen_helm.errors import CheckpointError, UnknownModelError, UsageError
-from flexgen_helm.run_entries import check_arguments, check_entries, hints, parse, read_conf, run_spec_names
+from flexgen_helm.plugin import suite
+from flexgen_helm.run_entries import (
+    check_arguments,
+    check_entries,
+    conf_file,
+    given_entries,
+    hints,
+    parse,
+    read_conf,
+    run_spec_names,
+)
 from tests.helpers.data_sets import write_legalbench_settings
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
@@ -85,12 +98,31 @@ def test_what_helm_runs_is_accepted() -> None:
         "model=flexgen/org/repo",
         "model=flexgen/org--repo-4bit",
         "model_deployment=together/llama-7b",
-        "model=openai/gpt-4o-2024-05-13,max_eval_instances=20,stop=hash,device=cpu,temperature=0.3,groups=a",
+        "model=openai/gpt-4o-2024-05-13,max_eval_instances=20,stop=hash,temperature=0.3",
     ]
     for name in run_spec_names():
-        check_entries([name, *(f"{name}:{model}" for model in models)], [])
-        check_entries([name, f"{name}:model=text", f"{name}:model=opt-125m"], [MODEL, "openai/gpt2"])
-    check_entries([f"mmlu:{expander}=1,model={MODEL}" for expander in RUN_EXPANDERS if expander != "model"], [])
+        entry = with_arguments(name)
+        check_entries([entry, *(f"{entry},{model}" for model in models)], [])
+        check_entries([entry, f"{entry},model=text", f"{entry},model=opt-125m"], [MODEL, "openai/gpt2"])
+    expanders = [expander for expander in RUN_EXPANDERS if expander != "model"]
+    check_entries([f"mmlu:subject=a,{expander}=1,model={MODEL}" for expander in expanders], [])
+
+
+def with_arguments(name: str) -> str:
+    """Return an entry of a run spec with all arguments that it needs, and at least one."""
+    helm_run_specs.discover_run_spec_functions()
+    function = helm_run_specs.get_run_spec_function(name)
+    assert function is not None
+    parameters = inspect.signature(function).parameters.values()
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    return f"{name}:{','.join(f'{argument}=1' for argument in needed or ['max_eval_instances'])}"
+
+
+def test_what_a_run_spec_needs_is_what_its_function_needs() -> None:
+    for name in run_spec_names():
+        needs_none = with_arguments(name) == f"{name}:max_eval_instances=1"
+        with nullcontext() if needs_none else pytest.raises(UsageError, match="lacks"):
+            check_entries([f"{name}:model={MODEL}"], [])
 
 
 @pytest.mark.parametrize("conf", sorted((ROOT / "runs").glob("*.conf")), ids=lambda path: path.name)
@@ -147,31 +179,34 @@ def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> Non
         (f"mmlu:anatomy,model={MODEL}", "'anatomy' where key=value"),
         ("mmlu:subject=anatomy,model=opt-6.7b", "write model=flexgen/opt-6.7b$"),
         ("mmlu:subject=anatomy,model=opt-6.7b-4bit", "write model=flexgen/opt-6.7b-4bit$"),
-        ("mmlu:model=flexgen/opt6.7b", "did you mean opt-6.7b"),
-        ("mmlu:model=flexgen/opt-6.7b-8bit", "'8bit' is no precision.*opt-6.7b-4bit"),
-        ("mmlu:model=flexgen/llama-3-8b-q4_k_m", "'q4_k_m' is no precision"),
-        ("mmlu:model=a/b,model_deployment=flexgen/opt6.7b", "did you mean opt-6.7b"),
-        ("mmlu:model=flexgen//no/such/folder", "there is no model file or folder /no/such/folder"),
-        ("mmlu:model=flexgen/a/b/c", "there is no model file or folder a/b/c"),
+        ("simple_mcqa:model=flexgen/opt6.7b", "did you mean opt-6.7b"),
+        ("simple_mcqa:model=flexgen/opt-6.7b-8bit", "'8bit' is no precision.*opt-6.7b-4bit"),
+        ("simple_mcqa:model=flexgen/llama-3-8b-q4_k_m", "'q4_k_m' is no precision"),
+        ("simple_mcqa:model=a/b,model_deployment=flexgen/opt6.7b", "did you mean opt-6.7b"),
+        ("simple_mcqa:model=flexgen//no/such/folder", "there is no model file or folder /no/such/folder"),
+        ("simple_mcqa:model=flexgen/a/b/c", "there is no model file or folder a/b/c"),
+        (f"mmlu:model={MODEL}", f"lacks subject: write mmlu:subject=…,model={MODEL};"),
+        (f"mmlu:subjct=anatomy,model={MODEL}", "'subjct', .* did you mean subject.* takes subject, method$"),
+        (f"gsm:size=3,model={MODEL}", "'size', which gsm does not take; it takes no arguments of its own$"),
     ],
 )
 def test_a_wrong_entry_is_answered_with_what_is_right(entry: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        check_entries([f"mmlu:model={MODEL}", entry], [])
+        check_entries([f"simple_mcqa:model={MODEL}", entry], [])
 
 
 def test_advice_is_right() -> None:
     """What is advised is accepted, whatever was typed."""
     for typed in ("opt-6.7b", "opt-6.7b-4bit", "llama-3-8b-paper-4bit"):
         with pytest.raises(UsageError) as refused:
-            check_entries([f"mmlu:model={typed}"], [])
-        check_entries([f"mmlu:{str(refused.value).rpartition('write ')[2]}"], [])
+            check_entries([f"simple_mcqa:model={typed}"], [])
+        check_entries([f"simple_mcqa:{str(refused.value).rpartition('write ')[2]}"], [])
     for typed in ("opt6.7b", "opt-6.7b-8bit", "smollm2", "8b-instruct", "llama-3-7b-4bit"):
         with pytest.raises(UsageError) as refused:
-            check_entries([f"mmlu:model=flexgen/{typed}"], [])
+            check_entries([f"simple_mcqa:model=flexgen/{typed}"], [])
         advised = re.split("did you mean|write", str(refused.value))[1].partition("?")[0]
         for name in re.split(", | or ", advised.strip()):
-            check_entries([f"mmlu:model=flexgen/{name}"], [])
+            check_entries([f"simple_mcqa:model=flexgen/{name}"], [])
 
 
 def test_models_to_run_are_checked_too() -> None:
@@ -189,7 +224,7 @@ FLAGS = [
     ["--dry-run"],
     ["--disable-cache"],
     ["--exit-on-error"],
-    ["-r", "mmlu:model=flexgen/a", "x"],
+    ["-r", "simple_mcqa:model=flexgen/a", "x"],
     ["-r"],
     ["--run-entries", "y:z=1"],
     ["--run-specs=w"],
@@ -222,11 +257,13 @@ def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
     conf = tmp_path / "x.conf"
     conf.write_text('entries: [\n  {description: "simple_mcq:model=flexgen/opt-125m", priority: 2}\n]\n')
     with pytest.raises(UsageError, match="did you mean simple_mcqa"):
-        check_arguments(parse_helm_flags(["-r", f"mmlu:model={MODEL}", "-c", str(conf), "-m", "10", "--suite", "s"]))
+        check_arguments(
+            parse_helm_flags(["-r", f"simple_mcqa:model={MODEL}", "-c", str(conf), "-m", "10", "--suite", "s"])
+        )
     with pytest.raises(UsageError, match="did you mean opt-125m"):
-        check_arguments(parse_helm_flags(["-r", "mmlu", "--models-to-run", "flexgen/opt-126m"]))
+        check_arguments(parse_helm_flags(["-r", "simple_mcqa", "--models-to-run", "flexgen/opt-126m"]))
     with pytest.raises(UsageError, match="needs a prefix"):
-        check_arguments(parse_helm_flags(["-r", "mmlu:model=gpt2"]))
+        check_arguments(parse_helm_flags(["-r", "simple_mcqa:model=gpt2"]))
     with pytest.raises(UsageError, match="there is no such file"):
         check_arguments(parse_helm_flags(["-c", "no/such/file"]))
     (tmp_path / "latin.conf").write_bytes(b'entries: [{description: "\xe9"}]')
@@ -234,11 +271,36 @@ def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
         ["-c", str(tmp_path / "latin.conf"), str(tmp_path)],
         ["-c", str(conf), "--priority", "1"],  # HELM leaves the entry out
         ["-c", str(conf), "--plugins", "theirs"],
-        ["-r", "mmlu:model=gpt2", "--enable-huggingface-models", "gpt2"],
+        ["-r", "simple_mcqa:model=gpt2", "--enable-huggingface-models", "gpt2"],
         [],
     ):
         assert check_arguments(parse_helm_flags(accepted)) == []
-    assert len(check_arguments(parse_helm_flags(["-r", "mmlu:model=facebook/opt-6.7b", "-m", "1"]))) == 1
+    assert len(check_arguments(parse_helm_flags(["-r", "simple_mcqa:model=facebook/opt-6.7b", "-m", "1"]))) == 1
+
+
+def test_a_shipped_file_is_found_from_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = read_conf(ROOT / "runs" / "quickstart.conf")
+    for named in ("runs/quickstart.conf", "quickstart.conf"):
+        given = parse_helm_flags(["-c", named, "-m", "1"])
+        assert given_entries(given) == shipped
+        assert check_arguments(given) == [f"-c {named} is the shipped file"]
+        (path,) = passed_to_helm(["-c", named, "-m", "1", "--suite", "s"], monkeypatch).conf_paths
+        assert read_conf(Path(path)) == shipped
+    with pytest.raises(UsageError, match=r"no such file; did you mean runs/quickstart\.conf"):
+        conf_file(Path("runs") / "quickstrat.conf")
+    with pytest.raises(UsageError, match=r"shipped are runs/accuracy\.conf, .* quickstart\.conf$"):
+        conf_file(tmp_path / "elsewhere" / "zzz.conf")
+    (tmp_path / "quickstart.conf").write_text("entries: []")
+    assert conf_file(Path("quickstart.conf")) == Path("quickstart.conf")  # one's own goes first
+
+
+def passed_to_helm(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """Return the arguments that HELM gets from `flexgen-helm run`."""
+    passed: list[Namespace] = []
+    monkeypatch.setattr("helm.benchmark.run.helm_run", passed.append)
+    assert suite.run_suite(argv).exit_code == 0
+    return passed[0]
 
 
 def test_an_entry_without_a_model_is_answered_with_one() -> None:
@@ -278,16 +340,16 @@ def test_the_users_deployments_are_theirs(tmp_path: Path) -> None:
     ]
     (tmp_path / "model_deployments.yaml").write_text(yaml.safe_dump({"model_deployments": content}))
     for name in ("mine", "dummy", "theirs", "alias"):
-        check_entries([f"mmlu:model=flexgen/{name}"], [], local_path=tmp_path)
+        check_entries([f"simple_mcqa:model=flexgen/{name}"], [], local_path=tmp_path)
         with pytest.raises(UnknownModelError):
-            check_entries([f"mmlu:model=flexgen/{name}"], [])
-    check_entries(["mmlu:model=lab/empty"], [], local_path=tmp_path, needs_weights=False)
+            check_entries([f"simple_mcqa:model=flexgen/{name}"], [])
+    check_entries(["simple_mcqa:model=lab/empty"], [], local_path=tmp_path, needs_weights=False)
     with pytest.raises(CheckpointError, match="has no weights"):
-        check_entries(["mmlu:model=lab/empty"], [], local_path=tmp_path)
+        check_entries(["simple_mcqa:model=lab/empty"], [], local_path=tmp_path)
     with pytest.raises(UnknownModelError):  # an earlier run wrote it; its name means nothing now
-        check_entries(["mmlu:model=flexgen/stale"], [], local_path=tmp_path)
+        check_entries(["simple_mcqa:model=flexgen/stale"], [], local_path=tmp_path)
     (tmp_path / "model_deployments.yaml").write_text("- [")
-    check_entries([f"mmlu:model={MODEL}"], [], local_path=tmp_path)
+    check_entries([f"simple_mcqa:model={MODEL}"], [], local_path=tmp_path)
 
 
 def test_a_folder_without_weights_is_refused_before_anything_is_imported(tiny: TinyModel, tmp_path: Path) -> None:
@@ -300,9 +362,10 @@ def test_a_folder_without_weights_is_refused_before_anything_is_imported(tiny: T
     )
     code = (
         "import sys\nfrom flexgen_helm.errors import UsageError\nfrom flexgen_helm.run_entries import check_entries\n"
-        "check_entries(['mmlu:model=flexgen/whole', 'mmlu:model=flexgen/dummy'], [])\n"
-        "check_entries(['mmlu:model=flexgen/mine'], [], needs_weights=False)\n"
-        "try:\n    check_entries(['mmlu:model=flexgen/mine'], [])\nexcept UsageError as error:\n    print(error)\n"
+        "check_entries(['simple_mcqa:model=flexgen/whole', 'simple_mcqa:model=flexgen/dummy'], [])\n"
+        "check_entries(['simple_mcqa:model=flexgen/mine'], [], needs_weights=False)\n"
+        "try:\n    check_entries(['simple_mcqa:model=flexgen/mine'], [])\n"
+        "except UsageError as error:\n    print(error)\n"
         "heavy = {'torch', 'transformers', 'helm', 'numpy', 'pandas'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
     environment = {**os.environ, "FLEXGEN_HELM_MODELS": str(tmp_path / "models.yaml")}
@@ -320,7 +383,7 @@ def pasted(message: str, folder: Path, **variables: str) -> str:
     """Paste the lines of a message into a shell, and return what its name means to a new process there."""
     lines = [line.strip() for line in message.splitlines()[1:]]
     name = message.splitlines()[0].rpartition("model=flexgen/")[2].removesuffix(":")
-    look_up = f"from flexgen_helm.plugin.models import find_model as f; print(f('flexgen/{name}').path)"
+    look_up = f"from flexgen_helm.plugin.model_names import find_model as f; print(f('flexgen/{name}').path)"
     script = "set -e\n" + "\n".join([*lines, f'{sys.executable} -c "{look_up}"'])
     environment = {key: value for key, value in os.environ.items() if key != "FLEXGEN_HELM_MODELS"} | variables
     done = subprocess.run(
@@ -338,24 +401,24 @@ def test_the_lines_that_name_a_folder_work(
     folder = tmp_path / name
     folder.symlink_to(tiny("llama").path, target_is_directory=True)
     with pytest.raises(UsageError, match="paste these lines") as refused:
-        check_entries([f"mmlu:model=flexgen/{folder}"], [])
+        check_entries([f"simple_mcqa:model=flexgen/{folder}"], [])
     assert pasted(str(refused.value), tmp_path) == str(folder)
     # The same name cannot be given twice: the file is there now, and the answer is the name.
     file = str(tmp_path / "models.yaml")
     monkeypatch.setenv("FLEXGEN_HELM_MODELS", file)
     with pytest.raises(UsageError, match="write model=flexgen/") as refused:
-        check_entries([f"mmlu:model=flexgen/{folder}"], [])
+        check_entries([f"simple_mcqa:model=flexgen/{folder}"], [])
     assert "\n" not in str(refused.value)
     assert pasted(str(refused.value), tmp_path, FLEXGEN_HELM_MODELS=file) == str(folder)
     with pytest.raises(UsageError) as refused:
-        check_entries([f"mmlu:model=flexgen/{tiny('llama').path}-4bit"], [])
+        check_entries([f"simple_mcqa:model=flexgen/{tiny('llama').path}-4bit"], [])
     assert "-4bit:\n  echo " in str(refused.value) and "export" not in str(refused.value)
     assert pasted(str(refused.value), tmp_path, FLEXGEN_HELM_MODELS=file) == str(tiny("llama").path)
 
 
 def test_what_is_no_model_folder_gets_no_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
-        check_entries([f"mmlu:model=flexgen/{tmp_path}"], [])
+        check_entries([f"simple_mcqa:model=flexgen/{tmp_path}"], [])
 
 
 def test_a_model_of_helms_own_clients_is_hinted_at() -> None:
@@ -363,4 +426,4 @@ def test_a_model_of_helms_own_clients_is_hinted_at() -> None:
         "model=facebook/opt-6.7b is computed by HELM's own client; write model=flexgen/opt-6.7b for flexgen_helm",
         "model=openai/gpt2 is computed by HELM's own client",
     ]
-    assert hints([f"mmlu:model={MODEL}"]) == []
+    assert hints([f"simple_mcqa:model={MODEL}"]) == []

@@ -13,7 +13,8 @@ from flexgen_helm.benchmarks.paper.tables import hardware_of, predict_row
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner.placement import TIERS
-from flexgen_helm.planner.predict import Prediction
+from flexgen_helm.planner.predict import CostEstimate
+from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
@@ -46,7 +47,7 @@ def evaluate_pipeline(paper: Path, hardware: HardwareProfile) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["model", "num_gpus", "metric", "measured", "predicted", "error"])
 
 
-def _best(model: str, hardware: HardwareProfile, stages: int) -> tuple[Prediction, int]:
+def _best(model: str, hardware: HardwareProfile, stages: int) -> tuple[CostEstimate, int]:
     entry = resolve(model).entry
     assert entry is not None
     workload = Workload.uniform(_PROMPT, _OUTPUT, 1)
@@ -54,10 +55,10 @@ def _best(model: str, hardware: HardwareProfile, stages: int) -> tuple[Predictio
         entry.config, hardware, workload, FP16, compute_bytes=2, limits={}, endless=True, stages=stages
     )
     problem = replace(problem, limits={tier: problem.capacity(tier) for tier in TIERS})
-    solution = search(problem, ("zigzag",))
+    solution = search(problem, (ZIGZAG,))
     return solution.prediction, solution.policy.block_size
 
 
-def _metrics(prediction: Prediction, sequences: int) -> Iterator[tuple[str, float]]:
+def _metrics(prediction: CostEstimate, sequences: int) -> Iterator[tuple[str, float]]:
     yield "generation tokens/s", prediction.tokens_per_s
     yield "decoding tokens/s", sequences * (_OUTPUT - 1) / prediction.decode_s

@@ -87,7 +87,7 @@ class PaperProblem(PlanningProblem):
         converted = 0.0 if self.precision.weights is None else self.layer_elements / len(shapes) * work
         fetched = {WC: layer, WD: layer, HC: states, HD: states}
         from_disk = affine(0.0, {WD: layer, HD: states})
-        positions = 0 if shape.schedule == "prefill-only" else self.workload.longest
+        positions = 0 if shape.schedule.is_single_pass else self.workload.longest
         cache = sequences * positions * self.kv_elements * self.cache_bytes
         batch_of_layer = affine(0.0, {CD: cache / config.num_layers / max(1, shape.num_gpu_batches)})
         return {

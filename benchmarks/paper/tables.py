@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pandas as pd
 
@@ -18,8 +18,9 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner.placement import TIERS
-from flexgen_helm.planner.policy import Policy, Schedule
-from flexgen_helm.planner.predict import Prediction, predict
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.predict import CostEstimate, predict
+from flexgen_helm.planner.schedules import SCHEDULES, ZIGZAG
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
 
@@ -82,7 +83,7 @@ def _errors(errors: pd.Series) -> dict[str, Any]:
     return {"median_error": float(errors.median()), "max_error": float(errors.max()), "n": len(errors)}
 
 
-def predict_row(line: Mapping[str, str], hardware: HardwareProfile) -> Prediction:
+def predict_row(line: Mapping[str, str], hardware: HardwareProfile) -> CostEstimate:
     """Predict one row. Raises `ValueError`, `KeyError` or `UsageError` if a column cannot be read."""
     entry = resolve(line["model"]).entry
     if entry is None:
@@ -104,7 +105,10 @@ def predict_row(line: Mapping[str, str], hardware: HardwareProfile) -> Predictio
         endless=True,
     )
     problem = replace(problem, limits={tier: problem.capacity(tier) for tier in TIERS})
-    return predict(problem, policy, cast(Schedule, line.get("schedule") or "zigzag"), rounded=False)
+    name = line.get("schedule") or ZIGZAG.name
+    if name not in SCHEDULES:
+        raise UsageError(f"schedule {name!r} is not known; take {', '.join(SCHEDULES)}")
+    return predict(problem, policy, SCHEDULES[name], rounded=False)
 
 
 def hardware_of(line: Mapping[str, str], hardware: HardwareProfile) -> HardwareProfile:

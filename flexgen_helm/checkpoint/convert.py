@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from flexgen_helm.checkpoint.fingerprint import file_sha256
-from flexgen_helm.checkpoint.folder import CONFIG, INDEX, SINGLE, TOKENIZER_FILES, read_config, require_space
+from flexgen_helm.checkpoint.folder import CONFIG, INDEX, SINGLE, SMALL_FILES, read_config, require_space
 from flexgen_helm.checkpoint.hub import fetch_pickles, pickled_files
 from flexgen_helm.checkpoint.manifest import (
     FORMAT,
@@ -41,10 +41,12 @@ from flexgen_helm.checkpoint.pickles import (
     require_safe_torch,
 )
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UsageError
 from flexgen_helm.files import existing_folder, sync_folder, write_synced
 from flexgen_helm.models.architectures.base import find_source
-from flexgen_helm.progress import Message, Stage, report
+from flexgen_helm.models.config import HEAD_MATRIX
+from flexgen_helm.progress import Message, ProgressPhase, report
 from flexgen_helm.units import size
 
 SHARD_BYTES = 4 << 30
@@ -166,7 +168,7 @@ def _existing_conversion(source: _Source) -> Manifest | None:
 def _write(folder: Path, source: _Source, shard_bytes: int) -> None:
     """Make the whole conversion in `folder`, the manifest last."""
     architecture, config, _ = read_config(source.folder)
-    tied_head = find_source(architecture.tensors, "head.lm.weight").name if config.tied_head else None
+    tied_head = find_source(architecture.tensors, HEAD_MATRIX).name if config.tied_head else None
     planned, left_out = plan_tensors(source.files, source.folder, tied_head)
     if not planned:
         raise CheckpointError(f"{source.folder} has no tensors in {', '.join(file.name for file in source.files)}")
@@ -190,11 +192,11 @@ def _write(folder: Path, source: _Source, shard_bytes: int) -> None:
     tensors: dict[str, Any] = {}
     written = 0
     for shard in shards:
-        report(Stage("convert", shard.name, written, total))
+        stop_point()
+        report(ProgressPhase("convert", shard.name, written, total))
         tensors.update(_fill(folder / shard.name, shard))
         written += shard.size
-    small_files = ("generation_config.json", *TOKENIZER_FILES, CONFIG)
-    copied = [name for name in small_files if (source.folder / name).is_file()]
+    copied = [name for name in reversed(SMALL_FILES) if (source.folder / name).is_file()]
     for name in copied:
         write_synced(folder / name, (source.folder / name).read_bytes())
     manifest = {

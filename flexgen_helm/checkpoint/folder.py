@@ -17,6 +17,7 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.units import exact_size, size
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"  # of it only the tokens that end a completion are used
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -28,6 +29,8 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
+# Every file besides the weights that decides results.
+SMALL_FILES = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
 # Of files that are read whole; the largest published tokenizer has 40 MB.
 _MAX_SMALL_FILE = 512 << 20
 # Each holds a vocabulary; a tokenizer needs one of them.
@@ -66,8 +69,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_config(folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
+def read_config(
+    folder: Path, find: Callable[[Mapping[str, Any]], Architecture] = architecture_of_config
+) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
     """Return the architecture, the model config, and the content of `config.json` of a model folder.
+
+    find: says which architecture a content is of.
 
     Raises `UnsupportedArchitectureError` by name, `CheckpointError` for a configuration that is missing,
     incomplete, or of weights that are quantized in a way that cannot be read.
@@ -75,7 +82,7 @@ def read_config(folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]
     path = folder / CONFIG
     content = read_json(path)
     try:
-        architecture = architecture_of_config(content)
+        architecture = find(content)
     except UnsupportedArchitectureError as error:
         if "auto_map" not in content:
             raise
@@ -132,7 +139,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def deciding_files(folder: Path, weights: Iterable[Path] = ()) -> list[Path]:
     """Return every file of a model folder that decides results."""
-    others = (folder / name for name in (CONFIG, INDEX, *TOKENIZER_FILES))
+    others = (folder / name for name in (INDEX, *SMALL_FILES))
     return [*(file for file in others if file.is_file()), *weights]
 
 

@@ -14,7 +14,7 @@ from flexgen_helm.checkpoint.fingerprint import check_blobs
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
     PICKLE_INDEX,
-    TOKENIZER_FILES,
+    SMALL_FILES,
     deciding_files,
     only_pickled_weights,
     pickle_names,
@@ -28,12 +28,11 @@ from flexgen_helm.checkpoint.manifest import hub_conversion, is_conversion
 from flexgen_helm.checkpoint.paths import read_state, update_state
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import CheckpointError, UsageError
-from flexgen_helm.progress import Stage, is_observed, watched
+from flexgen_helm.progress import ProgressPhase, is_observed, watched
 
 _REVISIONS = "revisions.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SMALL_FILES = [CONFIG, "generation_config.json", *TOKENIZER_FILES]
-_SAFETENSORS = ["*.safetensors", "*.safetensors.index.json", *_SMALL_FILES]
+_SAFETENSORS = ["*.safetensors", "*.safetensors.index.json", *SMALL_FILES]
 # Subfolders and `consolidated*` repeat the weights in the makers' own formats.
 _REPEATED = ["*/*", "consolidated*"]
 
@@ -75,7 +74,7 @@ def fetch_snapshot(repo: str, revision: str | None) -> Path:
                 raise only_pickled_weights(repo, repo.replace("/", "--"))
             raise CheckpointError(f"{repo} has no safetensors weights")
         if resolved.files is not None:
-            read_config(_download(resolved, _SMALL_FILES))  # refuses what cannot be read before the weights come
+            read_config(_download(resolved, SMALL_FILES))  # refuses what cannot be read before the weights come
         folder = _download(resolved, _SAFETENSORS)
     _require_complete(folder, str(resolved))
     check_blobs(deciding_files(folder, weight_files(folder)))
@@ -109,16 +108,16 @@ def fetch_pickles(repo: str, revision: str | None, output_disk: Path) -> tuple[P
     Raises `UsageError` if there is nothing to convert, `CheckpointError` if a file is missing, damaged or too large.
     """
     with _hub_errors(repo, revision):
-        resolved = _resolve(repo, revision, _SMALL_FILES, lambda folder: pickled_files(folder, repo))
+        resolved = _resolve(repo, revision, SMALL_FILES, lambda folder: pickled_files(folder, repo))
         if resolved.files is None:
-            folder = _download(resolved, _SMALL_FILES)  # all other cached files are in the same folder
+            folder = _download(resolved, SMALL_FILES)  # all other cached files are in the same folder
             names = [file.name for file in folder.iterdir()]
         else:
             names = list(resolved.files)
         if any(name.endswith(".safetensors") for name in names):
             raise UsageError(f"{resolved} has safetensors weights; nothing needs converting")
         if resolved.files is not None:
-            folder = _download(resolved, [*_SMALL_FILES, PICKLE_INDEX])
+            folder = _download(resolved, [*SMALL_FILES, PICKLE_INDEX])
             read_config(folder)  # refuses an unsupported architecture before gigabytes are downloaded
             names = pickle_names(names)
             if names == [PICKLE_INDEX]:
@@ -126,7 +125,7 @@ def fetch_pickles(repo: str, revision: str | None, output_disk: Path) -> tuple[P
             if len(names) == 1 or (folder / PICKLE_INDEX).is_file():
                 sizes = {name: resolved.files.get(name) or 0 for name in names}
                 _require_space(resolved, sizes, folder, output_disk)
-                folder = _download(resolved, [*_SMALL_FILES, PICKLE_INDEX, *names])
+                folder = _download(resolved, [*SMALL_FILES, PICKLE_INDEX, *names])
     files = pickled_files(folder, str(resolved))
     check_blobs(deciding_files(folder, files))
     _remember_commit(repo, revision, folder.name)
@@ -207,7 +206,9 @@ def _progress_of(resolved: _Revision, patterns: Sequence[str]) -> Iterator[None]
     total = sum(resolved.files[name] or 0 for name in names)
     if is_observed():
         utils.disable_progress_bars()
-    with watched(Stage("fetch", f"{resolved} at commit {(resolved.commits[0] or '')[:12]}", total=total), folder):
+    with watched(
+        ProgressPhase("fetch", f"{resolved} at commit {(resolved.commits[0] or '')[:12]}", total=total), folder
+    ):
         yield
 
 

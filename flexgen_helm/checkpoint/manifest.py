@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile, file_sha256, recall, remember
-from flexgen_helm.checkpoint.folder import CONFIG, TOKENIZER_FILES, read_json
+from flexgen_helm.checkpoint.folder import CONFIG, SMALL_FILES, TOKENIZER_FILES, read_json
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
@@ -120,11 +120,14 @@ class Manifest:
         return hashlib.sha256(json.dumps([FORMAT, tensors, small]).encode()).hexdigest()
 
     def changed_source(self, folder: Path) -> str | None:
-        """Return a file of the source folder that differs from the converted one. Deleted files do not matter."""
+        """Return a file of the source folder that differs from the converted one, or is new and decides results.
+
+        Deleted files do not matter.
+        """
         for name, digest in {**self.sources, **self.copied}.items():
             if (folder / name).is_file() and file_sha256(folder / name) != digest:
                 return name
-        return None
+        return next((name for name in SMALL_FILES if name not in self.copied and (folder / name).is_file()), None)
 
 
 # ---- the check of tensors ----

@@ -163,17 +163,27 @@ def is_hub_name(name: str) -> bool:
 def read_model_config(model: str | os.PathLike[str] | ResolvedModel) -> tuple[ModelConfig, HalfType]:
     """Return the model config, and the type in which the weights are stored, without weights: what a plan needs.
 
+    Of a .gguf file it is what the header says. Never asks the network.
     Raises `UsageError` for a model that is neither in the catalog nor on this machine.
     """
     resolved = model if isinstance(model, ResolvedModel) else resolve(model)
     if resolved.entry is not None:
         return resolved.entry.config, resolved.entry.default_dtype
-    if resolved.path is None or resolved.kind != "folder":
-        raise UsageError(
-            f"neither the catalog nor this machine has the sizes of {resolved.name}; name a catalog model or a folder "
-            "with config.json"
-        )
-    _, config, content = read_config(resolved.path.parent if resolved.path.is_file() else resolved.path)
+    path = resolved.path
+    if resolved.hub_repo is not None:
+        from flexgen_helm.checkpoint.hub import cached_snapshot
+
+        path = cached_snapshot(resolved.hub_repo, resolved.revision)
+    if path is None:
+        remedy = f"run: flexgen-helm fetch {resolved.hub_repo}" if resolved.hub_repo else "name a model that is here"
+        raise UsageError(f"neither the catalog nor this machine has the sizes of {resolved.name}; {remedy}")
+    if resolved.kind == "gguf":
+        # Imported late: torch and the gguf package take a second.
+        from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
+
+        checkpoint = GgufCheckpoint(path)
+        return checkpoint.config, "bfloat16" if str(checkpoint.storage_dtype) == "torch.bfloat16" else "float16"
+    _, config, content = read_config(path.parent if path.is_file() else path)
     dtype = content.get("dtype") or content.get("torch_dtype")
     return config, "bfloat16" if dtype == "bfloat16" else "float16"
 

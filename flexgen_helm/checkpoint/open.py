@@ -10,10 +10,10 @@ import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.dummy import DummyCheckpoint
-from flexgen_helm.checkpoint.fetch import WHEEL, fetch
+from flexgen_helm.checkpoint.fetch import fetch, origin_of
 from flexgen_helm.checkpoint.fingerprint import snapshot_fingerprint
 from flexgen_helm.checkpoint.folder import read_config, tokenizer_folder
-from flexgen_helm.checkpoint.manifest import Manifest, is_conversion
+from flexgen_helm.checkpoint.manifest import is_conversion
 from flexgen_helm.checkpoint.names import ResolvedModel, read_model_config, resolve
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 
@@ -40,15 +40,13 @@ def open_checkpoint(
     path = fetch(resolved)
     if path.suffix == ".gguf" and path.is_file():
         checkpoint = _open_gguf(path)
-        checkpoint.origin = WHEEL if resolved.kind == "wheel" else str(path.resolve())
     elif resolved.hub_repo is not None:
         sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
         fingerprint = None if is_conversion(path) else snapshot_fingerprint(resolved.hub_repo, path.name, sizes)
         checkpoint = _open_folder(path, fingerprint)
-        checkpoint.origin = f"{resolved.hub_repo}@{path.name}"
     else:
         checkpoint = _open_folder(path)
-        checkpoint.origin = Manifest.read(path).origin if is_conversion(path) else str(path.resolve())
+    checkpoint.origin = origin_of(resolved, path)
     return checkpoint
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from flexgen_helm.checkpoint.checkpoint import FileCheckpoint
+from flexgen_helm.checkpoint.checkpoint import FileCheckpoint, same_elements
 from flexgen_helm.checkpoint.fingerprint import SourceFile, check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
@@ -24,9 +26,10 @@ from flexgen_helm.checkpoint.manifest import TensorVerifier, is_conversion
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
-from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor, find_stored, match_tensors
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture
+from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
 
 
 class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
@@ -38,7 +41,8 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
         fingerprint: of a hub snapshot, whose commit is its identity; None to compute it from the files on request.
         """
         self._folder = folder = path.parent if path.is_file() else path
-        architecture, self.config, content = read_config(folder)
+        architecture, self.config, content = self._read_config(folder)
+        self.config_content = content
         self._files = [path] if path.is_file() else weight_files(folder)
         self._snapshot_fingerprint = fingerprint
         self.tokenizer_path = tokenizer_folder(folder)
@@ -46,13 +50,31 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
         self._find(architecture, logical_tensors(stored, read_quantization(content, folder / CONFIG), path), path)
         self._verifier = TensorVerifier(folder, self._used_parts()) if is_conversion(folder) else None
 
+    def _read_config(self, folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
+        return read_config(folder)
+
     def _find(self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
         """Find the model's tensors among those of the files. Raises `CheckpointError` for what does not fit."""
+        head, table = (
+            find_stored(architecture.tensors, tensors, name, architecture.prefixes)
+            for name in (HEAD_MATRIX, EMBED_TABLE)
+        )
+        if head is not None and table is not None:
+            self._untie_if_different(_tiles(head), _tiles(table))
         self._use(match_tensors(self.config, architecture.tensors, tensors, path, CONFIG, architecture.prefixes))
         for tensor in (matched.stored for matched in self._tensors.values()):
             if tensor.dtype not in FLOAT_TYPES:
                 supported = ", ".join(FLOAT_TYPES)
                 raise CheckpointError(f"{tensor.title} has the type {tensor.dtype}; supported are {supported}")
+
+    def _untie_if_different(self, head: Iterator[torch.Tensor], table: Iterator[torch.Tensor]) -> None:
+        """Give the model a head of its own if the one that the files have differs from the embedding table.
+
+        So does `transformers`, whatever `tie_word_embeddings` says: fine-tunes that trained their head leave it true.
+        head, table: tiles, which are read up to the first difference.
+        """
+        if self.config.tied_head and not same_elements(head, table):
+            self.config = replace(self.config, tied_head=False)
 
     def _used_parts(self) -> Iterator[StoredTensor]:
         """Yield the stored tensors of all tensors of the model, some more than once."""
@@ -91,6 +113,11 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
         if not self._tensors[name].transposed:
             return None
         return lambda tensor: tensor.view(tensor.shape[::-1]).t().contiguous()
+
+
+def _tiles(tensor: LogicalTensor) -> Iterator[torch.Tensor]:
+    """Yield the elements of a tensor; none of one whose type no weight has, which is refused by its name."""
+    return tensor.tiles([range(tensor.num_rows)] if tensor.dtype in FLOAT_TYPES else [])
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -91,6 +91,10 @@ class StateDictReader:
         """Return the stored tensors of an entry."""
         return self._conversion(key).tensors
 
+    def has_own(self, key: str) -> bool:
+        """Whether an entry is stored under its own key, not only that of an entry to which it is tied."""
+        return self._stored_key.get(key) == key
+
     def title(self, key: str) -> str:
         """File and tensors of an entry, for messages."""
         return self._conversion(key).title

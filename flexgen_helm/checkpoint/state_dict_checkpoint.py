@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from flexgen_helm.checkpoint.folder import CONFIG
+from flexgen_helm.checkpoint.folder import CONFIG, read_config
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.state_dict import StateDictReader
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
+from flexgen_helm.models.architectures import architecture_by_modules
 from flexgen_helm.models.architectures.base import Architecture
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.generic.code_digest import loading_digest
 from flexgen_helm.models.generic.empty_model import empty_model
 
 
 class StateDictCheckpoint(SafetensorsCheckpoint):
     """Tensors by canonical name, of which each is an entry of the state dict or one expert of it."""
 
+    def _read_config(self, folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
+        return read_config(folder, architecture_by_modules)
+
     def _find(self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
         assert self.config.generic is not None
         self._generic = self.config.generic
         self._reader = StateDictReader(empty_model(self._generic.text), tensors, path, CONFIG)
+        head, table = self._generic.head_key, self._generic.table_key
+        if self._reader.has_own(head) and self._reader.has_own(table):
+            self._untie_if_different(self._reader.tiles(head), self._reader.tiles(table))
         elements: Counter[str] = Counter()
         for key, shape in self._reader.shapes.items():
             elements[self._reader.tensors(key)[0].dtype] += prod(shape)
         self.storage_dtype = torch.bfloat16 if elements["BF16"] > elements["F16"] else torch.float16
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the files, and of how `transformers` makes a state dict of them, by which weight files are named."""
+        return hashlib.sha256(f"{super().fingerprint} {loading_digest()}".encode()).hexdigest()
 
     def _used_parts(self) -> Iterator[StoredTensor]:
         for key in self._reader.shapes:

@@ -63,6 +63,14 @@ class MatchedTensor(Generic[TensorT]):
     transposed: bool
 
 
+def find_stored(
+    sources: Mapping[str, TensorSource], stored: Mapping[str, TensorT], canonical: str, prefixes: Sequence[str]
+) -> TensorT | None:
+    """Return the stored tensor that holds a canonical one; None if there is none."""
+    name = find_source(sources, canonical).name
+    return next((stored[prefix + name] for prefix in prefixes if prefix + name in stored), None)
+
+
 def match_tensors(
     config: ModelConfig,
     sources: Mapping[str, TensorSource],
@@ -85,7 +93,7 @@ def match_tensors(
     for canonical, shape in shapes.items():
         source = find_source(sources, canonical)
         names = [prefix + source.name for prefix in prefixes]
-        tensor = next((stored[name] for name in names if name in stored), None)
+        tensor = find_stored(sources, stored, canonical, prefixes)
         if tensor is None:
             raise CheckpointError(f"{path} lacks the tensor {names[0]}, which its {described_by} asks for")
         num_rows, rows = select_rows(source, canonical, config, shapes)

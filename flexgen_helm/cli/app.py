@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from flexgen_helm import __version__
+from flexgen_helm.cli.batch import batch
 from flexgen_helm.cli.bench import bench
 from flexgen_helm.cli.clean import clean
 from flexgen_helm.cli.convert import convert
@@ -87,6 +88,7 @@ _add("Models", fetch)
 _add("Models", convert)
 _add("Without HELM", with_engine_flags(generate))
 _add("Without HELM", with_engine_flags(perplexity))
+_add("Without HELM", with_engine_flags(batch))
 _add("This installation", doctor)
 _add("This installation", clean)
 _add("This installation", with_engine_flags(bench), has_screen=False)  # a panel takes time of what is measured

@@ -86,6 +86,32 @@ def _packages() -> Finding:
     return Finding("ok", ", ".join(f"{name} {version}" for name, version in versions().items() if name != "python"))
 
 
+def _tested() -> Finding:
+    """Releases that compute values: what no test has seen is proved model by model, or refused."""
+    from flexgen_helm.engine.proof import proved_table
+
+    tested = proved_table()["tested"]
+    unknown = [
+        f"{name} {version}"
+        for name, known in tested.items()
+        if (version := _base_version(name)) and version not in known
+    ]
+    if not unknown:
+        return Finding("ok", ", ".join(f"{name} {_base_version(name)}" for name in tested))
+    known = " and ".join(f"{name} {releases[-1]}" for name, releases in tested.items())
+    return Finding(
+        "warning",
+        f"no test has seen {' and '.join(unknown)}",
+        f"A model of each kind is compared with transformers when it is first opened. {known} are tested.",
+    )
+
+
+def _base_version(name: str) -> str | None:
+    """Return the installed release without the suffix of its build, such as +cpu."""
+    version = _installed(name)
+    return None if version is None else version.partition("+")[0]
+
+
 def _helm() -> Finding:
     needed, version = _requirements()["crfm-helm"], _installed("crfm-helm")
     remedy = f'Run: pip install "{needed.name}{needed.specifier}".'
@@ -273,6 +299,7 @@ def _verified(model: str) -> Finding:
 _CHECKS: dict[str, Callable[[], Finding]] = {
     "python": _python,
     "packages": _packages,
+    "tested": _tested,
     "HELM": _helm,
     "plugin": _plugin,
     "torch": _torch,
@@ -310,12 +337,13 @@ def _is_met(needed: Requirement) -> bool:
 
 
 def _python_subprocess(code: str, *arguments: str) -> str | None:
-    """Run `code` in a fresh interpreter. Return None if it succeeds, else its last line of error."""
-    command = [sys.executable, "-c", code, *arguments]
+    """Run `code` in a fresh interpreter. Return None if it succeeds, else its last line of error.
+
+    It begins in this folder, as a run would: variables may name relative paths. Modules that lie here are not found.
+    """
+    command = [sys.executable, "-P", "-c", code, *arguments]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SUBPROCESS_S, cwd=existing_folder(state_dir())
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SUBPROCESS_S)
     except subprocess.TimeoutExpired:
         return f"no answer within {SUBPROCESS_S} s"
     if done.returncode == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -88,6 +89,13 @@ def entries(
     say_example(WHEEL_MODEL)
 
 
+def own_run_entries(listed: Iterable[str]) -> list[str]:
+    """Return this package's run specs that no entry of `listed` names: new ones, before they are in a file of runs/."""
+    from flexgen_helm.run_entries import own_run_specs, parse
+
+    return sorted(own_run_specs() - {parse(entry)[0] for entry in listed})
+
+
 def all_rows(output_path: Path, every: bool = False, leaderboards: bool = False) -> list[Row]:
     """Return the entries of the files in runs/, those of HELM that need no data, and `every` other scenario.
 
@@ -115,5 +123,7 @@ def all_rows(output_path: Path, every: bool = False, leaderboards: bool = False)
         found = data.find(arguments, output_path)
         title, place = data.title.format_map(arguments), data.place(output_path)
         rows.append(Row(entry, source, title, place, found is not None, None if found is None else str(found)))
-    others = sorted(run_spec_names() - {parse(entry)[0] for entry in sources}) if every else []
+    own = own_run_entries(sources)
+    rows += [Row(name, "flexgen_helm", "its own data", None, False, None) for name in own]
+    others = sorted(run_spec_names() - {parse(entry)[0] for entry in sources} - set(own)) if every else []
     return rows + [Row(name, "HELM", "its own data", None, False, None) for name in others]

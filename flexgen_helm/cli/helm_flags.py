@@ -49,7 +49,13 @@ HELM_FLAGS: tuple[HelmFlag, ...] = (
         "simple_mcqa:model=flexgen/opt-125m",
         "*",
     ),
-    HelmFlag(("-c", "--conf-paths"), "FILE…", "Files with run entries.", "runs/quickstart.conf", "+"),
+    HelmFlag(
+        ("-c", "--conf-paths"),
+        "FILE…",
+        "Files with run entries; shipped ones are found from every folder.",
+        "runs/quickstart.conf",
+        "+",
+    ),
     HelmFlag(
         ("-m", "--max-eval-instances"), "N", "Most instances per scenario; run cannot do without.", "100", type=int
     ),

@@ -155,8 +155,9 @@ def _row(name: str, machine: Machine, pattern: str) -> Row | None:
     with suppress(FlexgenError):  # the user's file names what is gone
         model = resolve(name)
         is_here = local_weights(model) is not None
-    with suppress(FlexgenError):  # a .gguf file, whose header takes longer to read than the whole list
-        config = None if model is None else read_model_config(model)[0]
+    with suppress(FlexgenError):
+        # The header of a .gguf file takes longer to read than the whole list.
+        config = None if model is None or model.kind == "gguf" else read_model_config(model)[0]
     architecture = None if config is None else config.architecture
     hub_repo = None if model is None else model.hub_repo
     if not any(_matches(text.lower(), pattern) for text in (name, architecture, hub_repo) if text is not None):

@@ -18,6 +18,7 @@ from flexgen_helm.cli.flags import CsvFlag, JsonFlag, require_folder
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder, require_writable
+from flexgen_helm.planner.schedules import AUTOMATIC
 from flexgen_helm.units import count, size, spelled_duration
 
 if TYPE_CHECKING:
@@ -125,7 +126,9 @@ def plan(
         return
     from flexgen_helm.planner.plan import make_plan
 
-    made = make_plan(problem, policy=config.fixed_policy, schedule=config.schedule, max_latency=config.max_latency)
+    made = make_plan(
+        problem, policy=config.fixed_policy, schedule=config.fixed_schedule, max_latency=config.max_latency
+    )
     command = _run_command(model, engine, made)
     if as_json:
         named = {"model": model, "hardware": problem.hardware.name}
@@ -136,19 +139,18 @@ def plan(
 
 def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: Path | None) -> None:
     """Refuse options without effect before anything is measured."""
-    schedule, has_policy = config.schedule, config.fixed_policy is not None
-    if schedule == "prefill-only" and gen_len > 1:
-        raise UsageError(
-            f"--gen-len is {gen_len} and the schedule prefill-only draws one token; take --schedule zigzag"
-        )
-    if schedule not in ("auto", "prefill-only") and gen_len == 1 and not has_policy:
-        raise UsageError("a single token is searched for with prefill-only; leave --schedule out")
+    schedule, has_policy = config.fixed_schedule, config.fixed_policy is not None
+    if schedule is not None and schedule.is_single_pass and gen_len > 1:
+        raise UsageError(f"--gen-len is {gen_len} and the schedule {schedule} draws one token; take --schedule zigzag")
+    if schedule not in (None, *AUTOMATIC) and gen_len == 1 and not has_policy:
+        names = " and ".join(sorted(map(str, AUTOMATIC)))
+        raise UsageError(f"a single token is searched for with {names}; leave --schedule out")
     if picture is not None and not frontier:
         raise UsageError(f"--picture {picture} is for a frontier; add --frontier")
     useless = {
         "--policy": has_policy,
         "--max-latency": config.max_latency is not None,
-        "--schedule": schedule != "auto",
+        "--schedule": schedule is not None,
     }
     for flag, is_given in useless.items():
         if frontier and is_given:
@@ -161,7 +163,7 @@ def _precision_name(config: EngineConfig, model: str, compress: bool) -> str:
     from flexgen_helm.quant.precisions import Precision, precision_named
 
     assert not isinstance(config.precision, Precision)  # flags are text
-    name = config.precision or resolve(model).precision
+    name = config.precision or str(resolve(model).options.get("precision", "fp16"))
     if not compress or precision_named(name).weights is not None:
         return precision_named(name).name
     if config.precision is not None:
@@ -194,8 +196,7 @@ def _problem(
         )
     profile = _profile(config, hardware)
     if config.device == "sim":
-        assert config.limits.gpu is not None  # checked by EngineConfig
-        profile = simulated_gpu(profile, config.limits.gpu, config.link_gb_s)
+        profile = simulated_gpu(profile, config.link_gb_s)
     elif config.device.startswith("cpu"):
         profile = replace(profile, gpu=None, link=None)
     elif config.device.startswith("cuda") and profile.gpu is None:
@@ -238,7 +239,7 @@ def _run_command(model: str, engine: EngineOptions, made: Plan) -> list[str] | N
         return None
     kept = {name: value for name, value in engine.items() if name not in ("precision", "max_latency")}
     precision = made.problem.precision.name
-    planned = {"precision": precision, "policy": str(made.solution.policy), "schedule": made.solution.schedule}
+    planned = {"precision": precision, "policy": str(made.solution.policy), "schedule": made.solution.schedule.name}
     flags = to_arguments({**kept, **planned})
     if Path(model).expanduser().exists():  # HELM knows models by name only
         return ["flexgen-helm", "generate", model, "--prompts", "FILE.jsonl", *flags]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flexgen_helm.cli.console import print_csv, print_json, say, write_file, write_json
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath, SuiteName
+from flexgen_helm.errors import UsageError
 
 if TYPE_CHECKING:
     from flexgen_helm.report.pages import Page
@@ -49,10 +52,30 @@ def compare(
     suite: SuiteName,
     output_path: OutputPath = DEFAULT_OUTPUT,
     baseline: Annotated[str, typer.Option(help="The precision that the others are compared with.")] = "fp16",
+    margin: Annotated[
+        float,
+        typer.Option(
+            help="Differences within it count as equal: percentage points of shares, percent of perplexities."
+        ),
+    ] = 1.0,
+    flips: Annotated[
+        Path | None,
+        typer.Option(help="Write every instance whose answer changed into this file, as JSON lines.", metavar="FILE"),
+    ] = None,
+    choose: Annotated[
+        bool,
+        typer.Option(
+            "--choose", help="Say which precision to take: the cheapest equivalent one, confirmed on other instances."
+        ),
+    ] = False,
+    by: Annotated[
+        Literal["time", "memory"],
+        typer.Option(help="With --choose, what is cheap: seconds of this suite's runs, or bytes of the weights."),
+    ] = "time",
     as_json: JsonFlag = False,
     as_csv: CsvFlag = False,
 ) -> None:
-    """Compare FP16 with other precisions of a model: differences by instance, 95 % intervals, tests.
+    """Compare FP16 with other precisions of a model: verdicts, flips, differences by instance, 95 % intervals, tests.
 
     Stdout gets a table, as markdown if it is no terminal; the suite's folder gets the comparison as a page.
 
@@ -60,17 +83,25 @@ def compare(
       flexgen-helm run --precision fp16,4bit -c runs/quickstart.conf -m 50 --suite first
       flexgen-helm compare --suite first
     """
+    from flexgen_helm.report.choice import choose_precisions
     from flexgen_helm.report.comparison import compare_runs, comparison_to_json
+    from flexgen_helm.report.comparison_tables import comparisons_frame
+    from flexgen_helm.report.flips import flip_groups
     from flexgen_helm.report.pages import COMPARE_FILE, comparison_page
-    from flexgen_helm.report.scores import read_finished_runs
-    from flexgen_helm.report.tables import comparisons_frame
+    from flexgen_helm.report.scores import finite, read_finished_runs
 
+    if not 0 < margin < 50:
+        raise UsageError(f"--margin {margin:g} is not between 0 and 50 percentage points")
     folder = output_path / "runs" / suite
     runs = read_finished_runs(folder)
-    models = compare_runs(runs, folder, baseline)
-    page = comparison_page(models, suite, baseline, runs)
+    models = compare_runs(runs, folder, baseline, margin / 100)
+    choices = choose_precisions(models, runs, baseline, margin / 100, by) if choose else None
+    page = comparison_page(models, suite, baseline, runs, choices)
+    if flips is not None:
+        every = [flip for group in flip_groups(models, runs, baseline) for flip in group.flips]
+        write_file(flips, "".join(f"{json.dumps(finite(asdict(flip)), ensure_ascii=False)}\n" for flip in every))
     if as_json:
-        print_json(comparison_to_json(models, suite, baseline))
+        print_json(comparison_to_json(models, suite, baseline, choices))
     elif as_csv:
         print_csv(comparisons_frame(models))
     elif sys.stdout.isatty():

@@ -7,6 +7,7 @@ import shlex
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
@@ -21,11 +22,13 @@ from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
 from flexgen_helm.cli.ray_flags import RayAddress, RayCores, RayWorkers, ray_session
 from flexgen_helm.cli.report import print_page
 from flexgen_helm.cli.screen import Screen
-from flexgen_helm.config import EngineOptions
+from flexgen_helm.config import EngineConfig, EngineOptions
+from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import read_object
-from flexgen_helm.progress import Stage, report
-from flexgen_helm.quant.precisions import split_precisions
-from flexgen_helm.run_entries import check_arguments
+from flexgen_helm.hardware.cuda import why_no_cuda
+from flexgen_helm.progress import ProgressPhase, report
+from flexgen_helm.quant.precisions import precision_named, split_precisions
+from flexgen_helm.run_entries import check_arguments, given_models
 from flexgen_helm.units import count, duration
 
 if TYPE_CHECKING:
@@ -71,23 +74,53 @@ def run_and_show(
     given = parse_helm_flags(arguments)
     for hint in check_arguments(given, needs_weights=engine.get("weights") != "dummy"):
         say(hint)
+    _check_memory(given, engine)
     log = None if verbose else _new_log()
     with redirect_stdout(sys.stderr) if log is None else Screen(log):  # stdout is for the scores
         outcome = _run(arguments, engine, cluster)
     with Screen():  # pandas takes a second to import
-        _print_scores(outcome)
+        _print_scores(outcome, Path(given.output_path or DEFAULT_OUTPUT))
     if log is not None:
         warnings = f", {count(outcome.num_warnings, 'warning')} included" if outcome.num_warnings else ""
         say(f"{duration(time.monotonic() - began)} in all. HELM's own output{warnings}: {log}")
     for sentence in outcome.sentences:
         say(f"flexgen-helm: {sentence}")
     if outcome.exit_code == 130:
-        say(f"Go on with: {shlex.join(['flexgen-helm', *sys.argv[1:]])}")
+        # Without the cache only whole runs are kept.
+        more = ["--skip-completed-runs"] if given.disable_cache and not given.skip_completed_runs else []
+        say(f"Go on with: {shlex.join(['flexgen-helm', *sys.argv[1:], *more])}")
     return outcome.exit_code
 
 
+def _check_memory(given: Namespace, engine: EngineOptions) -> None:
+    """Refuse a limit with which no request can run, before HELM reads data; only what is certain without torch."""
+    config = EngineConfig(**{name: value for name, value in engine.items() if name != "precision"})
+    is_cpu = config.device.startswith("cpu") or (config.device == "auto" and why_no_cuda() is not None)
+    if config.limits.cpu is None or config.fixed_policy is not None or not is_cpu:
+        return
+    from flexgen_helm.checkpoint.names import read_model_config
+    from flexgen_helm.planner.machine import Machine
+    from flexgen_helm.planner.placement import StorageSizes
+    from flexgen_helm.planner.weight_placement import least_limit, require_least_memory
+
+    refused: dict[int, MemoryLimitError] = {}
+    machine = Machine({"gpu": 0, "cpu": config.limits.cpu, "disk": 0}, "cpu")
+    for model in given_models(given):
+        with suppress(UsageError):  # is said where the model is looked up
+            sizes = read_model_config(model)[0]
+            named = split_precisions(engine.get("precision", "")) or [model.options.get("precision", "fp16")]
+            for precision in named:
+                storage = StorageSizes(sizes, precision_named(precision))
+                try:
+                    require_least_memory(storage, machine, model.name)
+                except MemoryLimitError as error:
+                    refused[least_limit(storage, machine.compute_bytes)] = error
+    if refused:
+        raise refused[max(refused)]  # what is enough for all of them
+
+
 def _run(arguments: Sequence[str], engine: EngineOptions, cluster: RaySession | None) -> SuiteOutcome:
-    report(Stage("start"))
+    report(ProgressPhase("start"))
     if cluster is not None:
         cluster.connect_soon()  # while HELM is imported
     from flexgen_helm.plugin import suite
@@ -109,12 +142,12 @@ def _new_log() -> Path:
     return folder / name
 
 
-def _print_scores(outcome: SuiteOutcome) -> None:
-    """Print the scores of the runs of this call that did not fail."""
+def _print_scores(outcome: SuiteOutcome, output: Path) -> None:
+    """Print the scores of the runs of this call that did not fail; output: the folder that has `runs`."""
     from flexgen_helm.report.pages import scores_page
     from flexgen_helm.report.scores import read_scores
 
-    if outcome.is_dry:
+    if outcome.is_dry and (outcome.finished or not outcome.sentences):
         from flexgen_helm.plugin.helm_patches import DRY_RUN_FOLDER
 
         files = [folder / DRY_RUN_FOLDER / "scenario_state.json" for folder in outcome.finished]
@@ -131,5 +164,6 @@ def _print_scores(outcome: SuiteOutcome) -> None:
     if finished:
         folder = outcome.finished[0].parent
         print_page(scores_page(folder, finished))
-        output = [] if folder.parents[1] == DEFAULT_OUTPUT else ["-o", str(folder.parents[1])]
-        say(f"More about it: {shlex.join(['flexgen-helm', 'report', '--suite', folder.name, *output])}")
+        flags = ["--suite", str(folder.relative_to(output / "runs"))]
+        flags += [] if output == DEFAULT_OUTPUT else ["-o", str(output)]
+        say(f"More about it: {shlex.join(['flexgen-helm', 'report', *flags])}")

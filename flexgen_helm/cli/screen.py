@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from flexgen_helm.progress import Event, Message, ModelInUse, Stage, describe, observed_by, time_left
+from flexgen_helm.progress import Event, Message, ModelInUse, ProgressPhase, describe, observed_by, time_left
 from flexgen_helm.request import Progress
 from flexgen_helm.units import count, duration, size
 
@@ -62,7 +62,7 @@ class Screen:
         self._log = log
         self._resources = ExitStack()
         self._began = time.monotonic()
-        self._activities: dict[int, Stage | Progress] = {}  # the newest of each thread
+        self._activities: dict[int, ProgressPhase | Progress] = {}  # the newest of each thread
         self._model: ModelInUse | None = None
         self._plan = ""
         self._newest: Progress | None = None
@@ -111,7 +111,7 @@ class Screen:
             return
         thread, is_new_stage = threading.get_ident(), False
         with self._lock:
-            if isinstance(event, Stage):
+            if isinstance(event, ProgressPhase):
                 before = self._activities.get(thread)
                 is_new_stage = not event.is_finished and getattr(before, "name", None) != event.name
                 self._activities[thread] = event
@@ -136,21 +136,17 @@ class Screen:
             else:
                 print(text, file=self.stderr, flush=True)
 
-    def _active(self) -> list[Stage | Progress]:
+    def _active(self) -> list[ProgressPhase | Progress]:
         """Return what is going on; a thread that finished its stage waits for another one."""
         with self._lock:
             activities = list(self._activities.values())
-        return [
-            activity
-            for activity in activities
-            if not (activity.is_finished if isinstance(activity, Stage) else _is_finished(activity))
-        ]
+        return [activity for activity in activities if not activity.is_finished]
 
     # Lines
 
     def _print_lines(self) -> None:
         while not self._ended.wait(LINE_EVERY_S):
-            active = "; ".join(map(describe, self._active() or [Stage("work")]))
+            active = "; ".join(map(describe, self._active() or [ProgressPhase("work")]))
             self.say(f"{duration(self.elapsed_s)}  {active}")
 
     # Panel
@@ -189,7 +185,7 @@ class Screen:
         header.add_column(justify="right", no_wrap=True)
         header.add_row(title, Text(duration(self.elapsed_s), style="dim"))
         parts: list[RenderableType] = [header]
-        for activity in self._active() or [Stage("work")]:
+        for activity in self._active() or [ProgressPhase("work")]:
             parts.append(self._row(activity))
         notes = []
         if (newest := self._newest) is not None:
@@ -203,7 +199,7 @@ class Screen:
         parts += [Padding(Text(note, style="dim", overflow="fold"), (0, 0, 0, 2)) for note in notes if note]
         return Group(*parts)
 
-    def _row(self, activity: Stage | Progress) -> RenderableType:
+    def _row(self, activity: ProgressPhase | Progress) -> RenderableType:
         """Return what is going on, a bar, and the amount."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -214,7 +210,7 @@ class Screen:
         if isinstance(activity, Progress):
             done, total = activity.done_tokens, float(activity.total_tokens)
             amount = f"{done:,.0f} of about {total:,.0f} tokens"
-            text.append(f" {Stage('generate').title}")
+            text.append(f" {ProgressPhase('generate').title}")
         else:
             done, total, amount = activity.done, activity.total, activity.amount
             text.append(f" {activity.title}").append(f"  {activity.detail}" if activity.detail else "", style="dim")
@@ -224,10 +220,6 @@ class Screen:
         row.add_column(no_wrap=True, justify="right")
         row.add_row(text, ProgressBar(total=total, completed=done, width=20) if total else "", amount)
         return row
-
-
-def _is_finished(progress: Progress) -> bool:
-    return progress.done_requests == progress.total_requests
 
 
 @contextmanager

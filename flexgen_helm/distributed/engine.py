@@ -16,10 +16,10 @@ from flexgen_helm.distributed.dispatcher import Dispatcher, explain_failures
 from flexgen_helm.distributed.messages import Failure, ModelToLoad, Order, Report, WorkerIdentity
 from flexgen_helm.distributed.records import RunTotals, WorkerRecord
 from flexgen_helm.distributed.worker import REPORT_EVERY_S
-from flexgen_helm.engine.answers import OnResult
-from flexgen_helm.engine.engine import engine_fingerprint
+from flexgen_helm.engine.fingerprint import engine_fingerprint
+from flexgen_helm.engine.results import OnResult
 from flexgen_helm.errors import Interrupted, UsageError, WorkerError
-from flexgen_helm.progress import Message, ModelInUse, PlanLine, Stage, report
+from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.quant.precisions import FP16, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -54,12 +54,11 @@ class ClusterEngine:
         precision = config.precision or FP16
         self._precision = precision_named(precision) if isinstance(precision, str) else precision
         report(ModelInUse(model.name, self._precision.name))
-        report(Stage("load"))
+        report(ProgressPhase("load"))
         try:
             checkpoint = open_checkpoint(resolve(model.path, config.revision), weights=config.weights, seed=config.seed)
-            self._weights = checkpoint.fingerprint
-            tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
-            self._tokenizer = tokenizer.fingerprint if tokenizer is not None else None
+            self._checkpoint = checkpoint
+            self._tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
             self.fingerprint = ""
             while not self._ready:
                 for event in workers.poll(_POLL_S):
@@ -117,7 +116,7 @@ class ClusterEngine:
         for inner in news.events:
             if isinstance(inner, Message):
                 report(Message(f"{name}: {inner.text}", inner.is_warning))
-            elif isinstance(inner, Stage) and not self._ready:
+            elif isinstance(inner, ProgressPhase) and not self._ready:
                 report(inner)
         if news.state == "failed":
             self._refuse(name, news.failure or Failure("it failed", 1))
@@ -150,12 +149,17 @@ class ClusterEngine:
         """Return why a worker's answers cannot stand beside the others', None if they can."""
         if identity.version != __version__:
             return f"it has flexgen-helm {identity.version} and the driver has {__version__}; install the same version"
-        if identity.tokenizer != self._tokenizer:
+        if identity.tokenizer != (self._tokenizer.fingerprint if self._tokenizer is not None else None):
             return f"its tokenizer of {self._model.name} differs from the driver's; copy or fetch the model there anew"
         dtype = getattr(torch, identity.dtype)
-        expected = engine_fingerprint(self._weights, self._tokenizer, self._precision, identity.device_type, dtype)
+        expected = engine_fingerprint(
+            self._checkpoint, self._tokenizer, self._model.config, self._precision, identity.device_type, dtype
+        )
         if identity.fingerprint != expected:
-            return f"its weights of {self._model.name} differ from the driver's; copy or fetch the model there anew"
+            return (
+                f"its weights of {self._model.name} differ from the driver's, or its transformers does; copy or fetch "
+                "the model there anew, and install the same transformers"
+            )
         if self.fingerprint and identity.fingerprint != self.fingerprint:
             return (
                 f"it computes in {identity.dtype} on {identity.device_type}, and other workers do not, so scores would "

@@ -14,7 +14,7 @@ from flexgen_helm import __version__
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.distributed.messages import Failure, ModelToLoad, Order, Report, WorkerIdentity
 from flexgen_helm.errors import Interrupted
-from flexgen_helm.progress import Event, Message, PlanLine, Stage, observed_by
+from flexgen_helm.progress import Event, Message, PlanLine, ProgressPhase, observed_by
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Worker:
             self._add(0, finished=unit, record=record, failure=failure)
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, Message | PlanLine | Stage):
+        if isinstance(event, Message | PlanLine | ProgressPhase):
             with self._changed:
                 # Of stages only the newest counts: a download reports a thousand of them.
                 kept = [known for known in self._pending.events if isinstance(known, Message)]

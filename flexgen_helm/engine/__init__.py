@@ -1,1 +1,1 @@
-"""Schedules, the executor that interprets them, sampling, the journal, and Engine."""
+"""`Engine`: the executor's loop, attention metadata, sampling, run records, and the proof of a model."""

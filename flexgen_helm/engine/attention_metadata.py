@@ -25,7 +25,7 @@ from flexgen_helm.models import attention, sparse
 from flexgen_helm.models.attention import AttentionConfig, PartialAttention, mask_dtype, merge_partial
 from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Attend, StateGroup, TableRows
-from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence
+from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence, SequenceKind
 
 # From so many queries on, keys and values in host memory are copied to them: those of a few hundred positions cross
 # the link faster than a processor attends to them. Fewer queries are sent to the host instead.
@@ -219,7 +219,7 @@ class AttentionMetadata:
             sequence = own.sequence
             before = cache.state_behind(sequence.prefixes[-1], layer) if sequence.prefixes else None
             keep = partial(cache.write_state, sequence, layer) if sequence.needs_cache else _forget
-            yield StateGroup(own.tokens, False, before, keep)
+            yield StateGroup(own.tokens, False, before, keep, sequence.kind is SequenceKind.SHARED_PREFIX)
         for decoding in self.decodes:
             states = cache.read_states(decoding.block, layer)
             yield StateGroup(decoding.tokens, True, states, partial(cache.write_states, decoding.block, layer))

@@ -28,10 +28,8 @@ def open_device(
     rank: of a pipeline; each rank of a machine takes a GPU of its own.
     """
     if name == "sim":
-        return torch.device("cpu"), SimulatedCopyEngine(*(link_gb_s or (None, None)))
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+        return compute_device(name), SimulatedCopyEngine(*(link_gb_s or (None, None)))
+    device = compute_device(name)
     if device.type == "cpu":
         return device, None
     if not torch.cuda.is_available():
@@ -44,6 +42,13 @@ def open_device(
             )
         device = torch.device("cuda", rank.local_number)
     return device, CudaCopyEngine(device)
+
+
+def compute_device(name: str) -> torch.device:
+    """Return the device that an option names, which may not be here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cpu" if name == "sim" else name)
 
 
 def device_name(device: torch.device) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,26 +15,29 @@ from typing import Any
 import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
-from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.concurrency import stop_point
 from flexgen_helm.config import EngineConfig, with_options_of
-from flexgen_helm.engine.answers import Answers, OnResult
-from flexgen_helm.engine.auto_planner import AutoPlanner
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
-from flexgen_helm.engine.device import dtype_reason, open_device, prefer_float16, tier_capacities
+from flexgen_helm.engine.device import compute_device, dtype_reason, open_device, prefer_float16, tier_capacities
+from flexgen_helm.engine.engine_profile import EngineProfile
 from flexgen_helm.engine.executor import Executor
+from flexgen_helm.engine.fingerprint import engine_fingerprint
 from flexgen_helm.engine.layer_division import divide_among_ranks
 from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, Pipeline, joined_pipeline
+from flexgen_helm.engine.plan_of_ranks import plan_for_all_ranks
+from flexgen_helm.engine.proof import require_proof
+from flexgen_helm.engine.results import OnResult, ResultCollector
 from flexgen_helm.engine.run import Run, finish
-from flexgen_helm.engine.run_planner import RunPlanner
-from flexgen_helm.engine.run_record import EngineIdentity, run_record
+from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_record
+from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.rates import compute_dtype
 from flexgen_helm.hardware.threads import ThreadGovernor
-from flexgen_helm.identity import text_of
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Decoder, LayerDecoder
@@ -42,16 +45,22 @@ from flexgen_helm.models.generic.decoder import GenericDecoder
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.memory import leaving_room, plan_memory
-from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier, achieved_fractions
+from flexgen_helm.planner.constants import UNLIMITED
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.placement import TIERS, Tier
+from flexgen_helm.planner.planner import Planner
+from flexgen_helm.planner.policy import Choices
+from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.workspace import Workspace
-from flexgen_helm.progress import Message, ModelInUse, PlanLine, Stage, report
+from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.quant.precisions import FP16, Precision, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.lanes import divide, lane_limits, num_lanes
-from flexgen_helm.scheduling.prepare import drawn_workload, prepare
+from flexgen_helm.scheduling.prefix_cost import prefix_cost
+from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
+from flexgen_helm.scheduling.prepare import drawn_workload, prepare, run_size
 from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
@@ -60,8 +69,6 @@ _FLOAT16_ADVICE = (
     "float16 took the place of the model's bfloat16, which this GPU has no products for, and was too small: "
     "take --device cpu, or a GPU of compute capability 8.0 or later"
 )
-# Part of every fingerprint: raised when a change of the code can change a result.
-RESULTS_VERSION = 4
 
 
 class Engine:
@@ -80,9 +87,11 @@ class Engine:
         chat: ChatFormat | None = None,
         why_not_float16: str = "",
         pipeline: Pipeline | None = None,
+        is_proved: bool | None = None,
     ) -> None:
         """Load the weights.
 
+        is_proved: a small model of this kind equals `transformers` here; None where nothing was compared.
         why_not_float16: what keeps a bfloat16 checkpoint from being computed in float16, on a GPU without bfloat16.
         pipeline: this process's rank, which has some of the layers; None where one process has all.
         """
@@ -105,55 +114,36 @@ class Engine:
             options.limits, device, folder, 1 if pipeline is None else pipeline.rank.local_size
         )
         self._resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
-        auto = AutoPlanner(
-            self.config,
-            options,
+        profile = EngineProfile(
             capacities,
             folder,
-            device="cpu" if link is None else "sim" if simulated else "cuda",
-            compute_dtype=str(self._dtype).removeprefix("torch."),
-            precision=precision,
+            "cpu" if link is None else "sim" if simulated else "cuda",
+            options.link_gb_s,
             pins_host_memory=lambda: link is None or link.pins,
         )
+        dtype = str(self._dtype).removeprefix("torch.")
+        machine = Machine(capacities, compute_tier, dtype, options.overlap, options.cpu_attention)
+        choices = Choices(options.fixed_policy, options.fixed_schedule, options.max_latency)
+        self._planner = Planner(self.config, precision, machine, choices, profile)
+        self._prefix_cost = prefix_cost(self.config, device.type)
         self._part = self.config
         if pipeline is not None:
-            ranges = divide_among_ranks(self.config, options, pipeline, auto, device, capacities)
+            ranges = divide_among_ranks(self.config, options, pipeline, self._planner, profile.name, device, capacities)
             self._part = self.config.part(ranges[pipeline.rank.number])
-            auto.has_layers(self._part.num_layers)
-        storage = StorageSizes(self._part, precision)
-        policy = options.fixed_policy
-        memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, policy)
-        # Weights that do not all fit on the compute device are placed by the search, if it finds a way.
-        searches = policy is None and (memory.streams_weights or options.max_latency is not None)
-        if searches and (placement := auto.weights()) is not None:
-            placement = leaving_room(placement, storage, capacities, compute_tier, self._dtype.itemsize)
-            memory = plan_memory(storage, capacities, compute_tier, self._dtype.itemsize, placement)
-        self._weight_fractions = achieved_fractions(storage.matrices, memory.weights)
+            self._planner.take_layers(self._part)
+        self.placement = self._planner.place(name)
         ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
-        self._tiers = Tiers(device, compute_tier, ledgers, link, folder, options.overlap)
+        self._tiers = TransferManager(device, compute_tier, ledgers, link, folder, options.overlap)
         self.ledger = ledgers[compute_tier]
-        self._planner = RunPlanner(
-            self.config,
-            self._part,
-            options,
-            memory,
-            self._weight_fractions,
-            self._tiers,
-            auto,
-            searches=searches,
-            cache_format=self._cache_format,
-            compute_bytes=self._dtype.itemsize,
-            pipeline=pipeline,
-        )
         try:
             self._weights = TieredWeights(
                 checkpoint,
                 self._tiers,
-                memory.weights,
+                self.placement.weights,
                 self._dtype,
-                compute_copies=memory.compute_copies,
-                staging_bytes=memory.staging_bytes,
-                expert_bytes=memory.expert_bytes,
+                compute_copies=self.placement.compute_copies,
+                staging_bytes=self.placement.staging_bytes,
+                expert_bytes=self.placement.expert_bytes,
                 precision=precision,
                 threads=self._threads,
                 part=self._part,
@@ -168,10 +158,7 @@ class Engine:
         self._graphs = self._layer_graphs() if options.cuda_graphs and device.type == "cuda" else None
         if device.type == "cpu":
             keep_freed_memory()
-        tokenizer_fingerprint = tokenizer.fingerprint if tokenizer else None
-        self.fingerprint = engine_fingerprint(
-            checkpoint.fingerprint, tokenizer_fingerprint, precision, device.type, self._dtype
-        )
+        self.fingerprint = engine_fingerprint(checkpoint, tokenizer, options, precision, device.type, self._dtype)
         self.identity = EngineIdentity(
             name,
             checkpoint.origin,
@@ -183,6 +170,7 @@ class Engine:
             simulated,
             time.perf_counter() - began,
             self._part.experts,
+            is_proved,
         )
         self._lock = threading.Lock()
         self._closed = False
@@ -256,11 +244,11 @@ class Engine:
         name = name or resolved.name
         report(ModelInUse(name, precision.name))
         device, link = open_device(config.device, config.link_gb_s, None if pipeline is None else pipeline.rank)
-        checkpoint = open_checkpoint(resolved, weights=config.weights, seed=config.seed)
-        tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
+        checkpoint, tokenizer = _opened(resolved, config)
         if tokenizer is None and config.apply_chat_template is True:
             raise UsageError(f"the model {name} has no tokenizer files, and so no chat template")
         chat = None if tokenizer is None else chat_format(tokenizer, config.chat, name, resolved.is_base)
+        is_proved = require_proof(checkpoint, name, cls, config.unverified)
 
         def load(link: CopyEngine | None, why_not_float16: str) -> "Engine":
             return cls(
@@ -274,6 +262,7 @@ class Engine:
                 chat=chat,
                 why_not_float16=why_not_float16,
                 pipeline=pipeline,
+                is_proved=is_proved,
             )
 
         try:
@@ -283,6 +272,10 @@ class Engine:
             report(Message(f"products are in float32, which takes longer: {error}"))
             _, link = open_device(config.device, config.link_gb_s, None if pipeline is None else pipeline.rank)
             return load(link, f"the GPU has no bfloat16 products, and {error}")
+
+    def share_every_beginning(self) -> None:
+        """Share what prompts have in common however short it is: for comparisons, not for speed."""
+        self._prefix_cost = PrefixCostModel(UNLIMITED, 0.0)
 
     def run(
         self,
@@ -311,6 +304,19 @@ class Engine:
                 self._pipeline.send_command(AnswerRequests(self.number, tuple(requests)))
                 return self._answer(requests, on_result, should_stop, progress)
 
+    def score(self, pairs: Sequence[ScoredPair], *, truncate: bool = False) -> list[Score]:
+        """Return of each (context, continuation) the log-probability of the continuation and whether it is greedy.
+
+        pairs: a context is a text, token ids, or messages, which go through the chat template; a continuation is a
+            text or token ids. Two texts meet as in lm-evaluation-harness: white space that ends the context moves to
+            the continuation, both are encoded as one, and the continuation's ids follow as many as the context has
+            alone. An empty context is BOS, or EOS where there is no BOS.
+        truncate: a pair beyond the window loses its first tokens, as in lm-evaluation-harness; otherwise it fails.
+
+        A pair fails alone: its log-probability is then NaN, its `error` says why. All pairs are one `run`.
+        """
+        return score_pairs(pairs, self.run, self.tokenizer, self.chat, self.config.max_positions, truncate)
+
     def _answer(
         self,
         requests: Sequence[GenerationRequest],
@@ -320,13 +326,15 @@ class Engine:
     ) -> list[GenerationResult]:
         began = time.perf_counter()
         report(ModelInUse(self.name, self.precision))
-        report(Stage("plan"))
+        report(ProgressPhase("plan"))
         self._tiers.reset()
-        schedule = self._options.fixed_schedule or "zigzag"
+        schedule = self._options.fixed_schedule or ZIGZAG
         prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
-        pipeline, prefix_cost, workload = self._pipeline, self._planner.prefix_cost, self._planner.workload(prepared)
-        plan = self._planner.plan(prepared, workload)
-        report(PlanLine(plan.describe(self._weight_fractions, len(prepared.distinct), self._tiers.compute_tier)))
+        size = run_size(prepared.distinct, self._prefix_cost, self._planner.searches, self._cache_format)
+        free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
+        plan_own, pipeline = partial(self._planner.plan, size, free), self._pipeline
+        plan = plan_own() if pipeline is None else plan_for_all_ranks(pipeline, plan_own)
+        report(PlanLine(plan.describe(len(prepared.distinct))))
         cache = KVCache(
             self._part,
             self._tiers,
@@ -335,7 +343,7 @@ class Engine:
             room=plan.cache_room,
             cpu_attention=self._options.cpu_attention and self._tiers.compute_tier == "gpu",
             cache_format=self._cache_format,
-            one_layer=plan.schedule == "prefill-only",
+            one_layer=plan.schedule.is_single_pass,
             names_tiers=pipeline is None,
         )
         activations = ActivationStore(self._tiers, plan.activations)
@@ -345,16 +353,18 @@ class Engine:
         )  # fmt: skip
         try:
             eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
-            answers = Answers(len(requests), on_result, self._reporter(progress))
+            answers = ResultCollector(len(requests), on_result, self._reporter(progress))
             for place, error in prepared.refused.items():
                 answers.deliver(place, GenerationResult(error=error))
-            lanes = 1
+            lanes, limits = [prepared.distinct], plan.limits
             if pipeline is not None:
-                lanes = num_lanes(prepared.distinct, plan.limits, pipeline.rank.size, plan.schedule)
-            limits = lane_limits(plan.limits, lanes)
+                lanes = divide(
+                    prepared.distinct, num_lanes(prepared.distinct, limits, pipeline.rank.size, plan.schedule)
+                )
+                limits = lane_limits(limits, len(lanes))
             runs = [
-                Run(self.config, executor, cache, limits, plan.schedule, eos_ids, prefix_cost, own, answers)
-                for own in divide(prepared.distinct, lanes)
+                Run(self.config, executor, cache, limits, plan.schedule, eos_ids, self._prefix_cost, own, answers)
+                for own in lanes
             ]
             if self._reads_bfloat16_as_float16:
                 for run in runs:
@@ -373,7 +383,7 @@ class Engine:
             if self._threads is not None:
                 self._threads.release()
         placement = {
-            "weights": self._weight_fractions,
+            "weights": plan.weights,
             "cache": _fractions(cache.placed, plan.cache),
             "activations": _fractions(activations.placed, plan.activations),
         }
@@ -390,10 +400,14 @@ class Engine:
             workspace_bytes=executor.peak_workspace_bytes,
         )
         if pipeline is not None:
-            self.last_run["pipeline"] = {"lanes": lanes, "ranks": pipeline.gather(self._rank_record())}
-        if workload is not None:
-            saved_tokens = sum(run.saved_tokens for run in runs)
-            self._planner.compare(plan, drawn_workload(prepared.distinct, saved_tokens), self.last_run)
+            self.last_run["pipeline"] = {"lanes": len(lanes), "ranks": pipeline.gather(self._rank_record())}
+        if prepared.distinct:
+            drawn = drawn_workload(prepared.distinct, sum(run.saved_tokens for run in runs))
+            at_once = sum(run.most_at_once for run in runs)
+            prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=pipeline is None)
+            if prediction is not None:
+                num_ranks = 1 if pipeline is None else pipeline.rank.size
+                add_prediction(self.last_run, prediction, self._planner.product_flops, num_ranks)
         return results
 
     def close(self) -> None:
@@ -459,13 +473,28 @@ def _decoder(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> L
     return Decoder(config, device, dtype) if config.generic is None else GenericDecoder(config, device, dtype)
 
 
-def engine_fingerprint(
-    weights: str, tokenizer: str | None, precision: Precision, device_type: str, dtype: torch.dtype
-) -> str:
-    """Return the digest by which responses are cached: of all that a result depends on besides the request."""
-    known = text_of((RESULTS_VERSION, weights, tokenizer, precision.label, device_type))
-    # The dtype has no quotes, as torch prints it.
-    return hashlib.sha256(f"{known[:-1]}, {dtype})".encode()).hexdigest()
+def _opened(resolved: ResolvedModel, config: EngineConfig) -> tuple[Checkpoint, Tokenizer | None]:
+    """Open a checkpoint and its tokenizer; no weights are read."""
+    report(ProgressPhase("open", resolved.name))
+    checkpoint = open_checkpoint(resolved, weights=config.weights, seed=config.seed)
+    stop_point()
+    tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
+    stop_point()
+    return checkpoint, tokenizer
+
+
+def fingerprint_before_loading(name_or_path: str | os.PathLike[str], config: EngineConfig) -> str | None:
+    """Return the fingerprint of the engine that would be loaded, without its weights.
+
+    None where only the engine knows: on a GPU, whose dtype is measured, and on the ranks of a pipeline.
+    """
+    if joined_pipeline() is not None or compute_device(config.device).type != "cpu":
+        return None
+    precision = config.precision or FP16
+    precision = precision_named(precision) if isinstance(precision, str) else precision
+    checkpoint, tokenizer = _opened(resolve(name_or_path, config.revision), config)
+    dtype = compute_dtype(torch.device("cpu"), checkpoint.storage_dtype)
+    return engine_fingerprint(checkpoint, tokenizer, config, precision, "cpu", dtype)
 
 
 def _fractions(placed: Mapping[Tier, int], planned: Mapping[Tier, float]) -> Mapping[Tier, float]:

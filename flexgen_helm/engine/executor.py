@@ -19,8 +19,8 @@ from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.predictions import (
     HeadOutput,
-    Prediction,
     Sampling,
+    ScoredPosition,
     SequenceOutput,
     num_predictions,
     predictions_of,
@@ -38,8 +38,8 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.workspace import Workspace
-from flexgen_helm.scheduling.schedule import WorkItem, stage_visits
 from flexgen_helm.scheduling.sequence import Batch
+from flexgen_helm.scheduling.work_items import WorkItem, stage_visits
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
 _LOGIT_ELEMENTS = 1 << 24
@@ -126,7 +126,7 @@ class Executor:
             has_fused_attention=has_fused_attention(device, decoder.dtype, self._config.head_dim),
         )
         self.peak_workspace_bytes = 0
-        self.predictions_ofs: dict[Batch, HeadOutput] = {}  # of batches that `collect` has not asked for
+        self.pending_heads: dict[Batch, HeadOutput] = {}  # of batches that `collect` has not asked for
         self._collected_at = time.perf_counter()
 
     @property
@@ -199,7 +199,7 @@ class Executor:
         Charged to it is the time since the last one was collected.
         """
         assert self._pipeline is not None
-        head = self.predictions_ofs.pop(batch, None)
+        head = self.pending_heads.pop(batch, None)
         if head is None:
             head = predictions_of(batch, sampling)
             head.values = self._pipeline.receive_values(batch.num_tokens + 2 * len(head.predictions))
@@ -213,7 +213,7 @@ class Executor:
             self._pipeline.send_hidden(_checksum(batch), state.hidden, state.check_finite())
         else:
             self._pipeline.send_values(head.values)
-            self.predictions_ofs[batch] = head
+            self.pending_heads[batch] = head
 
     def _receive(self, batch: Batch, state: _BatchState) -> None:
         assert self._pipeline is not None
@@ -338,7 +338,9 @@ class Executor:
         positions = sum(num_predictions(item.sequence) for item in batch.scheduled)
         return -(-positions // self._head_positions)
 
-    def _predict(self, weights: StageWeights, hidden: Tensor, predictions: list[Prediction]) -> tuple[Tensor, Tensor]:
+    def _predict(
+        self, weights: StageWeights, hidden: Tensor, predictions: list[ScoredPosition]
+    ) -> tuple[Tensor, Tensor]:
         """Return tokens and log-probabilities of the raw logits, both in float64, which has all their values."""
         positions = [prediction.position for prediction in predictions]
         targets = [prediction.target or 0 for prediction in predictions]
@@ -351,6 +353,9 @@ class Executor:
         elif drawn:
             tokens[rows] = sample_tokens(logits.index_select(0, rows), [*drawn.values()])
         logprobs = logits.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
+        if any(prediction.needs_argmax for prediction in predictions):
+            greedy = logits.argmax(dim=-1)  # as drawn at temperature 0; drawn tokens are kept
+            tokens = greedy if not drawn else greedy.index_copy(0, rows, tokens.index_select(0, rows))
         return tokens.double(), logprobs.double()
 
     def _finish(self, batch: Batch, head: HeadOutput, seconds: float) -> BatchOutput:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.engine.auto_planner import AutoPlanner
 from flexgen_helm.engine.device import device_name
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.layers import divide_by_speed, divide_layers
 from flexgen_helm.planner.placement import Tier
+from flexgen_helm.planner.planner import Planner
 
 # Devices of one name count as equal if none has less than this share of another's memory.
 _EQUAL_SHARE = 0.8
@@ -31,11 +31,14 @@ def divide_among_ranks(
     config: ModelConfig,
     options: EngineConfig,
     pipeline: Pipeline,
-    auto: AutoPlanner,
+    planner: Planner,
+    profile_name: str | None,
     device: torch.device,
     capacities: Mapping[Tier, int],
 ) -> list[range]:
     """Return the layers of each rank, the same on all ranks.
+
+    profile_name: of the profile that the user has named, which stands for the device.
 
     Equal devices need no profile. Raises what `divide_layers` raises.
     """
@@ -43,10 +46,10 @@ def divide_among_ranks(
     if options.pipeline_layers is not None:
         return divide_layers(config, size, options.pipeline_layers)
     even = divide_layers(config, size)
-    own = RankDevice(auto.profile_name or device_name(device), (capacities["gpu"], capacities["cpu"]))
+    own = RankDevice(profile_name or device_name(device), (capacities["gpu"], capacities["cpu"]))
     if _are_equal(pipeline.agree(own)):
         return even
-    seconds = pipeline.agree(auto.seconds_by_layers(pipeline.rank.number, size))
+    seconds = pipeline.agree(planner.seconds_by_layers(pipeline.rank.number, size))
     # If no division fits, the rank that lacks memory says how much.
     return (divide_by_speed(seconds) if all(seconds) else None) or even
 

@@ -24,7 +24,7 @@ from flexgen_helm.files import existing_folder, replace_text
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.hardware.ranks import rank_of_process
 from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
-from flexgen_helm.progress import Message, Stage, report
+from flexgen_helm.progress import Message, ProgressPhase, report
 
 # Version of the profiler: raised when it measures something else.
 _VERSION = 4
@@ -72,7 +72,7 @@ def _usable(folder: Path) -> HardwareProfile | None:
 
 
 def _measured_now(folder: Path) -> HardwareProfile:
-    report(Stage("measure", "takes half a minute; close programs that compute"))
+    report(ProgressPhase("measure", "takes half a minute; close programs that compute"))
     before = busy_share()
     measured = SavedProfile(measure(folder), max(before, busy_share()))
     if measured.is_marked:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # now: imported later, the defaults of its functions would keep the group until exit
 from torch import Tensor
 
 from flexgen_helm.concurrency import single_flight
@@ -194,6 +195,7 @@ class Pipeline:
     def leave(self) -> None:
         """Close the connections of a pipeline that is not needed any more, once all ranks do."""
         with self.lock:
+            self.flush()
             self._guarded(dist.barrier)
             self._guarded(dist.destroy_process_group)
             self._failed = PipelineError("the pipeline has ended")

@@ -19,23 +19,29 @@ class SequenceOutput:
     """What a pass computed for one sequence.
 
     prompt_logprobs: log-probabilities of the prompt's tokens 1, 2, ….
+    prompt_greedy: whether each of them is the most probable token, where that is wanted.
     drawn: tokens with their log-probabilities.
     nonfinite_stage: the first stage after which a value was not finite; None if all were.
     """
 
     prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_greedy: list[bool] = field(default_factory=list)
     drawn: list[tuple[int, float]] = field(default_factory=list)
     nonfinite_stage: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Prediction:
-    """One prediction to make: the log-probability of `target` at a position of the batch, or a token drawn there."""
+class ScoredPosition:
+    """One prediction to make: the log-probability of `target` at a position of the batch, or a token drawn there.
+
+    needs_argmax: the token that is filled in is the most probable one, also beside a target.
+    """
 
     output: SequenceOutput
     position: int
     target: int | None
     sampling: SamplingParams | None
+    needs_argmax: bool = False
 
     def fill(self, token: int, logprob: float) -> None:
         output = self.output
@@ -47,6 +53,8 @@ class Prediction:
             output.drawn.append((token, logprob))
         else:
             output.prompt_logprobs.append(logprob)
+            if self.needs_argmax:
+                output.prompt_greedy.append(token == self.target)
 
 
 @dataclass(eq=False)
@@ -60,7 +68,7 @@ class HeadOutput:
     """
 
     outputs: list[SequenceOutput]
-    predictions: list[Prediction]
+    predictions: list[ScoredPosition]
     values: list[float] = field(default_factory=list)
 
     def fill(self, batch: Batch, slice_size: int) -> None:
@@ -87,9 +95,12 @@ def predictions_of(batch: Batch, sampling: Sampling) -> HeadOutput:
     first = 0
     for item, output in zip(batch.scheduled, outputs):
         sequence, last = item.sequence, first + item.count - 1
-        predictions += [Prediction(output, first + i, t, None) for i, t in enumerate(_scored_targets(sequence))]
+        predictions += [
+            ScoredPosition(output, first + i, target, None, sequence.needs_greedy)
+            for i, target in enumerate(_scored_targets(sequence))
+        ]
         if sequence.num_draws:
-            predictions += [Prediction(output, last, None, params) for params in sampling(sequence)]
+            predictions += [ScoredPosition(output, last, None, params) for params in sampling(sequence)]
         first += item.count
     return HeadOutput(outputs, predictions)
 

@@ -8,21 +8,21 @@ from dataclasses import replace
 
 import torch
 
-from flexgen_helm.engine.answers import Answers
 from flexgen_helm.engine.executor import BatchOutput, Executor
 from flexgen_helm.engine.predictions import SequenceOutput
+from flexgen_helm.engine.results import ResultCollector
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.memory import SchedulerLimits
-from flexgen_helm.planner.policy import Schedule
+from flexgen_helm.planner.scheduler_limits import SchedulerLimits
+from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.scheduling.answer_lengths import AnswerLengths
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes
 from flexgen_helm.scheduling.sampling import SamplingParams
-from flexgen_helm.scheduling.schedule import work_items
 from flexgen_helm.scheduling.scheduler import Scheduler
 from flexgen_helm.scheduling.sequence import Batch, Request, ScheduledTokens, Sequence, SequenceKind
+from flexgen_helm.scheduling.work_items import work_items
 
 
 class Run:
@@ -31,6 +31,7 @@ class Run:
     nonfinite_advice: what requests fail with where a value is not finite.
     halvings: how often batches were halved because memory ran out.
     num_preempted: how often a sequence gave its cache back and was computed again.
+    most_at_once: most sequences of a pass, without shared prefixes; at least 1.
     saved_tokens: prompt tokens that were not computed because sequences share them.
     """
 
@@ -44,7 +45,7 @@ class Run:
         eos_ids: Collection[int],
         prefix_cost: PrefixCostModel,
         requests: abc.Sequence[Request],
-        answers: Answers,
+        answers: ResultCollector,
     ) -> None:
         """prefix_cost: what sharing a prefix costs; how much room there is follows from the limits."""
         self._config, self._executor, self._cache = config, executor, cache
@@ -53,13 +54,15 @@ class Run:
         self.nonfinite_advice = "the checkpoint may be corrupt: check it with flexgen-helm doctor"
         self.halvings = 0
         self.saved_tokens = 0
-        self.expected_tokens = self._done_tokens = 0.0
+        self.most_at_once = 1
+        self._done_tokens = 0.0
         self._items_begun: Counter[Batch] = Counter()  # of batches on their way through the stages
         self._in_flight: list[Batch] = []  # on other ranks
         self._lengths = AnswerLengths()
         waiting = self._queue(requests)
         self.goes_on = bool(waiting)  # for certain, unless sequences end early
         self._scheduler = Scheduler(waiting, limits, self._lengths)
+        self.expected_tokens = self._scheduler.expected_tokens()  # known before its lane's first turn
         answers.runs.append(self)
 
     @property
@@ -82,6 +85,8 @@ class Run:
         if not batches:
             self.goes_on = False
             return False
+        at_once = sum(item.sequence.kind is not SequenceKind.SHARED_PREFIX for b in batches for item in b.scheduled)
+        self.most_at_once = max(self.most_at_once, at_once)
         self.goes_on = self._scheduler.another_pass_follows(batches)
         self._pass(batches, self.goes_on or others_go_on, should_stop)
         return True
@@ -124,10 +129,10 @@ class Run:
     def _has_room(self, forest: abc.Sequence[PrefixNode | int]) -> bool:
         """Return whether all prefixes that are needed at once have room.
 
-        They are those of one sequence, or, in the one pass of prefill-only, all.
+        They are those of one sequence, or, in a single pass, all.
         """
         limits = self._limits
-        if self._schedule != "prefill-only":
+        if not self._schedule.is_single_pass:
             return _depth(forest) < limits.max_windows
         prefixes = list(prefixes_of(forest))
         positions = sum(prefix.end - prefix.start + limits.slot_overhead for prefix in prefixes)
@@ -158,6 +163,7 @@ class Run:
     ) -> int:
         users = [requests[place] for place in dict.fromkeys(node.users)]
         scored = any(user.request.echo_logprobs for user in users)
+        needs_greedy = any(user.request.echo_greedy for user in users)
         prefix = Sequence(
             SequenceKind.SHARED_PREFIX,
             (),
@@ -168,6 +174,7 @@ class Run:
             max_new_tokens=1,
             needs_cache=True,
             needs_scores=scored,
+            needs_greedy=needs_greedy,
             next_token=users[0].tokens[node.end] if scored else None,
         )
         index = len(waiting)
@@ -207,9 +214,9 @@ class Run:
                     raise
                 if self._executor.is_rank or not self._scheduler.preempt_block(regroup.block):
                     raise MemoryLimitError(f"the KV cache of one sequence does not fit any more: {error}") from error
-        batches = self._scheduler.next_pass()
+        # Before the pass takes its prompts from the queue: they are yet to be computed, too.
         self.expected_tokens = self._done_tokens + self._scheduler.expected_tokens()
-        return batches
+        return self._scheduler.next_pass()
 
     def _pass(self, batches: abc.Sequence[Batch], another_pass: bool, should_stop: Callable[[], bool]) -> None:
         """Run one pass; where memory runs out, go on in half batches, and so in all later passes."""
@@ -281,6 +288,7 @@ class Run:
                 )
         if output.prompt_logprobs:  # assigned: a shared prefix may be computed again
             sequence.prompt_logprobs = output.prompt_logprobs
+            sequence.prompt_greedy = output.prompt_greedy
         if sequence.kind is SequenceKind.SHARED_PREFIX:
             return
         request = sequence.request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import psutil
@@ -13,11 +13,11 @@ import torch
 from flexgen_helm.engine.device import device_name
 from flexgen_helm.hardware.rates import matmul_flops, product_library
 from flexgen_helm.models.config import MoEConfig
-from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import ExpertCounts
 from flexgen_helm.planner.experts import expected_experts, fitted_skew
 from flexgen_helm.planner.placement import Tier
-from flexgen_helm.planner.predict import Prediction
+from flexgen_helm.planner.predict import CostEstimate
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.request import GenerationResult
@@ -31,6 +31,7 @@ class EngineIdentity:
     simulated: a gpu in host memory computes.
     load_s: seconds that loading took.
     experts: of the model; None for one without.
+    is_proved: a small model of this kind equals `transformers` here; None where nothing was compared.
     """
 
     model: str
@@ -43,12 +44,13 @@ class EngineIdentity:
     simulated: bool
     load_s: float
     experts: MoEConfig | None = None
+    is_proved: bool | None = None
 
 
 def run_record(
     engine: EngineIdentity,
     plan: RunPlan,
-    tiers: Tiers,
+    tiers: TransferManager,
     results: Sequence[GenerationResult],
     *,
     num_unique: int,
@@ -82,7 +84,7 @@ def run_record(
             "max_rows": limits.max_sequences,
             **({} if policy is None else asdict(policy)),
         },
-        "schedule": plan.schedule,
+        "schedule": plan.schedule.name,
         **figures,
         "workload": {"num_requests": len(results), "num_unique": num_unique, **figures["workload"]},
         "wall_s": {"load": engine.load_s, "generate": seconds},
@@ -113,8 +115,9 @@ def run_record(
             "matmul_flops": rate,
             "memory_bytes": psutil.virtual_memory().total,
         },
+        "proved": engine.is_proved,
         "versions": versions(),
-        "finished_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -140,14 +143,19 @@ def _experts(experts: MoEConfig, counts: ExpertCounts) -> dict[str, Any]:
     }
 
 
-def predicted(prediction: Prediction) -> dict[str, Any]:
-    """Return the entries of a record for a prediction."""
-    return {
-        "predicted_latency_s": prediction.latency_s,
-        "predicted": {
-            "prefill_s": prediction.prefill_s,
-            "decode_s": prediction.decode_s,
-            "latency_s": prediction.latency_s,
-            "seconds": {phase: dict(spent) for phase, spent in prediction.seconds.items()},
-        },
+def add_prediction(record: dict[str, Any], prediction: CostEstimate, product_flops: float, num_ranks: int) -> None:
+    """Add a prediction to a record.
+
+    product_flops: rate of the fastest product that it was made with.
+    num_ranks: of the pipeline.
+    """
+    record["predicted_latency_s"] = prediction.latency_s
+    record["predicted"] = {
+        "prefill_s": prediction.prefill_s,
+        "decode_s": prediction.decode_s,
+        "latency_s": prediction.latency_s,
+        "seconds": {phase: dict(spent) for phase, spent in prediction.seconds.items()},
     }
+    # One rate bounds both: products may have been slower when the run began than when the machine was measured.
+    rate = max(record["hardware"]["matmul_flops"], product_flops)
+    record["hardware"]["matmul_flops"], record["roofline_s"] = rate, record["flops"] / (rate * num_ranks)

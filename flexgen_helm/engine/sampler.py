@@ -12,6 +12,9 @@ from flexgen_helm.planner.constants import SAMPLED_ELEMENTS
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.scheduling.sampling import SamplingParams
 
+# Exponent of a token that is never drawn: e^-1e4 is zero in float64.
+_NO_CHANCE = -1e4
+
 
 def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Draw one token for each row; logits [R, V] in float32 -> token ids [R].
@@ -48,7 +51,7 @@ def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
 
 def _sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, top_ps: Tensor | None) -> Tensor:
     """Draw one token for each row; top_ps: None where all are 1. Parameters [R, 1]."""
-    probabilities = torch.softmax(logits.double() / temperatures, dim=-1)
+    probabilities = torch.softmax(_exponents(logits, temperatures), dim=-1)
     order = kept = None
     if top_ps is not None:
         # Stable, so that equally probable tokens keep the vocabulary's order on every device.
@@ -62,3 +65,14 @@ def _sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, top_ps: Tens
     # Of a row that is not finite nothing is kept; it fails by its log-probability.
     last = (kept.sum(-1, keepdim=True) - 1).clamp_min_(0)
     return order.gather(1, torch.minimum(index, last))[:, 0]
+
+
+def _exponents(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Return logits by temperature in float64, less each row's largest one: finite at any temperature above 0.
+
+    So a temperature near 0 leaves the most probable token. One below the normal numbers may count as 0 on a device.
+    """
+    exponents = logits.to(torch.float64, copy=True)
+    exponents -= exponents.amax(-1, keepdim=True)
+    exponents /= temperatures.clamp_min(torch.finfo(torch.float64).tiny)
+    return exponents.clamp_min_(_NO_CHANCE)

@@ -1,4 +1,4 @@
-"""The products of this machine by dtype, and their rates."""
+"""Matrix products per dtype and their measured FLOP/s."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.sparse import TopK
 from flexgen_helm.offload.host_pool import HostPool
 from flexgen_helm.offload.ledger import Allocation
-from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import Kind
 from flexgen_helm.planner.cache_sizes import state_bytes
 from flexgen_helm.planner.placement import TIERS, Tier, most_underfilled
@@ -69,7 +69,7 @@ class KVCache:
     def __init__(
         self,
         config: ModelConfig,
-        tiers: Tiers,
+        tiers: TransferManager,
         dtype: torch.dtype,
         fractions: Mapping[Tier, float],
         *,
@@ -143,7 +143,7 @@ class KVCache:
         if cache.window is None:
             assert new.units is not None
             cache.storage.prefetch(layer)
-            put = cache.storage.append if writes else cache.storage.show
+            put = cache.storage.append if writes else cache.storage.patch_prefetched
             put(layer, new.units, self.codec.encode(k, v))
             return
         if not writes:

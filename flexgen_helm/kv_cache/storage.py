@@ -27,7 +27,7 @@ from flexgen_helm.kv_cache.visibility import stored_extent
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.host_pool import HostPool, HostRegion
 from flexgen_helm.offload.staging import aligned
-from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.scheduling.sequence import CacheBlock
 
@@ -52,8 +52,8 @@ class Storage(ABC):
     def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
         """Store one unit in each of n slots, planes [n, *shape]."""
 
-    def show(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
-        """Put units into what was brought of a layer alone: what is read next needs them."""
+    def patch_prefetched(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        """Put units into a prefetched layer alone: what is read next needs them."""
         return None
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Storage(ABC):
         """Make slot `target`, which has `stale_units`, a copy of the first `units` of slot `source`."""
 
     def settled(self) -> MemoryPlanes:
-        """Return the tensors once all stores are done, to be copied into another block; nothing uses them meanwhile."""
+        """Flush stores; the caller owns the tensors."""
         raise NotImplementedError(f"a cache block on the {self.tier} tier has its whole size from the beginning")
 
     def prefetch(self, layer: int, *, ahead: bool = False) -> None:
@@ -270,7 +270,7 @@ class HostStorage(Storage):
 
     tier: Tier = "cpu"
 
-    def __init__(self, tiers: Tiers, codec: Codec, block: CacheBlock, planes: MemoryPlanes) -> None:
+    def __init__(self, tiers: TransferManager, codec: Codec, block: CacheBlock, planes: MemoryPlanes) -> None:
         self._tiers, self._codec, self._block, self._planes = tiers, codec, block, planes
         self._transfers: BlockTransfers[Planes] = BlockTransfers(tiers)
 
@@ -283,12 +283,12 @@ class HostStorage(Storage):
 
         self._transfers.store(layer, total_bytes(planes), store)
 
-    def show(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+    def patch_prefetched(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
         if self._transfers.is_fetching(layer) and not self._codec.window_tokens:
             put_units(self._codec.planes, self._transfers.fetched(layer), places, planes)
 
     def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
-        self.show(layer, places, planes)
+        self.patch_prefetched(layer, places, planes)
         self._transfers.store(
             layer, total_bytes(planes), lambda: self._planes.append(layer, places, copied_to_host(self._tiers, planes))
         )
@@ -358,7 +358,9 @@ class DiskStorage(Storage):
 
     tier: Tier = "disk"
 
-    def __init__(self, tiers: Tiers, codec: Codec, block: CacheBlock, layout: FileLayout, file: DirectFile) -> None:
+    def __init__(
+        self, tiers: TransferManager, codec: Codec, block: CacheBlock, layout: FileLayout, file: DirectFile
+    ) -> None:
         self._tiers, self._codec, self._block, self._layout, self._file = tiers, codec, block, layout, file
         self._transfers: BlockTransfers[tuple[Planes, Planes]] = BlockTransfers(tiers)  # on the device, on the host
         self._slots = list(range(block.num_slots))  # slot of the block -> slot of the file
@@ -367,12 +369,12 @@ class DiskStorage(Storage):
         place = self._slots[slot]
         self._store(layer, planes, lambda on_host: self._layout.write(self._file, layer, place, on_host))
 
-    def show(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+    def patch_prefetched(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
         if self._transfers.is_fetching(layer) and not self._codec.window_tokens:
             put_units(self._codec.planes, self._transfers.fetched(layer)[0], places, planes)
 
     def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
-        self.show(layer, places, planes)
+        self.patch_prefetched(layer, places, planes)
         slots, units = (numbers.tolist() for numbers in places.on_host)
         of_file = [self._slots[slot] for slot in slots]
         self._store(layer, planes, lambda on_host: self._layout.append(self._file, layer, of_file, units, on_host))
@@ -550,12 +552,12 @@ def file_layout(block: CacheBlock, codec: Codec, num_layers: int) -> FileLayout:
     return (PagedLayout if codec.window_tokens else StepLayout)(block, codec, num_layers)
 
 
-def copied_to_device(tiers: Tiers, planes: Planes) -> Planes:
+def copied_to_device(tiers: TransferManager, planes: Planes) -> Planes:
     """Copy tensors of the host to the compute device; the same tensors where the host computes."""
     return tuple(tiers.to_device(plane, "cache") for plane in planes)
 
 
-def copied_to_host(tiers: Tiers, planes: Planes) -> Planes:
+def copied_to_host(tiers: TransferManager, planes: Planes) -> Planes:
     """Copy tensors of the compute device to the host; the same tensors where the host computes."""
     return tuple(tiers.to_host(plane, "cache") for plane in planes)
 

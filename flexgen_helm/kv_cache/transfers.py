@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
@@ -11,21 +10,23 @@ import torch
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.ledger import Allocation
-from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import LinkName
 
 Fetched = TypeVar("Fetched")
 
 
 class BlockTransfers(Generic[Fetched]):
-    """Layers of a block that were fetched, and stores that are under way. A fetch waits for the layer's stores."""
+    """Layers of a block that were fetched, and stores that are under way; for the computing thread.
 
-    def __init__(self, tiers: Tiers) -> None:
+    Fetches and stores of a layer wait for those of the other kind that were submitted before them.
+    """
+
+    def __init__(self, tiers: TransferManager) -> None:
         self._tiers = tiers
         self._fetches: dict[int, tuple[Future[Fetched], Allocation]] = {}
         self._in_use: set[int] = set()  # of those layers, what attention reads
-        self._stores: dict[int, list[Future[None]]] = {}
-        self._lock = threading.Lock()
+        self._stores: dict[int, list[Future[None]]] = {}  # those that may still run or have failed
 
     def prefetch(self, layer: int, num_bytes: int, fetch: Callable[[], Fetched], *, ahead: bool) -> None:
         """Begin to fetch a layer, which takes `num_bytes` on the compute device; harmless if it is under way.
@@ -35,9 +36,11 @@ class BlockTransfers(Generic[Fetched]):
         if layer in self._fetches:
             return
 
+        stores = tuple(self._stores.get(layer, ()))
+
         def after_stores() -> Fetched:
             with self._tiers.stats.timed("load_cache"):
-                self.finish_stores(layer)
+                _finish(stores)
                 return fetch()
 
         with self._tiers.ledgers[self._tiers.compute_tier].claimed("staging", num_bytes, ahead=ahead) as claim:
@@ -73,7 +76,11 @@ class BlockTransfers(Generic[Fetched]):
     def store(self, layer: int, num_bytes: int, write: Callable[[], None]) -> None:
         """Write in the background; a later fetch of the layer waits for it, and gets its error."""
 
+        reading = self._fetches.get(layer)
+
         def explained() -> None:
+            if reading is not None:
+                reading[0].exception()  # waits: what is written here is masked out of what it brings
             try:
                 write()
             except (MemoryError, torch.OutOfMemoryError) as error:
@@ -84,17 +91,12 @@ class BlockTransfers(Generic[Fetched]):
                 ) from error
 
         future = self._tiers.store_async("cache", num_bytes, explained)
-        with self._lock:
-            self._stores.setdefault(layer, []).append(future)
+        self._stores[layer] = [store for store in self._stores.get(layer, ()) if not _has_succeeded(store)] + [future]
 
     def finish_stores(self, layer: int | None = None) -> None:
         """Wait for the stores of a layer (None: of all); raise their first error."""
-        with self._lock:
-            layers = list(self._stores) if layer is None else [layer]
-            waiting = [future for each in layers for future in self._stores.pop(each, [])]
-        errors = [error for future in waiting if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
+        layers = list(self._stores) if layer is None else [layer]
+        _finish([store for each in layers for store in self._stores.pop(each, ())])
 
     def count(self, link: LinkName, num_bytes: int) -> None:
         self._tiers.stats.count_bytes(link, "cache", num_bytes)
@@ -111,3 +113,14 @@ class BlockTransfers(Generic[Fetched]):
     def close(self) -> None:
         self.cancel()
         self._stores.clear()  # nobody reads any more what was written
+
+
+def _finish(stores: Sequence[Future[None]]) -> None:
+    """Wait for all stores; raise their first error."""
+    errors = [error for store in stores if (error := store.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+def _has_succeeded(store: Future[None]) -> bool:
+    return store.done() and store.exception() is None

@@ -317,6 +317,8 @@ class ModelConfig(
 EMBED, HEAD = "embed", "head"
 # Embedding table, also the head's matrix if the two are tied.
 EMBED_TABLE = "embed.tokens.weight"
+# The head's own matrix, if they are not.
+HEAD_MATRIX = "head.lm.weight"
 # Table of inputs of every layer, looked up by token too (Gemma 3n, Gemma 4).
 LAYER_INPUT_TABLE = "embed.layer_inputs.weight"
 
@@ -399,7 +401,7 @@ def _generic_tensors(config: ModelConfig, generic: GenericConfig, stage: str) ->
             yield LAYER_INPUT_TABLE, (generic.layer_input_rows, generic.layer_inputs_size)
         return
     if not config.tied_head:
-        yield "head.lm.weight", (config.vocab_size, config.hidden_size)
+        yield HEAD_MATRIX, (config.vocab_size, config.hidden_size)
     elif not config.has_embedding:
         yield table
     if generic.head_bias:

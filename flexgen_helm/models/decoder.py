@@ -25,15 +25,17 @@ from flexgen_helm.models.config import RESIDUALS, ModelConfig, MoEConfig, RopeCo
 class StateGroup:
     """Tokens of a batch whose sequences have a state in a layer that keeps one.
 
-    tokens: of one sequence; or, with `one_each`, one token of each of B sequences.
+    tokens: of one sequence; or, with `one_each`, one token of each of B sequences, as a slice or as indices [B].
     states: of these sequences before the tokens, [B, elements] in float32; None if they begin here.
     keep: stores those behind the tokens.
+    is_prefix: later groups go on from what `keep` has stored.
     """
 
-    tokens: slice
+    tokens: Any
     one_each: bool
     states: Tensor | None
-    keep: Callable[[Tensor], None]
+    keep: Callable[[Tensor], object]
+    is_prefix: bool = False
 
 
 class Attend(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.host_pool import HostRegion
 from flexgen_helm.offload.staging import aligned
-from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import TIERS, Tier
 
 
@@ -42,7 +42,7 @@ class ActivationStore:
     placed: tier -> bytes stored so far.
     """
 
-    def __init__(self, tiers: Tiers, fractions: Mapping[Tier, float]) -> None:
+    def __init__(self, tiers: TransferManager, fractions: Mapping[Tier, float]) -> None:
         """fractions: share of a batch's rows on each tier."""
         self._tiers, self._fractions = tiers, fractions
         self._batches: dict[int, _StoredBatch] = {}

@@ -92,7 +92,8 @@ class Ledger:
 
     def release(self, allocation: Allocation) -> None:
         with self._lock:
-            assert self._allocations.pop(allocation.serial, None) is not None, f"{allocation} was not held"
+            held = self._allocations.pop(allocation.serial, None)
+            assert held is not None, f"{allocation} was not held"
             self._in_use -= allocation.num_bytes
 
     def note_beside(self, excess: int, spare: int) -> None:

@@ -23,7 +23,7 @@ from flexgen_helm.models.config import expert_of
 from flexgen_helm.offload.disk import DirectFile, WeightFiles
 from flexgen_helm.offload.prefetcher import staged_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
-from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.constants import COPY_BUFFER_BYTES, HOST_UPCAST_ELEMENTS
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import quantize
@@ -43,7 +43,7 @@ class OffloadedMatrix(ABC):
     shape, dtype, row_bytes: of its storage format.
     """
 
-    def __init__(self, tiers: Tiers, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, tiers: TransferManager, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._tiers, self.dtype = tiers, dtype
         self.shape, self.row_bytes = (shape[0], shape[1]), shape[1] * dtype.itemsize
         self.num_bytes = shape[0] * self.row_bytes
@@ -63,7 +63,7 @@ class OffloadedMatrix(ABC):
 class HostMatrix(OffloadedMatrix):
     """A matrix in host memory, behind the link to the compute device."""
 
-    def __init__(self, tiers: Tiers, stored: Tensor) -> None:
+    def __init__(self, tiers: TransferManager, stored: Tensor) -> None:
         super().__init__(tiers, tuple(stored.shape), stored.dtype)
         self._stored = stored
 
@@ -82,7 +82,7 @@ class HostMatrix(OffloadedMatrix):
 class DiskMatrix(OffloadedMatrix):
     """A matrix in a file. Its rows cross the link too if a gpu computes."""
 
-    def __init__(self, tiers: Tiers, file: DirectFile, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, tiers: TransferManager, file: DirectFile, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(tiers, shape, dtype)
         self._file = file
         self._threads = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="table rows")  # started when needed
@@ -180,7 +180,7 @@ class MatrixLoader:
     has_converted: a weight file was missing and has been written.
     """
 
-    def __init__(self, checkpoint: Checkpoint, tiers: Tiers, precision: Precision) -> None:
+    def __init__(self, checkpoint: Checkpoint, tiers: TransferManager, precision: Precision) -> None:
         self._checkpoint, self._tiers, self._precision = checkpoint, tiers, precision
         self.has_converted = False
         self._files: dict[str, WeightFiles] = {}  # by label

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.concurrency import stop_point
 from flexgen_helm.hardware.rates import column_major
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.models.config import (
     EMBED,
     EMBED_TABLE,
     HEAD,
+    HEAD_MATRIX,
     ModelConfig,
     expert_number,
     expert_of,
@@ -49,20 +51,18 @@ from flexgen_helm.offload.prefetcher import (
     staged_bytes,
 )
 from flexgen_helm.offload.staging import StagingRing, aligned, pages
-from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.constants import ALL_EXPERTS_FROM, UNLIMITED
 from flexgen_helm.planner.placement import Tier
-from flexgen_helm.progress import Stage, report
+from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import most_fused_rows
 from flexgen_helm.quant.precisions import FP16, Precision
-from flexgen_helm.scheduling.schedule import StageVisit
+from flexgen_helm.scheduling.work_items import StageVisit
 
 # Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller ones only if they
 # let a whole stage fit into the staging ring.
 _MAX_UNIT_BYTES, _MIN_UNIT_BYTES = 32 << 20, 1 << 20
-
-HEAD_MATRIX = "head.lm.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class TieredWeights:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        tiers: Tiers,
+        tiers: TransferManager,
         placement: Mapping[str, Tier],
         dtype: torch.dtype,
         *,
@@ -130,11 +130,13 @@ class TieredWeights:
         self._experts: dict[str, OffloadedMatrix] = {}  # the offloaded ones, as pages of bytes
         loader = MatrixLoader(checkpoint, tiers, precision)
         shapes = tensor_shapes(self._config)
-        done, total = 0, sum(map(loader.num_bytes, shapes))
+        # In bytes of 16 bits, whatever the format: a matrix in 4 bits takes no less time than one in 16.
+        done, total = 0, sum(2 * prod(shape) for shape in shapes.values())
         try:
             for name, shape in shapes.items():
-                report(Stage("convert" if loader.has_converted else "load", done=done, total=total))
-                done += loader.num_bytes(name)
+                stop_point()
+                report(ProgressPhase("convert" if loader.has_converted else "load", done=done, total=total))
+                done += 2 * prod(shape)
                 if threads is not None:
                     threads.adapt()
                 tier = placement.get(name, tiers.compute_tier)
@@ -144,7 +146,7 @@ class TieredWeights:
                     self.tensors[name] = self._load_expert(loader, name, shape, expert, tier)
                 else:
                     self.tensors[name] = self._load_offloaded(loader, name, shape, tier)
-            report(Stage("load", done=total, total=total))
+            report(ProgressPhase("load", done=total, total=total))
             if self._config.tied_head and self._config.has_head:
                 self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
             if any(weight.offloaded is not None for weight in self.tensors.values()):

@@ -20,8 +20,8 @@ from flexgen_helm.models.config import EMBED_TABLE
 from flexgen_helm.planner.affine import CACHE, CD, HD, HIDDEN, ONE, WD, WEIGHTS, Affine, affine
 from flexgen_helm.planner.constants import PREFILL_LANES
 from flexgen_helm.planner.placement import TIERS, Tier
-from flexgen_helm.planner.policy import Schedule
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
+from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.quant.formats import GroupFormat
 
 RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
@@ -29,6 +29,8 @@ RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
 CHANNELS = ("disk", "link")
 # Seconds of one pass as affine forms: of `RESOURCES`, of `CHANNELS`, and of the parts that 'compute' consists of.
 PassTimes = Mapping[str, Affine]
+# Parts of a batch that are rounding errors.
+_ROUNDING = 1e-9
 
 
 def pass_seconds(times: PassTimes, fractions: Affine, overlap: float) -> float:
@@ -36,6 +38,23 @@ def pass_seconds(times: PassTimes, fractions: Affine, overlap: float) -> float:
     seconds = [float(times[name] @ fractions) for name in RESOURCES]
     longest = max(*seconds, *(float(times[name] @ fractions) for name in CHANNELS))
     return overlap * longest + (1 - overlap) * sum(seconds)
+
+
+@dataclass(frozen=True)
+class WeightReads:
+    """What passes read of the weights on one tier, as coefficients of the tier's share: as if it had all.
+
+    layer_bytes: of matrices of layers that every token needs.
+    expert_bytes: of experts, of which a pass reads those that its tokens select.
+    head_bytes: of the head, with the table that it borrows; of another embedding only rows are gathered.
+    matrices, experts: transfers of the first two.
+    """
+
+    layer_bytes: float = 0.0
+    expert_bytes: float = 0.0
+    head_bytes: float = 0.0
+    matrices: float = 0.0
+    experts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,40 +75,49 @@ class BlockCosts:
     workspace: Mapping[Tier, float]
 
 
-def block_costs(problem: PlanningProblem, shape: BlockShape, resident: bool = False) -> BlockCosts:
+def block_costs(
+    problem: PlanningProblem, shape: BlockShape, resident: bool = False, reads: Mapping[Tier, WeightReads] | None = None
+) -> BlockCosts:
     """Write down the equations of one block.
 
     resident: all weights are on the compute tier, so nothing is staged for them.
+    reads: what passes read of each tier where weights are placed already; None if every tier has its share of all.
     """
     workload, schedule = problem.workload, shape.schedule
     sequences = float(shape.num_sequences)
     converts = not (resident and problem.copies_fit)
-    if schedule == "row":  # each batch by itself: the costs of one batch, as many times
+    if not schedule.reads_once:  # each batch by itself: the costs of one batch, as many times
         whole = replace(problem, stages=1) if problem.stages > 1 else problem
-        one = replace(shape, num_gpu_batches=1, schedule="zigzag")
-        batch, memory = block_costs(whole, one, resident), _stored_memory(problem, one, shape.gpu_batch_size, resident)
+        one = BlockShape(shape.gpu_batch_size, 1, ZIGZAG, sequences / shape.num_gpu_batches)
+        batch = block_costs(whole, one, resident, reads)
+        memory = _stored_memory(problem, one, shape.gpu_batch_size, resident)
         prefill_turns, decode_turns = _turns(problem.stages, shape.num_gpu_batches)
         prefills = {name: prefill_turns * form for name, form in batch.prefill.items()}
         decodes = {name: decode_turns * form for name, form in batch.decode.items()}
         return replace(batch, sequences=sequences, prefill=prefills, decode=decodes, memory=memory)
-    all_sequences = sequences if problem.endless else float(max(shape.num_sequences, workload.num_sequences))
-    if schedule == "prefill-only":
+    all_sequences = sequences if problem.endless else float(workload.num_sequences)
+    if schedule.is_single_pass:
         sequences = all_sequences
     memory = _stored_memory(problem, shape, sequences, resident)
     workspace = dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)}
     # A pass computes one lane's share of the block, and reads the weights for it.
     lanes = 1.0
     if problem.stages > 1:
-        lanes = (
-            PREFILL_LANES * problem.stages if schedule == "prefill-only" else min(problem.stages, shape.num_gpu_batches)
-        )
+        most = shape.num_gpu_batches
+        lanes = PREFILL_LANES * problem.stages if schedule.is_single_pass else min(problem.stages, most)
     positions = _slot_positions(problem, schedule)
     prefill = _Pass(
-        problem, shape.gpu_batch_size, sequences / lanes, prefill=True, converts=converts, slot_positions=positions
+        problem,
+        shape.gpu_batch_size,
+        sequences / lanes,
+        prefill=True,
+        converts=converts,
+        slot_positions=positions,
+        reads=reads,
     )
     decode = replace(prefill, prefill=False).times()
     passes = workload.output - 1
-    if schedule == "diagonal" and passes > 0:
+    if schedule.is_paced and passes > 0:
         # Each pass admits a few sequences and decodes a token of the others. There are as many passes as all sequences
         # need, and the ramp; they count as decode passes that carry a share of the prompts.
         admission = replace(prefill, sequences=prefill.sequences / workload.output, weight_loads=0.0).times()
@@ -98,7 +126,7 @@ def block_costs(problem: PlanningProblem, shape: BlockShape, resident: bool = Fa
         ramp = 0.0 if problem.endless else passes
         mixed_passes = all_sequences / sequences * workload.output + ramp
         return BlockCosts(all_sequences, nothing, mixed, mixed_passes, memory, workspace)
-    decode_passes = 0.0 if schedule == "prefill-only" else passes
+    decode_passes = 0.0 if schedule.is_single_pass else passes
     prefill_turns, _ = _turns(problem.stages, lanes)
     prefills = {name: prefill_turns * form for name, form in prefill.times().items()}
     return BlockCosts(sequences, prefills, decode, decode_passes, memory, workspace)
@@ -120,6 +148,7 @@ class _Pass:
     batch_sequences: sequences of one batch.
     converts: weights are stored in another type than products take.
     slot_positions: that a sequence's cache has.
+    reads: see `block_costs`.
     weight_loads: times that the weights are read; 0 if another part of the same pass reads them.
     """
 
@@ -129,6 +158,7 @@ class _Pass:
     prefill: bool
     converts: bool
     slot_positions: float
+    reads: Mapping[Tier, WeightReads] | None = None
     weight_loads: float = 1.0
 
     @cached_property
@@ -141,7 +171,7 @@ class _Pass:
         batch_tokens = float(self.batch_sequences)
         if self.prefill:
             batch_tokens = min(batch_tokens * self.problem.workload.computed, self.problem.max_batch_tokens)
-        return max(1.0, self.tokens / max(1.0, min(batch_tokens, self.tokens)))
+        return max(1.0, math.ceil(self.tokens / max(1.0, batch_tokens) - _ROUNDING))
 
     @cached_property
     def attended_elements(self) -> float:
@@ -177,10 +207,12 @@ class _Pass:
         expert_flops = problem.expert_flops_per_token
         layers_s = (config.linear_flops_per_token - expert_flops) * self.tokens / rate.at(batch_rows)
         layers_s += expert_flops * self.tokens / rate.at(problem.expert_rows(batch_rows))
-        head_s = config.head_flops_per_token * sequences / rate.at(min(sequences, self.batch_sequences))
+        # A position of each sequence passes the head, and those of a prompt whose log-probabilities are asked for.
+        heads_of_each = 1.0 + (problem.workload.scored if self.prefill else 0.0)
+        heads, head_rows = sequences * heads_of_each, min(sequences, self.batch_sequences) * heads_of_each
+        head_s = config.head_flops_per_token * heads / rate.at(head_rows)
         convert, read_bytes = 0.0, 0.0
         head_format = problem.precision.format_of(EMBED_TABLE)
-        head_rows = min(sequences, self.batch_sequences)
         for elements, fmt, rows in (
             (weights, problem.precision.weights, batch_rows),
             (problem.head_elements, head_format, head_rows),
@@ -206,7 +238,9 @@ class _Pass:
             if cache is not None and cache.is_quantized:
                 attention[ONE] += self.attended_elements * cache.fetched_share / processor.dequantize_elements_s
         slowdown = 1 / (hardware.prefill_share if self.prefill else hardware.decode_share)
-        forms = {"products": affine(products), "convert": affine(convert)}
+        # What was learnt may raise rates that a busy machine has shown, but no product is faster than the fastest.
+        roofline_s = (config.linear_flops_per_token * self.tokens + config.head_flops_per_token * heads) / rate.best
+        forms = {"products": affine(max(products, roofline_s / slowdown)), "convert": affine(convert)}
         forms |= {"attention": attention, "host_attention": host_attention}
         return {name: slowdown * form for name, form in forms.items()}
 
@@ -235,7 +269,8 @@ class _Pass:
         offloaded: tuple[Tier, ...] = ("cpu", "disk")
         for tier in offloaded:
             weights_rate, in_rate, out_rate = problem.link_rates(link, tier)
-            to_gpu[WEIGHTS[tier]] += self._weight_bytes / weights_rate + self._weight_transfers * link.transfer_s
+            to_gpu[WEIGHTS[tier]] += self._weight_bytes(tier) / weights_rate
+            to_gpu[WEIGHTS[tier]] += self._weight_transfers(tier) * link.transfer_s
             to_gpu[HIDDEN[tier]] += self._hidden_bytes / in_rate
             to_cpu[HIDDEN[tier]] += self._hidden_bytes / out_rate
             to_cpu[CACHE[tier]] += self._new_cache_bytes / store_rate + self._cache_transfers * link.transfer_s
@@ -257,25 +292,30 @@ class _Pass:
         disk = self.problem.hardware.disk
         read_s, write_s = 1 / disk.read_bytes_s, 1 / disk.write_bytes_s
         cache_access_s = self._cache_transfers * disk.access_s
-        read = affine(0.0, {WD: self._weight_bytes * read_s + self._weight_transfers * disk.access_s})
+        weights_s = self._weight_bytes("disk") * read_s + self._weight_transfers("disk") * disk.access_s
+        read = affine(0.0, {WD: weights_s})
         read[HD] = self._hidden_bytes * read_s
         if not self.prefill:
             read[CD] = self.attended_elements * self.problem.cache_bytes * read_s + cache_access_s
         write = affine(0.0, {HD: self._hidden_bytes * write_s, CD: self._new_cache_bytes * write_s + cache_access_s})
         return read, write
 
-    @cached_property
-    def _weight_bytes(self) -> float:
-        """Bytes of offloaded weights; a stage that is larger than the ring is loaded again for every batch."""
+    def _weight_bytes(self, tier: Tier) -> float:
+        """Bytes that a tier with all weights would read; a stage larger than the ring is loaded for every batch."""
         problem, layers = self.problem, self.problem.config.num_layers
-        if problem.offloads_only_experts:  # whatever share is offloaded, it is of experts
-            return self.weight_loads * self._expert_reads * problem.stored_bytes
         always = problem.layer_bytes - problem.layer_expert_bytes
-        loaded = self.weight_loads * self._expert_reads * problem.layer_expert_bytes * layers
-        for stage, num_bytes in ((always, always * layers), (problem.head_bytes, problem.head_bytes)):
-            reads = 1 if stage <= problem.ring_bytes else self.batches
-            loaded += self.weight_loads * reads * num_bytes
-        return loaded
+        if self.reads is not None:
+            own = self.reads[tier]
+            layer_bytes, expert_bytes, head_bytes = own.layer_bytes, own.expert_bytes, own.head_bytes
+        elif problem.offloads_only_experts:  # whatever share is offloaded, it is of experts
+            layer_bytes, expert_bytes, head_bytes = 0.0, float(problem.stored_bytes), 0.0
+        else:
+            layer_bytes, expert_bytes = always * layers, problem.layer_expert_bytes * layers
+            head_bytes = problem.head_bytes
+        loaded = self._expert_reads * expert_bytes
+        for stage, num_bytes in ((always, layer_bytes), (problem.head_bytes, head_bytes)):
+            loaded += num_bytes * (1 if stage <= problem.ring_bytes else self.batches)
+        return self.weight_loads * loaded
 
     @cached_property
     def _expert_reads(self) -> float:
@@ -284,9 +324,11 @@ class _Pass:
             return self.problem.experts_used(self.tokens)
         return self.batches * self.problem.experts_used(self.tokens / self.batches)
 
-    @property
-    def _weight_transfers(self) -> float:
+    def _weight_transfers(self, tier: Tier) -> float:
         problem, experts = self.problem, self.problem.config.experts
+        if self.reads is not None:
+            own = self.reads[tier]
+            return self.weight_loads * (own.matrices + self._expert_reads * own.experts)
         transfers = 0.0 if experts is None else self._expert_reads * experts.count
         if not problem.offloads_only_experts:
             transfers += problem.layer_matrices
@@ -310,9 +352,9 @@ class _Pass:
 def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
     """Positions allocated for a sequence: all; with sequences of all ages and a cache that grows by pages, the mean."""
     workload = problem.workload
-    if schedule == "prefill-only":
+    if schedule.is_single_pass or workload.output == 1:  # the first token is drawn from the prompt's own pass
         return 0
-    if schedule == "diagonal":
+    if schedule.is_paced:
         return math.ceil(workload.longest_prompt + workload.output / 2 + 8)
     return workload.longest
 
@@ -326,7 +368,7 @@ def _stored_memory(
     cache = sequences * positions * problem.kv_elements * problem.cache_bytes / stages
     waiting_tokens = sequences * workload.computed
     one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.max_batch_tokens
-    if one_batch and shape.schedule != "prefill-only":
+    if one_batch and not shape.schedule.is_single_pass:
         waiting_tokens = sequences
     hidden = waiting_tokens * config.state_size * problem.compute_bytes
     staging = problem.staging_memory(shape, sequences, resident)

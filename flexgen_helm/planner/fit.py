@@ -8,13 +8,14 @@ from typing import Literal
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.memory import least_run_bytes, plan_memory
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.placement import StorageSizes, Tier
+from flexgen_helm.planner.weight_placement import least_run_bytes, place_weights
 from flexgen_helm.quant.precisions import Precision
 
 Fit = Literal["in GPU memory", "in memory", "offloaded to disk", "too large for the memory", "too large for the disk"]
 # Of a published value, and of a value in the compute dtype: float32 on a CPU.
-_STORED_BYTES, _COMPUTE_BYTES = 2, {"gpu": 2, "cpu": 4}
+_STORED_BYTES, _COMPUTE_DTYPES = 2, {"gpu": "float16", "cpu": "float32"}
 _BOUNDLESS = 1 << 62
 
 
@@ -50,14 +51,14 @@ def _offloaded_bytes(config: ModelConfig, precision: Precision, gpu: int, cpu: i
     """Return the bytes of weights in host memory and on the disk; None if the memory is too small to stage them."""
     compute_tier: Tier = "gpu" if gpu else "cpu"
     storage = _storage(config, precision)
-    compute_bytes, sizes = _COMPUTE_BYTES[compute_tier], storage.matrices
-    # As `plan_memory` decides; most models end here.
-    beside = storage.vector_bytes(compute_bytes) + least_run_bytes(storage, compute_bytes)
+    limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": _BOUNDLESS}
+    machine, sizes = Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier]), storage.matrices
+    # As `place_weights` decides; most models end here.
+    beside = storage.vector_bytes(machine.compute_bytes) + least_run_bytes(storage, machine.compute_bytes)
     if sum(sizes.values()) + beside <= (gpu or cpu):
         return {"cpu": 0, "disk": 0}
-    limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": _BOUNDLESS}
     try:
-        placed = plan_memory(storage, limits, compute_tier, compute_bytes).weights
+        placed = place_weights(storage, machine).weights
     except MemoryLimitError:
         return None
     tiers: tuple[Tier, ...] = ("cpu", "disk")

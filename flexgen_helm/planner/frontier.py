@@ -42,7 +42,7 @@ def frontier_points(problem: PlanningProblem, count: int) -> list[dict[str, Any]
                 {
                     "latency_s": solution.prediction.block_s,
                     "tokens_per_s": solution.prediction.tokens_per_s,
-                    "policy": {**block, "schedule": solution.schedule, **policy.fractions},
+                    "policy": {**block, "schedule": solution.schedule.name, **policy.fractions},
                     "placement": fractions_by_kind(placed_fractions(problem, policy)),
                     "policy_flag": str(policy),
                 }

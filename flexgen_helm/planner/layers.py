@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.constants import BLOCK_SEQUENCES
-from flexgen_helm.planner.memory import plan_memory
-from flexgen_helm.planner.placement import Tier, achieved_fractions
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
+from flexgen_helm.planner.schedules import ZIGZAG
+from flexgen_helm.planner.weight_placement import place_weights
 
 
 def divide_layers(config: ModelConfig, num_ranks: int, counts: Sequence[int] | None = None) -> list[range]:
@@ -61,17 +61,10 @@ def divide_by_speed(seconds: Sequence[Sequence[float]]) -> list[range] | None:
     return _ranges(counts)
 
 
-def seconds_by_layers(
-    problem: PlanningProblem,
-    limits: Mapping[Tier, int],
-    rank: int,
-    num_ranks: int,
-    policy: Policy | None,
-) -> list[float]:
+def seconds_by_layers(problem: PlanningProblem, rank: int, num_ranks: int, policy: Policy | None) -> list[float]:
     """Predict seconds of a decode step with 1, 2, … layers of the model on this rank; infinite where they do not fit.
 
     problem: of the whole model on this rank's machine.
-    limits: bytes of its tiers.
     policy: that places the weights; None for the planner's rule.
     """
     layers = problem.config.num_layers
@@ -79,25 +72,20 @@ def seconds_by_layers(
     for count in range(1, layers - num_ranks + 2):
         first = 0 if rank == 0 else layers - count if rank == num_ranks - 1 else 1
         part = replace(problem, config=problem.config.part(range(first, first + count)), stages=1)
-        seconds.append(max(_step_seconds(part, limits, policy), seconds[-1] if seconds else 0.0))
+        seconds.append(max(_step_seconds(part, policy), seconds[-1] if seconds else 0.0))
     return seconds
 
 
-def _step_seconds(problem: PlanningProblem, limits: Mapping[Tier, int], policy: Policy | None) -> float:
+def _step_seconds(problem: PlanningProblem, policy: Policy | None) -> float:
     try:
-        memory = plan_memory(problem.storage, limits, problem.compute_tier, problem.compute_bytes, policy)
+        placement = place_weights(problem.storage, problem.machine, policy)
     except MemoryLimitError:
         return math.inf
     weights, cache, hidden = (
-        (fractions["gpu"], fractions["cpu"])
-        for fractions in (
-            achieved_fractions(problem.storage.matrices, memory.weights),
-            memory.cache,
-            memory.activations,
-        )
+        (fractions["gpu"], fractions["cpu"]) for fractions in (placement.shares, placement.cache, placement.activations)
     )
     placed = Policy(BLOCK_SEQUENCES, 1, *weights, *cache, *hidden)
-    return predict(problem, placed, "zigzag", rounded=False).decode_s / (problem.workload.output - 1)
+    return predict(problem, placed, ZIGZAG, rounded=False).decode_s / (problem.workload.output - 1)
 
 
 def _ranges(counts: Sequence[int]) -> list[range]:

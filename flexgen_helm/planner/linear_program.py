@@ -4,7 +4,9 @@ It finds the nine fractions that minimize the time of a sequence, with HiGHS: of
 states (h) on GPU (g), CPU (c) and disk (d):
 
     min  T / sequences    with  T = prefill pass + passes x decode pass,  pass >= every resource (`planner.cost_model`)
-    s.t. bytes of each tier <= its limit,  wg + wc + wd = cg + cc + cd = hg + hc + hd = 1,  T <= max_latency
+    s.t. bytes of each tier <= its limit,  wg + wc + wd = cg + cc + cd = hg + hc + hd = 1
+
+A limit of T needs no row: a block whose least T exceeds it has no solution.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from flexgen_helm.planner.affine import CACHE, CG, COLUMNS, HG, ONE, WEIGHTS, WG, Affine
+from flexgen_helm.planner.affine import CACHE, CG, COLUMNS, HG, HIDDEN, ONE, WEIGHTS, WG, Affine
 from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, block_costs
 from flexgen_helm.planner.placement import TIERS, Tier, tier_fractions
-from flexgen_helm.planner.policy import Policy, Schedule
-from flexgen_helm.planner.predict import Prediction, cache_blocks, evaluate, predict
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.predict import CostEstimate, cache_blocks, predict
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
+from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 
 # Attempts to lower a tier's share of the weights until its whole matrices fit.
 _ATTEMPTS = 16
+# Share by which a block may exceed its limit of time: rounding errors.
+LATENCY_TOLERANCE = 1e-6
 _Bounds = list[tuple[float, float | None]]
 
 
@@ -33,7 +38,7 @@ class Solution:
 
     policy: Policy
     schedule: Schedule
-    prediction: Prediction
+    prediction: CostEstimate
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,6 @@ def solve(
     shape: BlockShape,
     costs: BlockCosts,
     resident: bool,
-    max_latency: float | None = None,
     fixed: Policy | None = None,
 ) -> Candidate | None:
     """Solve the program of one block shape; None if it has no solution.
@@ -84,9 +88,6 @@ def solve(
         unit = max(1.0, problem.limits[tier])
         rows.append(np.concatenate((form[:9], (0.0, 0.0))) / unit)
         upper.append(free / unit)
-    if max_latency is not None:
-        rows.append(cost.copy())
-        upper.append(max_latency - constant)
     bounds = _bounds(problem, 2)
     if resident:
         bounds[WEIGHTS[problem.compute_tier]] = (1.0, 1.0)
@@ -105,8 +106,8 @@ def solve(
 def finish(problem: PlanningProblem, candidate: Candidate, max_latency: float | None = None) -> Solution | None:
     """Round a candidate to what can be placed; None if that does not fit or takes too long.
 
-    If whole matrices and cache blocks exceed a tier, part of its share moves to the next tier: of the weights, and of
-    the cache where no weights are left.
+    If whole matrices and cache blocks exceed a tier, part of its share moves to the next tier: of the weights, of the
+    cache where no weights are left, and at last of the hidden states.
     """
     fractions, schedule = candidate.fractions.copy(), candidate.shape.schedule
     next_tier: dict[Tier, Tier] = {"gpu": "cpu", "cpu": "disk"}
@@ -114,16 +115,21 @@ def finish(problem: PlanningProblem, candidate: Candidate, max_latency: float | 
         policy = _policy(candidate.shape, fractions)
         prediction = predict(problem, policy, schedule)
         if prediction.feasible:
-            late = max_latency is not None and prediction.block_s > max_latency * (1 + 1e-6)
+            late = max_latency is not None and prediction.block_s > max_latency * (1 + LATENCY_TOLERANCE)
             return None if late else Solution(policy, schedule, prediction)
         lowered = False
         for tier, following in next_tier.items():
-            short = prediction.missing.get(tier, 0) / problem.stored_bytes
-            if not short:
+            missing = prediction.missing.get(tier, 0)
+            if not missing:
                 continue
-            columns, step = WEIGHTS, 1.05 * short + 1e-4
-            if candidate.keeps_weights or not fractions[WEIGHTS[tier]]:
+            # In bytes for the whole of a kind; a block that draws one token keeps no cache.
+            stored = block_costs(problem, candidate.shape).memory[tier][0]
+            if fractions[WEIGHTS[tier]] and not candidate.keeps_weights:
+                columns, step = WEIGHTS, 1.05 * missing / problem.stored_bytes + 1e-4
+            elif fractions[CACHE[tier]] and stored[CACHE[tier]]:
                 columns, step = CACHE, 1 / len(cache_blocks(problem, policy))
+            else:
+                columns, step = HIDDEN, 1.05 * missing / max(1.0, stored[HIDDEN[tier]]) + 1e-4
             moved = min(fractions[columns[tier]], attempt * step)  # more each time, until something whole moves
             fractions[columns[tier]] -= moved
             fractions[columns[following]] += moved
@@ -146,20 +152,27 @@ def least_missing(problem: PlanningProblem, costs: BlockCosts) -> tuple[Affine, 
     return np.append(solved.x[:9], 1.0), missing
 
 
-def quickest_seconds(problem: PlanningProblem, schedules: Sequence[Schedule]) -> float | None:
-    """Return the seconds of the quickest block, which has a single sequence; None if not even that fits."""
-    shape = single_sequence(schedules)
-    seconds = [
-        evaluate(problem, shape, candidate.fractions).block_s
-        for resident in (False, True)
-        if (candidate := solve(problem, shape, block_costs(problem, shape, resident), resident)) is not None
-    ]
+def quickest_seconds(
+    problem: PlanningProblem, schedules: Sequence[Schedule], fixed: Policy | None = None
+) -> float | None:
+    """Return the seconds of the quickest block as it will be placed, the smallest one; None if not even that fits.
+
+    fixed: a policy whose weights are loaded already.
+    """
+    shape, has_gpu = smallest_block(schedules), problem.compute_tier == "gpu"
+    seconds = []
+    for resident in (False, True):
+        if resident and fixed and tier_fractions(fixed, "weights", has_gpu)[problem.compute_tier] < 1:
+            continue
+        candidate = solve(problem, shape, block_costs(problem, shape, resident), resident, fixed=fixed)
+        if candidate is not None and (done := finish(problem, candidate)) is not None:
+            seconds.append(done.prediction.block_s)
     return min(seconds, default=None)
 
 
-def single_sequence(schedules: Sequence[Schedule]) -> BlockShape:
-    """Return the smallest block."""
-    return BlockShape(1, 1, "prefill-only" if tuple(schedules) == ("prefill-only",) else "zigzag")
+def smallest_block(schedules: Sequence[Schedule]) -> BlockShape:
+    """Return the smallest block: one sequence, but all where only a single pass is allowed."""
+    return BlockShape(1, 1, schedules[0] if all(own.is_single_pass for own in schedules) else ZIGZAG)
 
 
 def _memory_rows(problem: PlanningProblem, costs: BlockCosts) -> Iterator[tuple[Tier, Affine, float]]:

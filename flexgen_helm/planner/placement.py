@@ -20,6 +20,7 @@ from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import FP16, Precision
 
 Tier = Literal["gpu", "cpu", "disk"]
+Fractions = Mapping[Tier, float]
 TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
 # Where something is, for people.
 TIER_PLACES: Mapping[Tier, str] = {"gpu": "in GPU memory", "cpu": "in memory", "disk": "on disk"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.hardware.profile import Curve, HardwareProfile, Link
@@ -14,10 +14,11 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.affine import fractions_by_kind
 from flexgen_helm.planner.linear_program import Solution
 from flexgen_helm.planner.placement import TIERS, Tier
-from flexgen_helm.planner.policy import Policy, Schedule
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import placed_fractions, predict
 from flexgen_helm.planner.problem import PlanningProblem
-from flexgen_helm.planner.search import AUTOMATIC, search
+from flexgen_helm.planner.schedules import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Schedule
+from flexgen_helm.planner.search import search
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
@@ -35,15 +36,16 @@ _RESOURCE_NAMES = {
 _Record = TypeVar("_Record")
 
 
-def simulated_gpu(hardware: HardwareProfile, gpu_bytes: int, link_gb_s: tuple[float, float] | None) -> HardwareProfile:
-    """Add a simulated gpu: the machine's own processor with `gpu_bytes` of host memory behind a link.
+def simulated_gpu(hardware: HardwareProfile, link_gb_s: tuple[float, float] | None) -> HardwareProfile:
+    """Add a simulated gpu: the machine's own processor with host memory behind a link.
+
+    Its limit is the user's, and its capacity the host's: the workspace of computing is there and no limit counts it.
 
     link_gb_s: GB/s in and out, at most and by default as fast as memory is copied.
     """
     copy = hardware.cpu.memory_bytes_s / 2
     to_gpu, to_cpu = (min(rate * 1e9, copy) for rate in link_gb_s) if link_gb_s else (copy, copy)
-    gpu = replace(hardware.cpu, memory_bytes=gpu_bytes)
-    return replace(hardware, gpu=gpu, link=Link(to_gpu, to_cpu, to_gpu, to_cpu))
+    return replace(hardware, gpu=hardware.cpu, link=Link(to_gpu, to_cpu, to_gpu, to_cpu))
 
 
 def planning_problem(
@@ -106,7 +108,7 @@ class Plan:
         own, workload = self.solution.policy.block_size, self.problem.workload
         if self.problem.endless:
             return own
-        whole = self.solution.schedule == "prefill-only"
+        whole = self.solution.schedule.is_single_pass
         return workload.num_sequences if whole else min(own, workload.num_sequences)
 
     @property
@@ -121,7 +123,7 @@ class Plan:
                 **{name: round(float(value), 6) for name, value in policy.fractions.items()},
                 "gpu_batch_size": policy.gpu_batch_size,
                 "num_gpu_batches": policy.num_gpu_batches,
-                "schedule": self.solution.schedule,
+                "schedule": self.solution.schedule.name,
                 "precision": self.problem.precision.name,
             },
             "policy_flag": str(policy),
@@ -146,38 +148,39 @@ def make_plan(
     problem: PlanningProblem,
     *,
     policy: Policy | None = None,
-    schedule: Schedule | Literal["auto"] = "auto",
+    schedule: Schedule | None = None,
     max_latency: float | None = None,
 ) -> Plan:
     """Search a policy, or evaluate the given one.
+
+    schedule: None for the best of those that a search tries.
 
     Raises `MemoryLimitError` if the search finds nothing. A given policy that does not fit is a plan that is not
     feasible.
     """
     if policy is None:
-        schedules = AUTOMATIC if schedule == "auto" else (schedule,)
+        schedules = AUTOMATIC if schedule is None else (schedule,)
         solution = search(problem, schedules, max_latency=max_latency)
     else:
-        default: Schedule = "prefill-only" if problem.workload.output == 1 else "zigzag"
-        order = default if schedule == "auto" else schedule
-        solution = Solution(policy, order, predict(problem, policy, order))
+        schedule = schedule or (PREFILL_ONLY if problem.workload.output == 1 else ZIGZAG)
+        solution = Solution(policy, schedule, predict(problem, policy, schedule))
     missing = solution.prediction.missing
     if missing:
         tier = max(missing, key=lambda tier: missing[tier])
         why = f"It does not fit: the {tier} tier misses {exact_size(missing[tier])}."
     else:
-        why = _explanation(problem, solution, searched=policy is None)
+        why = _explanation(problem, solution, max_latency, searched=policy is None)
     return Plan(problem, solution, why)
 
 
-def _explanation(problem: PlanningProblem, solution: Solution, searched: bool) -> str:
+def _explanation(problem: PlanningProblem, solution: Solution, max_latency: float | None, searched: bool) -> str:
     """Say what bounds the speed, and what would help most."""
     bounds = []
     for phase, seconds in solution.prediction.seconds.items():
         slowest = max(_RESOURCE_NAMES, key=lambda name: seconds.get(name, 0.0))
         if seconds.get(slowest, 0.0):
             bounds.append(f"{phase} is bound by {_RESOURCE_NAMES[slowest]}")
-    gains = _gains(problem, solution, searched)[:2]
+    gains = _gains(problem, solution, max_latency, searched)[:2]
     helps = "; ".join(f"{what} would bring {100 * (gain - 1):+.0f} %" for what, gain in gains if gain >= 1.02)
     return f"{_sentence(', '.join(bounds))} {_sentence(helps or 'doubling one resource brings little')}"
 
@@ -186,10 +189,13 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _gains(problem: PlanningProblem, solution: Solution, searched: bool) -> list[tuple[str, float]]:
+def _gains(
+    problem: PlanningProblem, solution: Solution, max_latency: float | None, searched: bool
+) -> list[tuple[str, float]]:
     """Return the throughput relative to now with twice of each resource, the most helpful first.
 
-    A faster part is tried with the same policy; with more memory a searched policy is searched again.
+    A faster part is tried with the same policy; with more memory a searched policy is searched again,
+    under the same limit of latency.
     """
     hardware, processor = problem.hardware, problem.hardware.compute_processor
     flops = {
@@ -216,7 +222,8 @@ def _gains(problem: PlanningProblem, solution: Solution, searched: bool) -> list
             larger = _changed(hardware, {tier: _doubled(getattr(hardware, tier), "memory_bytes")})
             limits = {**problem.limits, tier: 2 * problem.limits[tier]}
             with suppress(MemoryLimitError):
-                more = search(replace(problem, hardware=larger, limits=limits), (solution.schedule,))
+                roomy = replace(problem, hardware=larger, limits=limits)
+                more = search(roomy, (solution.schedule,), max_latency=max_latency)
                 rate_of[f"twice the {name}"] = more.prediction.tokens_per_s
     now = solution.prediction.tokens_per_s
     return sorted(((what, rate / now) for what, rate in rate_of.items()), key=lambda gain: -gain[1])

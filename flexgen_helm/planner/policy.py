@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from flexgen_helm.errors import UsageError
-
-Schedule = Literal["row", "zigzag", "diagonal", "prefill-only"]
-SCHEDULES: tuple[Schedule, ...] = ("row", "zigzag", "diagonal", "prefill-only")
+from flexgen_helm.planner.schedules import Schedule
 
 
 @dataclass(frozen=True)
@@ -80,3 +77,15 @@ class Policy:
                 f"--policy {text!r} is not of the form GBSxNB,wg,wc,cg,cc,hg,hc with six percentages ({error}); "
                 "for example 48x3,20,80,0,100,0,100"
             ) from error
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the user has decided; None for what the planner is to choose.
+
+    max_latency: seconds that a block may take.
+    """
+
+    policy: Policy | None = None
+    schedule: Schedule | None = None
+    max_latency: float | None = None

@@ -10,10 +10,11 @@ import numpy as np
 
 from flexgen_helm.planner.affine import COLUMNS, WEIGHTS, Affine, fraction_vector
 from flexgen_helm.planner.constants import BLOCK_SEQUENCES
-from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, block_costs, pass_seconds
+from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, WeightReads, block_costs, pass_seconds
 from flexgen_helm.planner.placement import TIERS, Kind, Tier, achieved_fractions, place, tier_fractions
-from flexgen_helm.planner.policy import Policy, Schedule
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
+from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class TierMemory:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class CostEstimate:
     """Cost of a workload.
 
     prefill_s, decode_s: of the first block.
@@ -55,37 +56,78 @@ class Prediction:
         return self.prefill_s + self.decode_s
 
 
-def predict(problem: PlanningProblem, policy: Policy, schedule: Schedule, rounded: bool = True) -> Prediction:
+def predict(problem: PlanningProblem, policy: Policy, schedule: Schedule, rounded: bool = True) -> CostEstimate:
     """Predict the cost of a policy.
 
     rounded: place whole matrices and cache blocks as the engine does, instead of the exact fractions.
     """
-    exact = fraction_vector(policy, problem.compute_tier == "gpu")
-    fractions = placed_fractions(problem, policy) if rounded else exact
-    return evaluate(problem, BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, schedule), fractions)
+    shape = BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, schedule)
+    placed = _placed_weights(problem, policy)
+    if rounded:
+        fractions = _with_placed(problem, policy, placed)
+    else:
+        fractions = fraction_vector(policy, problem.compute_tier == "gpu")
+    is_exact = rounded or problem.config.experts is not None  # experts have no share of every tier
+    return evaluate(problem, shape, fractions, weight_reads(problem, placed, fractions) if is_exact else None)
 
 
 def cache_blocks(problem: PlanningProblem, policy: Policy) -> list[int]:
     """Return the sequences of each cache block, in the order in which they are placed."""
-    shape = BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, "zigzag")
+    shape = BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, ZIGZAG)
     if not problem.endless:
         shape = shrunk(shape, problem.workload.num_sequences)
-    batch = shape.gpu_batch_size
-    blocks = [min(BLOCK_SEQUENCES, batch - first) for first in range(0, batch, BLOCK_SEQUENCES)]
-    return blocks * shape.num_gpu_batches
+    batch, left = shape.gpu_batch_size, int(shape.num_sequences)
+    blocks = []
+    for first in range(0, left, batch):
+        end = min(left, first + batch)
+        blocks += [min(BLOCK_SEQUENCES, end - start) for start in range(first, end, BLOCK_SEQUENCES)]
+    return blocks
 
 
 def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
     """Return the fractions as the engine achieves them: it places whole matrices and whole cache blocks."""
+    return _with_placed(problem, policy, _placed_weights(problem, policy))
+
+
+def _placed_weights(problem: PlanningProblem, policy: Policy) -> dict[str, Tier]:
+    return place(problem.storage.matrices, tier_fractions(policy, "weights", problem.compute_tier == "gpu"))
+
+
+def _with_placed(problem: PlanningProblem, policy: Policy, weights: Mapping[str, Tier]) -> Affine:
+    """Return the fractions of placed weights and of whole cache blocks."""
     has_gpu = problem.compute_tier == "gpu"
     cache = {str(number): sequences for number, sequences in enumerate(cache_blocks(problem, policy))}
     fractions = fraction_vector(policy, has_gpu)
-    sizes: dict[Kind, Mapping[str, int]] = {"weights": problem.storage.matrices, "cache": cache}
-    for kind, sizes_of_kind in sizes.items():
-        placed = place(sizes_of_kind, tier_fractions(policy, kind, has_gpu))
-        for tier, fraction in achieved_fractions(sizes_of_kind, placed).items():
+    placed: dict[Kind, tuple[Mapping[str, int], Mapping[str, Tier]]] = {
+        "weights": (problem.storage.matrices, weights),
+        "cache": (cache, place(cache, tier_fractions(policy, "cache", has_gpu))),
+    }
+    for kind, (sizes, tiers) in placed.items():
+        for tier, fraction in achieved_fractions(sizes, tiers).items():
             fractions[COLUMNS[kind][tier]] = fraction
     return fractions
+
+
+def weight_reads(problem: PlanningProblem, placed: Mapping[str, Tier], fractions: Affine) -> dict[Tier, WeightReads]:
+    """Return what passes read of each tier's weights, per share that `fractions` says the tier has."""
+    sums = {tier: [0.0] * 5 for tier in TIERS}
+    experts: set[str] = set()
+    for name, kind in problem.matrix_kinds.items():
+        own, num_bytes = sums[placed[name]], problem.storage.matrices[name]
+        if kind == "layer":
+            own[0] += num_bytes
+            own[3] += 1
+        elif kind == "head":
+            own[2] += num_bytes
+        elif kind != "embedding":
+            own[1] += num_bytes
+            own[4] += kind not in experts
+            experts.add(kind)
+    shares = {tier: float(fractions[WEIGHTS[tier]]) for tier in TIERS}
+    return {
+        tier: WeightReads(*(value / shares[tier] for value in values)) if shares[tier] > 0 else WeightReads()
+        for tier, values in sums.items()
+    }
 
 
 def as_placed(problem: PlanningProblem, policy: Policy) -> Policy:
@@ -104,22 +146,21 @@ def as_placed(problem: PlanningProblem, policy: Policy) -> Policy:
     return policy
 
 
-def evaluate(problem: PlanningProblem, shape: BlockShape, fractions: Affine) -> Prediction:
-    """Predict the cost of the whole workload in blocks of one shape."""
-    workload, num_sequences = problem.workload, problem.workload.num_sequences
-    if not problem.endless and shape.schedule in ("row", "zigzag"):
-        shape = shrunk(shape, num_sequences)
+def evaluate(
+    problem: PlanningProblem,
+    shape: BlockShape,
+    fractions: Affine,
+    reads: Mapping[Tier, WeightReads] | None = None,
+) -> CostEstimate:
+    """Predict the cost of the whole workload in blocks of one shape; reads: see `block_costs`."""
+    workload = problem.workload
+    if not problem.endless:
+        shape = shrunk(shape, workload.num_sequences)
     resident = bool(fractions[WEIGHTS[problem.compute_tier]] >= 1 - 1e-9)
-    costs = block_costs(problem, shape, resident)
+    costs = block_costs(problem, shape, resident, reads)
     prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
-    latency_s, tokens = prefill_s + decode_s, costs.sequences * workload.output
-    if not problem.endless and costs.sequences < num_sequences:
-        full_blocks, rest = divmod(num_sequences, int(costs.sequences))
-        latency_s *= full_blocks
-        tokens = workload.output_tokens
-        if rest:
-            last = shrunk(shape, rest)
-            latency_s += sum(_phase_seconds(problem, block_costs(problem, last, resident), fractions))
+    latency_s = workload_seconds(problem, shape, costs, fractions, resident, reads)
+    tokens = costs.sequences * workload.output if problem.endless else workload.output_tokens
     memory, missing = _memory(problem, costs, fractions)
     phases = {"prefill": (costs.prefill, 1.0), "decode": (costs.decode, costs.decode_passes)}
     seconds = {
@@ -127,15 +168,39 @@ def evaluate(problem: PlanningProblem, shape: BlockShape, fractions: Affine) -> 
         for phase, (times, passes) in phases.items()
     }
     bottleneck = max(RESOURCES, key=lambda name: sum(phase.get(name, 0.0) for phase in seconds.values()))
-    return Prediction(prefill_s, decode_s, latency_s, tokens / latency_s, seconds, memory, missing, bottleneck)
+    return CostEstimate(prefill_s, decode_s, latency_s, tokens / latency_s, seconds, memory, missing, bottleneck)
+
+
+def workload_seconds(
+    problem: PlanningProblem,
+    shape: BlockShape,
+    costs: BlockCosts,
+    fractions: Affine,
+    resident: bool,
+    reads: Mapping[Tier, WeightReads] | None = None,
+) -> float:
+    """Return the seconds of all blocks, the last of which may be smaller; of one block if the workload is endless.
+
+    costs: of a block of `shape`.
+    """
+    block_s = sum(_phase_seconds(problem, costs, fractions))
+    if problem.endless:
+        return block_s
+    full_blocks, rest = divmod(problem.workload.num_sequences, int(costs.sequences))
+    if not rest:
+        return full_blocks * block_s
+    last = block_costs(problem, shrunk(shape, rest), resident, reads)
+    return full_blocks * block_s + sum(_phase_seconds(problem, last, fractions))
 
 
 def shrunk(shape: BlockShape, sequences: int) -> BlockShape:
-    """Return the shape of a block that has no more than `sequences` sequences."""
+    """Return the shape of a block that has no more than `sequences` sequences, in batches of about equal size."""
     if shape.num_sequences <= sequences:
         return shape
     batches = max(1, min(shape.num_gpu_batches, -(-sequences // shape.gpu_batch_size)))
-    return replace(shape, gpu_batch_size=-(-sequences // batches), num_gpu_batches=batches)
+    batch_size = -(-sequences // batches)
+    batches = -(-sequences // batch_size)  # 10 in up to 7 batches are five batches of 2
+    return BlockShape(batch_size, batches, shape.schedule, sequences if batch_size * batches > sequences else None)
 
 
 def _phase_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Affine) -> tuple[float, float]:

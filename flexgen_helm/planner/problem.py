@@ -9,7 +9,16 @@ from functools import cached_property
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile, Link
-from flexgen_helm.models.config import EMBED_TABLE, HEAD, ModelConfig, expert_of, layer_stages, stage_tensor_shapes
+from flexgen_helm.models.config import (
+    EMBED,
+    EMBED_TABLE,
+    HEAD,
+    ModelConfig,
+    expert_of,
+    layer_stages,
+    stage_names,
+    stage_tensor_shapes,
+)
 from flexgen_helm.planner.affine import CACHE, Affine, affine
 from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.constants import (
@@ -24,9 +33,10 @@ from flexgen_helm.planner.constants import (
     PINNED_EXCESS_SHARE,
 )
 from flexgen_helm.planner.experts import expected_experts
-from flexgen_helm.planner.memory import StagingSizes, expert_slot_bytes, loader_buffer_bytes, staging_sizes
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.placement import StorageSizes, Tier
-from flexgen_helm.planner.policy import Schedule
+from flexgen_helm.planner.schedules import Schedule
+from flexgen_helm.planner.staging import StagingSizes, expert_slot_bytes, loader_buffer_bytes, staging_sizes
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.quant.precisions import Precision
@@ -44,15 +54,19 @@ def without_margin(free: float, total: float) -> int:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The shape of a block: sequences of a batch, batches, and the order of the work."""
+    """The shape of a block: sequences of a batch, batches, and the order of the work.
+
+    count: sequences that the block really has; None where all batches are full.
+    """
 
     gpu_batch_size: int
     num_gpu_batches: int
     schedule: Schedule
+    count: float | None = None
 
     @property
-    def num_sequences(self) -> int:
-        return self.gpu_batch_size * self.num_gpu_batches
+    def num_sequences(self) -> float:
+        return self.gpu_batch_size * self.num_gpu_batches if self.count is None else self.count
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,12 @@ class PlanningProblem:
             raise UsageError(f"{self.config.num_layers} layers cannot be spread over {self.stages} pipeline stages")
 
     # --- The machine ---
+    @cached_property
+    def machine(self) -> Machine:
+        limits = {tier: int(limit) for tier, limit in self.limits.items()}
+        dtype = "float32" if self.compute_bytes == 4 else "float16"
+        return Machine(limits, self.compute_tier, dtype, self.overlap, self.cpu_attention)
+
     @property
     def compute_tier(self) -> Tier:
         return "cpu" if self.hardware.gpu is None else "gpu"
@@ -151,6 +171,17 @@ class PlanningProblem:
             if len(shape) > 1 and expert_of(name) is None
         )
         return sum(1 for _ in names) / self.config.num_layers
+
+    @cached_property
+    def matrix_kinds(self) -> Mapping[str, str]:
+        """What each matrix is: 'layer', 'head', 'embedding', of which rows are gathered, or the name of its expert."""
+        kinds = {}
+        for stage in stage_names(self.config):
+            kind = {EMBED: "embedding", HEAD: "head"}.get(stage, "layer")
+            for name, shape in stage_tensor_shapes(self.config, stage).items():
+                if len(shape) > 1:
+                    kinds[name] = "head" if name == EMBED_TABLE and self._borrows_table else expert_of(name) or kind
+        return kinds
 
     # --- Experts. A pass reads those that its tokens select; figures of a layer are means over all layers. ---
     @cached_property
@@ -338,7 +369,7 @@ class PlanningProblem:
         config, work = self.config, self.compute_bytes
         vectors = self.storage.vector_bytes(work)
         staging = affine(vectors / self.stages + (self._graph_bytes(vectors) if resident else self._staging_bytes))
-        if shape.schedule != "prefill-only":
+        if not shape.schedule.is_single_pass:
             sizes = cache_sizes(config, self.precision.cache, work, on_disk=False)
             staging += affine(sequences * sizes.window_bytes / self.stages)
         # Two layers of an offloaded cache block: the one in use and the next.
@@ -348,7 +379,11 @@ class PlanningProblem:
                 staging[column] += block * self.kv_elements / config.num_cache_layers * work
         if resident or self.hardware.gpu is None:
             return {self.compute_tier: (staging,)}
-        return {self.compute_tier: (staging,), "cpu": (affine(loader_buffer_bytes(self.storage)),)}
+        return {self.compute_tier: (staging,), "cpu": (affine(self._loader_buffer_bytes),)}
+
+    @cached_property
+    def _loader_buffer_bytes(self) -> int:
+        return loader_buffer_bytes(self.storage)
 
     @property
     def _staging_bytes(self) -> float:

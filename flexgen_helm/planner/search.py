@@ -7,6 +7,7 @@ rounded to whole matrices and cache blocks and evaluated again, so the predictio
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -15,20 +16,20 @@ from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.planner.affine import CACHE, ONE
 from flexgen_helm.planner.cost_model import BlockCosts, block_costs
 from flexgen_helm.planner.infeasible import explain_infeasible
-from flexgen_helm.planner.linear_program import Candidate, Solution, finish, solve
+from flexgen_helm.planner.linear_program import LATENCY_TOLERANCE, Candidate, Solution, finish, solve
 from flexgen_helm.planner.placement import TIERS, tier_fractions
-from flexgen_helm.planner.policy import Policy, Schedule
-from flexgen_helm.planner.predict import as_placed, predict, shrunk
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.predict import as_placed, predict, shrunk, workload_seconds
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
+from flexgen_helm.planner.schedules import AUTOMATIC, Schedule
 
-# Schedules of 'auto'. 'row' is never better, and the model lacks the cost of the diagonal schedule's growing caches.
-AUTOMATIC: tuple[Schedule, ...] = ("zigzag", "prefill-only")
 _NUM_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20)
+_NUM_BLOCKS = range(1, 7)
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 256, 384, 512, 768, 1024)
-# Candidates that are rounded and evaluated again.
-_ROUNDED = 12
-# Shapes that would take so many times as long as the best, even with perfect overlap, are left out. Above 1, because
-# the best may lose to others when its fractions are rounded to whole matrices.
+# Candidates that are rounded and evaluated again, and how many are tried for them.
+_ROUNDED, _TRIED = 12, 48
+# Shapes that would take so many times as long as the best even with perfect overlap, or as a block may, are left out.
+# Above 1, because fractions change when they are rounded to whole matrices.
 _PRUNED_FROM = 1.25
 
 
@@ -48,17 +49,24 @@ def search(
     quick enough.
     """
     candidates = _candidates(problem, schedules, max_latency, fixed, prune=True)
-    solutions = [done for one in candidates[:_ROUNDED] if (done := finish(problem, one, max_latency))]
+    finished = (finish(problem, candidate, max_latency) for candidate in candidates[:_TRIED])
+    solutions = list(islice((solution for solution in finished if solution is not None), _ROUNDED))
     if not solutions:  # whole matrices cost the last bytes; smaller blocks leave more
         candidates = _candidates(problem, schedules, max_latency, fixed, prune=False)
         finished = (finish(problem, candidate, max_latency) for candidate in candidates)
         solutions = list(islice((solution for solution in finished if solution is not None), _ROUNDED))
     if not solutions:
-        raise MemoryLimitError(explain_infeasible(problem, schedules, max_latency))
-    best = max(solutions, key=lambda done: (_rank(done.prediction.tokens_per_s), -done.policy.block_size))
+        raise MemoryLimitError(explain_infeasible(problem, schedules, max_latency, fixed))
+    best = max(solutions, key=_worth)
     policy = as_placed(problem, best.policy)
     named = Solution(policy, best.schedule, predict(problem, policy, best.schedule))
-    return named if named.prediction.feasible else best
+    is_late = max_latency is not None and named.prediction.block_s > max_latency * (1 + LATENCY_TOLERANCE)
+    return best if is_late or not named.prediction.feasible else named
+
+
+def _worth(done: Solution) -> tuple[float, bool, int]:
+    """Return what the best has most of; of equals, one pass for all shares most, and small blocks end first."""
+    return _rank(done.prediction.tokens_per_s), done.schedule.is_single_pass, -done.policy.block_size
 
 
 def _candidates(
@@ -73,7 +81,7 @@ def _candidates(
     prune: skip shapes that cannot be the best even with perfect overlap.
     """
     solved: list[tuple[float, Candidate]] = []
-    best = np.inf
+    best, workload = np.inf, problem.workload
     has_gpu = problem.compute_tier == "gpu"
     for shape, resident in _shapes(problem, schedules):
         if resident and fixed and tier_fractions(fixed, "weights", has_gpu)[problem.compute_tier] < 1:
@@ -82,10 +90,16 @@ def _candidates(
         least = _least_seconds(costs) if prune else 0.0
         if least > best * _PRUNED_FROM:
             continue
-        candidate = solve(problem, shape, costs, resident, max_latency, fixed)
-        if candidate is not None:
-            solved.append((least, candidate))
-            best = min(best, candidate.seconds_per_sequence)
+        candidate = solve(problem, shape, costs, resident, fixed)
+        if candidate is None:
+            continue
+        if max_latency is not None and candidate.seconds_per_sequence * costs.sequences > max_latency * _PRUNED_FROM:
+            continue
+        if not problem.endless and workload.num_sequences % costs.sequences:  # the last block is smaller
+            total_s = workload_seconds(problem, shape, costs, candidate.fractions, resident)
+            candidate = replace(candidate, seconds_per_sequence=total_s / workload.num_sequences)
+        solved.append((least, candidate))
+        best = min(best, candidate.seconds_per_sequence)
     # Prune again with the final best, so that the order of shapes does not matter.
     kept = [candidate for least, candidate in solved if least <= best * _PRUNED_FROM]
     return sorted(
@@ -96,29 +110,40 @@ def _candidates(
 def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator[tuple[BlockShape, bool]]:
     """Yield block shapes worth trying with resident and offloaded weights, large ones first: they prune the most.
 
-    None has more sequences than the workload, but for those that fill its last batch.
+    None has more sequences than the workload. A single token is scored in one pass for all, or block by block.
     """
     workload = problem.workload
-    most = np.inf if problem.endless else workload.num_sequences
     room = sum(map(problem.usable, TIERS))
     sequence_bytes = problem.kv_elements * problem.cache_bytes * (workload.prompt + workload.output) / 2
+    if workload.output == 1:
+        sequence_bytes = 0.0
     resident = (True, False) if problem.stored_bytes <= problem.usable(problem.compute_tier) else (False,)
+    # The largest batch of prompts whose products read packed weights as they are.
+    batch_sizes = {*_BATCH_SIZES, max(1, int(problem.fused_rows / workload.computed))}
+    if not problem.endless:  # blocks of equal size: 17 sequences are rather 9 and 8 than 8, 8 and 1
+        batch_sizes |= {-(-workload.num_sequences // blocks) for blocks in _NUM_BLOCKS}
     known: set[BlockShape] = set()
     for schedule in schedules:
-        if (schedule == "prefill-only") != (workload.output == 1):
+        if schedule.is_single_pass and workload.output > 1:
             continue
-        for batch_size in reversed(_BATCH_SIZES):
-            for batches in (1,) if schedule == "prefill-only" else reversed(_NUM_BATCHES):
-                sequences = batch_size * batches
-                too_many = sequences >= 2 * most
-                if too_many or (schedule != "prefill-only" and sequences * sequence_bytes > room):
-                    continue
+        for batch_size in sorted(batch_sizes, reverse=True):
+            for batches in _batch_numbers(problem, schedule, batch_size):
                 shape = BlockShape(batch_size, batches, schedule)
                 if not problem.endless:
                     shape = shrunk(shape, workload.num_sequences)
-                if shape not in known:
+                if shape not in known and shape.num_sequences * sequence_bytes <= room:
                     known.add(shape)
                     yield from ((shape, flag) for flag in resident)
+
+
+def _batch_numbers(problem: PlanningProblem, schedule: Schedule, batch_size: int) -> list[int]:
+    """Return the numbers of batches worth trying, large ones first, with the one that holds the whole workload."""
+    if problem.endless:
+        return sorted(_NUM_BATCHES, reverse=True)
+    if schedule.is_single_pass:
+        return [1]
+    whole = -(-problem.workload.num_sequences // batch_size)
+    return sorted({*_NUM_BATCHES, min(whole, _NUM_BATCHES[-1])}, reverse=True)
 
 
 def _least_seconds(costs: BlockCosts) -> float:

@@ -15,10 +15,12 @@ class Workload:
 
     groups: tokens of the prompt, tokens of the output, and the number of sequences with these.
     saved_tokens: prompt tokens over all sequences that are not computed because sequences share them.
+    scored_tokens: prompt tokens over all sequences whose log-probabilities are asked for: all pass the head.
     """
 
     groups: tuple[tuple[int, int, int], ...]
     saved_tokens: int = 0
+    scored_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -35,10 +37,10 @@ class Workload:
         return cls(((prompt, output, count),))
 
     @classmethod
-    def of(cls, lengths: Iterable[tuple[int, int]], saved_tokens: int = 0) -> Workload:
+    def of(cls, lengths: Iterable[tuple[int, int]], saved_tokens: int = 0, scored_tokens: int = 0) -> Workload:
         """Count the (prompt, output) lengths of all sequences."""
         counts = sorted(Counter(lengths).items())
-        return cls(tuple((prompt, output, count) for (prompt, output), count in counts), saved_tokens)
+        return cls(tuple((prompt, output, count) for (prompt, output), count in counts), saved_tokens, scored_tokens)
 
     @property
     def num_sequences(self) -> int:
@@ -71,6 +73,11 @@ class Workload:
     def computed(self) -> float:
         """Mean number of prompt tokens that are computed."""
         return self.prompt - self.saved_tokens / self.num_sequences
+
+    @property
+    def scored(self) -> float:
+        """Mean number of prompt tokens that pass the head."""
+        return self.scored_tokens / self.num_sequences
 
     @property
     def pairs(self) -> float:

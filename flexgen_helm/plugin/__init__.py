@@ -1,4 +1,4 @@
-"""The HELM plugin: HELM imports this module through its entry point, and `flexgen/…` models exist.
+"""Importing registers `flexgen/…` models: HELM does it through its entry point.
 
 HELM swallows an error of this import and later says 'model not found'. So nothing is raised here; one line says what
 failed.

@@ -17,7 +17,7 @@ from flexgen_helm.plugin.context import get_context
 class FlexgenClient(Client):
     """HELM's client for `flexgen/…` models and deployments with a checkpoint of one's own.
 
-    arguments: those of a deployment entry, all optional; see `models.ModelArguments`.
+    arguments: those of a deployment entry, all optional; see `model_names.find_model`.
     """
 
     def __init__(self, model_name: str, cache_config: CacheConfig | None = None, **arguments: Any) -> None:
@@ -34,10 +34,10 @@ class FlexgenClient(Client):
             return convert.failed_result(EMBEDDING_UNAVAILABLE_REQUEST_RESULT.error or "no embeddings")
         context = get_context()
         try:
-            prepared = context.prepare(self.model, request)
-            response = context.service.respond(self.model, prepared, self.use_cache)
-            encoder = context.encoder(self.model)
-            return convert.to_request_result(request, prepared, response.result, response.is_cached, encoder)
+            ours = convert.to_helm_request(request, self.model, context.models)
+            response = context.service.respond(self.model, ours, self.use_cache)
+            encoder = context.models.encoder(self.model)
+            return convert.to_request_result(request, ours, response.result, response.is_cached, encoder)
         except NonRetriableException:
             raise
         except FlexgenError as error:

@@ -16,7 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from helm.common.request import (
     ErrorFlags,
@@ -29,8 +31,10 @@ from helm.common.request import (
 from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.errors import NumericalError, RequestError
-from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.request import MAX_COMPLETIONS, Completion, GenerationRequest, GenerationResult
+from flexgen_helm.service.models import ModelArguments, ModelReader
+from flexgen_helm.service.prompt_encoder import PromptEncoder
+from flexgen_helm.service.service import KeyedRequest, request_key
 from flexgen_helm.tokenizer.chat import ChatFormat
 from flexgen_helm.tokenizer.thinking import split_thinking
 
@@ -56,20 +60,25 @@ class TokenRequest(PlainTextRequest):
 
 
 @dataclass(frozen=True)
-class PreparedRequest:
-    """One HELM request in the engine's terms. Filled by `to_generation_request`.
+class HelmRequest(KeyedRequest):
+    """A request of HELM in the engine's terms, and what its result needs to become one of HELM's.
 
-    key: equal for requests whose results must be equal, whatever run, file or process they come from.
     echo_ids: the tokens that HELM gets back if the prompt is echoed: its own encoding, without the context token.
     num_copies: greedy completions are identical, so one is computed and returned `num_copies` times.
     is_clipped: the window leaves fewer tokens than the request asks for.
     """
 
-    request: GenerationRequest
-    key: str
     echo_ids: tuple[int, ...]
     num_copies: int
     is_clipped: bool = False
+
+
+class Submission(NamedTuple):
+    """The requests of one run, as `Service.submit` takes them."""
+
+    model: ModelArguments
+    requests: Sequence[HelmRequest]
+    use_cache: bool
 
 
 def may_be_rendered(request: Request) -> bool:
@@ -78,9 +87,18 @@ def may_be_rendered(request: Request) -> bool:
     return bool(request.messages) or (generates and not isinstance(request, PlainTextRequest))
 
 
+def to_helm_request(request: Request, model: ModelArguments, models: ModelReader) -> HelmRequest:
+    """Translate a request for `model`. Submitted blocks and clients both call this, so their keys are equal.
+
+    Raises `NonRetriableException` for a field that is not supported.
+    """
+    chat = models.chat(model) if may_be_rendered(request) else None  # a broken template costs no score
+    return to_generation_request(request, models.encoder(model), models.facts(model).max_positions, chat)
+
+
 def to_generation_request(
     request: Request, encoder: PromptEncoder, max_positions: int, chat: ChatFormat | None = None
-) -> PreparedRequest:
+) -> HelmRequest:
     """Translate a request. Raises `NonRetriableException` with one sentence for a field that is not supported.
 
     chat: renders messages and, where it applies, plain prompts; None where the request can need neither.
@@ -123,9 +141,9 @@ def to_generation_request(
             )
     except RequestError as error:
         raise NonRetriableException(str(error)) from error
-    return PreparedRequest(
+    return HelmRequest(
         request=generation,
-        key=_request_key(generation, chat.identity if chat is not None else None),
+        key=request_key(generation, chat.identity if chat is not None else None),
         echo_ids=() if request.messages else prompt_ids,
         num_copies=request.num_completions if greedy else 1,
         is_clipped=max_tokens < request.max_tokens,
@@ -163,16 +181,8 @@ def _seed(random: str | None, prompt: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1  # fits a signed 64-bit integer
 
 
-def _request_key(r: GenerationRequest, chat: str | None = None) -> str:
-    """Return the digest of a request. chat: identity of the chat format that rendered it."""
-    ids, stop = tuple(r.prompt_token_ids or ()), tuple(r.stop)
-    fields = [ids, r.max_tokens, r.temperature, r.top_p, r.seed, stop, r.n, r.echo_logprobs]
-    fields += [] if chat is None else [chat]
-    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-
 def to_request_result(
-    request: Request, prepared: PreparedRequest, result: GenerationResult, is_cached: bool, encoder: PromptEncoder
+    request: Request, prepared: HelmRequest, result: GenerationResult, is_cached: bool, encoder: PromptEncoder
 ) -> RequestResult:
     """Return the result as HELM's metrics read it: plain floats, `finish_reason` a dict, error flags always set."""
     if result.error is not None:
@@ -194,7 +204,7 @@ def to_request_result(
     )
 
 
-def _echoed_tokens(prepared: PreparedRequest, result: GenerationResult, encoder: PromptEncoder) -> list[Token]:
+def _echoed_tokens(prepared: HelmRequest, result: GenerationResult, encoder: PromptEncoder) -> list[Token]:
     ids = prepared.echo_ids
     if not ids:
         return []
@@ -207,9 +217,7 @@ def _echoed_tokens(prepared: PreparedRequest, result: GenerationResult, encoder:
     ]
 
 
-def _output(
-    request: Request, prepared: PreparedRequest, echoed: list[Token], completion: Completion
-) -> GeneratedOutput:
+def _output(request: Request, prepared: HelmRequest, echoed: list[Token], completion: Completion) -> GeneratedOutput:
     """Return a completion; what a model thought is apart, and counts in no metric of the answer."""
     thinking = None
     if prepared.request.thinking is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import cattrs
 import yaml
+from filelock import FileLock
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark.model_deployment_registry import ModelDeployment
 from helm.benchmark.model_metadata_registry import ModelMetadata, get_model_metadata
 from helm.benchmark.tokenizer_config_registry import TokenizerConfig, get_tokenizer_config
 from helm.common.hierarchical_logger import hwarn
 
+from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.files import replace_text
 from flexgen_helm.plugin import registration
 
@@ -43,23 +46,40 @@ def merge(folder: Path, names: list[str]) -> None:
 
 
 def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
+    new = {entry["name"]: _without_empty(entry) for entry in wanted}
+    if _merged(path, key, new) is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state_dir().mkdir(parents=True, exist_ok=True)
+    with FileLock(state_dir() / "prod_env.lock"):  # else the entries of a run that starts now could be lost
+        merged = _merged(path, key, new)
+        if merged is None:
+            return
+        text, replaced = merged
+        for name in replaced:
+            hwarn(f"{path}: the entry of {name} is replaced, because the name means another model than before")
+        replace_text(path, text)
+
+
+def _merged(path: Path, key: str, new: Mapping[str, Entry]) -> tuple[str, list[str]] | None:
+    """Return the file's text with the new entries, and the names that it had otherwise; None if nothing changes."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
         content = yaml.safe_load(text) or {}
         present = {entry["name"]: entry for entry in content.get(key) or []}
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         hwarn(f"{path} stays unchanged, because it is not as HELM writes it: {error}")
-        return
-    new = {entry["name"]: _without_empty(entry) for entry in wanted}
+        return None
+    replaced = []
     for name, entry in new.items():
         if name in present and present[name] != entry and _is_ours(key, present[name]):
-            hwarn(f"{path}: the entry of {name} is replaced, because the name means another model than before")
+            replaced.append(name)
             # One that does not stand in the file as we dump it is still there, so the file is rewritten below.
             for dump in _dumps([present.pop(name)]):
                 text = text.replace(dump, "", 1)
     missing = [entry for name, entry in new.items() if name not in present]
     if not missing:
-        return
+        return None
     merged = {**content, key: [*present.values(), *missing]}
     # Appending keeps the user's comments and order; it is right where the file then reads as intended.
     start = text if text.endswith("\n") or not text else text + "\n"
@@ -67,11 +87,8 @@ def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
         candidate = (start or f"{key}:\n") + appended
         with suppress(yaml.YAMLError):
             if yaml.safe_load(candidate) == merged:
-                break
-    else:
-        candidate = yaml.safe_dump(merged, sort_keys=False, allow_unicode=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, candidate)
+                return candidate, replaced
+    return yaml.safe_dump(merged, sort_keys=False, allow_unicode=True), replaced
 
 
 def _dumps(entries: list[Entry]) -> tuple[str, str]:

@@ -37,21 +37,43 @@ def explain_failure(error: Exception, data: Path | None) -> str:
             f"all answers are stored, but a metric could not download what it needs ({cause}); where there is "
             "a network, the same command only computes the metrics."
         )
-    file = _wanted_file(error)
+    wanted = _wanted_file(error)
+    address, file = (f" from {wanted[0]}", wanted[1]) if wanted is not None else ("", None)
     # Perturbations have folders of their own.
     folder = data if file is None or file.is_relative_to(data) else file.parent
     return (
-        f"the scenario's data could not be downloaded ({cause}). Copy it into {folder} from a machine that has it "
-        "(docs/how-to/offline.md), or go where there is a network; the same command then runs what is missing."
+        f"the scenario's data could not be downloaded{address} ({cause}). Copy it into {folder} from a machine that "
+        "has it (docs/how-to/offline.md), or go where there is a network; the same command then runs what is missing."
     )
 
 
-def _wanted_file(error: BaseException | None) -> Path | None:
-    """Return the file that HELM was downloading; None if it was another library's download."""
+def exit_code_of(error: Exception, data: Path | None) -> int:
+    """Return the exit code of a run that failed: 2 where it was refused, or its data is missing; data: as above."""
+    if isinstance(error, FlexgenError):
+        return error.exit_code
+    return 2 if data is not None and _is_network_error(error) else 1
+
+
+def explain_entry(error: Exception, run_entry: str) -> str:
+    """Say why HELM made no run of an entry; some run specs download a file to be made."""
+    cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    wanted = _wanted_file(error)
+    if wanted is None or not _is_network_error(error):
+        return f"HELM makes no run of {run_entry} ({cause})"
+    address, file = wanted
+    return (
+        f"HELM makes no run of {run_entry} without {address}, which could not be downloaded ({cause}). Copy it to "
+        f"{file} from a machine that has it (docs/how-to/offline.md), leave the entry out, or go where there is a "
+        "network."
+    )
+
+
+def _wanted_file(error: BaseException | None) -> tuple[str, Path] | None:
+    """Return address and file of what HELM was downloading; None if it was another library's download."""
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_name == "ensure_file_downloaded":
-                return Path(str(frame.f_locals["target_path"]))
+                return str(frame.f_locals["source_url"]), Path(str(frame.f_locals["target_path"]))
         error = error.__cause__ or error.__context__
     return None
 

@@ -6,7 +6,7 @@ import time
 
 from helm.common.hierarchical_logger import hlog, hwarn
 
-from flexgen_helm.progress import Event, Message, ModelInUse, PlanLine, Stage, describe
+from flexgen_helm.progress import Event, Message, ModelInUse, PlanLine, ProgressPhase, describe
 from flexgen_helm.request import Progress
 
 # Seconds between two lines of a block's progress.
@@ -18,7 +18,7 @@ class HelmLog:
 
     def __init__(self) -> None:
         self._model = ""
-        self._stage = ""
+        self._phase = ""
         self._last_line = time.monotonic()
 
     def __call__(self, event: Event) -> None:
@@ -28,10 +28,10 @@ class HelmLog:
             self._model = describe(event)
         elif isinstance(event, PlanLine):
             self._say(f"{self._model}: {event.text}")
-        elif isinstance(event, Stage):
-            if event.name != self._stage and not event.is_finished and event.name in ("fetch", "convert", "measure"):
+        elif isinstance(event, ProgressPhase):
+            if event.name != self._phase and not event.is_finished and event.name in ("fetch", "convert", "measure"):
                 self._say(describe(event))
-            self._stage = event.name
+            self._phase = event.name
         elif isinstance(event, Progress) and time.monotonic() - self._last_line >= LINE_EVERY_S:
             self._say(describe(event))
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, reduce, wraps
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 from helm.benchmark.adaptation.adapter_spec import AdapterSpec
@@ -31,16 +35,15 @@ from helm.common.object_spec import get_class_by_name
 from helm.common.request import Request
 from helm.proxy.retry import NonRetriableException
 
+from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import replace_text
-from flexgen_helm.plugin import deployment_files, interrupt, registration
-from flexgen_helm.plugin.context import get_context
-from flexgen_helm.plugin.convert import PreparedRequest, may_be_rendered
-from flexgen_helm.plugin.helm_log import HelmLog
-from flexgen_helm.plugin.models import PREFIX, ModelArguments
-from flexgen_helm.plugin.service import Submission
+from flexgen_helm.plugin import deployment_files, registration
+from flexgen_helm.plugin.context import get_context, interrupt_on_signals
+from flexgen_helm.plugin.convert import HelmRequest, Submission, may_be_rendered, to_helm_request
 from flexgen_helm.plugin.usage import HelmRun
-from flexgen_helm.progress import observed_by
+from flexgen_helm.progress import ProgressPhase, report
+from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.units import count
 
 FIRST_FILE, LAST_FILE = "run_spec.json", "per_instance_stats.json"
@@ -125,11 +128,34 @@ def install(command: Command) -> None:
 
 def install_or_warn() -> None:
     """Install the patches of `helm-run`; where they do not fit, HELM stays as it is and the user is told."""
+    _show_refusals()
     try:
         install("helm-run")
     except UsageError as error:
-        interrupt.install()  # otherwise done when a run is submitted
+        interrupt_on_signals()  # otherwise done when a run is submitted
         get_context().warn_once(f"{error}; until then batches are formed by waiting briefly")
+
+
+def _show_refusals() -> None:
+    """Show an error of ours that ends HELM's program as its sentence: the pages before it are HELM's and Python's."""
+    original = sys.excepthook
+    if hasattr(original, "flexgen_helm"):
+        return
+
+    def show(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        frames = [frame for frame, _ in traceback.walk_tb(at) if frame.f_code.co_name == "main"]
+        modules = {getattr(frame.f_globals.get("__spec__"), "name", None) for frame in frames}
+        if (
+            isinstance(error, FlexgenError)
+            and "helm.benchmark.run" in modules
+            and not os.environ.get("FLEXGEN_HELM_DEBUG")
+        ):
+            print(f"flexgen_helm: {error}", file=sys.stderr)
+        else:
+            original(kind, error, at)
+
+    show.flexgen_helm = True  # type: ignore[attr-defined]
+    sys.excepthook = show
 
 
 def _unknown_helm(reason: str) -> str:
@@ -158,8 +184,10 @@ def _execute(original: Callable[..., ScenarioState], executor: Executor, *args: 
     if not isinstance(state, ScenarioState) or not hasattr(executor, "execution_spec"):
         context.warn_once(_unknown_helm("Executor.execute has other arguments"))
         return original(executor, *args, **kwargs)
+    if context.needs_requests is not None and not state.request_states:
+        raise UsageError(_no_requests(context.needs_requests))
     submission = prepare_run(executor, state)
-    if context.suite is not None and context.suite.is_collecting:
+    if context.command.is_collecting:
         raise RunCollected(submission)
     if submission is None:
         return original(executor, *args, **kwargs)
@@ -171,12 +199,17 @@ def _execute(original: Callable[..., ScenarioState], executor: Executor, *args: 
         run.execute_started = time.monotonic()
         import_classes(run.metric_classes)
         state = original(executor, *args, **kwargs)
-        run.record_block(context.service, block)
+        run.record_block(context.service, block, submission.requests)
         if any(may_be_rendered(request_state.request) for request_state in state.request_states):
-            run.chat_template = context.chat(run.model).as_json()
-        if context.suite is not None:
-            context.suite.executed.append(run)
+            run.chat_template = context.models.chat(run.model).as_json()
+        context.command.add(run)
     return state
+
+
+def _no_requests(run_spec: RunSpec) -> str:
+    """Say that a scenario has nothing to evaluate: HELM passes over files that are missing, and would score nothing."""
+    arguments = ", ".join(f"{name}={value}" for name, value in run_spec.scenario_spec.args.items())
+    return f"no instances to evaluate: check {arguments or 'the data of the scenario'}"
 
 
 def prepare_run(executor: Executor, state: ScenarioState) -> Submission | None:
@@ -189,21 +222,25 @@ def prepare_run(executor: Executor, state: ScenarioState) -> Submission | None:
     try:
         for request_state in state.request_states:
             with suppress(NonRetriableException):  # this request fails alone, when the client gets it
-                requests.append(context.prepare(model, request_state.request))
+                requests.append(to_helm_request(request_state.request, model, context.models))
     except (FlexgenError, ValueError):
         return None  # the client fails in the same way, where HELM reports it
     _tell_prompts(model, [state.request for state in state.request_states], requests)
-    interrupt.install()
-    use_cache = bool(spec.sqlite_cache_backend_config or spec.mongo_cache_backend_config)
-    return Submission(model, requests, use_cache)
+    interrupt_on_signals()
+    return Submission(model, requests, _uses_cache(spec))
 
 
-def _tell_prompts(model: ModelArguments, requests: Sequence[Request], prepared: Sequence[PreparedRequest]) -> None:
+def _uses_cache(spec: ExecutionSpec) -> bool:
+    """Whether `--disable-cache` was not given."""
+    return bool(spec.sqlite_cache_backend_config or spec.mongo_cache_backend_config)
+
+
+def _tell_prompts(model: ModelArguments, requests: Sequence[Request], prepared: Sequence[HelmRequest]) -> None:
     """Tell the user once what becomes of prompts."""
     context = get_context()
     if any(map(may_be_rendered, requests)):
         with suppress(FlexgenError):  # the requests fail in the same way
-            context.tell_once(context.chat(model).describe(model.name), False)
+            context.tell_once(context.models.chat(model).describe(model.name), False)
     if clipped := sum(request.is_clipped for request in prepared):
         name = context.run.name if context.run is not None else model.name
         context.tell_once(
@@ -232,24 +269,27 @@ def _is_ours(run_spec: RunSpec) -> bool:
 
 def import_classes(names: Iterable[str]) -> None:
     """Import what HELM will import for its metrics (scikit-learn, NLTK: seconds) while the worker loads the model."""
+    report(ProgressPhase("import"))
     for name in dict.fromkeys(names):
         with suppress(Exception):  # HELM reports it
             get_class_by_name(name)
+    report(ProgressPhase("import", done=1, total=1))
 
 
 @_replaces("helm-run", "runner:Runner.run_one", "self run_spec", _NO_RECORD)
 def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
     """Appends our throughput metric, starts loading the model, and opens the record for `flexgen_run.json`."""
     context, folder = get_context(), Path(runner._get_run_path(run_spec))
+    context.needs_requests = run_spec if _is_ours(run_spec) and not runner.skip_instances else None
     model = model_of(run_spec.adapter_spec) if _is_executed(runner.executor.execution_spec) else None
-    with observed_by(HelmLog()) if context.suite is None else context.suite.watched(runner, run_spec):
+    with context.command.watched(runner, run_spec):
         if model is None:
             context.dry_run = folder if runner.dry_run and _is_ours(run_spec) else None
             return original(runner, run_spec)
         if not (runner.skip_completed_runs or runner.cache_instances_only):  # else perhaps nothing is computed
-            context.service.preload(model)
+            context.service.preload(model, _uses_cache(runner.executor.execution_spec))
         metrics = run_spec.metric_specs
-        if context.suite is None:
+        if context.command.writes_entries:
             _write_entry(
                 runner.executor.execution_spec.local_path or "prod_env", run_spec.adapter_spec.model_deployment
             )
@@ -362,14 +402,11 @@ def _run_entries_to_run_specs(
     original: Callable[..., list[RunSpec]], run_entries: list[RunEntry], **filters: Any
 ) -> list[RunSpec]:
     """Writes model names as HELM needs them, and multiplies runs by `--precision`."""
-    suite = get_context().suite
-    return original(run_entries, **filters) if suite is None else suite.run_specs(original, run_entries, **filters)
+    return get_context().command.run_specs(original, run_entries, **filters)
 
 
 @_replaces("flexgen-helm run", "runner:Runner.run_all", "self run_specs", _NO_SUITE)
 def _run_all(original: Callable[..., None], runner: Runner, run_specs: list[RunSpec]) -> None:
     """Goes over all runs up to `Executor.execute` first, so that all requests of a model are one block."""
-    suite = get_context().suite
-    if suite is not None:
-        suite.collect(runner, run_specs)
+    get_context().command.collect(runner, run_specs)
     original(runner, run_specs)

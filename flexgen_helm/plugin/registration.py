@@ -28,8 +28,8 @@ from helm.common.hierarchical_logger import hwarn
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.plugin.context import get_context
-from flexgen_helm.plugin.models import ModelArguments, ModelFacts, needs_download
 from flexgen_helm.run_entries import CLIENT_CLASS
+from flexgen_helm.service.models import ModelArguments, ModelFacts, needs_download
 
 if TYPE_CHECKING:
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -42,7 +42,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 def runs_scenarios() -> bool:
     """Whether this process runs scenarios; `helm-summarize` imports the plugin only because runs name our metric."""
-    return "helm.benchmark.run" in sys.modules
+    program = getattr(sys.modules.get("__main__"), "__spec__", None)  # of `python -m`
+    return "helm.benchmark.run" in sys.modules or getattr(program, "name", "") == "helm.benchmark.run"
 
 
 def make_deployment(name: str) -> ModelDeployment:
@@ -54,7 +55,7 @@ def make_deployment(name: str) -> ModelDeployment:
     try:
         model = context.find_model(name)
         is_known = runs_scenarios() or not needs_download(model)
-        facts = context.facts(model) if is_known else _unknown(name)
+        facts = context.models.facts(model) if is_known else _unknown(name)
     except FlexgenError:
         if runs_scenarios():
             raise
@@ -91,7 +92,7 @@ def _metadata(name: str, facts: ModelFacts) -> ModelMetadata:
 
 def make_tokenizer_config(name: str) -> TokenizerConfig:
     """Make the tokenizer of the deployment of the same name."""
-    tokenizer = get_context().encoder(model_of_tokenizer(name)).tokenizer
+    tokenizer = get_context().models.encoder(model_of_tokenizer(name)).tokenizer
     return _tokenizer_config(name, tokenizer.eos_text, prefix_token(tokenizer))
 
 
@@ -209,7 +210,7 @@ def complete_file_deployments() -> None:
             continue
         try:
             model = _model_of_entry(entry)
-            completed = _complete(entry, entry.max_sequence_length or context.facts(model).max_positions)
+            completed = _complete(entry, entry.max_sequence_length or context.models.facts(model).max_positions)
         except FlexgenError as error:
             hwarn(f"The deployment {entry.name} cannot be used: {error}")
             continue

@@ -13,7 +13,6 @@ made twice, which takes no time of the model.
 from __future__ import annotations
 
 import logging
-import re
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,34 +21,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark import run as helm_benchmark_run
 from helm.benchmark.executor import ExecutorError
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 
-from flexgen_helm.checkpoint.names import split_precision
-from flexgen_helm.config import OPTIONS, PROMPT_OPTIONS, parse_option
+from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
-from flexgen_helm.files import read_object
-from flexgen_helm.plugin import deployment_files, helm_patches, interrupt, models, registration
-from flexgen_helm.plugin.context import get_context
-from flexgen_helm.plugin.failures import data_folder, explain_failure
+from flexgen_helm.plugin import deployment_files, helm_patches, registration
+from flexgen_helm.plugin.command import HelmCommand
+from flexgen_helm.plugin.context import get_context, interrupt_on_signals
+from flexgen_helm.plugin.convert import Submission
+from flexgen_helm.plugin.failures import data_folder, exit_code_of, explain_entry, explain_failure
 from flexgen_helm.plugin.helm_log import HelmLog
-from flexgen_helm.plugin.models import prompt_digest
-from flexgen_helm.plugin.service import ClusterLoader, Service, Submission, SubmittedBlock
-from flexgen_helm.plugin.usage import HelmRun, suite_usage, write_json
-from flexgen_helm.progress import Message, Stage, observed_by, report
+from flexgen_helm.plugin.model_names import prompt_digest
+from flexgen_helm.plugin.model_settings import ModelSettings, without_slash
+from flexgen_helm.plugin.run_specs import entry_of, of_different_names, report_other_settings
+from flexgen_helm.plugin.usage import BLOCKS_FILE, HelmRun, keep_blocks, suite_usage, write_json
+from flexgen_helm.progress import ProgressPhase, observed_by, report
 from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import versions
+from flexgen_helm.run_entries import conf_file
+from flexgen_helm.service.loaders import ClusterLoader
+from flexgen_helm.service.service import Service, SubmittedBlock
 
 if TYPE_CHECKING:
     from flexgen_helm.distributed.ray_cluster import RaySession
-
-_SLASH_NAME = re.compile(r"\bflexgen/([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
-_NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -80,14 +79,15 @@ def run_suite(
     ray: compute with the workers of a Ray cluster; None computes in this process.
     """
     options = {key: value for key, value in (options or {}).items() if value is not None}
-    precisions = split_precisions(options.pop("precision", ""))
+    precisions = list(dict.fromkeys(split_precisions(options.pop("precision", ""))))
     template = options.pop("apply_chat_template", None)
     parser = helm_benchmark_run.build_parser()
     parser.error = _refuse  # argparse would print its usage and exit
     context = get_context()
-    suite = context.suite = Suite(precisions, template if isinstance(template, bool) else None, prompt_digest(options))
+    settings = ModelSettings(precisions, template if isinstance(template, bool) else None, prompt_digest(options))
+    suite = context.command = Suite(settings)
     exit_code, sentences, is_dry, uses_cache = 0, [], False, True
-    interrupt.install()
+    interrupt_on_signals()
     with _helm_warnings() as warnings, observed_by(HelmLog()), _computing_on(ray):
         try:
             args = parser.parse_args(list(argv))
@@ -106,7 +106,8 @@ def run_suite(
             exit_code = suite.exit_code()
             sentences = suite.explanations() or [f"{type(error).__name__}: {error}"]
         finally:
-            context.suite, context.engine_options = None, {}
+            context.command, context.engine_options = HelmCommand(), {}
+            context.exit_code = exit_code
     return SuiteOutcome(exit_code, sentences, suite.finished, len(warnings), is_dry)
 
 
@@ -123,6 +124,14 @@ def _interrupted(num_answers: tuple[int, int], uses_cache: bool) -> str:
         "interrupted: finished runs are in the suite's folder; with --disable-cache nothing else is kept, so the same "
         "command with --skip-completed-runs repeats the unfinished ones from their start"
     )
+
+
+def _write_entries(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
+    """Write what HELM's other commands need to know of our models."""
+    names = dict.fromkeys(spec.adapter_spec.model_deployment for spec in run_specs)
+    ours = [name for name in names if name.startswith(PREFIX) and registration.model_of(name) is not None]
+    if ours:
+        deployment_files.merge(Path(runner.executor.execution_spec.local_path or "prod_env"), ours)
 
 
 @contextmanager
@@ -155,7 +164,7 @@ def _helm_warnings() -> Iterator[list[logging.LogRecord]]:
         logger.handlers[:] = handlers
 
 
-class Suite:
+class Suite(HelmCommand):
     """One call of `run_suite`: what was submitted, what was executed, what failed.
 
     is_collecting: the first pass is in progress.
@@ -165,10 +174,10 @@ class Suite:
     failures: run name -> error.
     """
 
-    def __init__(self, precisions: Sequence[str], chat_template: bool | None = None, prompt_digest: str = "") -> None:
-        """Take the flags that change models' names. prompt_digest: of other settings of prompts."""
-        self.precisions = list(dict.fromkeys(precisions))
-        self.chat_template, self.prompt_digest = chat_template, prompt_digest
+    writes_entries = False  # `collect` has written those of all runs
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self.settings = settings
         self.is_collecting = False
         self.executed: list[HelmRun] = []
         self.failures: dict[str, Exception] = {}
@@ -178,15 +187,19 @@ class Suite:
         self._tried: list[str] = []  # runs of the second pass
         self._generated_at = 0.0  # when all results were there
         self._blocks: dict[str, SubmittedBlock] = {}
+        self._left_blocks: dict[str, dict[str, Any]] = {}  # fingerprint -> block of a call that was killed
         self._block_errors: dict[str, FlexgenError] = {}
         self.finished: list[Path] = []
         self._explanations: dict[str, list[str]] = {}  # sentence -> failed runs
+        self._data: dict[str, Path | None] = {}  # failed run -> where its data belongs; None once it was executed
 
     def run(self, args: Namespace) -> None:
         """Call HELM's `helm_run`, whose patches call this suite, and write `flexgen_suite.json`."""
         started = time.monotonic()
+        if args.conf_paths:
+            args.conf_paths = [str(conf_file(Path(path))) for path in args.conf_paths]
         if args.models_to_run:
-            args.models_to_run = [_SLASH_NAME.sub(r"flexgen/\1--\2", name) for name in args.models_to_run]
+            args.models_to_run = [without_slash(name) for name in args.models_to_run]
         try:
             helm_benchmark_run.helm_run(args)
         finally:
@@ -196,6 +209,7 @@ class Suite:
                 self._blocks.popitem()[1].close()
             if self.executed:
                 write_json(self._folders[0].parent / SUITE_FILE, self.as_json(started))
+                (self._folders[0].parent / BLOCKS_FILE).unlink(missing_ok=True)
 
     # What the patches of HELM call
 
@@ -212,29 +226,43 @@ class Suite:
         entries = [
             replace(entry, description=description)
             for entry in run_entries
-            for description in self.names(entry.description)
+            for description in self.settings.names(entry.description)
         ]
-        wanted = [name for model in models_to_run or [] for name in self.names(model)]
-        run_specs = make(run_entries=entries, models_to_run=wanted or None, **filters)
+        wanted = [name for model in models_to_run or [] for name in self.settings.names(model)]
+        run_specs = []
+        for entry in entries:  # one at a time, so that an error has its name
+            try:
+                run_specs += make(run_entries=[entry], models_to_run=wanted or None, **filters)
+            except FlexgenError:
+                raise
+            except Exception as error:
+                raise UsageError(explain_entry(error, entry.description)) from error
         for run_spec in run_specs:
-            self._check_settings(run_spec.adapter_spec.model_deployment)
-        return run_specs
+            self.settings.check(run_spec.adapter_spec.model_deployment)
+        return of_different_names(run_specs)
 
     def collect(self, runner: Runner, run_specs: list[RunSpec]) -> None:
         """Submit the requests of all runs (the first pass), and wait until they have results."""
         self._folders = [Path(runner.runs_path) / run_spec.name for run_spec in run_specs]
-        names = dict.fromkeys(spec.adapter_spec.model_deployment for spec in run_specs)
-        ours = [name for name in names if name.startswith(models.PREFIX) and registration.model_of(name) is not None]
-        if ours:
-            deployment_files.merge(Path(runner.executor.execution_spec.local_path or "prod_env"), ours)
+        _write_entries(runner, run_specs)
         if runner.skip_completed_runs:
-            _report_other_sizes(runner, run_specs)
+            report_other_settings(runner, run_specs)
         if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url:
             return
         started = time.monotonic()
         submissions = self._collect_runs(runner, run_specs)
         collected = time.monotonic()
-        service = get_context().service
+        load_s = self._compute(submissions, run_specs)
+        self._generated_at = time.monotonic()
+        generate_s = self._generated_at - collected - load_s
+        self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
+
+    def _compute(self, submissions: Mapping[str, Submission], run_specs: Sequence[RunSpec]) -> float:
+        """Wait for the results of all runs; return the seconds that the first model took to load.
+
+        Further models are loaded between their blocks.
+        """
+        service, began = get_context().service, time.monotonic()
         with service.hold():
             self._blocks = {name: service.submit(*submission) for name, submission in submissions.items()}
         helm_patches.import_classes(
@@ -242,13 +270,11 @@ class Suite:
         )
         for block in self._blocks.values():
             block.wait()
+        if self._blocks:
+            self._left_blocks = keep_blocks(self._folders[0].parent, service, list(self._blocks.values()))
         errors = {name: block.error() for name, block in self._blocks.items()}
         self._block_errors = {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
-        self._generated_at = time.monotonic()
-        # Of the first model: further models are loaded between their blocks.
-        load_s = min((service.loading_s(block.model, collected) for block in self._blocks.values()), default=0.0)
-        generate_s = self._generated_at - collected - load_s
-        self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
+        return min((service.loading_s(block.model, began) for block in self._blocks.values()), default=0.0)
 
     def _collect_runs(self, runner: Runner, run_specs: list[RunSpec]) -> dict[str, Submission]:
         """Return the requests of each run that gets as far as `Executor.execute`."""
@@ -261,7 +287,7 @@ class Suite:
             for done, run_spec in enumerate(run_specs):
                 if helm_patches.model_of(run_spec.adapter_spec) is None:
                     continue
-                report(Stage("prompts", _entry(run_spec), done, len(run_specs), "run"))
+                report(ProgressPhase("prompts", entry_of(run_spec), done, len(run_specs), "run"))
                 try:
                     runner.run_one(run_spec)
                 except helm_patches.RunCollected as collected:
@@ -274,7 +300,7 @@ class Suite:
         finally:
             self.is_collecting = False
             logger.setLevel(level)
-            report(Stage("prompts", "", len(run_specs), len(run_specs), "run"))
+            report(ProgressPhase("prompts", "", len(run_specs), len(run_specs), "run"))
         return submissions
 
     @contextmanager
@@ -284,7 +310,7 @@ class Suite:
             yield
             return
         block_error = self._block_errors.get(run_spec.name)
-        report(Stage("metrics", _entry(run_spec), len(self._tried), len(self._folders), "run"))
+        report(ProgressPhase("metrics", entry_of(run_spec), len(self._tried), len(self._folders), "run"))
         self._tried.append(run_spec.name)
         try:
             if isinstance(block_error, UsageError):
@@ -296,68 +322,19 @@ class Suite:
             cause = block_error if block_error and isinstance(error, ExecutorError) else error
             self.failures[run_spec.name] = cause
             was_executed = any(run.name == run_spec.name for run in self.executed)
-            sentence = explain_failure(cause, None if was_executed else data_folder(runner, run_spec))
+            data = None if was_executed else data_folder(runner, run_spec)
+            self._data[run_spec.name] = data
+            sentence = explain_failure(cause, data)
             self._explanations.setdefault(sentence, []).append(run_spec.name)
             raise
         finally:
             if run_spec.name in self._blocks:
                 self._blocks.pop(run_spec.name).close()
 
-    # Names and settings
-
-    def names(self, text: str) -> list[str]:
-        """Write our models' names as HELM needs them: without a second slash, once per precision of the flags.
-
-        A suffix would make another name of a deployment that has an entry in `prod_env`, so these stay unchanged.
-        """
-        text = _SLASH_NAME.sub(r"flexgen/\1--\2", text)
-
-        def in_precision(precision: str | None) -> str:
-            def name(match: re.Match[str]) -> str:
-                if _has_entry(match[0]):
-                    return match[0]
-                return models.with_settings(match[0], precision, self.chat_template, self.prompt_digest)
-
-            return _NAME.sub(name, text)
-
-        precisions: Sequence[str | None] = self.precisions or [None]
-        return list(dict.fromkeys(map(in_precision, precisions)))
-
-    def _check_settings(self, name: str) -> None:
-        """Raise `UsageError` if a flag differs from what an entry says of the deployment `name`.
-
-        Its runs would be computed under one setting and filed under another, or written over those of another.
-        """
-        model = registration.model_of(name)
-        if model is not None and _has_entry(name):
-            self._check_prompts(name, model)
-        if model is None or not self.precisions:
-            return
-        own, flag = model.config.precision or "fp16", ",".join(self.precisions)
-        if _has_entry(name):
-            if self.precisions != [own]:
-                raise UsageError(
-                    f"--precision {flag} cannot change {name}, which its entry in model_deployments.yaml says is "
-                    f"{own}; give each precision an entry of its own, with `precision` in its args, and leave out "
-                    "--precision"
-                )
-        elif own != split_precision(name)[1]:
-            raise UsageError(
-                f"--precision {flag} cannot change {name}, which the file that FLEXGEN_HELM_MODELS names says is "
-                f"{own}; take `precision` out of its entry there, or leave out --precision"
-            )
-
-    def _check_prompts(self, name: str, model: models.ModelArguments) -> None:
-        # The flags of the digest are among the model's options already; the entry alone says what its name stands for.
-        own = registration.entry_arguments(name)
-        flags = {**get_context().engine_options, "apply_chat_template": self.chat_template}
-        for option in PROMPT_OPTIONS:
-            flag = flags.get(option)
-            if flag is not None and (own.get(option) is None or parse_option(option, own[option]) != flag):
-                raise UsageError(
-                    f"{OPTIONS[option].metadata['flags'][0].name} cannot change {name}, which has an entry in "
-                    f"model_deployments.yaml; write `{option}` into the args of an entry with a name of its own"
-                )
+    def add(self, run: HelmRun) -> None:
+        if not run.block:  # perhaps a call computed it that was killed before it wrote the suite's totals
+            run.block = self._left_blocks.get(run.fingerprint or "", {})
+        self.executed.append(run)
 
     # What is left of it
 
@@ -372,11 +349,13 @@ class Suite:
         }
 
     def exit_code(self) -> int:
-        """Return the code of a call that failed: 2 if no run began or all were refused for wrong usage, else 1."""
+        """Return the code of a call that failed: 2 if no run finished for want of data, or all were refused; else 1."""
         if not self._folders:
             return 2
-        codes = {error.exit_code if isinstance(error, FlexgenError) else 1 for error in self.failures.values()}
-        return codes.pop() if len(codes) == 1 else 1
+        failed = self.failures.items()
+        return min(
+            {exit_code_of(error, None if self.finished else self._data[name]) for name, error in failed}, default=1
+        )
 
     def explanations(self) -> list[str]:
         """Return a sentence for each failed run; runs that failed alike share one."""
@@ -384,28 +363,3 @@ class Suite:
             f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {sentence}"
             for sentence, names in self._explanations.items()
         ]
-
-
-def _entry(run_spec: RunSpec) -> str:
-    """Return a run's name without its model, which is shown beside it."""
-    return re.sub(r"[,:]model=[^,]*", "", run_spec.name)
-
-
-def _report_other_sizes(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
-    """Tell the user of completed runs that `--skip-completed-runs` keeps though `-m` is another number now."""
-    for run_spec in run_specs:
-        folder, wanted = Path(runner.runs_path) / run_spec.name, run_spec.adapter_spec.max_eval_instances
-        if (folder / helm_patches.LAST_FILE).is_file():
-            made = read_object(folder / helm_patches.FIRST_FILE).get("adapter_spec", {}).get("max_eval_instances")
-            if made != wanted:
-                report(
-                    Message(
-                        f"{_entry(run_spec)} was completed with -m {made} and is kept by --skip-completed-runs; leave "
-                        f"that flag out to run it with -m {wanted}"
-                    )
-                )
-
-
-def _has_entry(name: str) -> bool:
-    """Whether a user's file defines the deployment `name`; ours are generated and never in HELM's registry."""
-    return name in deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT

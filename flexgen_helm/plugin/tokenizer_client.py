@@ -15,17 +15,17 @@ from helm.common.tokenization_request import (
 from helm.proxy.retry import NonRetriableException
 from helm.tokenizers.tokenizer import Tokenizer
 
-from flexgen_helm.errors import RequestError
+from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.plugin import registration
 from flexgen_helm.plugin.context import get_context
-from flexgen_helm.plugin.models import ModelArguments
+from flexgen_helm.service.models import ModelArguments
 
 
 class FlexgenTokenizer(Tokenizer):
     """Same ids and texts as HELM's HuggingFaceTokenizer; no special tokens are added, special texts are parsed."""
 
     def __init__(self, tokenizer_name: str) -> None:
-        self._encoder = get_context().encoder(registration.model_of_tokenizer(tokenizer_name))
+        self._encoder = get_context().models.encoder(registration.model_of_tokenizer(tokenizer_name))
         self._tokenizer = self._encoder.tokenizer
         # A sentencepiece vocabulary puts a space in front of a text, and decoding a text takes it away again.
         self._adds_space = self._tokenizer.decode(self._encoder.encode("a")) == " a"
@@ -64,7 +64,8 @@ class FlexgenWindowService(LocalWindowService):
         return registration.model_of_tokenizer(self.tokenizer_name)
 
     def _num_added_tokens(self, text: str, generates: bool) -> int:
-        encoder, chat = get_context().encoder(self._model), get_context().chat(self._model) if generates else None
+        models = get_context().models
+        encoder, chat = models.encoder(self._model), models.chat(self._model) if generates else None
         plain = ids = encoder.encode(text)
         if chat is not None and chat.applied:
             ids = encoder.encode(chat.render_prompt(text))
@@ -79,6 +80,12 @@ class FlexgenWindowService(LocalWindowService):
         added = self._num_added_tokens(text, expected_completion_token_length > 0)
         max_length = self.max_request_length - expected_completion_token_length - added
         result = self.decode(self.encode(text, truncation=True, max_length=max_length).tokens)
-        while not self.fits_within_context_window(result, expected_completion_token_length):
+        while result and not self.fits_within_context_window(result, expected_completion_token_length):
             result = result[:-1]
+        if not result and text:  # HELM's own loop would not end
+            raise UsageError(
+                f"the window of {self._model.name} has {self.max_request_length:,} tokens, which leaves no prompt "
+                f"beside an answer of {expected_completion_token_length:,}; let the run ask for fewer (max_tokens; "
+                "in run entries, increase_max_tokens adds to them)"
+            )
         return result

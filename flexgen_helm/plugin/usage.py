@@ -9,21 +9,32 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object, replace_text
-from flexgen_helm.plugin.convert import PreparedRequest
-from flexgen_helm.plugin.models import ModelArguments
-from flexgen_helm.plugin.service import Response, Service, SubmittedBlock
+from flexgen_helm.plugin.convert import HelmRequest
 from flexgen_helm.report.blocks import add_blocks
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.request import Cost
+from flexgen_helm.service.models import ModelArguments
+from flexgen_helm.service.service import Response, Service, SubmittedBlock
 from flexgen_helm.tokenizer.thinking import is_unfinished
 
 RUN_FILE = "flexgen_run.json"
+# The blocks of a call in progress, until their sums are in the suite's file.
+BLOCKS_FILE = "flexgen_blocks.json"
+# What an engine says of a block (`Engine.last_run`); null in the record of a run of which nothing was computed here.
+_BLOCK_KEYS = (
+    "origin", "policy", "schedule", "bytes", "time_s", "experts", "peak_bytes", "limit_bytes", "peak_workspace_bytes",
+    "halvings", "preemptions", "predicted_latency_s", "predicted", "roofline_s", "achieved_placement", "hardware",
+    "proved", "finished_at",
+)  # fmt: skip
 _COUNTS = ("num_requests", "num_unique")
 
 
@@ -58,19 +69,19 @@ class HelmRun:
     num_clipped: int = 0
     unfinished_thinking: int = 0
 
-    def record_block(self, service: Service, block: SubmittedBlock) -> None:
-        """Take the responses of the executed run from its block."""
+    def record_block(self, service: Service, block: SubmittedBlock, requests: Sequence[HelmRequest]) -> None:
+        """Take the responses of the executed run from its block. requests: those that were submitted as this block."""
         self.execute_ended = time.monotonic()
         self.load_s = service.loading_s(self.model, self.execute_started or self.execute_ended)
         self.keys, self.responses = block.keys, block.responses()
-        self.num_clipped = sum(request.is_clipped for request in block.requests)
-        self.unfinished_thinking = sum(map(self._is_unfinished, block.requests))
+        self.num_clipped = sum(request.is_clipped for request in requests)
+        self.unfinished_thinking = sum(map(self._is_unfinished, requests))
         if (loaded := service.loaded(self.model)) is not None:
             self.fingerprint = loaded.fingerprint
             if any(not response.is_cached for response in self.responses.values()):
                 self.block = loaded.last_run
 
-    def _is_unfinished(self, request: PreparedRequest) -> bool:
+    def _is_unfinished(self, request: HelmRequest) -> bool:
         thinking, response = request.request.thinking, self.responses.get(request.key)
         if thinking is None or response is None:
             return False
@@ -119,7 +130,21 @@ class HelmRun:
         before = {} if self.block else read_object(path)
         if before.get("fingerprint") != self.fingerprint:
             before = {}
-        write_json(path, {**before, **self.as_json()})
+        origin = before.get("origin") or self.block.get("origin") or local_origin(self.model)
+        write_json(path, {**dict.fromkeys(_BLOCK_KEYS), **before, **self.as_json(), "origin": origin})
+
+
+def local_origin(model: ModelArguments) -> str | None:
+    """Return where a model's weights are from, as its engine would say it; None if no file of it is on this machine."""
+    from flexgen_helm.checkpoint.fetch import local_weights, origin_of
+    from flexgen_helm.checkpoint.names import resolve
+
+    with suppress(FlexgenError, OSError):
+        resolved = resolve(model.path, model.revision)
+        path = local_weights(resolved)
+        if path is not None and model.config.weights == "pretrained":
+            return origin_of(resolved, path)
+    return None
 
 
 def requests_usage(keys: Sequence[Hashable], costs: Mapping[Any, Cost]) -> dict[str, Any]:
@@ -223,7 +248,11 @@ def _model_usage(
     if before.get("fingerprint") != fingerprint:  # the name meant other weights
         before = {}
     earlier = [run for run in earlier if run.get("fingerprint") == fingerprint]
-    block = next((run.block for run in reversed(executed) if run.block), {})
+    blocks = list({id(run.block): run.block for run in executed if run.block}.values())
+    if not blocks and "workload" in before:  # nothing was computed, so its seconds and its work stay those that were
+        return dict(before)
+    nothing: dict[str, Any] = {}
+    block = reduce(add_blocks, blocks, nothing)
     is_all_computed = not earlier and not any(answer.is_cached for run in executed for answer in run.responses.values())
     if not block:
         block = dict(before)
@@ -233,6 +262,22 @@ def _model_usage(
     chat_template = decisions[-1] if decisions else before.get("chat_template")
     usage = add_usage([runs_usage(executed), *earlier])
     return {**block, "fingerprint": fingerprint, "chat_template": chat_template, **usage}
+
+
+def keep_blocks(folder: Path, service: Service, blocks: Sequence[SubmittedBlock]) -> dict[str, dict[str, Any]]:
+    """Write what was computed of `blocks`, by fingerprint; return what a killed call has left there."""
+    path = folder / BLOCKS_FILE
+    left = read_object(path)
+    computed = {}
+    for block in blocks:
+        loaded = service.loaded(block.model)
+        if loaded is not None and any(not response.is_cached for response in block.responses().values()):
+            computed[loaded.fingerprint] = loaded.last_run
+    if computed:
+        folder.mkdir(parents=True, exist_ok=True)
+        joined = {key: add_blocks(left[key], block) if key in left else block for key, block in computed.items()}
+        write_json(path, {**left, **joined})
+    return left
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -14,11 +14,32 @@ import numpy as np
 from flexgen_helm.errors import UsageError
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.metrics import Change, metric_named
-from flexgen_helm.report.paired import PairedTest, bootstrap_interval, change_between, paired_test
-from flexgen_helm.report.scores import RunScores, by_scenario, finite, precision_rank, read_finished_runs, reused_note
+from flexgen_helm.report.paired import PairedTest, change_between, change_interval, paired_test
+from flexgen_helm.report.run_files import differing_settings
+from flexgen_helm.report.scores import (
+    RunScores,
+    by_scenario,
+    finite,
+    overlap_notes,
+    precision_rank,
+    read_finished_runs,
+    reused_note,
+    trust_notes,
+)
+from flexgen_helm.report.verdicts import (
+    DEFAULT_MARGIN,
+    Equivalence,
+    Flips,
+    SuiteEquivalence,
+    equivalence,
+    flips_between,
+    suite_equivalence,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from flexgen_helm.report.choice import Choice
 
 
 @dataclass(frozen=True)
@@ -28,6 +49,8 @@ class Comparison:
     instances: number of instances that both precisions have; `baseline`, `value` and the rest are over these.
     change: value - baseline (kind 'difference') or value / baseline (kind 'ratio').
     interval: 95 % interval of the change; None, as `test`, for one instance or a metric that is not a mean over them.
+    flips: instances whose score or answer changed; None for perplexities, where all do.
+    equivalence: the verdict; None where there is no interval, or no margin for the metric.
     """
 
     run: str
@@ -40,6 +63,14 @@ class Comparison:
     change: float
     interval: tuple[float, float] | None
     test: PairedTest | None
+    flips: Flips | None = None
+    equivalence: Equivalence | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        metric = metric_named(self.metric)
+        lower_is_better = metric.numerator == "logprob" and metric.slope(0.0) < 0
+        return self.value > self.baseline if lower_is_better else self.value < self.baseline
 
 
 @dataclass(frozen=True)
@@ -50,6 +81,7 @@ class ModelComparison:
     speeds: a row per precision with totals of its compared runs: instances, requested tokens, latency_s, tokens_per_s,
         num_reused (answers whose seconds were measured by an earlier run). Precisions may differ in their instances.
     notes: sentences, without full stops, about what could not be compared.
+    verdicts: precision -> verdict over all run entries, pools in place of their runs.
     """
 
     model: str
@@ -57,23 +89,28 @@ class ModelComparison:
     pooled: list[Comparison]
     speeds: pd.DataFrame
     notes: list[str]
+    verdicts: dict[str, SuiteEquivalence]
 
 
-def compare_suite(folder: Path, baseline: str = "fp16") -> list[ModelComparison]:
+def compare_suite(folder: Path, baseline: str = "fp16", margin: float = DEFAULT_MARGIN) -> list[ModelComparison]:
     """Compare every model of the suite in `folder` that has runs in `baseline` and in another precision.
+
+    margin: differences within it count as equivalent.
 
     Raises `UsageError` if there is no such model.
     """
-    return compare_runs(read_finished_runs(folder), folder, baseline)
+    return compare_runs(read_finished_runs(folder), folder, baseline, margin)
 
 
-def compare_runs(finished: Sequence[RunScores], folder: Path, baseline: str = "fp16") -> list[ModelComparison]:
+def compare_runs(
+    finished: Sequence[RunScores], folder: Path, baseline: str = "fp16", margin: float = DEFAULT_MARGIN
+) -> list[ModelComparison]:
     """Do as `compare_suite` with runs that are already read."""
     if baseline not in PRECISIONS:
         raise UsageError(f"the baseline {baseline!r} is no precision; take one of {', '.join(PRECISIONS)}")
     runs = [run for run in finished if run.num_scored]
     names = dict.fromkeys(run.model for run in runs)
-    models = [_compare_model(name, [run for run in runs if run.model == name], baseline) for name in names]
+    models = [_compare_model(name, [run for run in runs if run.model == name], baseline, margin) for name in names]
     if compared := [model for model in models if model.comparisons]:
         return compared
     available = ", ".join(dict.fromkeys(f"{run.model} in {run.precision}" for run in runs))
@@ -84,7 +121,16 @@ def compare_runs(finished: Sequence[RunScores], folder: Path, baseline: str = "f
     )
 
 
-def comparison_to_json(models: Sequence[ModelComparison], suite: str, baseline: str) -> dict[str, Any]:
+def comparison_to_json(
+    models: Sequence[ModelComparison], suite: str, baseline: str, choices: Mapping[str, Choice] | None = None
+) -> dict[str, Any]:
+    """Return what `compare --json` prints; choices: by model, null for a model without one."""
+
+    def choice(model: str) -> dict[str, Any]:
+        if choices is None:
+            return {}
+        return {"choice": finite(asdict(choices[model])) if model in choices else None}
+
     return {
         "suite": suite,
         "baseline": baseline,
@@ -94,13 +140,15 @@ def comparison_to_json(models: Sequence[ModelComparison], suite: str, baseline: 
                 "pooled": [finite(asdict(comparison)) for comparison in model.pooled],
                 "speed": model.speeds.to_dict("records"),
                 "notes": model.notes,
+                "equivalence": {precision: asdict(verdict) for precision, verdict in model.verdicts.items()},
+                **choice(model.model),
             }
             for model in models
         },
     }
 
 
-def _compare_model(model: str, runs: Sequence[RunScores], baseline: str) -> ModelComparison:
+def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin: float) -> ModelComparison:
     comparisons: list[Comparison] = []
     notes: list[str] = []
     compared: list[RunScores] = []
@@ -111,62 +159,160 @@ def _compare_model(model: str, runs: Sequence[RunScores], baseline: str) -> Mode
             notes.append(f"{name} was run in {', '.join(by_precision)} only and is left out")
             continue
         compared += by_precision.values()
-        new, new_notes = _compare_entry(base, list(by_precision.values()))
+        new, new_notes = _compare_entry(base, list(by_precision.values()), margin)
         comparisons += new
         notes += new_notes
     compared.sort(key=_rank)
     pooled: list[Comparison] = []
     for precision in dict.fromkeys(run.precision for run in compared if run.precision != baseline):
-        entries = {run.entry for run in compared if run.precision == precision}
-        both = [run for run in compared if run.entry in entries and run.precision in (baseline, precision)]
-        pools = [run for run in by_scenario(both) if run.num_runs > 1]
-        of_base = {run.entry: run for run in pools if run.precision == baseline}
-        for other in pools:
-            if other.precision == precision and other.entry in of_base:
-                pooled += _compare_entry(of_base[other.entry], [other])[0]
-    notes += _speed_notes(compared)
-    return ModelComparison(model, comparisons, pooled, _speeds(compared), list(dict.fromkeys(notes)))
+        for base, other in pools_between(compared, baseline, precision):
+            pooled += _compare_entry(base, [other], margin)[0]
+    notes += [*overlap_notes(compared), *_speed_notes(compared), *trust_notes(compared)]
+    verdicts = _suite_verdicts(comparisons, pooled, margin)
+    return ModelComparison(model, comparisons, pooled, _speeds(compared), list(dict.fromkeys(notes)), verdicts)
 
 
-def _compare_entry(base: RunScores, runs: Sequence[RunScores]) -> tuple[list[Comparison], list[str]]:
+def pools_between(runs: Sequence[RunScores], baseline: str, precision: str) -> list[tuple[RunScores, RunScores]]:
+    """Return the pools over the run entries that both precisions have, as pairs; runs: of one model."""
+    entries = {run.entry for run in runs if run.precision == precision}
+    both = [run for run in runs if run.entry in entries and run.precision in (baseline, precision)]
+    pools = [run for run in by_scenario(both) if run.num_runs > 1]
+    of_base = {run.entry: run for run in pools if run.precision == baseline}
+    return [(of_base[other.entry], other) for other in pools if other.precision == precision and other.entry in of_base]
+
+
+def judged_comparisons(
+    comparisons: Sequence[Comparison], pooled: Sequence[Comparison], precision: str
+) -> list[Comparison]:
+    """Return what a precision is judged by: the first metric of each run entry that has a verdict.
+
+    A pool takes the place of its runs.
+    """
+    own_pools = [each for each in pooled if each.precision == precision]
+    in_pools = {each.run.partition(" (")[0] for each in own_pools}
+    alone = [each for each in comparisons if each.precision == precision]
+    alone = [each for each in alone if each.run.partition(":")[0] not in in_pools]
+    judged: dict[str, Comparison] = {}
+    for each in (*own_pools, *alone):
+        if each.equivalence is not None:
+            judged.setdefault(each.run, each)
+    return list(judged.values())
+
+
+def _suite_verdicts(
+    comparisons: Sequence[Comparison], pooled: Sequence[Comparison], margin: float
+) -> dict[str, SuiteEquivalence]:
+    """Judge each precision over its run entries."""
+    verdicts = {}
+    for precision in dict.fromkeys(each.precision for each in comparisons):
+        judged = [
+            (each.run, each.equivalence, each.test, each.is_worse)
+            for each in judged_comparisons(comparisons, pooled, precision)
+            if each.equivalence is not None
+        ]
+        verdict = suite_equivalence(judged, margin)
+        if verdict is not None:
+            verdicts[precision] = verdict
+    return verdicts
+
+
+def _compare_entry(base: RunScores, runs: Sequence[RunScores], margin: float) -> tuple[list[Comparison], list[str]]:
     """Compare `base` with the others of `runs`, which are of the same entry, metric by metric. Also notes."""
-    comparisons: list[Comparison] = []
     notes: list[str] = []
+    pairs = []
+    for other in runs:
+        if other is not base:
+            shared, pair_notes = shared_instances(base, other)
+            pairs.append((other, shared))
+            notes += [*pair_notes, *_setting_notes(base, other)]
+    comparisons: list[Comparison] = []
     for metric in base.scores:
-        for other in runs:
-            if other is not base and metric in other.scores:
-                comparison, metric_notes = _compare_metric(metric, base, other)
-                comparisons += [comparison] if comparison is not None else []
-                notes += metric_notes
+        for other, shared in pairs:
+            if metric in other.scores:
+                comparison = _compare_metric(metric, base, other, shared, margin)
+                if comparison is not None:
+                    comparisons.append(comparison)
+                else:
+                    notes.append(
+                        f"{metric} of {base.entry} in {other.precision} is left out, because {base.precision} has "
+                        "other instances and it cannot be computed over the shared ones alone"
+                    )
     return comparisons, notes
 
 
-def _compare_metric(name: str, base: RunScores, other: RunScores) -> tuple[Comparison | None, list[str]]:
-    """Compare one metric over the shared instances; None if it cannot be computed over them alone. Also notes."""
+def shared_instances(base: RunScores, other: RunScores) -> tuple[pd.Index, list[str]]:
+    """Return the instances that both runs have, with the same text under the same id. Also notes on the others."""
     shared = base.instances.index.intersection(other.instances.index, sort=False)
     notes = [
         f"{missing} instances of {run.entry} are in {run.precision} only and are left out"
         for run in (base, other)
         if (missing := run.num_scored - len(shared))
     ]
+    unknown = [run.precision for run in (base, other) if not run.digests]
+    if unknown:
+        notes.append(
+            f"{base.entry} is paired by ids of instances alone: {' and '.join(unknown)} has no texts "
+            "(scenario_state.json) to compare"
+        )
+        return shared, notes
+    is_same = [base.digests.get(key) == other.digests.get(key) for key in shared]
+    if not all(is_same):
+        notes.append(
+            f"{is_same.count(False):,} of {len(shared):,} instances of {base.entry} ask something else in "
+            f"{other.precision} than in {base.precision} under the same id and are left out: the data has changed "
+            "between the runs"
+        )
+    return shared[is_same], notes
+
+
+def changed_answers(base: RunScores, other: RunScores, shared: pd.Index) -> list[bool] | None:
+    """Return which of the shared instances have another answer; None if the answers are not known."""
+    if not all(key in run.answers for run in (base, other) for key in shared):
+        return None
+    return [base.answers[key] != other.answers[key] for key in shared]
+
+
+def _setting_notes(base: RunScores, other: RunScores) -> list[str]:
+    """Return notes on what differs between two runs that are compared, beside their precision."""
+    notes = []
+    if base.settings and other.settings:
+        joint = f" in {base.precision} and "
+        if differing := differing_settings(base.settings, other.settings, joint):
+            notes.append(f"{base.entry} has other settings in {other.precision}: {differing} in {other.precision}")
+    origins = [run.run.get("origin") for run in (base, other)]
+    if None not in origins and origins[0] != origins[1]:
+        notes.append(
+            f"{base.typed_model} means {origins[0]} in {base.precision} and {origins[1]} in {other.precision}, so the "
+            "difference is not that of the precision alone"
+        )
+    if base.prompts and other.prompts and base.prompts != other.prompts:
+        notes.append(
+            f"Prompts of {base.typed_model} were sent {base.prompts} in {base.precision} and {other.prompts} in "
+            f"{other.precision}"
+        )
+    return notes
+
+
+def _compare_metric(name: str, base: RunScores, other: RunScores, shared: pd.Index, margin: float) -> Comparison | None:
+    """Compare one metric over the shared instances; None if it cannot be computed over them alone."""
     metric = metric_named(name)
     values = base.scores[name], other.scores[name]
-    interval, test = None, None
+    interval = test = flips = verdict = None
     if name in base.terms and name in other.terms and len(shared):
         (ours, weights), (theirs, _) = (run.terms[name].loc[shared].to_numpy().T for run in (base, other))
         values = float(metric.value(ours, weights)), float(metric.value(theirs, weights))
         if np.isfinite(ours).all() and np.isfinite(theirs).all():
-            interval, test = bootstrap_interval(metric, ours, theirs, weights), paired_test(ours, theirs)
-    elif notes:
-        notes.append(
-            f"{name} of {base.entry} in {other.precision} is left out, because {base.precision} has other instances "
-            "and it cannot be computed over the shared ones alone"
-        )
-        return None, notes
+            interval, test = change_interval(metric, ours, theirs, weights), paired_test(ours, theirs)
+            flips = flips_between(ours, theirs, lambda: changed_answers(base, other, shared))
+            has_all = base.has_all_instances and len(shared) == base.num_scored
+            verdict = equivalence(metric, ours, theirs, weights, test, margin, has_all=has_all)
+    elif not len(shared) == base.num_scored == other.num_scored:
+        return None
     with np.errstate(all="ignore"):
         change = float(change_between(metric.change, values[1], values[0]))
     precision, kind = other.precision, metric.change
-    return Comparison(base.entry, name, precision, len(shared), *values, kind, change, interval, test), notes
+    count = len(shared)
+    return Comparison(base.entry, name, precision, count, *values, kind, change, interval, test, flips, verdict)
 
 
 def _speeds(runs: Sequence[RunScores]) -> pd.DataFrame:

@@ -9,10 +9,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from flexgen_helm.report import tables
-from flexgen_helm.report.comparison import ModelComparison
-from flexgen_helm.report.scores import RunScores, by_scenario, precision_rank, prompt_notes, reused_note
+from flexgen_helm.report import comparison_tables, tables
+from flexgen_helm.report.choice import Choice
+from flexgen_helm.report.comparison import Comparison, ModelComparison
+from flexgen_helm.report.flips import FlipGroup, flip_groups
+from flexgen_helm.report.scores import (
+    RunScores,
+    by_scenario,
+    overlap_notes,
+    precision_rank,
+    prompt_notes,
+    reused_note,
+    trust_notes,
+)
 from flexgen_helm.report.suite import BASELINE, SuiteReport
 from flexgen_helm.report.tables import Table
 from flexgen_helm.units import count, size
@@ -37,11 +48,20 @@ _USAGE_NOTE = (
     "The roofline is the time of the same operations at the rate of this machine's fastest matrix product; bars of "
     "times share a scale, and so do bars of bytes moved and of bytes held. Times are of what this suite computed itself"
 )
+# Flips of a direction that a page shows, and characters of their texts: a thousand must open quickly.
+_MAX_FLIPS, _MAX_CHARACTERS = 1000, 2000
+_FLIP_TITLES = {
+    "lost": "lost: the score fell",
+    "won": "won: the score rose",
+    "changed": "with another answer and the same score",
+}
 _COMPARISON_LEGEND = (
     "Changes are on the same n instances: pp are percentage points, × is a ratio, the others are differences of the "
-    "metric. The interval is a bootstrap over instances; its picture has no change in the middle. p is of the exact "
-    "McNemar test for right and wrong answers (lost : won against {baseline}), else of a permutation of signs. "
-    "Tokens/s are of whole runs, whatever instances they share."
+    "metric. Flips are instances whose score fell : rose : stayed with another answer. A verdict is of two one-sided "
+    "tests at 5 %. The interval is Tango's score interval for right and wrong answers, else a bootstrap over "
+    "instances; its picture has no change in the middle. p is of the exact McNemar test for right and wrong answers "
+    "(lost : won against {baseline}), else of a permutation of signs. Tokens/s are of whole runs, whatever instances "
+    "they share."
 )
 
 
@@ -74,6 +94,7 @@ class Page:
     facts: what was run, on which machine, and when.
     notes: sentences, without full stops, about what is missing.
     links: title -> file in the same folder.
+    flips: instances whose answers changed; HTML alone shows them.
     """
 
     title: str
@@ -82,6 +103,7 @@ class Page:
     facts: Mapping[str, str]
     notes: Sequence[str] = ()
     links: Mapping[str, str] | None = None
+    flips: Sequence[FlipGroup] = ()
 
     def to_text(self, width: int = TEXT_WIDTH) -> str:
         """Return tables of at most `width` columns, and notes."""
@@ -129,8 +151,11 @@ class Page:
             if file in beside or (folder and (folder / file).exists())
         }
         environment = Environment(loader=PackageLoader("flexgen_helm.report"), autoescape=True, trim_blocks=True)
-        environment.filters["breakable"] = breakable
-        return environment.get_template("page.html").render(page=replace(self, links=links))
+        environment.filters |= {"breakable": breakable, "shortened": _shortened, "quoted": quote}
+        page = replace(self, links=links)
+        return environment.get_template("page.html").render(
+            page=page, flip_titles=_FLIP_TITLES, several_models=len({group.model for group in self.flips}) > 1
+        )
 
 
 def scores_page(folder: Path, runs: Sequence[RunScores]) -> Page:
@@ -138,7 +163,8 @@ def scores_page(folder: Path, runs: Sequence[RunScores]) -> Page:
     title = f"{count(len(runs), 'run')} in {folder}"
     section, reused = _scores_section(runs), reused_note(runs)
     # The last lines are those that a terminal shows: scenarios come after their runs.
-    notes = [*section.notes, *([reused] if reused else []), *prompt_notes(runs)]
+    notes = [*section.notes, *([reused] if reused else []), *overlap_notes(runs), *prompt_notes(runs)]
+    notes += trust_notes(runs)
     section = replace(section, tables=section.tables[::-1], notes=notes)
     return Page(f"{title}: {section.title[0].lower()}{section.title[1:]}", "", [section], {})
 
@@ -153,7 +179,7 @@ def suite_page(report: SuiteReport) -> Page:
     for name, table in tables.usage_tables(report.models).items():
         sections.append(Section(f"Time and memory of flexgen/{name}", [table], [_USAGE_NOTE]))
     for model in report.compared:
-        notes = [note for note in model.notes if note not in report.notes]
+        notes = [*_verdicts(model), *(note for note in model.notes if note not in report.notes)]
         sections.append(
             _comparison_section(f"Precisions of flexgen/{model.model}", model, BASELINE, notes, report.runs)
         )
@@ -163,14 +189,32 @@ def suite_page(report: SuiteReport) -> Page:
 
 
 def comparison_page(
-    models: Sequence[ModelComparison], suite: str, baseline: str, runs: Sequence[RunScores] = ()
+    models: Sequence[ModelComparison],
+    suite: str,
+    baseline: str,
+    runs: Sequence[RunScores] = (),
+    choices: Mapping[str, Choice] | None = None,
 ) -> Page:
-    """Build the page of `flexgen-helm compare`; runs: those of the suite, for what was run on which machine."""
+    """Build the page of `flexgen-helm compare`.
+
+    runs: those of the suite, for flips, and for what was run where. choices: by model, if they were asked for.
+    """
     sections = [_comparison_section(f"flexgen/{model.model}", model, baseline, model.notes, runs) for model in models]
+    if choices is not None:
+        tables_of = {name: comparison_tables.choice_table(choice) for name, choice in choices.items()}
+        sections = [
+            replace(section, tables=[*([tables_of[model.model]] if model.model in tables_of else []), *section.tables])
+            for section, model in zip(sections, models)
+        ]
     legend = _COMPARISON_LEGEND.format(baseline=baseline)
     compared = [run for run in runs if run.model in {model.model for model in models}]
     links = {"Report of the suite": REPORT_FILE}
-    return Page(f"{suite}: {baseline} and other precisions", legend, sections, _run_facts(compared), links=links)
+    named = [f"flexgen/{model.model}: " if len(models) > 1 else "" for model in models]
+    verdicts = [name + "; ".join(_verdicts(model)) for name, model in zip(named, models) if model.verdicts]
+    facts = ({"verdict": "; ".join(verdicts)} if verdicts else {}) | _choice_facts(choices, len(models))
+    facts |= _run_facts(compared)
+    flips = list(flip_groups(models, compared, baseline, _MAX_FLIPS)) if compared else []
+    return Page(f"{suite}: {baseline} and other precisions", legend, sections, facts, links=links, flips=flips)
 
 
 def frontier_page(points: Sequence[Mapping[str, Any]], problem: PlanningProblem, model: str) -> Page:
@@ -245,27 +289,46 @@ def _comparison_section(
     title: str, model: ModelComparison, baseline: str, notes: Sequence[str], runs: Sequence[RunScores]
 ) -> Section:
     links = {(run.entry, run.precision): tables.run_link(run) for run in runs if run.model == model.model}
-    every = tables.comparison_tables(model.comparisons, baseline, links)
+    every = comparison_tables.comparison_tables(model.comparisons, baseline, links)
+    judged: Sequence[Comparison] = model.comparisons
     if model.pooled:
         pooled = {each.run.partition(" (")[0] for each in model.pooled}
-        others = [each for each in model.comparisons if each.run.partition(":")[0] not in pooled]
-        shown = tables.comparison_tables([*model.pooled, *others], baseline, links)
+        judged = [*model.pooled, *(each for each in model.comparisons if each.run.partition(":")[0] not in pooled)]
+        shown = comparison_tables.comparison_tables(judged, baseline, links)
         shown = [replace(table, title=f"{table.title}, by scenario") for table in shown]
         every = shown + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in every
         ]
-    return Section(title, [*every, replace(tables.speeds_table(model.speeds), title="Speed")], notes)
+    verdicts = comparison_tables.verdict_tables(judged, baseline)
+    speeds = replace(comparison_tables.speeds_table(model.speeds), title="Speed")
+    return Section(title, [*verdicts, *every, speeds], notes)
+
+
+def _verdicts(model: ModelComparison) -> list[str]:
+    return [f"{precision}: {verdict.text}" for precision, verdict in model.verdicts.items()]
+
+
+def _choice_facts(choices: Mapping[str, Choice] | None, num_models: int) -> dict[str, str]:
+    """Return which precision to take, and the command with it; {} if that was not asked."""
+    if choices is None:
+        return {}
+    texts = [f"flexgen/{name}: " * (num_models > 1) + choice.text for name, choice in choices.items()]
+    if others := num_models - len(choices):
+        texts.append(
+            f"{count(others, 'other model')} {'has' if others == 1 else 'have'} no precision that can be judged"
+        )
+    return {"choice": "; ".join(texts), "next": "; ".join(choice.command for choice in choices.values())}
 
 
 def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
     """Return what was run, on which machine, with which versions, and when, as far as the records say it."""
     records = [run.run for run in runs]
-    hardware = [record["hardware"] for record in records if "hardware" in record]
+    hardware = [record["hardware"] for record in records if record.get("hardware")]
     limits: dict[str, list[float]] = {}
     for record in records:
-        for tier, limit in record.get("limit_bytes", {}).items():
+        for tier, limit in (record.get("limit_bytes") or {}).items():
             limits.setdefault(tier, []).append(limit)
-    times = sorted(record["finished_at"][:16].replace("T", " ") for record in records if "finished_at" in record)
+    times = sorted(record["finished_at"][:16].replace("T", " ") for record in records if record.get("finished_at"))
     machines = (
         f"{machine['device']}{', ' * ('name' in machine)}{machine.get('name', '')}, {machine['compute_dtype']}, "
         f"{count(machine['threads'], 'thread')}, {size(machine['memory_bytes'])} of memory"
@@ -304,6 +367,14 @@ def _distinct(texts: Iterable[str]) -> str:
 
 def _filled(text: str, width: int) -> str:
     return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _shortened(text: str) -> str:
+    """Leave out the middle of a long text: the question is at the end of a prompt with examples."""
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    head, tail = text[: _MAX_CHARACTERS // 4], text[-3 * _MAX_CHARACTERS // 4 :]
+    return f"{head}\n[… {len(text) - len(head) - len(tail):,} characters …]\n{tail}"
 
 
 def _log_axis(values: Sequence[float]) -> tuple[list[tuple[float, str]], list[float]]:

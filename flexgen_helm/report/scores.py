@@ -17,7 +17,9 @@ import numpy as np
 from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.errors import UsageError
 from flexgen_helm.quant.precisions import PRECISIONS
+from flexgen_helm.report.answers import read_texts
 from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
+from flexgen_helm.report.run_files import design_effect, has_all_instances, read_instances, read_settings
 from flexgen_helm.suggestions import closest, listed
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ _PRECISE_PERPLEXITIES = ("target_perplexity", "token_perplexity")
 _MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
 # Runs of one scenario, such as the subjects of MMLU, that are also shown together.
 _MIN_POOLED = 3
+# A few questions occur in two data sets. Above this a pool's standard error would be more than 0.5 % too small.
+_MAX_DESIGN_EFFECT = 1.01
 # What a pool adds up of the runs' records, beside the workload.
 _SUMMED = (
     "latency_s",
@@ -39,6 +43,10 @@ _SUMMED = (
 )
 
 
+# Packages whose releases compute a run's values.
+_COMPUTING = ("flexgen-helm", "torch", "transformers")
+
+
 @dataclass(frozen=True)
 class RunScores:
     """Scores of one finished run.
@@ -46,16 +54,52 @@ class RunScores:
     name: of its folder.
     scores: metric -> mean over the instances of the evaluated split, without perturbations.
     run: content of `flexgen_run.json`; empty if the run has none.
-    instances: a row per scored instance, with the statistics that the scores follow from; empty if HELM has not
-        written them.
-    num_runs: more than one for a pool.
+    instances: a row per scored instance, with the statistics that the scores follow from.
+    folder: of the run's files; None for a pool.
+    parts: the runs of a pool.
     """
 
     name: str
     scores: dict[str, float]
     run: dict[str, Any]
     instances: pd.DataFrame = field(compare=False, repr=False)
-    num_runs: int = 1
+    folder: Path | None = field(default=None, compare=False)
+    parts: Sequence[RunScores] = field(default=(), compare=False, repr=False)
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.parts) or 1
+
+    @cached_property
+    def digests(self) -> dict[Any, str]:
+        """Return, for the instances of `instances` by their index, digests of what was asked; {} if it is not known."""
+        if self.parts:
+            return {(run.entry, key): digest for run in self.parts for key, digest in run.digests.items()}
+        return {key: self._all_digests[key] for key in self.instances.index if key in self._all_digests}
+
+    @cached_property
+    def _all_digests(self) -> dict[str, str]:
+        """Also of instances of a split that HELM does not score."""
+        return {} if self.folder is None else read_instances(self.folder)
+
+    @cached_property
+    def answers(self) -> dict[Any, str]:
+        """Return the answers to the instances, by the index of `instances`; {} if they are not known."""
+        if self.parts:
+            return {(run.entry, key): text for run in self.parts for key, text in run.answers.items()}
+        return read_texts(self)
+
+    @cached_property
+    def has_all_instances(self) -> bool:
+        """Whether the data set has no more instances than the run has; False if that is not known."""
+        if self.parts:
+            return all(run.has_all_instances for run in self.parts)
+        return self.folder is not None and has_all_instances(self.folder, self.scenario, len(self._all_digests))
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Return what HELM was asked to do with the instances; {} for a pool, or if it is not known."""
+        return {} if self.folder is None else read_settings(self.folder)
 
     @property
     def entry(self) -> str:
@@ -171,7 +215,6 @@ def describe_run(name: str) -> str:
 
 def read_scores(folder: Path) -> RunScores:
     """Read the run in `folder`; raises OSError or ValueError if HELM has not finished writing it."""
-    import pandas as pd
 
     stats = json.loads((folder / "stats.json").read_text(encoding="utf-8"))
     means: dict[str, float] = {}
@@ -185,11 +228,9 @@ def read_scores(folder: Path) -> RunScores:
     scores = {name: means[name] for name in [name for name in MAIN_METRICS if name in means][:MAX_SHOWN]}
     record = folder / "flexgen_run.json"
     run = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-    instances = pd.DataFrame()
-    with suppress(OSError, ValueError, KeyError):
-        per_instance = json.loads((folder / "per_instance_stats.json").read_text(encoding="utf-8"))
-        instances = _instances_frame(per_instance, scores)
-    return RunScores(folder.name, scores, run, instances)
+    # The last file that HELM writes: without it the others are those of an earlier call.
+    per_instance = json.loads((folder / "per_instance_stats.json").read_text(encoding="utf-8"))
+    return RunScores(folder.name, scores, run, _instances_frame(per_instance, scores), folder)
 
 
 def read_finished_runs(suite: Path) -> list[RunScores]:
@@ -229,18 +270,41 @@ def pool(runs: Sequence[RunScores]) -> RunScores:
         **_sums([{key: value for key, value in run.run.items() if key in _SUMMED} for run in runs]),
     }
     name = f"{runs[0].scenario} ({len(runs)} runs)"
-    return RunScores(name, scores, record, instances, len(runs))
+    return RunScores(name, scores, record, instances, parts=runs)
 
 
 def by_scenario(runs: Iterable[RunScores]) -> list[RunScores]:
-    """Replace the runs of a model, precision and scenario by their pool if there are `_MIN_POOLED` or more."""
+    """Replace the runs of a model, precision and scenario by their pool if there are `_MIN_POOLED` or more.
+
+    Runs that share instances stay: the same instances, run in several ways, are no larger sample.
+    """
+    pooled: list[RunScores] = []
+    for group in _scenarios(runs):
+        pooled += [pool(group)] if len(group) >= _MIN_POOLED and _are_disjoint(group) else group
+    return pooled
+
+
+def overlap_notes(runs: Iterable[RunScores]) -> list[str]:
+    """Return notes, without full stops, on runs of a scenario that have no row together."""
+    notes = []
+    for group in _scenarios(runs):
+        if len(group) >= _MIN_POOLED and not _are_disjoint(group):
+            why = "share instances" if all(run.digests for run in group) else "do not say which instances they have"
+            notes.append(f"The {len(group)} runs of {group[0].scenario} {why}, so they have no row together")
+    return list(dict.fromkeys(notes))
+
+
+def _scenarios(runs: Iterable[RunScores]) -> list[list[RunScores]]:
     groups: dict[tuple[str, str, str], list[RunScores]] = {}
     for run in runs:
         groups.setdefault((run.scenario, run.model, run.precision), []).append(run)
-    pooled: list[RunScores] = []
-    for group in groups.values():
-        pooled += [pool(group)] if len(group) >= _MIN_POOLED else group
-    return pooled
+    return list(groups.values())
+
+
+def _are_disjoint(runs: Sequence[RunScores]) -> bool:
+    """Whether an instance occurs in one of the runs only, but for a few; False if that is not known."""
+    digests = [run.digests for run in runs]
+    return all(digests) and design_effect(digests) <= _MAX_DESIGN_EFFECT
 
 
 def precision_rank(precision: str) -> tuple[int, str]:
@@ -284,6 +348,21 @@ def prompt_notes(runs: Sequence[RunScores]) -> list[str]:
     return notes
 
 
+def trust_notes(runs: Sequence[RunScores]) -> list[str]:
+    """Return notes, without full stops, on models that are not proved, and on runs of several releases."""
+    notes = []
+    if unproved := list(dict.fromkeys(run.typed_model for run in runs if run.run.get("proved") is False)):
+        notes.append(
+            f"NOT VERIFIED: {', '.join(unproved)} ran with --unverified; nothing says that the scores are those of "
+            "transformers"
+        )
+    for package in _COMPUTING:
+        found = {str(run.run["versions"][package]) for run in runs if package in run.run.get("versions", {})}
+        if len(found) > 1:
+            notes.append(f"Runs had different releases of {package}: {', '.join(sorted(found))}")
+    return notes
+
+
 def finite(content: Any) -> Any:
     """Replace infinities and NaN, which JSON cannot hold, by None, at any depth."""
     if isinstance(content, Mapping):
@@ -317,7 +396,11 @@ def _instances_frame(per_instance: Sequence[Mapping[str, Any]], scores: Iterable
     import pandas as pd
 
     metrics = [metric_named(name) for name in scores]
-    wanted = {"num_references", *(name for metric in metrics for name in (metric.numerator, metric.denominator))}
+    wanted = {
+        "num_references",
+        "predicted_index",
+        *(name for metric in metrics for name in (metric.numerator, metric.denominator)),
+    }
     rows = [
         (stat["name"].get("split"), entry["instance_id"], stat["name"]["name"], float(stat["mean"]))
         for entry in per_instance

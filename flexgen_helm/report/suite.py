@@ -10,7 +10,16 @@ from typing import Any
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import read_object
 from flexgen_helm.report.comparison import ModelComparison, compare_runs
-from flexgen_helm.report.scores import RunScores, describe_run, finite, prompt_notes, read_finished_runs, reused_note
+from flexgen_helm.report.scores import (
+    RunScores,
+    describe_run,
+    finite,
+    overlap_notes,
+    prompt_notes,
+    read_finished_runs,
+    reused_note,
+    trust_notes,
+)
 from flexgen_helm.units import count
 
 SUITE_FILE = "flexgen_suite.json"
@@ -48,10 +57,11 @@ def read_suite(folder: Path) -> SuiteReport:
     notes = _missing_notes(folder, {run.name for run in runs}, last_call.get("failed", []))
     if (reused := reused_note(runs)) is not None:
         notes.append(reused)
-    notes += prompt_notes(runs)
-    models = {name: usage for name, usage in last_call.get("models", {}).items() if "bytes" in usage}
+    notes += [*overlap_notes(runs), *prompt_notes(runs), *trust_notes(runs)]
+    models = {name: usage for name, usage in last_call.get("models", {}).items() if usage.get("bytes") is not None}
     # After a plain or resumed helm-run, every run's own record holds the usage of its model's last batch of runs.
-    others = {run.run["model"]: run.run for run in runs if "bytes" in run.run and run.run["model"] not in models}
+    computed = [run.run for run in runs if run.run.get("bytes") is not None]
+    others = {record["model"]: record for record in computed if record["model"] not in models}
     if others:
         notes.append(f"times and bytes of {', '.join(others)} are those of the last block alone")
     try:

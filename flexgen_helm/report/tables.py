@@ -5,9 +5,8 @@ A number's column has the name that it has in `flexgen_run.json` or `flexgen_sui
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Any, Literal
 from urllib.parse import quote
@@ -16,8 +15,6 @@ import pandas as pd
 
 from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.planner.placement import TIER_PLACES
-from flexgen_helm.report.comparison import Comparison, ModelComparison
-from flexgen_helm.report.metrics import metric_named
 from flexgen_helm.report.scores import RunScores, precision_rank
 from flexgen_helm.report.throughput import BUCKET
 from flexgen_helm.units import duration, size
@@ -27,17 +24,13 @@ _RUN_COLUMNS = [
     "workload.prompt_tokens_computed", "workload.output_tokens", "latency_s", "padded_throughput", "actual_throughput",
     "efficiency", "padding.to_longest", "padding.in_buckets", "num_reused",
 ]  # fmt: skip
-_COMPARISON_COLUMNS = [
-    "model", "run", "metric", "precision", "instances", "baseline", "value", "kind", "change", "interval.low",
-    "interval.high", "test.name", "test.p_value", "test.lost", "test.won",
-]  # fmt: skip
 _TRANSFERS = {
     "disk_to_cpu": "disk to memory",
     "cpu_to_disk": "memory to disk",
     "cpu_to_gpu": "memory to GPU",
     "gpu_to_cpu": "GPU to memory",
 }
-_TEXT_COLUMNS = ("run entry", "metric", "model", "precision")
+_TEXT_COLUMNS = ("run entry", "metric", "model", "precision", "verdict", "half that chooses", "half that confirms")
 
 
 @dataclass(frozen=True)
@@ -102,15 +95,6 @@ def runs_frame(runs: Iterable[RunScores]) -> pd.DataFrame:
     return frame.reindex(columns=[*_RUN_COLUMNS, *frame.filter(regex=r"^(scores|standard_errors)\.")])
 
 
-def comparisons_frame(models: Iterable[ModelComparison]) -> pd.DataFrame:
-    """Return a row of numbers per comparison."""
-    records = [{"model": model.model, **asdict(each)} for model in models for each in model.comparisons]
-    for record in records:
-        record["interval"] = dict(zip(("low", "high"), record["interval"] or ()))
-        record["test"] = record["test"] or {}
-    return pd.json_normalize(records).reindex(columns=_COMPARISON_COLUMNS).convert_dtypes()
-
-
 # --- Scores ---
 
 
@@ -118,7 +102,7 @@ def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row per run and metric."""
     rows = [
         (run.entry, metric, run.typed_model, run.precision, _score_and_error(run, metric),
-         f"{run.num_scored:,}" if run.num_scored else "", _whole(run.workload.get("num_requests")), run_link(run))
+         f"{run.num_scored:,}" if run.num_scored else "", whole_text(run.workload.get("num_requests")), run_link(run))
         for run in runs
         for metric in run.scores or ("-",)
     ]  # fmt: skip
@@ -155,14 +139,14 @@ def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     rates = [run.num_tokens / run.latency_s if run.latency_s > 0 else 0.0 for run in runs]
     cells = {
         **_run_cells(runs, show_model),
-        "requests": [_whole(run.workload.get("num_requests")) for run in runs],
-        "prompt tokens": [_whole(run.workload.get("prompt_tokens")) for run in runs],
-        "computed": [_whole(run.workload.get("prompt_tokens_computed")) for run in runs],
-        "output tokens": [_whole(run.workload.get("output_tokens")) for run in runs],
-        "time": [_seconds(run.latency_s) for run in runs],
+        "requests": [whole_text(run.workload.get("num_requests")) for run in runs],
+        "prompt tokens": [whole_text(run.workload.get("prompt_tokens")) for run in runs],
+        "computed": [whole_text(run.workload.get("prompt_tokens_computed")) for run in runs],
+        "output tokens": [whole_text(run.workload.get("output_tokens")) for run in runs],
+        "time": [seconds_text(run.latency_s) for run in runs],
         "tokens/s": [f"{rate:,.0f}" + " *" * (run.num_reused > 0) for run, rate in zip(runs, rates)],
     }
-    return Table(pd.DataFrame(cells), links=_links(runs), marks={"tokens/s": _bars(rates)})
+    return Table(pd.DataFrame(cells), links=_links(runs), marks={"tokens/s": bars(rates)})
 
 
 def padding_table(runs: Sequence[RunScores], show_model: bool) -> Table:
@@ -177,7 +161,7 @@ def padding_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     if all(run.padded_tokens() <= run.num_tokens * 1.0005 for run in runs):
         del columns["as run"]
     largest = [max(values) for values in zip(*columns.values())]  # of each row
-    cells = {name: list(map(_whole, values)) for name, values in columns.items()}
+    cells = {name: list(map(whole_text, values)) for name, values in columns.items()}
     marks = {name: [Mark(0, 100 * v / top) for v, top in zip(values, largest)] for name, values in columns.items()}
     return Table(pd.DataFrame({**_run_cells(runs, show_model), **cells}), links=_links(runs), marks=marks)
 
@@ -220,12 +204,12 @@ def _usage_table(usages: Mapping[str, Mapping[str, Any]]) -> Table:
         return lambda usage: usage["time_s"].get(kind)
 
     add("schedule", str, lambda usage: usage.get("schedule"))
-    add("time, measured", _seconds, lambda usage: usage["time_s"]["compute"] + usage["time_s"]["wait"])
-    add("time, predicted", _seconds, lambda usage: usage.get("predicted_latency_s"))
-    add("roofline", _seconds, lambda usage: usage.get("roofline_s"))
-    add("computing", _seconds, time("compute"))
-    add("waiting for data", _seconds, time("wait"))
-    add("between batches", _seconds, time("other"))
+    add("time, measured", seconds_text, lambda usage: usage["time_s"]["compute"] + usage["time_s"]["wait"])
+    add("time, predicted", seconds_text, lambda usage: usage.get("predicted_latency_s"))
+    add("roofline", seconds_text, lambda usage: usage.get("roofline_s"))
+    add("computing", seconds_text, time("compute"))
+    add("waiting for data", seconds_text, time("wait"))
+    add("between batches", seconds_text, time("other"))
     for transfer, label in _TRANSFERS.items():
         for kind in ("weights", "cache", "activations"):
             add(f"{label}: {kind}", size, lambda usage, t=transfer, k=kind: usage["bytes"][t].get(k))  # type: ignore[misc]
@@ -257,87 +241,6 @@ def _scale_of(label: str) -> str:
     return "moved" if ":" in label else "time"
 
 
-# --- Precisions compared ---
-
-
-def comparison_tables(
-    comparisons: Iterable[Comparison], baseline: str, links: Mapping[tuple[str, str], str] | None = None
-) -> list[Table]:
-    """Return a table per precision that is compared with `baseline`. links: (run entry, precision) -> folder."""
-    comparisons = list(comparisons)
-    precisions = sorted({each.precision for each in comparisons}, key=precision_rank)
-    return [
-        _comparison_table(
-            [each for each in comparisons if each.precision == precision], baseline, precision, links or {}
-        )
-        for precision in precisions
-    ]
-
-
-def _comparison_table(
-    comparisons: Sequence[Comparison], baseline: str, precision: str, links: Mapping[tuple[str, str], str]
-) -> Table:
-    rows = [
-        (each.run, each.metric, f"{each.instances:,}", _score(each.baseline), _score(each.value), _change(each),
-         _interval(each), _test(each))
-        for each in comparisons
-    ]  # fmt: skip
-    names = ["run entry", "metric", "n", baseline, precision, "change", "95 % interval", "p (lost : won)"]
-    # Changes in one unit share a scale, whose middle is no change.
-    largest: dict[str, float] = {}
-    for each in comparisons:
-        reach = max((abs(position) for position in _positions(each)), default=0.0)
-        largest[_unit(each)] = max(largest.get(_unit(each), 0.0), reach)
-
-    def mark(each: Comparison) -> Mark | None:
-        positions = _positions(each)
-        if not positions:
-            return None
-        scale = largest[_unit(each)] or 1.0
-        low, point, high = (50 + 48 * position / scale for position in positions)
-        return Mark(low, high, point)
-
-    return Table(
-        pd.DataFrame(rows, columns=names),
-        f"{precision} against {baseline}",
-        num_keys=2,
-        links={name: [links.get((each.run, name), "") for each in comparisons] for name in (baseline, precision)},
-        marks={"95 % interval": list(map(mark, comparisons))},
-    )
-
-
-def _positions(comparison: Comparison) -> list[float]:
-    """Return low end, change and high end, 0 where nothing changes; [] without an interval."""
-    if comparison.interval is None:
-        return []
-    low, high = comparison.interval
-    values = [low, comparison.change, high]
-    if comparison.kind == "ratio":
-        values = [math.log(value) if value > 0 else math.nan for value in values]
-    return values if all(map(math.isfinite, values)) else []
-
-
-def _unit(comparison: Comparison) -> str:
-    """Return what a change is counted in; metrics without a unit have a scale of their own."""
-    if comparison.kind == "ratio":
-        return "×"
-    return "pp" if metric_named(comparison.metric).is_share else comparison.metric
-
-
-def speeds_table(speeds: pd.DataFrame) -> Table:
-    """Return a row per precision; * marks throughputs that `reused_note` explains."""
-    cells = {
-        "precision": list(speeds["precision"]),
-        "instances": list(map(_whole, speeds["instances"])),
-        "tokens": list(map(_whole, speeds["tokens"])),
-        "time": list(map(_seconds, speeds["latency_s"])),
-        "tokens/s": [
-            f"{rate:,.0f}" + " *" * (reused > 0) for rate, reused in zip(speeds["tokens_per_s"], speeds["num_reused"])
-        ],
-    }
-    return Table(pd.DataFrame(cells), marks={"tokens/s": _bars(speeds["tokens_per_s"])})
-
-
 # --- The frontier of a plan ---
 
 
@@ -351,7 +254,7 @@ def frontier_table(points: Sequence[Mapping[str, Any]]) -> Table:
     policies = [point["policy"] for point in points]
     cells = {
         "point": [f"{number}" for number in range(1, len(points) + 1)],
-        "latency of a block": [_seconds(point["latency_s"]) for point in points],
+        "latency of a block": [seconds_text(point["latency_s"]) for point in points],
         "tokens/s": [f"{point['tokens_per_s']:,.3g}" for point in points],
         "block": [f"{policy['gpu_batch_size']}x{policy['num_gpu_batches']}" for policy in policies],
         "schedule": [policy["schedule"] for policy in policies],
@@ -442,17 +345,17 @@ def _links(runs: Sequence[RunScores]) -> dict[str, list[str]]:
     return {"precision": list(map(run_link, runs))}
 
 
-def _bars(values: Iterable[float]) -> list[Mark | None]:
+def bars(values: Iterable[float]) -> list[Mark | None]:
     values = list(values)
     largest = max(values, default=0.0)
     return [Mark(0, 100 * value / largest) if largest else None for value in values]
 
 
-def _whole(value: Any) -> str:
+def whole_text(value: Any) -> str:
     return "" if value is None else f"{value:,.0f}"
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     return f"{value:,.1f} s" if value < 100 else duration(value)
 
 
@@ -461,34 +364,5 @@ def _digits(value: float) -> int:
     return 3 if abs(value) < 10 else 2 if abs(value) < 1000 else 1
 
 
-def _score(value: float) -> str:
+def score_text(value: float) -> str:
     return f"{value:,.{_digits(value) + (abs(value) < 10)}f}"
-
-
-def _change(comparison: Comparison) -> str:
-    if not math.isfinite(comparison.change):
-        return ""
-    change = _in_unit(comparison, comparison.change)
-    return f"{change} pp" if _unit(comparison) == "pp" else change
-
-
-def _in_unit(comparison: Comparison, value: float) -> str:
-    if comparison.kind == "ratio":
-        return f"×{value:.4f}"
-    return f"{100 * value:+.2f}" if _unit(comparison) == "pp" else f"{value:+.4f}"
-
-
-def _interval(comparison: Comparison) -> str:
-    if comparison.interval is None:
-        if comparison.instances == 1:
-            return "none (1 instance)"
-        return "none (no mean)" if math.isfinite(comparison.change) else "none (not finite)"
-    return " … ".join(_in_unit(comparison, end) for end in comparison.interval)
-
-
-def _test(comparison: Comparison) -> str:
-    test = comparison.test
-    if test is None:
-        return ""
-    p_value = "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.4f}"
-    return p_value if test.lost is None else f"{p_value} ({test.lost} : {test.won})"

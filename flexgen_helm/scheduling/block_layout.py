@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from flexgen_helm.planner.constants import BLOCK_SEQUENCES
-from flexgen_helm.planner.memory import SchedulerLimits
+from flexgen_helm.planner.scheduler_limits import SchedulerLimits
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
 
 # A block of more than `BLOCK_SEQUENCES` takes at most this share of the cache. At most this share of the slots of a

@@ -7,14 +7,14 @@ from dataclasses import fields, replace
 from itertools import accumulate
 
 from flexgen_helm.planner.constants import PREFILL_LANES
-from flexgen_helm.planner.memory import SchedulerLimits
-from flexgen_helm.planner.policy import Schedule
+from flexgen_helm.planner.scheduler_limits import SchedulerLimits
+from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.scheduling.sequence import Request
 
 
 def num_lanes(requests: Sequence[Request], limits: SchedulerLimits, num_ranks: int, schedule: Schedule) -> int:
     """Return how many lanes there are: one for each rank, if each has room for the longest request."""
-    if schedule == "prefill-only":
+    if schedule.is_single_pass:
         return max(1, min(PREFILL_LANES * num_ranks, len(requests), limits.max_windows))
     longest = max((_positions(request, limits) for request in requests), default=1)
     return max(1, min(num_ranks, len(requests), limits.cache_tokens // longest, limits.max_sequences))

@@ -10,8 +10,9 @@ from numbers import Integral
 from flexgen_helm.errors import RequestError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.constants import LONG_ANSWER_TOKENS
-from flexgen_helm.planner.memory import SchedulerLimits
-from flexgen_helm.planner.policy import Schedule
+from flexgen_helm.planner.run_memory import RunSize
+from flexgen_helm.planner.scheduler_limits import SchedulerLimits
+from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.request import GenerationRequest
@@ -23,7 +24,7 @@ from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class PreparedRequests:
+class EncodedRequests:
     """Distinct requests, each with the places that asked for it, and those that cannot be served.
 
     refused: place -> why.
@@ -39,7 +40,7 @@ def prepare(
     tokenizer: Tokenizer | None,
     schedule: Schedule,
     chat: ChatFormat | None = None,
-) -> PreparedRequests:
+) -> EncodedRequests:
     """Encode requests, check them against model and schedule, and join equal ones; a bad request fails alone.
 
     chat: renders messages, and plain prompts that generate if it applies; None without a tokenizer.
@@ -90,7 +91,7 @@ def prepare(
             refused[place] = error
             continue
         distinct.setdefault(_identity(prepared), prepared).places.append(place)
-    return PreparedRequests(list(distinct.values()), refused)
+    return EncodedRequests(list(distinct.values()), refused)
 
 
 def shared_prefixes(
@@ -111,6 +112,27 @@ def shared_prefixes(
         places += [place] * count
     forest = plan_prefixes(prompts, cost)
     return forest if len(places) == len(requests) else _renumbered(forest, places)
+
+
+def run_size(
+    requests: abc.Sequence[Request], cost: PrefixCostModel, with_prefixes: bool, cache_format: CacheFormat | None
+) -> RunSize:
+    """Return what a plan must know of a run's requests; the arguments are those of `planned_workload`."""
+    decoded = [request for request in requests if request.request.max_tokens > 1]
+    return RunSize(
+        max(map(_positions, requests), default=1),
+        sum(max(len(request.tokens), request.num_completions) for request in requests),
+        max((request.length_group or 0 for request in requests), default=0),
+        max(map(_positions, decoded), default=0),
+        max((request.request.max_tokens - 1 for request in decoded), default=0),
+        decodes=bool(decoded),
+        workload=planned_workload(requests, cost, with_prefixes, cache_format),
+    )
+
+
+def _positions(request: Request) -> int:
+    """Return the positions of one completion with its prompt."""
+    return len(request.tokens) + max(0, request.request.max_tokens - 1)
 
 
 def planned_workload(
@@ -136,7 +158,7 @@ def planned_workload(
     for request in requests:
         if cache_format is None or request.request.max_tokens <= 1:  # its completions share the whole prompt
             saved_tokens += (request.num_completions - 1) * len(request.tokens)
-    return Workload.of(lengths, saved_tokens)
+    return Workload.of(lengths, saved_tokens, _scored_tokens(requests, saved_tokens))
 
 
 def drawn_workload(requests: abc.Sequence[Request], saved_tokens: int) -> Workload:
@@ -146,7 +168,16 @@ def drawn_workload(requests: abc.Sequence[Request], saved_tokens: int) -> Worklo
         for request in requests
         for drawn in [completion.num_drawn for completion in request.completions] or [0]
     ]
-    return Workload.of(lengths, saved_tokens)
+    return Workload.of(lengths, saved_tokens, _scored_tokens(requests, saved_tokens))
+
+
+def _scored_tokens(requests: abc.Sequence[Request], saved_tokens: int) -> int:
+    """Return how many prompt tokens pass the head: once a request, and once for all that share a beginning."""
+    scored = sum(max(0, len(request.tokens) - 1) for request in requests if request.request.echo_logprobs)
+    total = sum(len(request.tokens) for request in requests)
+    by_completions = sum((request.num_completions - 1) * len(request.tokens) for request in requests)
+    shared = max(0, saved_tokens - max(0, by_completions))
+    return round(scored * max(0.0, 1 - shared / total)) if scored else 0
 
 
 def make_sequences(
@@ -199,6 +230,7 @@ def make_sequences(
             continuation_tokens=steps if branches else 0,
             needs_cache=asked.max_tokens > 1,
             needs_scores=asked.echo_logprobs and first == 0,
+            needs_greedy=asked.echo_greedy and first == 0,
             length_group=request.length_group,
         )
         for first, num_draws in draws
@@ -245,19 +277,16 @@ def _with_context(ids: list[int], request: GenerationRequest, tokenizer: Tokeniz
     """Condition an empty prompt on BOS, or on EOS where the model knows no BOS (as such models are trained)."""
     if ids or request.max_tokens == 0:
         return ids, 0
-    context = None
-    if tokenizer is not None:
-        context = tokenizer.bos_id if tokenizer.bos_id is not None else min(tokenizer.eos_ids, default=None)
-    if context is None:
+    if tokenizer is None or (context := tokenizer.first_id) is None:
         raise RequestError("the prompt is empty and the model names no token to begin a text with; give one token")
     return [context], 1
 
 
 def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
     tokens, max_tokens = request.tokens, request.request.max_tokens
-    if schedule == "prefill-only" and max_tokens > 1:
+    if schedule.is_single_pass and max_tokens > 1:
         raise RequestError(
-            f"max_tokens is {max_tokens} and the schedule prefill-only draws one token at most; take --schedule zigzag"
+            f"max_tokens is {max_tokens} and the schedule {schedule} draws one token at most; take --schedule zigzag"
         )
     # The last token is never fed, so a prompt may be scored one token beyond the window.
     if len(tokens) + max_tokens > config.max_positions + 1:
@@ -278,5 +307,5 @@ def _identity(request: Request) -> tuple[object, ...]:
     randomness = (r.top_p, r.seed) if r.temperature else ()
     return (
         tuple(request.tokens), request.num_context, r.max_tokens, r.temperature, randomness, tuple(r.stop), r.n,
-        r.echo_logprobs, r.ignore_eos, r.thinking,
+        r.echo_logprobs, r.ignore_eos, r.thinking, r.echo_greedy,
     )  # fmt: skip

@@ -44,4 +44,4 @@ def _draws(seed: int, completion: int, step: int) -> NDArray[np.float64]:
     """Return the random numbers of `_DRAWS` steps from `step` on: the first of the four words of each counter."""
     key = int.from_bytes(hashlib.sha256(f"{seed}/{completion}".encode()).digest()[:16], "little")
     words = np.random.Philox(key=key, counter=step).random_raw(4 * _DRAWS)[::4]
-    return (words >> np.uint64(11)) * 2.0**-53
+    return np.multiply(words >> np.uint64(11), 2.0**-53, dtype=np.float64)

@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from flexgen_helm.planner.memory import SchedulerLimits
+from flexgen_helm.planner.scheduler_limits import SchedulerLimits
 from flexgen_helm.scheduling.answer_lengths import AnswerLengths, CacheDemand, Forecast
 from flexgen_helm.scheduling.block_layout import BlockLayout
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, ScheduledTokens, Sequence, SequenceKind
@@ -62,7 +62,7 @@ class Scheduler:
 
     A pass takes every running sequence one token further and admits waiting ones as long as their cache fits. A
     shared prefix precedes its users in the queue. Sequences that end give their slots back at once. In which order the
-    batches of a pass meet the layers is the schedule's choice (`scheduling.schedule`).
+    batches of a pass meet the layers is the schedule's choice (`planner.schedules`).
 
     Without pages (`SchedulerLimits.page_tokens`) a sequence gets the cache of its longest possible answer when it is
     admitted, and a prompt with continuations reserves theirs. With pages the cache grows with the answers:

@@ -147,6 +147,10 @@ class Request:
             #  scores      1 2 3
             scores = [score for sequence in self.scored for score in sequence.prompt_logprobs]
             logprobs = (None, *scores)[self.num_context :] if asked else ()
+        greedy = None
+        if request.echo_greedy:
+            ranked = [is_greedy for sequence in self.scored for is_greedy in sequence.prompt_greedy]
+            greedy = (None, *ranked)[self.num_context :] if asked else ()
         share = 1.0 / len(self.places)
         num_drawn = sum(completion.num_drawn for completion in self.completions)
         output = num_drawn * (request.n if len(done) == 1 else 1)
@@ -161,7 +165,7 @@ class Request:
             decode_s=self._decode_s * share,
             batch_size=self._batch_size,
         )
-        return [GenerationResult(tuple(completions), asked, logprobs, None, cost) for _ in self.places]
+        return [GenerationResult(tuple(completions), asked, logprobs, None, cost, greedy) for _ in self.places]
 
 
 class SequenceKind(enum.Enum):
@@ -222,10 +226,11 @@ class Sequence:
         each of them may come to need; 0 where it decodes in place.
     needs_cache: whether later tokens attend to this sequence.
     needs_scores: log-probabilities of the prompt's tokens are wanted, and of `next_token`.
+    needs_greedy: whether each of these tokens is the most probable one is wanted too.
     next_token: the token that follows a shared prefix in all its users.
     num_computed: leading tokens that have passed through the model.
     block, slot: where its cache lies, while it has one.
-    prompt_logprobs: the scores, once they are there.
+    prompt_logprobs, prompt_greedy: the scores, once they are there.
     num_readers: unfinished sequences that attend to this one's cache.
     length_group: answers of one group are expected to become equally long (`AnswerLengths`); None: it never ends early.
     is_recomputed: it was preempted, and its tokens so far are computed again.
@@ -244,11 +249,13 @@ class Sequence:
     continuation_tokens: int = 0
     needs_cache: bool = False
     needs_scores: bool = False
+    needs_greedy: bool = False
     next_token: int | None = None
     num_computed: int = 0
     block: CacheBlock | None = None
     slot: int = -1
     prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_greedy: list[bool] = field(default_factory=list)
     num_readers: int = 0
     length_group: int | None = None
     is_recomputed: bool = False
@@ -300,7 +307,7 @@ class Sequence:
         self.max_new_tokens -= len(self.tokens) - self.prompt_len
         self.prompt_len, self.num_computed = len(self.tokens), 0
         self.block, self.slot = None, -1
-        self.needs_scores = False  # a sequence that decodes has its scores
+        self.needs_scores = self.needs_greedy = False  # a sequence that decodes has its scores
         self.is_recomputed = True
 
 

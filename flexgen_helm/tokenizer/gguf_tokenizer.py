@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from gguf import Keys, TokenType
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from flexgen_helm.checkpoint.gguf_header import read_gguf_header
-from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
+from flexgen_helm.concurrency import stop_point
+from flexgen_helm.errors import CheckpointError, FlexgenError, UnsupportedArchitectureError
 from flexgen_helm.tokenizer.token_bytes import SPACE_MARK
-from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # What the keys hold that are used here; a file may store a value of any type under any key.
 _KINDS: Mapping[str, type] = {
@@ -36,7 +36,17 @@ _MAX_PIECE = 4096
 _END_OF_TEXT = "<|endoftext|>"
 
 
-def load_gguf_tokenizer(path: Path) -> Tokenizer | None:
+class GgufTokenizer(NamedTuple):
+    """What a GGUF file says of its tokenizer, as `Tokenizer` takes it."""
+
+    backend: Backend
+    bos_id: int | None
+    eos_id: int | None
+    eos_ids: Sequence[int]
+    chat_template: str | None
+
+
+def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
     """Build the tokenizer of a GGUF file; None if the file has no vocabulary.
 
     Raises `CheckpointError` for a damaged file, `UnsupportedArchitectureError` for a vocabulary type or a
@@ -65,7 +75,7 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer | None:
 
     try:
         backend = _MODELS[model](metadata, tokens)
-    except UnsupportedArchitectureError:
+    except FlexgenError:
         raise
     except Exception as error:  # the library raises plain Exception, e.g. for a merge of tokens not in the vocabulary
         reason = str(error).partition("\n")[0]
@@ -78,7 +88,7 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer | None:
     _add_bos_and_eos(backend, metadata, model, tokens)
     control = {token: i for i, token in enumerate(tokens) if types[i] == TokenType.CONTROL}
     ends = metadata.get(Keys.Tokenizer.EOT_ID), control.get(_END_OF_TEXT)
-    return Tokenizer(
+    return GgufTokenizer(
         backend,
         bos_id=metadata.get(Keys.Tokenizer.BOS_ID),
         eos_id=metadata.get(Keys.Tokenizer.EOS_ID),
@@ -172,6 +182,7 @@ def _merges_from_scores(vocab: dict[str, int], scores: Sequence[float]) -> list[
     """Return every split of a piece into two pieces, best score first: sentencepiece merges by the result's score."""
     ranked = []
     for piece, i in vocab.items():
+        stop_point()
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
         ranked += [(-scores[i], vocab[a], vocab[b], a, b) for a, b in halves if a in vocab and b in vocab]
     return [(a, b) for *_, a, b in sorted(ranked)]

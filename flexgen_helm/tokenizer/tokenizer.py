@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tokenizers import Tokenizer as Backend
 
-from flexgen_helm.checkpoint.folder import CONFIG, TOKENIZER_FILES, read_json, require_small_file, tokenizer_folder
+from flexgen_helm.checkpoint.fingerprint import SourceFile
+from flexgen_helm.checkpoint.folder import (
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER_FILES,
+    read_json,
+    require_small_file,
+    tokenizer_folder,
+)
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import CheckpointError, RequestError
+from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.tokenizer.token_bytes import helm_text, is_byte_level, token_byte_table
+
+_in_use: WeakValueDictionary[tuple[SourceFile, ...], Tokenizer] = WeakValueDictionary()
+_lock = threading.RLock()
 
 
 class Tokenizer:
@@ -68,13 +83,26 @@ class Tokenizer:
 
         Never runs code that came with the checkpoint and never uses the network. Raises `CheckpointError` if the
         files are damaged or need code of their own, `UnsupportedArchitectureError` for an unsupported kind.
+
+        While a tokenizer is in use, the same files give the same one: of a large vocabulary it takes seconds to build,
+        and HELM's threads and the engines of all precisions ask for it.
         """
-        path = Path(path)
+        with _lock:
+            key = _stamps(Path(path))
+            if (tokenizer := _in_use.get(key)) is None:
+                report(ProgressPhase("tokenizer", Path(path).name))
+                if (tokenizer := cls._from_path(Path(path))) is not None and key:
+                    _in_use[key] = tokenizer
+            return tokenizer
+
+    @classmethod
+    def _from_path(cls, path: Path) -> Tokenizer | None:
         if path.is_file() and path.suffix == ".gguf":
             # Imported late: the gguf package is needed for these files only.
-            from flexgen_helm.tokenizer.gguf_tokenizer import load_gguf_tokenizer
+            from flexgen_helm.tokenizer.gguf_tokenizer import read_gguf_tokenizer
 
-            return load_gguf_tokenizer(path)
+            read = read_gguf_tokenizer(path)
+            return None if read is None else cls(**read._asdict())
         if not path.is_dir():
             raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
         return None if tokenizer_folder(path) is None else cls._from_folder(path)
@@ -108,6 +136,11 @@ class Tokenizer:
         )
 
     # ---- text to ids ----
+
+    @property
+    def first_id(self) -> int | None:
+        """The token that stands for an empty text: BOS, or EOS where there is no BOS (as such models are trained)."""
+        return self.bos_id if self.bos_id is not None else min(self.eos_ids, default=None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`; see `encode_batch`."""
@@ -179,12 +212,25 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the serialised tokenizer: equal means that it encodes and decodes alike."""
-        return hashlib.sha256(self._backend.to_str().encode("utf-8")).hexdigest()
+        """SHA-256 of all that answers depend on: equal means equal ids and texts, ends of completions, and chats.
+
+        It is made of what was read, so that it does not matter which of a folder's files said it.
+        """
+        chat = [] if self.chat_template is None else [self.chat_template, self._special_tokens]
+        settings = [self.bos_id, self.adds_bos, sorted(self.eos_ids), self.eos_text, chat]
+        text = json.dumps([self._backend.to_str(), *settings], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
     @cached_property
     def _byte_table(self) -> list[bytes]:
         return token_byte_table(self._backend)
+
+
+def _stamps(path: Path) -> tuple[SourceFile, ...]:
+    """Return the files that a tokenizer is made of, as they are now."""
+    names = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
+    files = [path] if path.is_file() else [*(path / name for name in names), *path.glob("additional_chat_templates/*")]
+    return tuple(SourceFile.open(file.resolve()) for file in files if file.is_file())
 
 
 def _require_complete(folder: Path) -> None:
@@ -210,7 +256,7 @@ def _require_complete(folder: Path) -> None:
 def _configured_eos_ids(folder: Path) -> set[int]:
     """Collect `eos_token_id` (an id or a list of them) from the generation and the model configuration."""
     ids: set[int] = set()
-    for name in ("generation_config.json", CONFIG):
+    for name in (GENERATION_CONFIG, CONFIG):
         if not (folder / name).is_file():
             continue
         config = read_json(folder / name)

@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flexgen_helm.benchmarks import Options, network, slow_link
+from flexgen_helm.benchmarks.network_model import Network, pipeline_turns
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.planner.network import Network
 
 _BYTES = 10_000_000
 _RECEIVE = f"""
@@ -80,3 +82,19 @@ def test_two_processes_take_as_long_as_the_network_says():
     for row in rows:
         assert row["median"] > row["without_network_s"]
         assert 0.5 < row["median"] / row["predicted_s"] < 2
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.floats(0, 2), st.floats(0.1, 9), st.floats(0, 1))
+def test_turns_of_a_network_equal_a_simulation(stages, batches, links, pass_s, message_bytes, delay_s):
+    """A chain of stages and links, each of which serves one batch after the other; links deliver after a delay."""
+    network = Network(delay_s, 10.0)
+    turns = pipeline_turns(pass_s, stages, batches, message_bytes, network, links)
+    servers = [(pass_s / stages, 0.0)] * stages + [(message_bytes / 10.0, delay_s)] * links
+    free_at, end = [0.0] * len(servers), 0.0
+    for _ in range(batches):
+        end = 0.0
+        for number, (busy_s, more_s) in enumerate(servers):
+            free_at[number] = max(end, free_at[number]) + busy_s
+            end = free_at[number] + more_s
+    assert turns.once_s == pytest.approx(end)
+    assert turns.again_s >= max(busy_s for busy_s, _ in servers) * batches - 1e-9

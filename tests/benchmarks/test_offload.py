@@ -241,6 +241,7 @@ def test_engine_flags_that_would_change_the_workload_are_refused():
             module.run(Options(engine={"device": "cpu"}))
 
 
+@pytest.mark.slow
 def test_kernels_measures_every_implementation():
     result = kernels.run(Options(quick=True, repeats=1))
     json.dumps(result, allow_nan=False)

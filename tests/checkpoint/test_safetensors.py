@@ -195,13 +195,18 @@ def test_overflow_of_float16_is_an_error_exactly_where_rounding_overflows(
     folder: Path, value: float, fits: bool
 ) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.norm.weight"][5] = value
+        tensors["model.norm.weight"][5] = tensors["model.embed_tokens.weight"][3, 5] = value
 
     edit_weights(folder, change)
     checkpoint = open_checkpoint(folder)
     if fits:
-        assert abs(checkpoint.tensor("head.norm.weight")[5].item()) == 65504
+        assert abs(checkpoint.tensor("embed.tokens.weight")[3, 5].item()) == 65504
+        assert checkpoint.tensor("head.norm.weight")[5].item() == value  # a device may have only float16 for it
     else:
+        with pytest.raises(
+            CheckpointError, match=r"tensor model\.embed_tokens\.weight contains .*too large for float16"
+        ):
+            checkpoint.tensor("embed.tokens.weight")
         with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight contains .*too large for float16"):
             checkpoint.tensor("head.norm.weight")
 

@@ -13,7 +13,7 @@ from helm.benchmark.run_spec_factory import construct_run_specs
 from helm.common.object_spec import get_class_by_name, parse_object_spec
 
 import flexgen_helm.plugin  # noqa: F401
-from flexgen_helm import cli
+from flexgen_helm import cli, run_entries
 from flexgen_helm.runs.data import DATA
 from flexgen_helm.scenarios import error_detection, lambada, wikitext
 from tests.helpers.data_sets import FAKE_PASSAGES, PAGES, write_data, write_legalbench_settings
@@ -58,6 +58,7 @@ def test_helm_can_run_every_entry(
             assert specs[0].scenario_spec.class_name.startswith("helm.")
 
 
+@pytest.mark.slow
 def test_what_needs_nothing_generates_its_instances(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """With the network refused, and in an empty folder."""
     for entry, row in rows(capsys).items():
@@ -81,6 +82,16 @@ def test_every_shipped_entry_is_listed(capsys: pytest.CaptureFixture[str]) -> No
     assert shipped <= set(found)
     assert {"lambada:mode=accuracy", "wikitext", "simple_mcqa_scored", "error_detection:dataset=Hospital"} <= shipped
     assert all(row["source"] == "HELM" for entry, row in found.items() if entry not in shipped)
+
+
+def test_a_new_scenario_of_ours_is_listed_before_it_is_in_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_default, own = rows(capsys), run_entries.own_run_specs()
+    assert own and own <= {entry.partition(":")[0] for entry in by_default}
+    monkeypatch.setattr(run_entries, "own_run_specs", lambda: own | {"brand_new"})
+    (added,) = set(rows(capsys)) - set(by_default)
+    assert added == "brand_new" and rows(capsys)[added]["source"] == "flexgen_helm"
 
 
 def test_data_is_found_where_the_scenarios_look_for_it(

@@ -53,7 +53,7 @@ def test_the_help_lists_them_beside_the_engine_flags(columns):
 @pytest.mark.parametrize("form", [["-m", "5"], ["-m5"], ["--max-eval-instances=5"], ["--max-eval", "5"], ["-dm", "5"]])
 def test_all_forms_that_argparse_knows_are_passed_on_as_they_are(form, monkeypatch):
     calls = record_suites(monkeypatch)
-    argv = [*form, "-r", "mmlu:model=flexgen/opt-125m", "gsm", "-ohome", "--of-a-newer-helm"]
+    argv = [*form, "-r", "simple_mcqa:model=flexgen/opt-125m", "gsm", "-ohome", "--of-a-newer-helm"]
     assert cli.main(["run", *argv, "--device", "cpu"]) == 0
     assert calls == [(argv, {"device": "cpu"})]
 

@@ -16,8 +16,10 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL
 from flexgen_helm.checkpoint.fetch import GGUF_NAME, GGUF_SIZE
+from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.cli import models as models_command
 from flexgen_helm.cli.models import Machine
+from flexgen_helm.errors import UsageError
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
 
@@ -45,6 +47,7 @@ def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[
     return {row["name"]: row for row in listed(capsys, "models", *arguments)["models"]}
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("arguments", [["models"], ["entries"], ["models", "qwen", "--json"], ["entries", "--json"]])
 def test_they_need_neither_heavy_imports_nor_the_network(arguments: list[str]) -> None:
     code = (
@@ -60,7 +63,9 @@ def test_they_need_neither_heavy_imports_nor_the_network(arguments: list[str]) -
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert not [
+        line for line in done.stderr.splitlines() if not line.endswith("working")
+    ]  # after 10 s on a busy machine
     if "--json" not in arguments:
         assert max(map(len, done.stdout.splitlines())) <= 100
         # The last line is a command, whose run entry is one that HELM can run.
@@ -131,6 +136,13 @@ def test_what_is_on_this_machine(
     assert here == {"mine", "alias", WHEEL_MODEL, "opt-125m", "opt-1.3b"}
     assert found["lost"]["is_here"] is None and found["lost"]["bytes"] == {}
     parameters = sum(parameter.numel() for parameter in tiny("qwen3").reference.parameters())
+    assert read_model_config("facebook/opt-125m") == read_model_config("opt-125m")
+    (whole.parents[2] / "models--org--own" / "snapshots").mkdir(parents=True)
+    (whole.parents[2] / "models--org--own" / "snapshots" / commit).symlink_to(tiny("qwen3").path)
+    for name in ("org/own", "flexgen/org--own-4bit"):  # in no catalog, and fetched before
+        assert read_model_config(name) == read_model_config("mine")
+    with pytest.raises(UsageError, match="run: flexgen-helm fetch org/other$"):
+        read_model_config("org/other")
     assert (found["mine"]["architecture"], found["mine"]["parameters"]) == ("qwen3", parameters)
     embedded.write_bytes(b"half")
     assert not rows(capsys, WHEEL_MODEL)[WHEEL_MODEL]["is_here"]

@@ -22,9 +22,23 @@ from flexgen_helm.request import MemoryLimits
 from flexgen_helm.units import size_argument
 from tests.helpers.flags import options_of
 
-COMMANDS = ["", "run", "generate", "perplexity", "plan", "models", "entries", "fetch", "convert", "doctor", "bench"]
+COMMANDS = [
+    "",
+    "run",
+    "generate",
+    "perplexity",
+    "batch",
+    "plan",
+    "models",
+    "entries",
+    "fetch",
+    "convert",
+    "doctor",
+    "bench",
+]
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_imports_nothing_heavy(command):
     code = (
@@ -37,7 +51,7 @@ def test_help_imports_nothing_heavy(command):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Usage: flexgen-helm" in done.stdout and "\x1b[" not in done.stdout
-    if command in ("run", "generate", "perplexity", "bench"):
+    if command in ("run", "generate", "perplexity", "batch", "bench"):
         for flag in ("--precision", "--policy", "--gpu-memory", "--no-cpu-attention", "--dummy-weights"):
             assert flag in done.stdout
     assert "kv-dtype" not in done.stdout  # every value of it is refused
@@ -119,9 +133,12 @@ def test_a_policys_text_is_parsed_to_the_same_policy(batch, batches, parts):
     assert parsed.fractions == pytest.approx(policy.fractions, abs=1e-12)
 
 
-@pytest.mark.parametrize("text", ["8", "1000", "1.5", "8589934592"])
-def test_a_size_without_a_unit_is_asked_for_one(text):
-    with pytest.raises(ValueError, match=f"has no unit; write {text}(GiB|B)$"):
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [(own, f"{own}GiB or {own}MiB") for own in ("8", "1000", "1.5")] + [("8589934592", "8589934592B")],
+)
+def test_a_size_without_a_unit_is_asked_for_one(text, written):
+    with pytest.raises(ValueError, match=f"has no unit; write {written}$"):
         parse_size(text)
     assert parse_size(1000) == 1000  # Python's own numbers are bytes
 
@@ -246,7 +263,7 @@ def test_run_passes_on_what_is_not_ours(monkeypatch):
     monkeypatch.setattr(suite, "run_suite", run_suite)
     argv = [
         "-r",
-        "mmlu:model=flexgen/opt-125m",
+        "simple_mcqa:model=flexgen/opt-125m",
         "gsm",
         "-m",
         "5",
@@ -261,7 +278,7 @@ def test_run_passes_on_what_is_not_ours(monkeypatch):
     ]
     assert cli.main(["run", *argv]) == 1
     passed, options = calls[0]
-    assert passed == ["-r", "mmlu:model=flexgen/opt-125m", "gsm", "-m", "5", "--suite", "s", "-n4", "-o", "out"]
+    assert passed == ["-r", "simple_mcqa:model=flexgen/opt-125m", "gsm", "-m", "5", "--suite", "s", "-n4", "-o", "out"]
     assert options == {"device": "cpu", "limits": MemoryLimits(cpu=10**9)}
 
 

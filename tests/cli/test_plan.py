@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.request import GenerationRequest, MemoryLimits
 from tests.helpers.flags import options_of, record_suites
+from tests.helpers.forks import python
 
 
 def plan(*arguments, **environment):
@@ -28,7 +28,7 @@ def plan(*arguments, **environment):
         "assert 'torch' not in sys.modules, 'torch was imported'\nsys.exit(code)"
     )
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120,
+        [*python("plan"), "-c", code, *arguments], capture_output=True, text=True, timeout=120,
         env={**os.environ, "NO_COLOR": "1", "COLUMNS": "120", **environment},
     )  # fmt: skip
 
@@ -80,6 +80,7 @@ def test_nothing_is_said_of_sequences_that_nobody_asked_for():
     assert "1 prompt of 9 tokens, 1 generated token each" in one and "together: 1 sequence, as one batch" in one
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("flags", [(), ("--frontier",), ("--num-seqs", "500", "--precision", "4bit")])
 def test_it_fits_100_columns(flags):
     shown = plan("--model", "opt-175b", *LENGTHS, "--hardware", "a100", *flags, COLUMNS="100").stdout
@@ -157,7 +158,7 @@ def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
         (("--model", "opt-30b", *LENGTHS, "--max-latency", "0"), "must be more than 0"),
         (("--model", "opt-30b", *LENGTHS, "--max-latency", "9", "--policy", POLICY), "leave it or the policy out"),
         (("--model", "opt-30b", *LENGTHS, "--schedule", "prefill-only"), "take --schedule zigzag"),
-        (("--model", "opt-30b", *ONE_TOKEN, "--schedule", "zigzag"), "leave --schedule out"),
+        (("--model", "opt-30b", *ONE_TOKEN, "--schedule", "row"), "leave --schedule out"),
         (("--model", "opt-30b", *LENGTHS, "--offload-dir", "/tmp"), "leave one of them out"),
         (("--model", "opt-30b", *LENGTHS, "--picture", "f.html"), "add --frontier"),
         (("--model", "opt-30b", *LENGTHS, "--frontier", "--picture", "/absent/f.html"), "there is no folder /absent"),
@@ -202,6 +203,7 @@ def test_plan_refuses_what_the_engine_refuses_in_its_words(flags, arguments, cap
     assert capsys.readouterr().err == f"flexgen-helm: {refused.value}\n"
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written_loses_no_plan(tmp_path):
     (tmp_path / "f.html").mkdir()
     done = plan(
@@ -255,6 +257,7 @@ def options_passed(command, monkeypatch):
     return calls[0][1]
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "flags, limits",
     [
@@ -286,6 +289,7 @@ def test_no_command_is_printed_for_what_cannot_run():
         assert "flexgen-helm run" not in plan(*arguments, *flags).stdout
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("gen_len, memory", [(6, "8MiB"), (6, "24MiB"), (1, "8MiB")])
 def test_the_engine_places_what_the_plan_shows(tiny, tmp_path, gen_len, memory):
     """The printed command is run: 19 MB of weights and a cache of up to 37 MB, of which host memory holds a part."""

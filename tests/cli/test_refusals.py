@@ -16,15 +16,20 @@ from flexgen_helm.hardware import cuda
 from tests.helpers.console_script import HEAVY, Finished, run_script
 
 RUN = ("run", "-r", "x", "-m", "1")
+RUN_OPT = ("run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "--device", "cpu")
 GENERATE = ("generate", "opt-125m", "--dummy-weights", "--prompts")
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize(
     "arguments, says",
     [
         ((*RUN, "--policy", "10"), "--policy '10' is not of the form GBSxNB,wg,wc,cg,cc,hg,hc"),
         ((*RUN, "--precision", "fp16,3bit"), "precision '3bit' is not available"),
         ((*RUN, "--cpu-memory", "8"), "the limit of the cpu tier, '8', has no unit; write 8GiB"),
+        ((*RUN, "--cpu-memory", "256"), "'256', has no unit; write 256GiB or 256MiB"),
+        ((*RUN_OPT, "--cpu-memory", "1MiB"), "opt-125m runs with 11 MiB (11,495,424 bytes) or more there"),
+        ((*RUN_OPT, "--cpu-memory", "1MiB", "--precision", "fp16,4bit"), "opt-125m runs with 18.6 MiB"),
         ((*RUN, "--disk", "8589934592"), "'8589934592', has no unit; write 8589934592B"),
         ((*RUN, "--link", "3,3"), "add --device sim or leave --link out"),
         ((*RUN, "--device", "sim"), "--gpu-memory 1GiB"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,14 @@ from flexgen_helm.progress import (
     ModelInUse,
     PlanLine,
     Progress,
-    Stage,
+    ProgressPhase,
     describe,
     observed_by,
     report,
     watched,
 )
 from flexgen_helm.request import Progress as PublicProgress
+from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 from tests.helpers.terminal import Session, run_in_terminal
 
@@ -28,17 +28,17 @@ EVENTS = """
 import os, subprocess, sys, time
 from pathlib import Path
 from flexgen_helm.cli import screen
-from flexgen_helm.progress import Message, ModelInUse, PlanLine, Progress, Stage, report
+from flexgen_helm.progress import Message, ModelInUse, PlanLine, Progress, ProgressPhase, report
 
 log = Path(sys.argv[1]) if len(sys.argv) > 1 else None
 screen.LINE_EVERY_S = 0.3
 with screen.Screen(log):
-    report(Stage("start"))
+    report(ProgressPhase("start"))
     time.sleep(1.2)
     report(ModelInUse("opt-30b", "4bit"))
-    report(Stage("fetch", "facebook/opt-30b", 1 << 30, 4 << 30))
+    report(ProgressPhase("fetch", "facebook/opt-30b", 1 << 30, 4 << 30))
     time.sleep(0.6)
-    report(Stage("fetch", "facebook/opt-30b", 4 << 30, 4 << 30))
+    report(ProgressPhase("fetch", "facebook/opt-30b", 4 << 30, 4 << 30))
     report(PlanLine("streams 62 % of the weights from disk, block of 384"))
     report(Progress(250.0, 1000, 3, 12, 5.0, {"cpu": 3 << 30}))
     if log is not None:
@@ -57,7 +57,7 @@ NOISE = ("a bar of HELM", "a warning of HELM", "a child's output", "a library's 
 
 
 def on_terminal(folder: Path, *arguments: str) -> Session:
-    return run_in_terminal([sys.executable, "-c", EVENTS, *arguments], folder, {"PYTHONPATH": str(ROOT)})
+    return run_in_terminal([*python("plan"), "-c", EVENTS, *arguments], folder, {"PYTHONPATH": str(ROOT)})
 
 
 def test_the_panel_shows_everything_and_others_write_to_the_log(tmp_path: Path) -> None:
@@ -90,15 +90,16 @@ def test_the_panel_makes_way_for_data(tmp_path: Path) -> None:
 
 
 def test_the_panel_fits_a_narrow_terminal(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", EVENTS, str(tmp_path / "log")]
+    command = [*python("plan"), "-c", EVENTS, str(tmp_path / "log")]
     session = run_in_terminal(command, tmp_path, {"PYTHONPATH": str(ROOT)}, columns=40)
     assert session.exit_code == 0 and session.shown("opt-30b")
     assert session.last.splitlines() == ["the machine is busy", "the end"], "wrapped lines stay behind"
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("has_log", [True, False])
 def test_without_a_terminal_there_are_lines_and_stdout_has_data_only(has_log: bool, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", EVENTS, *([str(tmp_path / "log")] if has_log else [])]
+    command = [*python("plan"), "-c", EVENTS, *([str(tmp_path / "log")] if has_log else [])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == ("the end\n" if has_log else "data\nthe end\n")
     assert "\x1b" not in done.stderr
@@ -120,9 +121,9 @@ def test_a_download_of_another_program_is_watched(tmp_path: Path) -> None:
     (tmp_path / "before").write_bytes(bytes(1000))
     seen: list[Event] = []
     write = "import time; f = open('part', 'wb', 0)\nfor i in range(8): f.write(bytes(100)); time.sleep(0.15)"
-    with observed_by(seen.append), watched(Stage("fetch", "file", total=800), tmp_path):
-        subprocess.run([sys.executable, "-c", write], cwd=tmp_path, check=True)
-    amounts = [stage.done for stage in seen if isinstance(stage, Stage)]
+    with observed_by(seen.append), watched(ProgressPhase("fetch", "file", total=800), tmp_path):
+        subprocess.run([*python("plan"), "-c", write], cwd=tmp_path, check=True)
+    amounts = [stage.done for stage in seen if isinstance(stage, ProgressPhase)]
     assert amounts[0] == 0 and amounts[-1] == 800 and amounts == sorted(amounts)
     assert any(0 < amount < 800 for amount in amounts)
 
@@ -132,20 +133,20 @@ def test_progress_is_described_without_empty_parts() -> None:
         "0 of about 3,928 tokens, 0 of 30 requests, 0 tokens/s, time left not known yet"
     )
     assert describe(Progress(901.0000000000006, 3928, 1, 1, 1.0)).startswith("901 of about 3,928 tokens, 1 of 1 req")
-    assert describe(Stage("plan")) == "planning" and describe(ModelInUse("m", "fp16")) == "m in fp16"
+    assert describe(ProgressPhase("plan")) == "planning" and describe(ModelInUse("m", "fp16")) == "m in fp16"
     assert describe(PlanLine("p")) == "p" and Progress is PublicProgress
 
 
 BUSY = """
 import sys, threading
 from flexgen_helm.cli import screen
-from flexgen_helm.progress import Message, Stage, report
+from flexgen_helm.progress import Message, ProgressPhase, report
 
 screen._REFRESHES_PER_S, screen._PANEL_AFTER_S = 1000, 0.0
 
 def work(number):
     for done in range(300):
-        report(Stage("convert", str(number), done, 300))
+        report(ProgressPhase("convert", str(number), done, 300))
         if not done % 10:
             report(Message(f"{number} {done}"))
 
@@ -161,8 +162,9 @@ print("the end")
 """
 
 
+@pytest.mark.slow
 def test_many_threads_report_while_the_panel_is_drawn_and_closed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", BUSY]
+    command = [*python("plan"), "-c", BUSY]
     session = run_in_terminal(command, tmp_path, {"PYTHONPATH": str(ROOT)}, lines=100, timeout_s=60)
     assert session.exit_code == 0, session.last
     assert session.last.splitlines()[-1] == "the end" and "converting weights" not in session.last

@@ -591,7 +591,10 @@ class Device:
         for tensor in tensors:
             if isinstance(tensor, CudaTensor):
                 continue
-            if name in _INDEXING and tensor is not args[0] and not (len(args) > 2 and tensor is args[2]):
+            is_value = len(args) > 2 and tensor is args[2]
+            if name in _INDEXING and is_value and not tensor.dim():
+                continue  # PyTorch takes a number of the host as what is put there
+            if name in _INDEXING and tensor is not args[0] and not is_value:
                 self.count(self.pageable_copies)  # an index of the host is copied for every use
                 self.synchronize(self.current_stream(on_device[0].device))
             elif tensor.dim() or name in _INDEXING | {"aten::cat", "aten::gather", "aten::index_select"}:
@@ -895,7 +898,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
         from flexgen_helm.engine import cuda_graphs
         from flexgen_helm.kv_cache import visibility
         from flexgen_helm.models import attention
-        from flexgen_helm.offload import disk, tiers
+        from flexgen_helm.offload import disk, transfer_manager
 
         kept = [attention._device_kernel, attention._window_chunk_mask, visibility._kept_chunks]
         kept.append(cuda_graphs._capture_stream)
@@ -913,13 +916,13 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
             world.note_host(buffer, call is disk.os.preadv, "file I/O")
             transfer(self, call, offset, buffer)
 
-        made = tiers.Tiers.__init__
+        made = transfer_manager.TransferManager.__init__
 
         def made_without(self: Any, *args: Any, **kwargs: Any) -> None:
             made(self, *args, **kwargs)
             self._store_done = threading.Condition(_thread.RLock())  # it counts bytes, as those of `_COUNTING`
 
-        patch.setattr(tiers.Tiers, "__init__", made_without)
+        patch.setattr(transfer_manager.TransferManager, "__init__", made_without)
         patch.setattr(disk.DirectFile, "_transfer", noted)
 
     for part in (own_threads, own_locks, torch_cuda, package):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest, GenerationResult, MemoryLimits, Policy
+from tests.helpers.shares import IS_WHOLE, share
 from tests.helpers.tiny_models import VOCABULARY, TinyModel
 
 MIB = 1 << 20
@@ -26,9 +28,22 @@ PLACEMENTS = {"resident": None, "thirds": THIRDS, "host": HOST, "disk": DISK}
 EXACT, OF_PEERS = (1e-3, 1e-4), (4.0, 2.0)
 
 
-def slow_unless(value: Any, selected: Any) -> Any:
-    """Mark a case of a matrix that is not among those that `make test` runs."""
-    return pytest.param(*value, marks=[] if value in selected else pytest.mark.slow)
+def selected_and_slow(matrix: Iterable[tuple[Any, ...]], selected: Collection[Any], of: int = 1) -> list[Any]:
+    """The cases of a matrix that `make test` runs, and one in `of` others, which are slow."""
+    cases = list(matrix)
+    slow = set(share((case for case in cases if case not in selected), of))
+    return [
+        pytest.param(*case, marks=pytest.mark.slow if case in slow else [])
+        for case in cases
+        if case in selected or case in slow
+    ]
+
+
+def each_family(variants: Iterable[str], dtypes: Sequence[torch.dtype]) -> list[tuple[str, torch.dtype]]:
+    """Each family in one of the types by turns, or, where matrices are whole, in all."""
+    if IS_WHOLE:
+        return list(itertools.product(variants, dtypes))
+    return [(variant, dtypes[number % len(dtypes)]) for number, variant in enumerate(variants)]
 
 
 def requests(count: int = 5, longest: int = 40, new: int = 3, shared: int = 0, **options: Any) -> list[Any]:
@@ -54,7 +69,7 @@ def run(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: dtype)
         # Three units of a tiny model: its memory is used again and again.
-        patch.setattr("flexgen_helm.planner.memory.MIN_STAGING_BYTES", 1 << 16)
+        patch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 16)
         patch.setattr("flexgen_helm.offload.host_pool.SMALLEST_REGION", 1)  # caches of tiny models are pinned too
         with Engine.from_pretrained(path, device=device, **{"limits": LIMITS, **settings}) as engine:
             results = engine.run(asked, **(stops or {}))

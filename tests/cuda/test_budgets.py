@@ -20,7 +20,7 @@ from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.cuda.costs import check, counted
 from tests.cuda.device import cuda_in_host_memory
-from tests.cuda.engine_runs import LIMITS, PLACEMENTS, ROOMY, assert_close, requests, run, slow_unless
+from tests.cuda.engine_runs import LIMITS, PLACEMENTS, ROOMY, assert_close, requests, run, selected_and_slow
 
 # Precision, placement, tokens that all prompts share, overlap.
 SELECTED = {
@@ -71,12 +71,11 @@ def test_a_layer_with_experts_waits_once_more(tiny, tmp_path, monkeypatch, place
 
 @pytest.mark.parametrize(
     "precision, placement, shared, overlap",
-    [
-        slow_unless(case, SELECTED)
-        for case in itertools.product(
-            ("fp16", "4bit", "4bit-s", "fp16-s", "paper-4bit"), PLACEMENTS, (0, 40), (True, False)
-        )
-    ],
+    selected_and_slow(
+        itertools.product(("fp16", "4bit", "4bit-s", "fp16-s", "paper-4bit"), PLACEMENTS, (0, 40), (True, False)),
+        SELECTED,
+        of=4,
+    ),
 )
 def test_a_batch_waits_once_wherever_tensors_are(tiny, tmp_path, precision, placement, shared, overlap):
     """OPT looks positions up in a second table; answers complete groups of the cache."""

@@ -18,7 +18,18 @@ from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda.device import cuda_in_host_memory
-from tests.cuda.engine_runs import HOST, LIMITS, MIB, PLACEMENTS, THIRDS, assert_close, requests, run, slow_unless
+from tests.cuda.engine_runs import (
+    HOST,
+    LIMITS,
+    MIB,
+    PLACEMENTS,
+    THIRDS,
+    assert_close,
+    each_family,
+    requests,
+    run,
+    selected_and_slow,
+)  # fmt: skip
 from tests.helpers.tiny_models import VARIANTS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,7 +53,8 @@ def check(model, variant, folder, dtype=torch.float16, asked=None, **settings):
 
 
 @pytest.mark.parametrize(
-    "variant, dtype", [slow_unless(pair, SELECTED) for pair in itertools.product(VARIANTS, DTYPES)]
+    "variant, dtype",
+    selected_and_slow(dict.fromkeys([*each_family(VARIANTS, DTYPES), *sorted(SELECTED, key=str)]), SELECTED),
 )
 def test_every_family(tiny, tmp_path, variant, dtype):
     check(tiny(variant), variant, tmp_path, dtype, policy=THIRDS, schedule="zigzag", cpu_attention=False)
@@ -50,10 +62,11 @@ def test_every_family(tiny, tmp_path, variant, dtype):
 
 @pytest.mark.parametrize(
     "schedule, placement, overlap, cpu_attention",
-    [
-        slow_unless(case, SELECTED_PLACES)
-        for case in itertools.product(("row", "zigzag", "diagonal"), PLACEMENTS, (True, False), (True, False))
-    ],
+    selected_and_slow(
+        itertools.product(("row", "zigzag", "diagonal"), PLACEMENTS, (True, False), (True, False)),
+        SELECTED_PLACES,
+        of=2,
+    ),
 )
 def test_every_placement(tiny, tmp_path, schedule, placement, overlap, cpu_attention):
     settings = dict(schedule=schedule, overlap=overlap, cpu_attention=cpu_attention)
@@ -81,6 +94,7 @@ def test_sampling(tiny, tmp_path, placement):
     check(tiny("llama"), "llama", tmp_path, asked=requests(temperature=0.9, top_p=0.8, seed=3), **settings)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("placement", ["resident", "host", "disk"])
 @pytest.mark.parametrize("precision", ["4bit", "4bit-s", "fp16-s", "paper-4bit"])
 def test_packed_and_sparse(tiny, tmp_path, precision, placement):

@@ -11,7 +11,7 @@ import torch
 from flexgen_helm import GenerationRequest
 from tests.cuda.costs import check, counted
 from tests.cuda.device import cuda_in_host_memory
-from tests.cuda.engine_runs import PLACEMENTS, ROOMY, assert_close, run, slow_unless
+from tests.cuda.engine_runs import PLACEMENTS, ROOMY, assert_close, run, selected_and_slow
 from tests.helpers.generic_models import saved
 from tests.helpers.tiny_models import TinyModel
 
@@ -28,8 +28,9 @@ SELECTED = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
-    ("name", "placement"), [slow_unless(case, SELECTED) for case in itertools.product(CLASSES, PLACEMENTS)]
+    ("name", "placement"), selected_and_slow(itertools.product(CLASSES, PLACEMENTS), SELECTED, of=3)
 )
 def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, placement, tmp_path):
     """Their values are those of the class itself; no race, no pageable copy.

@@ -18,6 +18,7 @@ from flexgen_helm.planner.affine import ONE
 from flexgen_helm.planner.constants import GRAPH_OVERHEAD_BYTES, GRAPH_ROWS
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.problem import BlockShape
+from flexgen_helm.planner.schedules import ROW
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
 
@@ -65,7 +66,7 @@ def test_captures_of_all_sizes_stay_within_the_bound(cuda_device, name, order):
 def test_plans_know_the_memory_of_graphs(name):
     """Of what the weights leave on the device, at most a sixteenth; none where weights are offloaded."""
     problem = planning_problem(CATALOG[name].config, load_profile("h100"), Workload.uniform(512, 32, 64))
-    shape = BlockShape(64, 1, "row")
+    shape = BlockShape(64, 1, ROW)
     (resident,), (offloaded,) = (problem.staging_memory(shape, 64, resident)["gpu"] for resident in (True, False))
     vectors = problem.storage.vector_bytes(2)
     windows = float(resident[ONE]) - vectors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 
@@ -14,11 +13,11 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.engine.attention_metadata import AttentionMetadata
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
-from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.constants import GRAPH_ROWS
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda.device import Device, cuda_in_host_memory
-from tests.cuda.engine_runs import MIB, ROOMY, assert_close, requests, run
+from tests.cuda.engine_runs import MIB, ROOMY, assert_close, each_family, requests, run, selected_and_slow
 from tests.helpers.tiny_models import VARIANTS
 
 
@@ -149,10 +148,11 @@ SELECTED = {
 
 @pytest.mark.parametrize(
     "variant, dtype",
-    [
-        pytest.param(*case, marks=[] if case in SELECTED else pytest.mark.slow)
-        for case in itertools.product(VARIANTS, (torch.float16, torch.bfloat16))
-    ],
+    selected_and_slow(
+        dict.fromkeys([*each_family(VARIANTS, (torch.float16, torch.bfloat16)), *sorted(SELECTED, key=str)]),
+        SELECTED,
+        of=2,
+    ),
 )
 def test_every_family_by_graphs(tiny, variant, dtype):
     model = tiny(variant)
@@ -207,13 +207,13 @@ def test_a_batch_that_kept_the_buffer_would_be_overwritten(tiny, tmp_path, monke
 def test_keys_that_are_stored_from_the_buffer_would_be_overwritten(tiny, tmp_path, monkeypatch):
     """The inverse: what goes to host memory in the background is copied out of it first."""
     monkeypatch.setattr(AttentionMetadata, "caches_on_device", True)
-    to_host = Tiers.to_host
+    to_host = TransferManager.to_host
 
     def late(self, *arguments):
         time.sleep(0.02)  # else it may be over before the next layer begins
         return to_host(self, *arguments)
 
-    monkeypatch.setattr(Tiers, "to_host", late)
+    monkeypatch.setattr(TransferManager, "to_host", late)
     policy = Policy(3, 2, 1.0, 0.0, 0.0, 1.0, 0.5, 0.5)
     settings = dict(policy=policy, schedule="diagonal", cpu_attention=False, offload_dir=tmp_path)
     with pytest.raises(AssertionError):  # the copy comes too late, or nothing orders it

@@ -21,7 +21,7 @@ from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
 from tests.cuda.device import cuda_in_host_memory
@@ -33,8 +33,11 @@ _ORDERING = {
     "wait_event", "wait_stream", "wait", "record", "record_event", "record_stream", "synchronize", "mark_used",
     "_mark_used", "finish_stores", "exception",
 }  # fmt: skip
-# Waits of host threads for each other: without them a run hangs or stops, and tests/offload covers that.
-_THREADS = {"self._changed.wait()", "unit.ready.wait()", "self._wake.wait()"}
+# Waits of host threads for each other: without them a run hangs or stops, and tests/offload covers that. Stores that
+# wait for fetches are ordered by chance in most runs; tests/kv_cache/test_transfers.py covers them.
+_THREADS = {"self._changed.wait()", "unit.ready.wait()", "self._wake.wait()", "reading[0].exception()"}
+
+_ROUNDS = 6
 
 
 def statements() -> Iterator[tuple[str, str, str, int]]:
@@ -131,7 +134,7 @@ def races(tiny, folder, settings) -> int:
     asked = [request for new in answers for request in requests(2 + new % 2, longest, new)]
     with cuda_in_host_memory() as device, pytest.MonkeyPatch.context() as patch:
         with_expert_slots(patch, 2)
-        patch.setattr(Tiers, "to_host", late(Tiers.to_host))
+        patch.setattr(TransferManager, "to_host", late(TransferManager.to_host))
         stops = dict(should_stop=lambda: bool(device.races))
         try:
             run(model.path, asked, torch.float16, cpu_attention=False, offload_dir=folder, stops=stops, **settings)
@@ -146,10 +149,12 @@ def races_of_what_breaks_off(folder) -> int:
     keys = config.num_kv_heads, config.head_dim
     with cuda_in_host_memory() as device, pytest.MonkeyPatch.context() as patch:
         for name in ("to_host", "to_device"):
-            patch.setattr(Tiers, name, late(getattr(Tiers, name)))
+            patch.setattr(TransferManager, name, late(getattr(TransferManager, name)))
         patch.setattr("flexgen_helm.offload.host_pool.SMALLEST_REGION", 1)
         cuda, on_host = torch.device("cuda"), {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}
-        tiers = Tiers(cuda, "gpu", {tier: Ledger(tier, 1 << 26) for tier in TIERS}, CudaCopyEngine(cuda), folder)
+        tiers = TransferManager(
+            cuda, "gpu", {tier: Ledger(tier, 1 << 26) for tier in TIERS}, CudaCopyEngine(cuda), folder
+        )
         cache = KVCache(config, tiers, torch.float16, on_host)
         for breaks_off in ("store", "fetch", "activations", ""):
             sequence = Sequence(SequenceKind.PROMPT, (), [1] * 9, 9, max_new_tokens=2, num_draws=1, needs_cache=True)
@@ -185,7 +190,11 @@ def test_each_removed_statement_is_caught(tiny, tmp_path, monkeypatch, statement
     own = {"settled": "growing", "select": "selected", "move": "host", "_give_up": "experts"}
     first = own.get(statement[1], "three tiers")
     names = sorted(RUNS, key=lambda name: name != first)
-    assert races_of_what_breaks_off(tmp_path) or any(races(tiny, tmp_path, RUNS[name]) for name in names)
+    # Beside other programs, threads may meet in the right order by chance: a run shows the race in one of some rounds.
+    assert any(
+        races_of_what_breaks_off(tmp_path) or any(races(tiny, tmp_path, RUNS[name]) for name in names)
+        for _ in range(_ROUNDS)
+    )
 
 
 def test_the_mutants_are_all_ordering_statements():

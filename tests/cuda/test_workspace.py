@@ -36,7 +36,7 @@ def test_the_workspace_is_that_of_the_weights_and_the_kernels(
     with cuda_in_host_memory():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         # Resident weights in half of the memory are kept in the compute dtype: not here.
-        monkeypatch.setattr("flexgen_helm.planner.memory.COPIES_SHARE", 0.0)
+        monkeypatch.setattr("flexgen_helm.planner.weight_placement.COPIES_SHARE", 0.0)
         run(tiny("llama").path, requests(2), dtype, precision=precision, offload_dir=tmp_path, **settings)
         monkeypatch.undo()
     assert seen == [(converts, fused)]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
@@ -36,7 +37,7 @@ def run_example(tmp_path: Path) -> Callable[..., str]:
         # The commands of this environment, helm-run among them.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         own = {"FLEXGEN_HELM_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PATH": path, **variables}
-        command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+        command = [*python("all"), str(EXAMPLES / f"{name}.py"), *arguments]
         done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **own}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -48,6 +49,7 @@ def test_every_example_is_tested() -> None:
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(TESTED)
 
 
+@pytest.mark.slow
 def test_first_score(run_example: Callable[..., str], checkpoint: Path, tmp_path: Path) -> None:
     models = tmp_path / "models.yaml"
     models.write_text(json.dumps({"tiny": str(checkpoint)}))

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 from flexgen_helm.scenarios import lambada, wikitext
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.data_sets import rolling_logprob, write_data
+from tests.helpers.forks import python
 from tests.helpers.helm_runs import figures
 from tests.helpers.paths import DATA
 
@@ -57,7 +57,7 @@ def runs(
         "HF_HUB_OFFLINE": "1",
     }
     main = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", main, "run", "-r", *RUNS.values(), "-m", str(len(data[0])), "--suite", "s"]
+    command = [*python("all"), "-c", main, "run", "-r", *RUNS.values(), "-m", str(len(data[0])), "--suite", "s"]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return {name: folder / "benchmark_output/runs/s" / run.replace("/", "_") for name, run in RUNS.items()}

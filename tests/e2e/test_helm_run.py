@@ -6,10 +6,11 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import pytest
 import yaml
 
 from flexgen_helm.plugin.registration import CLIENT_CLASS
+from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.scores import reused_note
 from flexgen_helm.report.suite import read_suite
 from flexgen_helm.scenarios import lambada
+from tests.helpers.forks import python
 from tests.helpers.helm_runs import ENTRIES, MODEL, Place, stats_of
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
@@ -29,9 +32,10 @@ REQUESTS = 6 + 12  # of six instances: one request each, and one for each of two
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A finished `helm-run -n 4`."""
-    place = Place(tmp_path_factory.mktemp("plain"))
+    """A finished `helm-run -n 4`, of a process that begins with nothing."""
+    place = Place(tmp_path_factory.mktemp("plain"), is_cold=True)
     place.run("run", "-n", "4")
+    place.python = python("all")
     return place
 
 
@@ -52,6 +56,7 @@ def test_a_plain_run_batches_and_reports(plain: Place) -> None:
     assert {"finish_reason_length", "finish_reason_stop"} & set(generated)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("threads", ["1", "64"])
 def test_the_number_of_threads_changes_nothing(plain: Place, tmp_path: Path, threads: str) -> None:
     place = Place(tmp_path)
@@ -115,7 +120,18 @@ def run_in(place: Place, precision: str, name: str, expect: int) -> str:
     variables = {"FLEXGEN_HELM_HOME": str(place.folder / "home"), "FAKE_LOG": str(place.log), "HF_HUB_OFFLINE": "1",
                  "FLEXGEN_HELM_MODELS": str(place.folder / "models.yaml"),
                  "PYTHONPATH": str(ROOT)}  # fmt: skip
-    command = [sys.executable, "-c", PRECISION, precision, "-r", f"simple_mcqa:model={name}", "-m", "2", "--suite", "s"]
+    command = [
+        *python("all"),
+        "-c",
+        PRECISION,
+        precision,
+        "-r",
+        f"simple_mcqa:model={name}",
+        "-m",
+        "2",
+        "--suite",
+        "s",
+    ]
     done = subprocess.run(command, cwd=place.folder, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == expect, done.stderr
     return done.stderr
@@ -179,7 +195,7 @@ def test_a_suite_is_one_block_and_equals_plain_runs(plain: Place, tmp_path: Path
     assert place.events() == {}
     (place.run_folder("simple_mcqa") / "per_instance_stats.json").unlink()
     place.run("suite", "--skip-completed-runs")
-    assert place.events() == {"load": 1, "close": 1}  # its results were in the response cache
+    assert place.events() == {}  # its results were in the response cache, and the model is not needed for them
 
 
 def test_a_rerun_computes_nothing_unless_the_cache_is_disabled(plain: Place) -> None:
@@ -193,6 +209,42 @@ def test_a_rerun_computes_nothing_unless_the_cache_is_disabled(plain: Place) -> 
     assert plain.results() == before
 
 
+def test_a_folder_has_one_run(tmp_path: Path) -> None:
+    """HELM leaves most arguments of an entry out of the run's name."""
+    place = Place(tmp_path)
+    output = place.run("suite", "--suite", "x/y", entries=[ENTRIES[0], ENTRIES[0]])
+    assert "1 run of the same name and content as another: each is made once" in output
+    assert place.events()["answer"] == 6 and "flexgen-helm report --suite x/y" in output
+    output = place.run("suite", entries=[ENTRIES[0], f"{ENTRIES[0]},increase_max_tokens=30"], expect=2)
+    said = output.splitlines()[-1]
+    assert f"two run entries make runs of one name, {ENTRIES[0].replace('/', '_')}, which differ (max_tokens 5" in said
+    assert place.events()["answer"] == 0
+    output = place.run("suite", "--suite", "x/y", "-t", "2", "--skip-completed-runs", entries=ENTRIES[:1])
+    assert "was completed with other settings (-t 1, now 2) and is kept" in " ".join(output.split())
+    assert place.events()["answer"] == 0
+
+
+@pytest.mark.slow
+def test_helms_own_files_tell_what_is_equal_work(tmp_path: Path) -> None:
+    """Ways of asking the same questions are not pooled, and other settings of one precision are said."""
+    place = Place(tmp_path)
+    ways = [
+        f"simple_mcqa_scored:{way}model={MODEL}" for way in ("", "max_train_instances=4,", "max_train_instances=3,")
+    ]
+    place.run("suite", "--precision", "fp16", entries=ways)
+    place.run("suite", "--precision", "4bit", "-t", "2", entries=ways)
+    suite = tmp_path / "benchmark_output" / "runs" / "s"
+    (model,) = compare_suite(suite)
+    assert len(model.comparisons) == 3 and not model.pooled
+    assert "The 3 runs of simple_mcqa_scored share instances, so they have no row together" in model.notes
+    entry = "simple_mcqa_scored:max_train_instances=4"
+    assert f"{entry} has other settings in 4bit: -t 1 in fp16 and 2 in 4bit" in model.notes
+    assert not any("ask something else" in note or "ids of instances alone" in note for note in model.notes)
+    flips = model.comparisons[0].flips
+    assert flips is not None and flips.changed is not None
+
+
+@pytest.mark.slow
 def test_a_dry_run_loads_no_engine(tmp_path: Path) -> None:
     place = Place(tmp_path)
     for kind in ("suite", "run"):
@@ -236,13 +288,44 @@ def test_ctrl_c_ends_soon_and_the_rerun_computes_the_rest(
     assert place.results() == plain.results()
 
 
+def test_a_kill_between_answers_and_scores_loses_no_bytes_and_seconds(tmp_path: Path) -> None:
+    """SIGKILL while HELM computes metrics: all answers are stored, and what they took is not in the totals yet."""
+    place = Place(tmp_path)
+    suite = tmp_path / "benchmark_output/runs/s"
+    process = place.start("suite", "-r", *ENTRIES, "-m", "6", "--suite", "s")
+    limit = time.monotonic() + 60
+
+    def are_stored() -> bool:
+        (cache,) = (tmp_path / "home" / "journal").glob("*.sqlite")
+        with closing(sqlite3.connect(f"file:{cache}?mode=ro", uri=True)) as connection:
+            return bool(connection.execute("SELECT count(*) FROM answers").fetchone()[0] == REQUESTS)
+
+    while process.poll() is None and time.monotonic() < limit:
+        if (suite / "flexgen_blocks.json").is_file() and are_stored():
+            break
+        time.sleep(0.002)
+    process.kill()
+    process.communicate(timeout=30)
+    assert (suite / "flexgen_blocks.json").is_file() and not (suite / "flexgen_suite.json").exists()
+    assert place.events()["answer"] == REQUESTS
+    place.run("suite")
+    assert place.events()["answer"] == 0 and not (suite / "flexgen_blocks.json").exists()
+    model = json.loads((suite / "flexgen_suite.json").read_text())["models"]["opt-125m"]
+    assert (model["policy"], model["bytes"], model["schedule"]) == ("fake", {}, "row")
+    assert json.loads((place.run_folder("simple_mcqa") / "flexgen_run.json").read_text())["policy"] == "fake"
+
+
 def test_what_goes_wrong_is_said_and_not_retried(tmp_path: Path) -> None:
     place = Place(tmp_path)
     output = place.run("run", entries=["simple_mcqa:model=flexgen/opt-126m"], expect=1)
-    assert "UnknownModelError: model 'opt-126m' is not known; did you mean opt-125m" in output
+    assert "\nflexgen_helm: model 'opt-126m' is not known; did you mean opt-125m" in output
+    assert "Traceback" not in output
     output = place.run("suite", entries=["simple_mcqa:model=flexgen/opt-126m"], expect=2)
     assert "did you mean opt-125m" in output.splitlines()[-1]
     assert place.events() == {}
+    # HELM's own loop for prompts that have no room never ends.
+    output = place.run("suite", entries=[f"{ENTRIES[0]},increase_max_tokens=4200"], expect=2)
+    assert "has 4,097 tokens, which leaves no prompt beside an answer of 4,205" in output.splitlines()[-1]
 
 
 CLI = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
@@ -253,7 +336,7 @@ def command_line(place: Place, *arguments: str, models: dict[str, Any]) -> subpr
     (place.folder / "models.yaml").write_text(yaml.safe_dump(models))
     variables = {"FLEXGEN_HELM_HOME": str(place.folder / "home"), "HF_HUB_OFFLINE": "1",
                  "FLEXGEN_HELM_MODELS": str(place.folder / "models.yaml")}  # fmt: skip
-    command = [sys.executable, "-c", CLI, "run", *arguments, "-m", "2", "--suite", "s"]
+    command = [*python("all"), "-c", CLI, "run", *arguments, "-m", "2", "--suite", "s"]
     return subprocess.run(command, cwd=place.folder, env={**os.environ, **variables}, capture_output=True, text=True)
 
 
@@ -304,7 +387,7 @@ def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(tmp_path:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in proxy.items():
             patch.setenv(name, value)
-        output = place.run("suite", entries=[f"{ENTRIES[0]},data_augmentation=canonical"], expect=1)
+        output = place.run("suite", entries=[f"{ENTRIES[0]},data_augmentation=canonical"], expect=2)
     assert "Copy it into benchmark_output/perturbations" in output.splitlines()[-1]
     # What a run that fails now left in an earlier call is not shown as this call's.
     place.run_folder("simple_mcqa_scored").rename(place.run_folder("boolq"))

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.forks import python
 from tests.helpers.helm_runs import MODEL, Place
 
 # HELM's tables show scenarios that describe themselves; `simple_mcqa` does not.
@@ -25,7 +25,7 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 
 def helm(name: str, *arguments: str) -> list[str]:
     """A command of HELM, by its module: `helm-summarize` is helm.benchmark.presentation.summarize."""
-    return [sys.executable, "-c", f"import sys; from {name} import main; sys.exit(main())", *arguments]
+    return [*python("all"), "-c", f"import sys; from {name} import main; sys.exit(main())", *arguments]
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,14 @@ def models_of(folder: Path) -> dict[str, Any]:
     return {model["name"]: model for model in schema["models"]}
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(("--auto-generate-schema",), marks=pytest.mark.slow)])
-def test_a_summary_knows_models_of_both_commands_in_another_shell(ran: Path, flags: tuple[str, ...]) -> None:
-    summarize(ran, *flags)
+@pytest.mark.parametrize("flags", [("--auto-generate-schema",), pytest.param((), marks=pytest.mark.slow)])
+def test_a_summary_knows_models_of_both_commands_in_another_shell(
+    ran: Path, flags: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    if flags:
+        request.getfixturevalue("summarized")
+    else:
+        summarize(ran)
     models = models_of(ran)
     assert set(models) == {MODEL, "flexgen/mine"}
     assert models[MODEL]["num_parameters"] == models["flexgen/mine"]["num_parameters"]

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from flexgen_helm.request import GenerationRequest
 from flexgen_helm.scenarios import lambada, wikitext
 from tests.helpers import fake_engine
 from tests.helpers.data_sets import FAKE_ENTRIES, FAKE_PASSAGES, PAGES, WORDS, Score, rolling_logprob, write_data
+from tests.helpers.forks import python
 from tests.helpers.helm_runs import MODEL, Place, figures
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
@@ -171,7 +171,7 @@ def test_figures_of_a_real_engine_are_those_of_transformers(tiny: Callable[[str]
     runs = ["lambada:mode=accuracy,model=flexgen/tiny", "lambada:mode=perplexity,model=flexgen/tiny",
             "wikitext:model=flexgen/tiny"]  # fmt: skip
     main = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", main, "run", "-r", *runs, "-m", "100", "--suite", "s"]
+    command = [*python("all"), "-c", main, "run", "-r", *runs, "-m", "100", "--suite", "s"]
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     accuracy, perplexity, pages = (

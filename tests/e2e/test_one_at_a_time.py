@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from helm.common.request import Request
 from flexgen_helm import Engine
 from flexgen_helm.plugin import convert
 from flexgen_helm.plugin.convert import TokenRequest
-from flexgen_helm.plugin.prompt_encoder import PromptEncoder
+from flexgen_helm.service.prompt_encoder import PromptEncoder
 from tests.helpers.data_sets import write_hospital
+from tests.helpers.forks import python
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
 POSITIONS = 3000
@@ -51,9 +51,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Path:
                  "FLEXGEN_HELM_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}  # fmt: skip
     named = [f"{entry}{',' if ':' in entry else ':'}model=flexgen/tiny" for entry in ENTRIES]
     # A token of so small a model costs less than attending to one segment more: share as a large one would.
-    free = "from flexgen_helm.engine import run_planner; run_planner._SEGMENT_FLOPS = 0.0"
+    free = "from flexgen_helm.scheduling import prefix_cost; prefix_cost._SEGMENT_FLOPS = 0.0"
     main = f"import sys; {free}; from flexgen_helm.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", main, "run", "-r", *named, "-m", "3", "--suite", "s"]
+    command = [*python("all"), "-c", main, "run", "-r", *named, "-m", "3", "--suite", "s"]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder

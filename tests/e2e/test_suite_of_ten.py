@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.data_sets import PAGES, WORDS, write_data
+from tests.helpers.forks import python
 from tests.helpers.tiny_models import TinyModel
 
 TEN = [f"wikitext:max_length={length},model=flexgen/tiny" for length in range(30, 70, 5)] + [
@@ -33,7 +33,7 @@ def suite(place: Path, name: str, entries: list[str], *flags: str) -> dict[str, 
     variables = {"FLEXGEN_HELM_DATA": str(place / "data"), "FLEXGEN_HELM_MODELS": str(place / "models.yaml"),
                  "FLEXGEN_HELM_HOME": str(place / name), "HF_HUB_OFFLINE": "1"}  # fmt: skip
     main = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", main, "run", "-r", *entries, "-m", "100", "--suite", name, *flags]
+    command = [*python("all"), "-c", main, "run", "-r", *entries, "-m", "100", "--suite", name, *flags]
     done = subprocess.run(command, cwd=place, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     content = json.loads((place / "benchmark_output" / "runs" / name / "flexgen_suite.json").read_text())

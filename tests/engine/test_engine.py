@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.engine import fingerprint_before_loading
 from flexgen_helm.errors import (
     Interrupted,
     MemoryLimitError,
@@ -19,6 +22,7 @@ from flexgen_helm.errors import (
     UsageError,
 )
 from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.scheduling.scheduler import Scheduler
 from tests.helpers.tiny_models import build_tiny
 
@@ -81,12 +85,12 @@ def test_an_empty_prompt_is_conditioned_on_the_token_that_begins_texts(engine):
     assert empty.completions[0].token_ids == explicit.completions[0].token_ids
 
 
-def test_eos_ends_a_completion_and_is_not_part_of_it(tiny):
+def test_eos_ends_a_completion_and_is_not_part_of_it(tiny, monkeypatch):
     """Every token that greedy decoding draws is declared EOS in turn: the text ends right before it."""
     request = GenerationRequest(prompt_token_ids=[7, 8, 9], max_tokens=6)
     with Engine.from_pretrained(tiny("llama").path) as engine:
         free = engine.run([dataclasses.replace(request, ignore_eos=True)])[0].completions[0]
-        engine.tokenizer.eos_ids = frozenset([free.token_ids[3]])
+        monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset([free.token_ids[3]]))  # other engines share it
         cut = free.token_ids.index(free.token_ids[3])
         ended = engine.run([request])[0].completions[0]
     assert ended.finish_reason == "endoftext"
@@ -116,6 +120,21 @@ def test_results_are_reported_as_they_finish(engine):
     assert [seen[place] for place in range(6)] == results
     assert progress[-1].done_requests == 6 and progress[-1].done_tokens <= progress[-1].total_tokens
     assert [p.done_tokens for p in progress] == sorted(p.done_tokens for p in progress)
+
+
+@pytest.mark.parametrize("schedule, new", [("prefill-only", 1), ("zigzag", 1), ("zigzag", 5), ("row", 5)])
+def test_the_time_left_counts_the_prompts_of_the_pass_that_runs(tiny, monkeypatch, schedule, new):
+    """A pass through streamed weights may be the whole run, so what it computes is not done when it begins."""
+    monkeypatch.setattr("flexgen_helm.engine.results._REPORT_EVERY_S", 0.0)
+    asked = [GenerationRequest(prompt_token_ids=[3 + i] * 9, max_tokens=new, ignore_eos=True) for i in range(6)]
+    seen = []
+    with Engine.from_pretrained(tiny("llama").path, schedule=schedule) as engine:
+        engine.run(asked, progress=seen.append)
+    under_way = [p for p in seen if 0 < p.done_tokens < 6 * (9 + new - 1)]
+    assert len(under_way) >= 3
+    for p in under_way:
+        assert p.total_tokens == 6 * (9 + new - 1)
+        assert p.remaining_s == pytest.approx(p.elapsed_s * (p.total_tokens / p.done_tokens - 1)) and p.remaining_s > 0
 
 
 def test_an_interrupted_run_keeps_what_is_finished_and_frees_its_cache(engine):
@@ -230,6 +249,34 @@ def test_memory_limits_are_refused_before_loading_and_enforced(tiny):
     assert room > 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"precision": "4bit"}, {"precision": "paper-4bit", "device": "sim", "limits": MemoryLimits(gpu=1 << 24)},
+     {"unverified": True}, {"weights": "dummy", "seed": 3}],
+)  # fmt: skip
+@pytest.mark.parametrize("variant", ["llama", "bloom"])
+def test_the_fingerprint_is_known_before_the_weights_are_read(tiny, variant, options, monkeypatch):
+    options = {"device": "cpu", **options}
+    with Engine.from_pretrained(tiny(variant).path, **options) as engine:
+        expected = engine.fingerprint
+    monkeypatch.setattr(TieredWeights, "__init__", None)
+    assert fingerprint_before_loading(tiny(variant).path, EngineConfig(**options)) == expected
+
+
+@pytest.mark.parametrize("precision", ["fp16", "4bit"])
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "mixtral", "opt"])
+def test_a_limit_that_is_too_small_is_answered_with_one_that_is_enough(tiny, variant, precision):
+    path = tiny(variant).path
+    with pytest.raises(MemoryLimitError, match=r"raise --cpu-memory$") as refused:
+        Engine.from_pretrained(path, precision=precision, limits=MemoryLimits(cpu=1000))
+    enough = int(re.findall(r"\(([\d,]+) bytes\)", str(refused.value))[-1].replace(",", ""))
+    with Engine.from_pretrained(path, precision=precision, limits=MemoryLimits(cpu=enough)) as engine:
+        length = min(511, engine.config.max_positions - 1)
+        requests = [GenerationRequest(prompt_token_ids=[5] * size, max_tokens=1) for size in (1, length)]
+        assert [result.error for result in engine.run(requests)] == [None, None]
+        assert engine.ledger.peak <= enough
+
+
 def test_a_request_beyond_the_cache_limit_is_refused_alone(tiny):
     path = tiny("llama").path
     with Engine.from_pretrained(path) as engine:
@@ -287,6 +334,7 @@ def test_without_tokenizer_files_token_ids_work(tmp_path):
     assert "no tokenizer" in str(text.error) and "no tokenizer" in str(stop.error)
 
 
+@pytest.mark.slow
 def test_dummy_weights_run_and_differ_by_seed():
     request = GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=8, ignore_eos=True)
     found = []

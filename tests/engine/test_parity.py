@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.models import attention
+from tests.helpers.generic_models import saved
 from tests.helpers.parity import TOLERANCE, assert_equals_reference, prompts
-from tests.helpers.tiny_models import VARIANTS
+from tests.helpers.tiny_models import VARIANTS, TinyModel
+
+# One request alone is tried with one family in three, and with all of them by the slow suite.
+ALONE = [pytest.param(1, own, marks=[] if number % 3 == 0 else pytest.mark.slow) for number, own in enumerate(VARIANTS)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("batch", [1, 17])
+@pytest.mark.parametrize("batch, variant", [*((17, variant) for variant in VARIANTS), *ALONE])
 def test_scores_and_greedy_tokens_equal_transformers(tiny, variant, batch):
     model = tiny(variant)
     asked = prompts(batch, 70, seed=batch)
@@ -28,6 +36,35 @@ def test_scores_and_greedy_tokens_equal_transformers(tiny, variant, batch):
         results = engine.run(requests)
     for prompt, request, result in zip(asked, requests, results):
         assert len(result.completions[0].token_ids) == request.max_tokens
+        assert_equals_reference(model, prompt, request, result)
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("name", ["llama", "opt-350m", "gemma2", "FalconH1ForCausalLM"])
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_vectors_in_float32_beside_matrices_in_16_bits_are_not_rounded(tiny, name, half, tmp_path):
+    """As trainers save norms and biases that must not lose bits; `transformers` reads each tensor as it is stored."""
+    source = tmp_path / "source"
+    if name in VARIANTS:
+        source = tiny(name).path
+    else:
+        saved(name, source)
+    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    for key, tensor in tensors.items():
+        is_vector = tensor.dim() == 1
+        tensors[key] = tensor.float() * (1 + 0.01 * torch.randn(tensor.shape)) if is_vector else tensor.to(half)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = TinyModel(
+        folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    )
+    asked = [[token % 64 for token in prompt] for prompt in prompts(4, 50, seed=1)]  # of the smallest vocabulary
+    requests = [GenerationRequest(prompt_token_ids=p, max_tokens=3, echo_logprobs=True, ignore_eos=True) for p in asked]
+    with Engine.from_pretrained(folder) as engine:
+        results = engine.run(requests)
+        engine.ledger.check({"weights": engine.ledger.in_use})
+    for prompt, request, result in zip(asked, requests, results):
         assert_equals_reference(model, prompt, request, result)
 
 
@@ -55,7 +92,8 @@ def needle(tiny):
         return request, engine.run([request])[0]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.one_release
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     drawn=requests_strategy,
     schedule=st.sampled_from(["row", "zigzag"]),
@@ -94,6 +132,7 @@ def max_difference(a, b) -> float:
     return max(abs(x - y) for x, y in pairs)
 
 
+@pytest.mark.one_release
 def test_the_needle_test_would_notice_a_leak(tiny, needle, monkeypatch):
     """The guard's inverse: without the mask over longer neighbours' columns the needle's answer changes."""
     request, alone = needle
@@ -106,6 +145,7 @@ def test_the_needle_test_would_notice_a_leak(tiny, needle, monkeypatch):
     assert max_difference(result, alone) > 10 * TOLERANCE
 
 
+@pytest.mark.one_release
 def test_the_same_plan_gives_the_same_bits(tiny):
     requests = [
         GenerationRequest(prompt_token_ids=p, max_tokens=9, temperature=0.7 * (i % 2), echo_logprobs=True)
@@ -117,6 +157,7 @@ def test_the_same_plan_gives_the_same_bits(tiny):
         assert (a.completions, a.prompt_logprobs) == (b.completions, b.prompt_logprobs)
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize(
     "variant", ["llama", "opt", "mistral", "qwen3-windows", "gemma2", "gemma3", "bloom", "pythia", "qwen3-moe"]
 )
@@ -136,6 +177,7 @@ def test_completions_share_their_prompt_and_equal_single_ones(tiny, variant):
             assert abs(logprob - reference[len(prompt) - 1 + i, token].item()) < TOLERANCE
 
 
+@pytest.mark.one_release
 def test_weights_at_rest_in_16_bits_give_the_same_numbers(tiny):
     """A limit without room for compute copies: products upcast by row tile."""
     model = tiny("llama")
@@ -149,6 +191,7 @@ def test_weights_at_rest_in_16_bits_give_the_same_numbers(tiny):
     assert max_difference(tight, roomy) < 1e-5
 
 
+@pytest.mark.one_release
 def test_tiles_join_to_the_whole_product(monkeypatch):
     from flexgen_helm.offload.linear import tiled_linear
 

@@ -9,13 +9,19 @@ import psutil
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.engine import auto_planner, machine_profile, profiler, run_planner
-from flexgen_helm.engine.auto_planner import corrected, corrections
+from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.engine import machine_profile, profiler, run_record
 from flexgen_helm.engine.machine_profile import SavedProfile
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.planner import planner
+from flexgen_helm.planner.learning import corrected, corrections
+from flexgen_helm.planner.placement import StorageSizes
+from flexgen_helm.planner.plan import planning_problem, simulated_gpu
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.schedules import DIAGONAL, ZIGZAG
+from flexgen_helm.planner.search import search
 from flexgen_helm.planner.workload import Workload
 from tests.helpers.planning_problems import small
 
@@ -29,15 +35,12 @@ def requests(count, prompt=12, new=4):
 
 def streamed_limit(path):
     """A limit that the weights exceed."""
-    from flexgen_helm.checkpoint.names import read_model_config
-    from flexgen_helm.planner.placement import StorageSizes
-
     return int(0.9 * sum(StorageSizes(read_model_config(path)[0]).matrices.values()))
 
 
 @pytest.mark.parametrize("new", [1, 4])
 def test_auto_plans_weights_and_block_and_answers_the_same(tiny, tmp_path, monkeypatch, new):
-    monkeypatch.setattr("flexgen_helm.planner.memory.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
     path = tiny("llama").path
     asked = requests(9, new=new)
     with Engine.from_pretrained(path, device="cpu") as near:
@@ -54,14 +57,29 @@ def test_auto_plans_weights_and_block_and_answers_the_same(tiny, tmp_path, monke
     assert record["achieved_placement"]["weights"]["cpu"] == pytest.approx(planned, abs=0.02)
 
 
+def test_a_simulated_gpu_is_planned_with_the_hosts_memory_beside_its_limit(tiny, tmp_path, monkeypatch):
+    """Command and engine have one capacity: the workspace of computing is not within the limit, as it is when run."""
+    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
+    path = tiny("llama").path
+    limits = MemoryLimits(gpu=streamed_limit(path), cpu=64 << 20)
+    with Engine.from_pretrained(path, device="sim", limits=limits, offload_dir=tmp_path) as engine:
+        assert [result.error for result in engine.run(requests(9))] == [None] * 9
+        record = engine.last_run
+    assert "wg" in record["policy"], "searched, not the rule of thumb"
+    config, dtype = read_model_config(path)
+    machine = simulated_gpu(load_profile("laptop"), None)
+    problem = planning_problem(config, machine, Workload.uniform(12, 4, 9), storage_dtype=dtype, limits=limits)
+    assert search(problem).prediction.feasible
+
+
 @pytest.mark.parametrize("new", [0, 1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_prompt_that_completions_share_is_predicted_as_computed_once(tiny, monkeypatch, new, temperature):
     """The workload of a prediction has the prompt tokens that the run computed, whatever shares them."""
     predicted = []
-    honest = auto_planner.predict
+    honest = planner.predict
     monkeypatch.setattr(
-        auto_planner, "predict", lambda problem, *args: predicted.append(problem.workload) or honest(problem, *args)
+        planner, "predict", lambda problem, *args: predicted.append(problem.workload) or honest(problem, *args)
     )
     asked = [replace(r, n=3, temperature=temperature, echo_logprobs=True, seed=1) for r in requests(2, new=new)]
     with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
@@ -71,9 +89,36 @@ def test_a_prompt_that_completions_share_is_predicted_as_computed_once(tiny, mon
     assert workload.computed * workload.num_sequences == pytest.approx(computed + not_fed)
 
 
+@pytest.mark.parametrize("new, completions", [(0, 1), (1, 1), (1, 3), (5, 1), (5, 3)])
+@pytest.mark.parametrize("schedule", ["zigzag", "row"])
+def test_no_run_is_predicted_to_be_faster_than_its_roofline(tiny, monkeypatch, new, completions, schedule):
+    """Also where another program has slowed the product that is measured when a run begins."""
+    monkeypatch.setattr(run_record, "matmul_flops", lambda *_: 1e6)
+    asked = [replace(one, echo_logprobs=True, n=completions) for one in requests(9, prompt=70, new=new)]
+    with Engine.from_pretrained(tiny("llama").path, device="cpu", schedule=schedule) as engine:
+        engine.share_every_beginning()
+        engine.run(asked)
+        record = engine.last_run
+    assert 0 < record["roofline_s"] <= record["predicted_latency_s"]
+    assert record["roofline_s"] == pytest.approx(record["flops"] / record["hardware"]["matmul_flops"])
+
+
+@pytest.mark.parametrize("policy", ["auto", Policy(64, 1, 0, 1, 0, 1, 0, 1)])
+def test_a_run_is_judged_by_the_block_that_its_cache_had_room_for(tiny, monkeypatch, policy):
+    """Judged by a larger one the machine seems slower than it is, and every run corrects its rates again."""
+    seen = []
+    honest = planner.predict
+    monkeypatch.setattr(planner, "predict", lambda problem, *args: seen.append(args[0]) or honest(problem, *args))
+    asked = [replace(request, ignore_eos=True) for request in requests(64, prompt=60, new=20)]
+    limits = MemoryLimits(cpu=600 << 10)
+    with Engine.from_pretrained(tiny("llama").path, device="cpu", limits=limits, policy=policy) as engine:
+        at_once = max(result.cost.batch_size for result in engine.run(asked))
+    assert 1 < at_once < 64 and seen[-1].block_size == at_once
+
+
 def test_no_run_is_judged_by_the_plan_of_the_last(tiny, tmp_path, monkeypatch):
     """Scoring is planned as prefill-only; the run that follows may generate."""
-    monkeypatch.setattr("flexgen_helm.planner.memory.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
     path = tiny("llama").path
     scored = [replace(request, max_tokens=0, echo_logprobs=True) for request in requests(9)]
     limits = MemoryLimits(cpu=streamed_limit(path))
@@ -98,14 +143,14 @@ def test_rates_move_towards_what_was_measured():
     policy = Policy(24, 1, 0.5, 0.5, 0, 1, 0, 1)
     # Over prompts this machine computes at 0.4 of the rate that was measured, over single tokens at 0.6.
     truth = replace(situation, hardware=corrected(situation.hardware, {"prefill": 0.4, "decode": 0.6}))
-    measured = predict(truth, policy, "zigzag")
+    measured = predict(truth, policy, ZIGZAG)
     blocks = measured.latency_s / (measured.prefill_s + measured.decode_s)
     record = {"latency_s": measured.latency_s, "time_s": {"wait": 0.0}}
     record.update({f"{name}_s": blocks * phase["compute"] for name, phase in measured.seconds.items()})
     errors = []
     learner = situation
     for _ in range(6):
-        told = predict(learner, policy, "zigzag")
+        told = predict(learner, policy, ZIGZAG)
         errors.append(abs(told.latency_s / measured.latency_s - 1))
         learner = replace(learner, hardware=corrected(learner.hardware, corrections(told, record)))
     assert errors[0] > 0.3 and errors[-1] < 0.1 and errors == sorted(errors, reverse=True)
@@ -116,7 +161,7 @@ def test_rates_move_towards_what_was_measured():
 def test_a_pass_of_both_kinds_corrects_both():
     """The diagonal schedule's passes carry prompts and single tokens, and are told as decoding."""
     situation = small(200, 400)
-    told = predict(situation, Policy(24, 1, 0.5, 0.5, 0, 1, 0, 1), "diagonal")
+    told = predict(situation, Policy(24, 1, 0.5, 0.5, 0, 1, 0, 1), DIAGONAL)
     assert not told.seconds["prefill"].get("compute")
     spent = told.latency_s / told.decode_s * told.seconds["decode"]["compute"]
     found = corrections(
@@ -128,7 +173,7 @@ def test_a_pass_of_both_kinds_corrects_both():
 def test_a_wait_corrects_the_channel_and_not_the_computing():
     situation = small(60, 100)
     policy = Policy(1, 1, 0.0, 0.2, 0, 1, 0, 1)
-    told = predict(situation, policy, "zigzag")
+    told = predict(situation, policy, ZIGZAG)
     slow = 3 * told.latency_s
     blocks = told.latency_s / (told.prefill_s + told.decode_s)
     spent = blocks * sum(phase["compute"] for phase in told.seconds.values())
@@ -164,6 +209,7 @@ def test_this_machine_is_measured_once(tmp_path, monkeypatch):
     assert len(measured) == 3
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("shares", [(0.6, 0.0), (0.0, 0.6)])
 def test_a_profile_of_a_busy_machine_is_used_until_the_machine_is_quiet(shares, tmp_path, monkeypatch, caplog):
     quick_profile(tmp_path, monkeypatch)
@@ -212,7 +258,7 @@ def test_a_machine_that_cannot_be_measured_still_answers(tiny, tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(machine_profile, "measure", full)
-    monkeypatch.setattr(run_planner, "_MEASURE_FROM_S", 0.0)
+    monkeypatch.setattr(planner, "_MEASURE_FROM_S", 0.0)
     with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
         assert all(result.error is None for result in engine.run(requests(3)))
         assert engine.last_run["predicted_latency_s"] is None
@@ -248,35 +294,34 @@ def test_the_share_of_overlap_is_learnt_from_what_did_not_hide():
     situation = small(200, 400)
     policy = Policy(24, 1, 0.2, 0.8, 0, 1, 0, 1)
     truth = replace(situation, hardware=replace(situation.hardware, overlap=0.5))
-    measured = predict(truth, policy, "zigzag")
+    measured = predict(truth, policy, ZIGZAG)
     blocks = measured.latency_s / (measured.prefill_s + measured.decode_s)
     seconds = {"prefill_s": blocks * measured.prefill_s, "decode_s": blocks * measured.decode_s}
     computed = blocks * sum(phase["compute"] for phase in measured.seconds.values())
     record = {"latency_s": measured.latency_s, "time_s": {"wait": sum(seconds.values()) - computed}, **seconds}
     learner = situation
     for _ in range(6):
-        told = predict(learner, policy, "zigzag")
+        told = predict(learner, policy, ZIGZAG)
         learner = replace(learner, hardware=corrected(learner.hardware, corrections(told, record)))
     assert learner.hardware.overlap == pytest.approx(0.5, abs=0.1)
-    assert predict(learner, policy, "zigzag").latency_s == pytest.approx(measured.latency_s, rel=0.05)
+    assert predict(learner, policy, ZIGZAG).latency_s == pytest.approx(measured.latency_s, rel=0.05)
     # Without overlap there is none to learn.
     still = replace(situation, overlap=False)
-    assert "overlap" not in corrections(predict(still, policy, "zigzag"), record)
+    assert "overlap" not in corrections(predict(still, policy, ZIGZAG), record)
 
 
 def test_a_search_that_fails_does_not_take_the_placement_of_the_last_run(tiny, tmp_path, monkeypatch):
     """Its cache and hidden states go where the engine's own memory plan puts them."""
-    monkeypatch.setattr("flexgen_helm.planner.memory.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
     path = tiny("llama").path
     limits = MemoryLimits(cpu=streamed_limit(path), disk=64 << 20)
     on_disk = Policy(3, 3, wg=0.0, wc=0.2, cg=0.0, cc=0.0, hg=0.0, hc=0.0)
     with Engine.from_pretrained(path, device="cpu", limits=limits, offload_dir=tmp_path) as engine:
-        planner = engine._planner._auto
-        solved = planner.block(Workload.uniform(12, 4, 9), on_disk)
-        monkeypatch.setattr(planner, "block", lambda *_: replace(solved, policy=on_disk, schedule="zigzag"))
+        solved = engine._planner._block(Workload.uniform(12, 4, 9), engine.placement)
+        monkeypatch.setattr(engine._planner, "_block", lambda *_: replace(solved, policy=on_disk, schedule=ZIGZAG))
         assert [result.error for result in engine.run(requests(9))] == [None] * 9
         assert engine.last_run["achieved_placement"]["cache"]["disk"] == 1.0
-        monkeypatch.setattr(planner, "block", lambda *_: None)
+        monkeypatch.setattr(engine._planner, "_block", lambda *_: None)
         assert [result.error for result in engine.run(requests(9))] == [None] * 9
         assert engine.last_run["achieved_placement"]["cache"] == {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}
         assert engine.last_run["achieved_placement"]["activations"] == {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}

@@ -7,6 +7,7 @@ import math
 from itertools import product
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -70,9 +71,9 @@ def test_a_row_is_drawn_as_a_slow_direct_formula_draws_it(data):
         logits = logits.round()
     sampling = [
         SamplingParams(
-            data.draw(st.sampled_from([0.0, 0.3, 1.0, 2.0])),
+            data.draw(st.sampled_from([0.0, 0.3, 1.0, 2.0, 5e-324, 1e-308, 1e-30, 1e-3, 50.0, 1e300])),
             data.draw(st.sampled_from([1e-9, 0.3, 0.9, 0.999, 1.0])),
-            data.draw(st.sampled_from([0.0, 0.3, 0.77, 1 - 2**-53])),
+            data.draw(st.sampled_from([0.0, 0.31415, 0.77171, 1 - 2**-53])),
             data.draw(st.sampled_from([None, None, None, 0])),
         )
         for _ in range(rows)
@@ -80,12 +81,25 @@ def test_a_row_is_drawn_as_a_slow_direct_formula_draws_it(data):
     assert sample_tokens(logits, sampling).tolist() == [drawn_alone(*row) for row in zip(logits, sampling)]
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 1e-300])
+def test_sampling_becomes_greedy_as_the_temperature_goes_to_0(top_p):
+    rows = LOGITS * torch.tensor([[1.0], [1e-30], [1e30], [-1.0], [0.0]])
+    evenly = 0 if top_p < 0.5 else 1  # of six equal tokens, by a random number of 0.3
+    for temperature in (1e-3, 1e-35, 1e-300, 1e-308, 1e-310, 5e-324):
+        drawn = sample_tokens(rows, [SamplingParams(temperature, top_p, 0.3)] * 5)
+        # Differences of 1e-30 are nothing beside 1e-3.
+        assert drawn.tolist() == [0, evenly if temperature == 1e-3 else 0, 0, 4, evenly]
+
+
 def drawn_alone(logits: torch.Tensor, params: SamplingParams) -> int:
     if params.forced is not None:
         return params.forced
     if params.temperature == 0.0:
         return int(logits.argmax())
-    probabilities = torch.softmax(logits.double() / params.temperature, 0)
+    values = logits.double().numpy()
+    with np.errstate(over="ignore"):  # a quotient below the least number is minus infinity, whose power is 0
+        powers = np.exp((values - values.max()) / params.temperature)
+    probabilities = torch.from_numpy(powers / powers.sum())
     order = torch.arange(len(probabilities))
     if params.top_p < 1:
         order = probabilities.argsort(descending=True, stable=True)

@@ -9,15 +9,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.engine import run_planner
 from flexgen_helm.models import attention
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.planner.constants import UNLIMITED
+from flexgen_helm.planner.schedules import ROW
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
+from flexgen_helm.scheduling import prefix_cost
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, plan_prefixes
 from flexgen_helm.scheduling.prepare import planned_workload, shared_prefixes
 from tests.helpers.faults import replaced
-from tests.helpers.offload import MIB, offloaded, policies
+from tests.helpers.offload import DECODING_SCHEDULES, MIB, offloaded, policies
 from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
 from tests.helpers.parity import assert_equals_reference, assert_same
 from tests.helpers.tiny_models import VARIANTS, VOCABULARY
@@ -30,13 +31,13 @@ def sharing(monkeypatch):
 
 def at_no_cost(monkeypatch):
     """However tiny the models are, that one token is saved is worth it."""
-    monkeypatch.setattr(run_planner, "_SEGMENT_S", 0.0)
-    monkeypatch.setattr(run_planner, "_SEGMENT_FLOPS", 0.0)
+    monkeypatch.setattr(prefix_cost, "_SEGMENT_S", 0.0)
+    monkeypatch.setattr(prefix_cost, "_SEGMENT_FLOPS", 0.0)
 
 
 def alone(monkeypatch):
     """The engine as if nothing were worth sharing."""
-    monkeypatch.setattr(run_planner, "_SEGMENT_S", 1e9)
+    monkeypatch.setattr(prefix_cost, "_SEGMENT_S", 1e9)
 
 
 def tree(seed: int = 0, count: int = 12) -> list[list[int]]:
@@ -65,6 +66,7 @@ def requests_of(prompts, seed: int = 0) -> list[GenerationRequest]:
     ]  # fmt: skip
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_shared_prefixes_equal_the_reference(tiny, variant):
     model = tiny(variant)
@@ -84,7 +86,7 @@ def test_shared_prefixes_equal_the_reference(tiny, variant):
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),
-    schedule=st.sampled_from(["row", "zigzag", "diagonal"]),
+    schedule=st.sampled_from(DECODING_SCHEDULES),
     device=st.sampled_from(["cpu", "sim"]),
     variant=st.sampled_from(["llama", "opt", "gemma2", "bloom", "mixtral"]),
     overlap=st.booleans(),
@@ -107,7 +109,7 @@ def test_any_placement_with_shared_prefixes(
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("schedule", ["row", "zigzag", "diagonal"])
+@pytest.mark.parametrize("schedule", DECODING_SCHEDULES)
 @pytest.mark.parametrize("gpu_batch_size", [2, 3, 4, 5])
 def test_a_slot_is_moved_with_a_prompt_whose_batch_has_not_passed_the_head(
     tiny, tmp_path, monkeypatch, schedule, gpu_batch_size
@@ -221,6 +223,7 @@ def test_memory_that_runs_out_at_the_end_brings_prefixes_back(tiny, tmp_path, mo
         engine.ledger.check({"weights": engine.ledger.in_use})
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("precision", ["fp16", "channels"])
 @pytest.mark.parametrize("cache", [(1, 0), (0, 1), (0, 0)])
 def test_memory_that_runs_out_between_layers_leaves_no_layer_behind(
@@ -322,10 +325,11 @@ def assert_near(found, expected, drawn=True):
     assert sum(apart) / len(apart) < MEAN and max(apart) < LARGEST, (sum(apart) / len(apart), max(apart))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),
-    schedule=st.sampled_from(["row", "zigzag", "diagonal"]),
+    schedule=st.sampled_from(DECODING_SCHEDULES),
     device=st.sampled_from(["cpu", "sim"]),
     variant=st.sampled_from(["llama", "opt", "gemma2", "bloom"]),
     name=st.sampled_from(list(PACKED)),
@@ -428,6 +432,7 @@ def test_little_memory_with_a_packed_cache_refuses_nobody_for_a_prefix(tiny, tmp
     assert answered
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("schedule", ["prefill-only", "zigzag"])
 @pytest.mark.parametrize("room", [0.05, 0.1, 0.3])
 def test_prefixes_whose_newest_tokens_do_not_fit_beside_the_computing(tiny, tmp_path, packed, schedule, room):
@@ -482,7 +487,7 @@ def test_what_is_planned_is_told_to_the_planner(tiny):
     with Engine.from_pretrained(tiny("llama").path) as engine:
         from flexgen_helm.scheduling.prepare import prepare
 
-        prepared = prepare(requests, engine.config, engine.tokenizer, "row")
+        prepared = prepare(requests, engine.config, engine.tokenizer, ROW)
         asked = planned_workload(prepared.distinct, PrefixCostModel(UNLIMITED, 0.0), True, None)
         assert asked.computed * asked.num_sequences == pytest.approx(28 + 6)
         assert planned_workload(prepared.distinct, PrefixCostModel(UNLIMITED, 0.0), False, None).computed == 29
@@ -499,6 +504,6 @@ def test_completions_are_predicted_as_they_are_computed(tiny):
     with Engine.from_pretrained(tiny("llama").path) as engine:
         from flexgen_helm.scheduling.prepare import prepare
 
-        prepared = prepare(requests, engine.config, engine.tokenizer, "row")
+        prepared = prepare(requests, engine.config, engine.tokenizer, ROW)
         asked = planned_workload(prepared.distinct, PrefixCostModel(UNLIMITED, 0.0), True, None)
         assert (asked.num_sequences, asked.computed * 3) == (3, pytest.approx(20))

@@ -19,6 +19,7 @@ import yaml
 
 from flexgen_helm.benchmarks.clients import CHAT_REFERENCE, REFERENCE, helm_configs, with_model
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.forks import python
 
 # Our model and HELM's, without a chat template and as either client decides by itself.
 RAW, CHAT = ("flexgen/tiny-no-template", REFERENCE), ("flexgen/tiny", CHAT_REFERENCE)
@@ -65,7 +66,7 @@ def run_both(folder: Path, model: Path, positions: int, job: Job) -> Outcome:
     (folder / "job.json").write_text(json.dumps(asdict(job)))
     variables = {"FLEXGEN_HELM_MODELS": str(folder / "models.yaml"), "FLEXGEN_HELM_HOME": str(folder / "home"),
                  "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    command = [sys.executable, __file__]
+    command = [*python("all"), __file__]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return Outcome(**json.loads((folder / "outcome.json").read_text()))
@@ -138,9 +139,9 @@ def _record_ours(recorder: _Recorder) -> None:
 
     original = Engine.run
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        results = original(*args, **kwargs)
-        for result in results:
+    def run(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        results = original(self, *args, **kwargs)
+        for result in results if self.identity.model else ():  # the engine of a proof has no name
             recorder.add(result.prompt_token_ids)
         return results
 

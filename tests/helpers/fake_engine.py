@@ -1,8 +1,8 @@
 """A deterministic engine and tokenizer without torch or weights, for tests of everything that touches HELM.
 
-As a script it is `helm-run` (or `flexgen-helm run`) on that engine, in a process of its own:
+As a script it is `helm-run` (or `flexgen-helm run`, or `quickstart`) on that engine, in a process of its own:
 
-    python fake_engine.py run|suite ARGUMENTS OF helm-run
+    python fake_engine.py run|suite|quickstart ARGUMENTS
 
 Environment: FAKE_LOG names a file that gets one JSON line for every model loaded, block run and answer computed;
 FAKE_DELAY_S is the time an answer takes; FAKE_TEMPLATE gives the tokenizer a chat template.
@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.errors import Interrupted, NumericalError, RequestError
@@ -96,8 +96,26 @@ def answer(request: GenerationRequest, batch_size: int = 1) -> GenerationResult:
     return GenerationResult(tuple(completions), ids, prompt_logprobs, None, cost)
 
 
+_NOTHING = {"weights": 0, "cache": 0, "activations": 0}
+# What a report of a suite shows of an engine, beside what each fake says.
+USAGE = {
+    "bytes": dict.fromkeys(("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"), _NOTHING),
+    "time_s": {"compute": 12.0, "wait": 4.0, "other": 0.5},
+    "peak_bytes": {"gpu": 0, "cpu": 2 << 30, "disk": 5 << 30},
+    "limit_bytes": {"gpu": 0, "cpu": 4 << 30, "disk": 50 << 30},
+    "peak_workspace_bytes": 1 << 28,
+    "predicted_latency_s": 14.0,
+    "roofline_s": 8.0,
+}
+
+
 class FakeEngine:
-    """Records its requests in `runs`; computes them in reverse order, to show that order does not matter."""
+    """Records its requests in `runs`; computes them in reverse order, to show that order does not matter.
+
+    usage: what its record has too.
+    """
+
+    usage: Mapping[str, Any] = {}
 
     def __init__(self, name: str = "fake", delay_s: float = 0.0) -> None:
         self.fingerprint = f"fake-{name}"
@@ -128,6 +146,7 @@ class FakeEngine:
             if on_result is not None:
                 on_result(index, results[index])
         self.last_run = {"policy": "fake", "schedule": "row", "bytes": {}, "fingerprint": self.fingerprint}
+        self.last_run |= self.usage
         return results
 
     def close(self) -> None:
@@ -155,6 +174,9 @@ class FakeLoader:
 
     def close(self) -> None: ...
 
+    def fingerprint(self, model: Any) -> str | None:
+        return f"fake-{model.name}"
+
     def load(self, model: Any) -> Any:
         self.engines.append(self.make(model))
         return self.engines[-1]
@@ -166,13 +188,16 @@ def fake_context(
     """A context of the plugin whose engines and tokenizers are fakes."""
     from flexgen_helm.checkpoint.catalog import CATALOG
     from flexgen_helm.plugin.context import PluginContext
-    from flexgen_helm.plugin.models import ModelFacts
+    from flexgen_helm.service.models import ModelFacts, ModelReader
 
     base = {name for name, entry in CATALOG.items() if not entry.instruct}
     return PluginContext(
         loader or FakeLoader(),  # type: ignore[arg-type]
-        load_tokenizer=lambda model: FakeTokenizer(adds_bos, chat_template),  # type: ignore[arg-type, return-value]
-        read_facts=lambda model: ModelFacts(model.name, MAX_POSITIONS, 1, False, model.path in base),
+        ModelReader(
+            "HELM",
+            load_tokenizer=lambda model: FakeTokenizer(adds_bos, chat_template),  # type: ignore[arg-type, return-value]
+            read_facts=lambda model: ModelFacts(model.name, MAX_POSITIONS, 1, False, model.path in base),
+        ),
     )
 
 
@@ -190,10 +215,12 @@ def main() -> int:
     yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # type: ignore[misc]
     install()
     kind, *arguments = sys.argv[1:]
-    if kind == "suite":
+    if kind == "quickstart":  # it writes a report
+        FakeEngine.usage = USAGE
+    if kind in ("suite", "quickstart"):
         from flexgen_helm.cli import main as flexgen_helm
 
-        return flexgen_helm(["run", *arguments])
+        return flexgen_helm(["run" if kind == "suite" else kind, *arguments])
     from helm.benchmark.run import main as helm_run
 
     sys.argv = ["helm-run", *arguments]

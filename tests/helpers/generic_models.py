@@ -20,6 +20,8 @@ from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.constants import UNLIMITED
+from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_causal_models import causal_classes, tiny_config
 
@@ -29,27 +31,30 @@ NATIVE = {name for architecture in ARCHITECTURES.values() for name in architectu
 # Layers that keep a state, or call attention in another way than once with causal masks, by what the refusal says.
 REFUSED = {
     "AXK2ForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
+    "CodeGenForCausalLM": "cannot run layer by layer|attention in its own code",  # rotates a part of a head
     "DbrxForCausalLM": "cannot run layer by layer",  # experts outside transformers' interface
     "DeepseekV32ForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
-    "DeepseekV4ForCausalLM": "cannot run layer by layer",  # hidden states of several streams
+    "DeepseekV4ForCausalLM": "passes its layers input_ids",
     "DiffLlamaForCausalLM": "call attention 2 times",
     "DogeForCausalLM": "cannot run layer by layer",  # masks that depend on values
+    "DoryForCausalLM": "is no linear layer",
     "Dots3NoteForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
+    "GPTJForCausalLM": "cannot run layer by layer|attention in its own code",  # rotates a part of a head
     "GlmMoeDsaForCausalLM": "cannot run layer by layer",  # sparse attention makes masks of its own
     "HYV4ForCausalLM": "cannot run layer by layer",
     "HrmTextForCausalLM": "has no list of",  # layers run several times
     "JetMoeForCausalLM": "cannot run layer by layer",  # experts of attention
     "LongcatFlashForCausalLM": "has no list of",  # two attentions in a layer
     "MiniMaxForCausalLM": "ask their cache for get_linear_cache",  # linear attention
-    "RecurrentGemmaForCausalLM": "call attention 0 times",  # recurrent layers
+    "RecurrentGemmaForCausalLM": "does not pass its cache on",  # recurrent layers
     "XmodForCausalLM": "cannot run layer by layer",  # adapters that are chosen by language
-    "ZayaForCausalLM": "states in a module that returns more",
+    "ZayaForCausalLM": "states in a module that returns more|does not go on from the states",
 }
 # Classes that do not declare transformers' attention interface, and use it.
 UNDECLARED = {
-    "BambaForCausalLM", "BioGptForCausalLM", "FalconH1ForCausalLM", "JambaForCausalLM", "NemotronHForCausalLM",
-    "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
-    "StableLmForCausalLM",
+    "BambaForCausalLM", "BioGptForCausalLM", "FalconH1ForCausalLM", "JambaForCausalLM", "LaraMiniForCausalLM",
+    "NemotronHForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM", "StableLmForCausalLM",
 }  # fmt: skip
 # Models of several parts, whose language model is a class of its own in this list; and one whose random model
 # answers with the padding token, which moves positions.
@@ -106,15 +111,24 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
-def largest_difference(name: str, folder: Path, options: Mapping[str, Any]) -> tuple[float, ModelConfig]:
-    """Answer the requests; return the largest difference of a log-probability from the model's own forward pass.
+def largest_difference(
+    name: str, folder: Path, options: Mapping[str, Any], model: Any = None
+) -> tuple[float, ModelConfig]:
+    """Answer the requests, in blocks of which one shares the prompts' common beginning; return the largest difference
+    of a log-probability from the model's own forward pass.
 
     A greedy token that is not the largest counts with how far it is from that.
+
+    model: what `saved` has saved in the folder; without it, that is done here.
     """
-    model, asked, largest = saved(name, folder), requests(), 0.0
+    model, asked, largest = model or saved(name, folder), requests(), 0.0
     with Engine.from_pretrained(folder, **options) as engine:
         config, results = engine.config, engine.run(asked)
-    for request, result in zip(asked, results, strict=True):
+        engine._prefix_cost = PrefixCostModel(UNLIMITED, 0.0)
+        results += engine.run(asked)
+        workload = engine.last_run["workload"]
+        assert workload["prompt_tokens_computed"] < workload["prompt_tokens"]
+    for request, result in zip(2 * asked, results, strict=True):
         assert result.error is None, result.error
         prompt, answer = list(request.prompt_token_ids), result.completions[0]
         with torch.no_grad():

@@ -11,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.forks import python
+
 MODEL = "flexgen/opt-125m"
 ENTRIES = [f"simple_mcqa:model={MODEL}", f"simple_mcqa_scored:model={MODEL}"]
 SCRIPT = Path(__file__).parent / "fake_engine.py"
@@ -20,15 +22,17 @@ RUNTIMES = {"request_time", "request_datetime", "batch_request_time", "batch_siz
 class Place:
     """A working folder with its own state; what its engine did is in `events`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_cold: bool = False) -> None:
+        """is_cold: its processes import everything themselves."""
         self.folder = folder
+        self.python = (sys.executable,) if is_cold else python("all")
         self.log = folder / "log"
 
     def start(self, kind: str, *arguments: str, delay_s: float = 0.0) -> subprocess.Popen[str]:
         variables = {"FLEXGEN_HELM_HOME": str(self.folder / "home"), "FAKE_LOG": str(self.log),
                      "FAKE_DELAY_S": str(delay_s), "HF_HUB_OFFLINE": "1"}  # fmt: skip
         return subprocess.Popen(
-            [sys.executable, str(SCRIPT), kind, *arguments], cwd=self.folder, env={**os.environ, **variables},
+            [*self.python, str(SCRIPT), kind, *arguments], cwd=self.folder, env={**os.environ, **variables},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             # These tests may themselves run in the background, whose children ignore Ctrl-C.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

@@ -86,13 +86,15 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     elif event in _PROCESSES:
         _watched["violations"].append(f"{event} {str(arguments)[:100]}")
     elif event in _CHANGES:
-        _judge(event, arguments[0])
+        _judge(event, arguments[0], arguments[-1])
 
 
-def _judge(event: str, path: Any) -> None:
+def _judge(event: str, path: Any, folder: Any = None) -> None:
+    """folder: descriptor of the folder that the path begins in, if it is one."""
     if not isinstance(path, (str, bytes, os.PathLike)):  # a descriptor that is open already
         return
-    name = os.path.realpath(os.fsdecode(path))
+    begins_in = f"/proc/self/fd/{folder}" if isinstance(folder, int) and folder >= 0 else ""
+    name = os.path.realpath(os.path.join(begins_in, os.fsdecode(path)))
     if "__pycache__" in name or name.startswith((*_IGNORED, *_watched["folders"])):
         return
     _watched["violations"].append(f"{event} {name}")

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.offload.weights import TieredWeights
+from flexgen_helm.planner.schedules import SCHEDULES
 from tests.helpers.parity import prompts
 
 MIB = 1 << 20
+# Names of the schedules by which answers of several tokens are drawn.
+DECODING_SCHEDULES = [name for name, schedule in SCHEDULES.items() if not schedule.is_single_pass]
 
 
 def workload(seed: int = 0, count: int = 9, longest: int = 40) -> list[GenerationRequest]:

@@ -125,7 +125,7 @@ def _break(fault: str, folder: Path) -> None:
 
 
 def _main(rank: Rank, folder: Path) -> None:
-    from flexgen_helm.engine.auto_planner import HARDWARE_VARIABLE
+    from flexgen_helm.engine.engine_profile import HARDWARE_VARIABLE
     from flexgen_helm.engine.follower import follow
     from flexgen_helm.engine.pipeline import leave_pipeline
 
@@ -142,6 +142,10 @@ def _main(rank: Rank, folder: Path) -> None:
             outcomes.append(_outcome(case))
             (folder / "outcomes.pickle").write_bytes(pickle.dumps(outcomes))
     leave_pipeline()
+    if job.fault is None:
+        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        # One that is left may end the process by an abort while Python ends.
+        assert not any("gloo" in name for name in names), f"threads of the connections are left: {names}"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ def config(name):
 
 def small(gpu_mib, cpu_mib, disk_mib=4000, prompt=32, output=8, count=24, **more):
     """OPT-125M (250 MB of weights) on a simulated gpu."""
-    machine = simulated_gpu(replace(LAPTOP, overlap=0.8), gpu_mib * MIB, (2.0, 2.0))
-    machine = replace(machine, gpu=replace(machine.gpu, memory_bytes=1 << 40))
+    machine = simulated_gpu(replace(LAPTOP, overlap=0.8), (2.0, 2.0))
     limits = MemoryLimits(gpu=gpu_mib * MIB, cpu=cpu_mib * MIB, disk=disk_mib * MIB)
     return planning_problem(config("opt-125m"), machine, Workload.uniform(prompt, output, count), limits=limits, **more)

@@ -14,8 +14,27 @@ def stat(name, value, split="test"):
     return {"name": {"name": name, "split": split}, "count": 1, "sum": value, "mean": value}
 
 
-def write_run(suite, name, precision, scores, instances, model="tiny", tokens=1000, latency=2.0, reused=0):
-    """scores: of `stats.json`; instances: id -> statistic -> value."""
+def request_state(key, text, answer="", logprob=-1.0, **more):
+    """A request of an instance and its answer, as `scenario_state.json` has it."""
+    references = [{"output": {"text": f"right {key}"}, "tags": ["correct"]}, {"output": {"text": "wrong"}, "tags": []}]
+    completion = {"text": answer, "logprob": logprob, "tokens": [{"text": answer, "logprob": logprob}]}
+    return {
+        "instance": {"input": {"text": text}, "references": references, "split": "test", "id": key},
+        "train_trial_index": 0,
+        "request": {"prompt": f"Question: {text}", "echo_prompt": False},
+        "result": {"success": True, "completions": [completion]},
+        **more,
+    }
+
+
+def write_run(
+    suite, name, precision, scores, instances, model="tiny", tokens=1000, latency=2.0, reused=0, texts=None,
+    states=None, adapter=None, **record_more,
+):  # fmt: skip
+    """scores: of `stats.json`; instances: id -> statistic -> value; texts: id -> text, else one of the run's own.
+
+    states: of `scenario_state.json`; made of the texts if None. adapter: of `run_spec.json`.
+    """
     suffix = "" if precision == "fp16" else f"-{precision}"
     folder = suite / f"{name},model=flexgen_{model}{suffix}"
     folder.mkdir(parents=True)
@@ -33,11 +52,20 @@ def write_run(suite, name, precision, scores, instances, model="tiny", tokens=10
         "latency_s": latency,
         "workload": {"prompt_tokens": tokens, "num_unique": len(instances)},
         "num_reused": reused,
+        **record_more,
     }
+    states = states or [request_state(key, (texts or {}).get(key, f"{name} {key}")) for key in instances]
+    spec = {
+        "name": folder.name,
+        "adapter_spec": {"model": model, "num_train_trials": 1, **(adapter or {})},
+        "scenario_spec": {"args": {}},
+    }
+    (folder / "scenario_state.json").write_text(json.dumps({"request_states": states}, indent=2), encoding="utf-8")
     for file, content in (
         ("stats.json", [stat(n, v) for n, v in scores.items()]),
         ("per_instance_stats.json", [*entries, perturbed]),
         ("flexgen_run.json", record),
+        ("run_spec.json", spec),
     ):
         (folder / file).write_text(json.dumps(content), encoding="utf-8")
     return folder

@@ -251,7 +251,8 @@ def save_random(folder: Path, config: Any, seed: int) -> Any:
                 parameter.normal_(0.0, 0.15)
     model.to(torch.float16).save_pretrained(folder)
     # Loaded from the files: casting the model would round its rotary frequencies too, which no checkpoint contains.
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Eager attention knows every feature; of soft caps, others do not in all releases.
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def save_tokenizer(folder: Path) -> None:

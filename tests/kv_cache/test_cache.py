@@ -16,7 +16,7 @@ from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tok
 from flexgen_helm.kv_cache.visibility import decode_parts, prefix_parts
 from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
 from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.offload.tiers import Tiers
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import CacheFormat
@@ -60,11 +60,11 @@ class Reference:
         return torch.cat((old_k[:border], k[border:])), torch.cat((old_v[:border], v[border:]))
 
 
-def open_cache(folder: Path, place: str, fmt: CacheFormat | None, overlap: bool) -> tuple[KVCache, Tiers]:
+def open_cache(folder: Path, place: str, fmt: CacheFormat | None, overlap: bool) -> tuple[KVCache, TransferManager]:
     tier, has_gpu = PLACES[place]
     engine = SimulatedCopyEngine(None, None) if has_gpu else None
     ledgers = {name: Ledger(name, 1 << 30) for name in TIERS}
-    tiers = Tiers(torch.device("cpu"), "gpu" if has_gpu else "cpu", ledgers, engine, folder, overlap)
+    tiers = TransferManager(torch.device("cpu"), "gpu" if has_gpu else "cpu", ledgers, engine, folder, overlap)
     fractions = {name: float(name == tier) for name in TIERS}
     return KVCache(CONFIG, tiers, torch.float32, fractions, cache_format=fmt), tiers
 

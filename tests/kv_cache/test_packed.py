@@ -171,6 +171,7 @@ def assert_same(requests, results, scored):
     assert mean < MEAN and largest < LARGEST, (mean, largest)
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("name", [*FORMATS, "4bit", "paper-4bit"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 def test_a_value_that_cannot_be_packed_fails_its_request_alone(tiny, tmp_path, monkeypatch, name, value):
@@ -196,6 +197,7 @@ def test_a_value_that_cannot_be_packed_fails_its_request_alone(tiny, tmp_path, m
         assert isinstance(failed.error, NumericalError)
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("name", [*FORMATS, "4bit", "4bit-s", "paper-4bit"])
 @pytest.mark.parametrize("variant", ["llama", "gemma2", "bloom"])
 def test_decoding_sees_what_scoring_sees(tiny, tmp_path, variant, name):
@@ -212,6 +214,7 @@ def test_decoding_sees_what_scoring_sees(tiny, tmp_path, variant, name):
             assert mean > 5 * MEAN  # another view is noticed
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),

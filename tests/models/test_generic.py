@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from tests.helpers.generic_models import (
 )
 from tests.helpers.offload import MIB
 from tests.helpers.parity import TOLERANCE
+from tests.helpers.shares import IS_WHOLE, share, share_of_release
 from tests.helpers.tiny_causal_models import causal_classes, tiny_config
 
 FAST = (
@@ -39,10 +41,15 @@ OFFLOADED = {
 }
 
 
+def with_each_release_if_whole(test):
+    return pytest.mark.releases(test) if IS_WHOLE else test
+
+
 def check(name, folder):
     """In memory and on three tiers; in 4 bits the same numbers whatever is beside."""
+    model = saved(name, folder)
     for options in ({}, {**OFFLOADED, "offload_dir": folder / "tiers"}):
-        difference, config = largest_difference(name, folder, options)
+        difference, config = largest_difference(name, folder, options, model)
         assert config.generic is not None and difference < TOLERANCE
     asked = requests()
     with Engine.from_pretrained(folder, precision="4bit") as engine:
@@ -54,11 +61,51 @@ def check(name, folder):
         assert all(abs(x - y) < TOLERANCE for x, y in pairs)
 
 
+@pytest.mark.fast(3)
+@with_each_release_if_whole
 @pytest.mark.parametrize("name", FAST)
 def test_it_equals_its_own_forward_pass(name, tmp_path):
     check(name, tmp_path)
 
 
+def check_window(name, folder):
+    """A prompt as long as the window is served, one that is a token longer is refused alone."""
+    model, draw = saved(name, folder), random.Random(1)
+    with Engine.from_pretrained(folder) as engine:
+        window = engine.config.max_positions
+        longer = [draw.randrange(3, 60) for _ in range(window + 1)]
+        lengths = {window: 1, window + 1: 0, 4: 2}  # of prompts, and tokens to generate; no token comes after the last
+        asked = [
+            GenerationRequest(prompt_token_ids=longer[:length], max_tokens=more, echo_logprobs=True, ignore_eos=True)
+            for length, more in lengths.items()
+        ]
+        *results, refused = engine.run([*asked, replace(asked[1], max_tokens=1)])
+    assert f"window of {window} tokens" in str(refused.error)
+    for request, result in zip(asked, results, strict=True):
+        assert result.error is None
+        tokens = [*request.prompt_token_ids, *result.completions[0].token_ids]
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(torch.tensor([tokens[:-1]])).logits[0].float(), -1)
+        expected = logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        found = torch.tensor([*result.prompt_logprobs[1:], *result.completions[0].logprobs])
+        assert (expected - found).abs().max() < TOLERANCE
+
+
+@pytest.mark.fast(4)
+@pytest.mark.one_release
+@pytest.mark.parametrize("name", FAST)
+def test_the_window_is_served_to_its_last_token(name, tmp_path):
+    check_window(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", share([name for name in supported() if name not in FAST and name not in REFUSED], 8))
+def test_every_window_is_served_to_its_last_token(name, tmp_path):
+    check_window(name, tmp_path)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.one_release
 @pytest.mark.parametrize(
     ("schedule", "on_gpu", "on_cpu"),
     [("zigzag", 0, 1), ("zigzag", 0, 0), ("row", 0.3, 0.4), ("prefill-only", 0.3, 0.4)],
@@ -135,7 +182,7 @@ def test_biases_that_choose_experts_keep_float32(tmp_path):
     with Engine.from_pretrained(tmp_path / "exact") as engine:
         result = engine.run([asked])[0]
         kept = engine.config.generic.kind(1).float32
-    assert kept == ("mlp.gate.e_score_correction_bias",)
+    assert "mlp.gate.e_score_correction_bias" in kept  # from 5.24 on, the router's weights too
     ids = torch.tensor([list(asked.prompt_token_ids)])
     for rounded in (False, True):
         bias.copy_(bias.half().float() if rounded else bias)
@@ -144,10 +191,20 @@ def test_biases_that_choose_experts_keep_float32(tmp_path):
         assert (off > 100 * TOLERANCE) if rounded else (off < TOLERANCE)
 
 
+OTHERS = [name for name in supported() if name not in FAST and name not in REFUSED]
+IN_MEMORY_TOO = share(OTHERS, 4)
+
+
+@pytest.mark.releases
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in supported() if name not in FAST and name not in REFUSED])
+@pytest.mark.parametrize("name", share_of_release(OTHERS, 4))
 def test_every_class_equals_its_own_forward_pass(name, tmp_path):
-    check(name, tmp_path)
+    """On three tiers, where most may go wrong; a fixed part in every way."""
+    if name in IN_MEMORY_TOO:
+        check(name, tmp_path)
+    else:
+        difference, config = largest_difference(name, tmp_path, {**OFFLOADED, "offload_dir": tmp_path / "tiers"})
+        assert config.generic is not None and difference < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["Mistral3ForConditionalGeneration"])
@@ -155,9 +212,14 @@ def test_a_language_model_among_several_parts(name, tmp_path):
     assert largest_difference(name, tmp_path, {})[0] < TOLERANCE
 
 
+@pytest.mark.releases
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(MULTI_PART_CLASSES))
+@pytest.mark.parametrize(
+    "name", share_of_release(sorted(name for name in MULTI_PART_CLASSES if hasattr(transformers, name)), 4)
+)
 def test_every_language_model_among_several_parts(name, tmp_path):
+    if name == "Llama4ForConditionalGeneration" and transformers.__version__.startswith("5.24."):
+        pytest.skip("of text alone, the class itself fails there: its output has no image_outputs")
     assert largest_difference(name, tmp_path, {})[0] < TOLERANCE
 
 
@@ -184,7 +246,7 @@ def test_a_model_of_several_parts_with_logits_of_its_own_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [name for name in REFUSED if hasattr(transformers, name)])
 def test_what_is_listed_is_refused_by_name(name, tmp_path):
     """The list's inverse: a class that runs does not belong to it."""
     model = getattr(transformers, name)._from_config(tiny_config(name).get_text_config())
@@ -218,6 +280,9 @@ def test_likely_experts_are_those_that_the_router_would_select_now(name, tmp_pat
     assert scores.nonzero().flatten().tolist() == sorted(set(selected.flatten().tolist()))
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.20."), reason="its rotation reads positions while shapes alone pass: refused"
+)
 def test_a_rotation_that_depends_on_the_longest_text_is_served_up_to_the_original_context(tmp_path):
     """Beyond it, the short texts of a batch would get the rotation of the long one."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "original_max_position_embeddings": 24}
@@ -281,6 +346,7 @@ def test_a_published_configuration_has_the_published_number_of_parameters():
     assert round(config.num_parameters / 1e9, 1) == 116.8 and config.experts.count == 128
 
 
+@pytest.mark.one_release
 def test_other_threads_make_modules_of_their_own_meanwhile():
     """Parameters of the model being read go to the meta device, those of other threads do not."""
 

@@ -10,10 +10,11 @@ import transformers
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine.executor import Executor
-from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.errors import MemoryLimitError, UnsupportedArchitectureError
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.states import BlockStates
-from tests.helpers.generic_models import saved
+from flexgen_helm.models.generic import trace
+from tests.helpers.generic_models import largest_difference, saved
 from tests.helpers.offload import MIB
 from tests.helpers.parity import TOLERANCE
 from tests.helpers.tiny_causal_models import tiny_config
@@ -50,6 +51,7 @@ def hybrid(tmp_path_factory):
     return saved(HYBRID, folder), folder
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "options", [{}, {"schedule": "row"}, {"schedule": "zigzag", "policy": Policy(2, 2, 0, 0.5, 0, 0)}]
 )
@@ -93,7 +95,7 @@ def test_a_pass_that_breaks_off_takes_no_token_in_twice(hybrid, monkeypatch, two
 
         monkeypatch.setattr(BlockStates, "write", one_version)
     monkeypatch.setattr(Executor, "_layer", fails_once)
-    monkeypatch.setattr("flexgen_helm.planner.memory.LARGE_BLOCK_SEQUENCES", 2)
+    monkeypatch.setattr("flexgen_helm.planner.run_memory.LARGE_BLOCK_SEQUENCES", 2)
     asked = requests()
     with Engine.from_pretrained(folder) as engine:
         results = engine.run(asked)
@@ -101,6 +103,7 @@ def test_a_pass_that_breaks_off_takes_no_token_in_twice(hybrid, monkeypatch, two
     assert (max(map(off, [model] * len(asked), asked, results)) < TOLERANCE) == two_versions
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("name", [HYBRID, pytest.param("FalconH1ForCausalLM", marks=pytest.mark.slow)])
 def test_answers_that_grow_by_pages_and_are_preempted(name, monkeypatch, tmp_path):
     """States move with their sequences, and are computed again with them."""
@@ -123,13 +126,32 @@ def test_answers_that_grow_by_pages_and_are_preempted(name, monkeypatch, tmp_pat
         honest(self, block, sources)
 
     monkeypatch.setattr(KVCache, "regroup", failing)
-    monkeypatch.setattr("flexgen_helm.planner.memory.LARGE_BLOCK_SEQUENCES", 3)
+    monkeypatch.setattr("flexgen_helm.planner.run_memory.LARGE_BLOCK_SEQUENCES", 3)
     with Engine.from_pretrained(tmp_path) as engine:
         results, record = engine.run(asked), engine.last_run
     assert len(calls) > 5 and record["preemptions"] > 0
     assert max(map(off, [model] * len(asked), asked, results)) < TOLERANCE
 
 
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_a_scan_that_drops_the_state_before_goes_on_token_by_token(monkeypatch, one_by_one, tmp_path):
+    """Jamba's scan begins with zeros whenever it is given several tokens; the inverse: it shows."""
+    if not one_by_one:
+        monkeypatch.setattr(trace, "_drops_states", lambda *others: False)
+    difference, config = largest_difference("JambaForCausalLM", tmp_path, {})
+    assert [kind.mixer.one_by_one for kind in config.generic.kinds if kind.mixer is not None] == [one_by_one]
+    assert (difference < TOLERANCE) == one_by_one
+
+
+def test_a_state_that_nobody_goes_on_from_is_refused(monkeypatch):
+    monkeypatch.setattr(trace, "_drops_states", lambda *others: True)
+    config = tiny_config(HYBRID).to_dict() | {"architectures": [HYBRID]}
+    with pytest.raises(UnsupportedArchitectureError, match="does not go on from the states"):
+        trace.read_generic_config(config)
+
+
+@pytest.mark.one_release
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_states_are_counted(share, tmp_path):
     """Within limits that hold a few states, a run ends with the same answers, and its peak is below them."""

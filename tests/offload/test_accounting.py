@@ -7,7 +7,7 @@ import pytest
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import RequestError
 from flexgen_helm.offload.matrices import DiskMatrix, HostMatrix
-from flexgen_helm.planner.memory import SchedulerLimits
+from flexgen_helm.planner.scheduler_limits import SchedulerLimits
 from flexgen_helm.scheduling.scheduler import Scheduler
 from flexgen_helm.scheduling.sequence import Sequence, SequenceKind
 from tests.helpers.tiny_models import VOCABULARY
@@ -90,7 +90,7 @@ def test_resident_matrices_are_not_read(tiny, tmp_path, gathered, share):
     model, new = tiny("opt-untied"), 4
     policy = f"3x2,0,{share},0,100,0,100"
     with Engine.from_pretrained(model.path, policy=policy, offload_dir=tmp_path) as engine:
-        resident = {name for name, tier in engine._planner._memory.weights.items() if tier == "cpu"}
+        resident = {name for name, tier in engine.placement.weights.items() if tier == "cpu"}
         shapes = {name: HALF * model_rows(engine, name) for name in resident if name.startswith("layers.")}
         head_is_resident = "head.lm.weight" in resident
     _, record = run(model, tmp_path, same_length(6, 9, new), "zigzag", policy=policy)
@@ -146,9 +146,10 @@ def test_a_second_token_is_refused_alone_where_the_schedule_has_none(tiny, tmp_p
         assert engine.run(requests[1:2])[0].error is None
 
 
+@pytest.mark.slow
 def test_diagonal_reads_at_most_what_zigzag_reads(tiny, tmp_path, monkeypatch):
     """In the same memory and for the same work: rows of all ages fill it, so fewer passes serve them."""
-    monkeypatch.setattr("flexgen_helm.planner.memory.PAGE_TOKENS", 4)
+    monkeypatch.setattr("flexgen_helm.planner.run_memory.PAGE_TOKENS", 4)
     model, read = tiny("llama"), {}
     with Engine.from_pretrained(model.path) as engine:
         token = engine.config.kv_bytes_per_token(4)
@@ -172,7 +173,7 @@ def test_matrices_from_disk_and_host_cross_the_link(tiny, tmp_path, gathered, po
         limits=MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB),
     ) as engine:  # fmt: skip
         tables = ("embed.tokens.weight", "embed.positions.weight")
-        host = [name for name, tier in engine._planner._memory.weights.items() if tier == "cpu" and name not in tables]
+        host = [name for name, tier in engine.placement.weights.items() if tier == "cpu" and name not in tables]
         from_host = sum(HALF * model_rows(engine, name) for name in host)
     _, record = run(model, tmp_path, same_length(6, 9, new), "zigzag", policy=policy, device="sim")
     moved = record["bytes"]

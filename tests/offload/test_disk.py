@@ -23,6 +23,7 @@ from flexgen_helm.errors import DiskFullError, OffloadError
 from flexgen_helm.offload import disk
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory, WeightFiles
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
+from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 from tests.helpers.small_disks import small_disk
 
@@ -372,7 +373,7 @@ for i in range(6):
 
 def test_two_writers_of_the_same_weights_do_not_disturb_each_other(tmp_path):
     writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        subprocess.Popen([*python("all"), "-c", WRITER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                          text=True, cwd=ROOT)
         for _ in range(2)
     ]  # fmt: skip
@@ -413,7 +414,7 @@ ON_DISK = {
 
 def run_engine(model: Path, folder: Path, limit: int, policy: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", ENGINE, str(model), str(folder), str(limit), policy], capture_output=True, text=True,
+        [*python("all"), "-c", ENGINE, str(model), str(folder), str(limit), policy], capture_output=True, text=True,
         timeout=120, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

@@ -457,7 +457,7 @@ def test_a_file_of_an_expert_that_cannot_be_read_ends_the_run_and_not_the_engine
 
 def test_an_expert_is_placed_whole_and_after_what_every_token_needs(tiny, tmp_path):
     with offloaded(tiny, "qwen3-moe", tmp_path, "2x1,30,40,0,100,0,100", device="sim") as engine:
-        placed = engine._planner._memory.weights
+        placed = engine.placement.weights
     tiers = {name: {placed[other] for other in placed if expert_of(other) == name} for name in map(expert_of, placed)}
     assert all(len(own) == 1 for expert, own in tiers.items() if expert is not None)
     of_experts = {tier for expert, own in tiers.items() if expert is not None for tier in own}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.host_pool import HostPool
 from flexgen_helm.offload.matrices import DiskMatrix
 from tests.helpers.faults import replaced
+from tests.helpers.forks import python
 from tests.helpers.parity import assert_same, prompts
 from tests.helpers.paths import ROOT
 
@@ -229,7 +229,7 @@ def test_killed_at_random_points_the_directory_serves_the_next_run(tiny, tmp_pat
     requests = [dict(prompt_token_ids=prompt, max_tokens=5, ignore_eos=True) for prompt in prompts(8, 30, seed=6)]
     model, folder = tiny("llama").path, tmp_path / "offload"
     done = subprocess.run(
-        [sys.executable, "-c", VICTIMS, str(model), str(folder), "8", json.dumps(requests)], capture_output=True,
+        [*python("all"), "-c", VICTIMS, str(model), str(folder), "8", json.dumps(requests)], capture_output=True,
         text=True, timeout=120, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -245,6 +245,7 @@ def test_killed_at_random_points_the_directory_serves_the_next_run(tiny, tmp_pat
     assert results == [[list(c.token_ids) for c in result.completions] for result in expected]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("precision", ["fp16", "4bit", "paper-4bit"])
 @pytest.mark.parametrize("mib", [0.4, 0.8, 1.6])
 def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
@@ -266,6 +267,7 @@ def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
     ]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "precision, module",
     [("fp16", storage), ("paper-4bit", storage), ("4bit", residual_window)],

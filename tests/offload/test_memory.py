@@ -13,8 +13,10 @@ import pytest
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.planner.memory import loader_buffer_bytes, plan_memory
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.placement import TIERS, StorageSizes
+from flexgen_helm.planner.staging import loader_buffer_bytes
+from flexgen_helm.planner.weight_placement import place_weights
 from tests.helpers.paths import ROOT
 
 MIB = 1 << 20
@@ -140,4 +142,4 @@ def test_a_policy_leaves_room_for_what_loaders_read_into(tiny, tmp_path):
 
 def placed(storage, policy):
     limits = dict.fromkeys(TIERS, 1 << 30)
-    return plan_memory(storage, limits, "gpu", 4, policy).weights
+    return place_weights(storage, Machine(limits, "gpu"), policy).weights

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, MemoryLimits, Policy
-from tests.helpers.offload import MIB, offloaded, policies, workload
+from tests.helpers.offload import DECODING_SCHEDULES, MIB, offloaded, policies, workload
 from tests.helpers.parity import assert_same
 from tests.helpers.tiny_models import VARIANTS
 
@@ -29,6 +29,7 @@ def in_memory(tiny):
     return get
 
 
+@pytest.mark.fast(9)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
     """No matrix, no key and no hidden state stays in memory."""
@@ -45,7 +46,7 @@ def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),
-    schedule=st.sampled_from(["row", "zigzag", "diagonal"]),
+    schedule=st.sampled_from(DECODING_SCHEDULES),
     device=st.sampled_from(["cpu", "sim"]),
     variant=st.sampled_from(["llama", "opt", "gemma2", "bloom", "mixtral"]),
     overlap=st.booleans(),

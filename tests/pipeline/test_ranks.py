@@ -67,21 +67,40 @@ SETTINGS = [
 
 
 def test_two_ranks_give_the_answers_of_one_process(tmp_path, model):
+    """Schedules and precisions; what is special in first and last layers; then scores."""
+    cases = [Case(model("llama"), own, workload(count=8)) for own in (SETTINGS[2], ZIGZAG, SETTINGS[6])]
+    cases += [Case(model(variant), ZIGZAG, workload(count=8)) for variant in ("opt-350m", "bloom-untied")]
+    records = compared(tmp_path, 2, [*cases, scoring(cases[-1].model), divided(cases[0].model)])
+    check_records(records, offloaded=1)
+
+
+def scoring(folder):
+    shared = prompts(1, 30, seed=5)[0]
+    asked = [GenerationRequest(prompt_token_ids=shared + own, max_tokens=0, echo_logprobs=True)
+             for own in prompts(24, 30)]  # fmt: skip
+    return Case(folder, {**ZIGZAG, "schedule": "prefill-only"}, asked)
+
+
+def divided(folder):
+    return Case(folder, {"pipeline_layers": (1, 4)}, workload())
+
+
+def check_records(records, offloaded):
+    """Of cases that end with `scoring` and `divided`."""
+    assert [record["pipeline"]["lanes"] for record in records[-2:]] == [8, 2]
+    assert [rank["layers"] for rank in records[-1]["pipeline"]["ranks"]] == [[0, 1], [1, 5]]
+    assert all(rank["bytes"]["disk_to_cpu"]["weights"] for rank in records[offloaded]["pipeline"]["ranks"])
+
+
+@pytest.mark.slow
+def test_two_ranks_in_every_setting(tmp_path, model):
     """Every schedule, precision and family of the first; then what is special in first and last layers; then scores."""
     cases = [Case(model("llama"), own, workload(count=14)) for own in SETTINGS]
     cases += [Case(model("opt"), own, workload(count=14)) for own in SETTINGS[::3]]
     for variant in ("opt-350m", "qwen2-windows", "qwen3-moe", "gpt2", "bloom-untied"):
         cases.append(Case(model(variant), ZIGZAG, workload(count=8)))
-    shared = prompts(1, 30, seed=5)[0]
-    scored = [GenerationRequest(prompt_token_ids=shared + own, max_tokens=0, echo_logprobs=True)
-              for own in prompts(24, 30)]  # fmt: skip
-    cases.append(Case(cases[-1].model, {**ZIGZAG, "schedule": "prefill-only"}, scored))
-    cases.append(Case(cases[0].model, {"pipeline_layers": (1, 4)}, workload()))
-    records = compared(tmp_path, 2, cases)
-    assert [record["pipeline"]["lanes"] for record in records[-2:]] == [8, 2]
-    assert [rank["layers"] for rank in records[-1]["pipeline"]["ranks"]] == [[0, 1], [1, 5]]
-    offloaded = records[3]["pipeline"]["ranks"]
-    assert all(rank["bytes"]["disk_to_cpu"]["weights"] for rank in offloaded)
+    records = compared(tmp_path, 2, [*cases, scoring(cases[-1].model), divided(cases[0].model)])
+    check_records(records, offloaded=3)
 
 
 @pytest.mark.slow
@@ -93,6 +112,7 @@ def test_four_ranks_give_the_answers_of_one_process(tmp_path, model):
     assert compared(tmp_path, 4, cases)[0]["pipeline"]["lanes"] == 4
 
 
+@pytest.mark.slow
 def test_a_slower_machine_gets_fewer_layers(tmp_path, model):
     """The second rank's profile says a quarter of the rates of the first one's; answers are those of one process."""
     fast = load_profile("laptop")

@@ -17,6 +17,7 @@ from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import BlockShape
+from flexgen_helm.planner.schedules import DIAGONAL, PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
 from tests.helpers.planning_problems import config
@@ -47,7 +48,7 @@ def test_seconds_are_those_of_the_papers_formulas(shares, batch, batches, attend
     """The appendix's terms with h1, h2 and l of OPT-30B, each divided by its rate."""
     policy = Policy(batch, batches, *shares)
     s, n, h1, h2, layers, rows = 512, 32, 7168, 28672, 48, batch * batches
-    found = predict(flexgen(cpu_attention=attends), policy, "zigzag", rounded=False)
+    found = predict(flexgen(cpu_attention=attends), policy, ZIGZAG, rounded=False)
     head = 50272 * h1
     weights = 2 * (layers * (4 * h1**2 + 2 * h1 * h2) + head)
     link, disk = T4.link, T4.disk
@@ -78,7 +79,7 @@ def test_seconds_are_those_of_the_papers_formulas(shares, batch, batches, attend
 
 
 def test_a_pass_is_its_longest_resource_and_what_does_not_hide():
-    costs = block_costs(flexgen(), BlockShape(48, 3, "zigzag"))
+    costs = block_costs(flexgen(), BlockShape(48, 3, ZIGZAG))
     x = fraction_vector(Policy(48, 3, 0.2, 0.8, 0, 1, 0, 1), True)
     spent = [float(costs.decode[name] @ x) for name in RESOURCES]
     assert pass_seconds(costs.decode, x, 1.0) == pytest.approx(max(spent))
@@ -88,17 +89,17 @@ def test_a_pass_is_its_longest_resource_and_what_does_not_hide():
 
 def test_row_by_row_reads_the_weights_for_every_batch():
     policy = Policy(48, 3, 0, 1, 0, 1, 0, 1)
-    row = predict(flexgen(), policy, "row", rounded=False)
-    one = predict(flexgen(), replace(policy, num_gpu_batches=1), "zigzag", rounded=False)
+    row = predict(flexgen(), policy, ROW, rounded=False)
+    one = predict(flexgen(), replace(policy, num_gpu_batches=1), ZIGZAG, rounded=False)
     assert row.prefill_s == pytest.approx(3 * one.prefill_s) and row.decode_s == pytest.approx(3 * one.decode_s)
-    zigzag = predict(flexgen(), policy, "zigzag", rounded=False)
+    zigzag = predict(flexgen(), policy, ZIGZAG, rounded=False)
     assert row.seconds["decode"]["to_gpu"] > 2 * zigzag.seconds["decode"]["to_gpu"]
 
 
 def test_prefill_only_reads_the_weights_once_for_the_data_set():
     policy = Policy(8, 1, 0, 0, 1, 0, 1, 0)
     few, many = (
-        predict(flexgen(output=1, count=q, endless=False), policy, "prefill-only", rounded=False) for q in (100, 10_000)
+        predict(flexgen(output=1, count=q, endless=False), policy, PREFILL_ONLY, rounded=False) for q in (100, 10_000)
     )
     assert few.seconds["prefill"]["disk_read"] == pytest.approx(many.seconds["prefill"]["disk_read"])
     assert many.decode_s == 0 and many.tokens_per_s > few.tokens_per_s
@@ -115,29 +116,40 @@ def test_a_shared_prefix_is_computed_once_and_seen_by_all():
     shared = Workload.of([(512, 32)] * 100, saved_tokens=99 * 400)
     assert shared.computed == pytest.approx(112 + 4) and shared.pairs == pytest.approx(116 * 512)
     policy = Policy(50, 2, 0.2, 0.8, 0, 1, 0, 1)
-    alone = predict(flexgen(count=100), policy, "zigzag", rounded=False)
-    together = predict(replace(flexgen(), workload=shared), policy, "zigzag", rounded=False)
+    alone = predict(flexgen(count=100), policy, ZIGZAG, rounded=False)
+    together = predict(replace(flexgen(), workload=shared), policy, ZIGZAG, rounded=False)
     assert together.seconds["prefill"]["products"] < 0.3 * alone.seconds["prefill"]["products"]
     assert together.decode_s == pytest.approx(alone.decode_s)
 
 
+def test_every_scored_token_passes_the_head():
+    lengths, policy = [(512, 1)] * 10, Policy(10, 1, 1, 0, 1, 0, 1, 0)
+    plain, scored = (
+        predict(replace(flexgen("125m"), workload=Workload.of(lengths, scored_tokens=count)), policy, PREFILL_ONLY)
+        for count in (0, 10 * 511)
+    )
+    head = opt("125m").head_flops_per_token * 10 * 511 / T4.gpu.matmul_flops["float16"].at(1e9)
+    more = scored.seconds["prefill"]["products"] - plain.seconds["prefill"]["products"]
+    assert more == pytest.approx(head, rel=0.01)
+
+
 def test_data_sets_take_as_many_blocks_as_they_need():
     policy = Policy(10, 2, 0.2, 0.8, 0, 1, 0, 1)
-    block, two, more = (predict(flexgen(count=q, endless=False), policy, "zigzag") for q in (20, 40, 45))
+    block, two, more = (predict(flexgen(count=q, endless=False), policy, ZIGZAG) for q in (20, 40, 45))
     assert two.latency_s == pytest.approx(2 * block.latency_s)
     assert two.latency_s < more.latency_s < 3 * block.latency_s
-    few = predict(flexgen(count=4, endless=False), policy, "zigzag")
+    few = predict(flexgen(count=4, endless=False), policy, ZIGZAG)
     assert few.latency_s < block.latency_s
 
 
 def test_stages_share_the_layers_and_prefill_waits_for_the_pipeline():
     policy = Policy(16, 4, 0, 1, 0, 1, 0, 1)
-    one, four = (predict(flexgen(stages=stages), policy, "zigzag", rounded=False) for stages in (1, 4))
+    one, four = (predict(flexgen(stages=stages), policy, ZIGZAG, rounded=False) for stages in (1, 4))
     # Each of four lanes has a batch. A stage reads its quarter of the weights for every lane.
-    lane = predict(flexgen(), Policy(16, 1, 0, 1, 0, 1, 0, 1), "zigzag", rounded=False)
+    lane = predict(flexgen(), Policy(16, 1, 0, 1, 0, 1, 0, 1), ZIGZAG, rounded=False)
     assert four.prefill_s == pytest.approx(lane.prefill_s / 4 * 7)
     assert four.decode_s == pytest.approx(lane.decode_s / 4 * 4)
-    row = predict(flexgen(stages=4), policy, "row", rounded=False)
+    row = predict(flexgen(stages=4), policy, ROW, rounded=False)
     assert (row.prefill_s, row.decode_s) == pytest.approx((four.prefill_s, four.decode_s))
     assert four.memory["cpu"].peak < 0.3 * one.memory["cpu"].peak
     with pytest.raises(UsageError, match="48 layers"):
@@ -148,7 +160,7 @@ faster = st.sampled_from(["gpu.memory_bytes_s", "gpu.attention_flops", "cpu.atte
                           "link.pageable_to_cpu_bytes_s", "disk.read_bytes_s", "disk.write_bytes_s"])  # fmt: skip
 
 
-@given(fractions, faster, st.sampled_from(["row", "zigzag", "diagonal"]), st.sampled_from(["fp16", "4bit"]))
+@given(fractions, faster, st.sampled_from([ROW, ZIGZAG, DIAGONAL]), st.sampled_from(["fp16", "4bit"]))
 @settings(deadline=None)
 def test_a_faster_part_never_slows_a_policy_down(shares, part, schedule, precision):
     policy = Policy(16, 4, *shares)
@@ -162,7 +174,7 @@ def test_a_faster_part_never_slows_a_policy_down(shares, part, schedule, precisi
 
 def test_rounded_fractions_are_those_of_whole_matrices():
     exact, rounded = (
-        predict(flexgen("125m"), Policy(4, 1, 0.33, 0.33, 0, 1, 0, 1), "zigzag", rounded=flag) for flag in (False, True)
+        predict(flexgen("125m"), Policy(4, 1, 0.33, 0.33, 0, 1, 0, 1), ZIGZAG, rounded=flag) for flag in (False, True)
     )
     assert exact.memory["gpu"].peak != rounded.memory["gpu"].peak
     config = opt("125m")
@@ -172,11 +184,11 @@ def test_rounded_fractions_are_those_of_whole_matrices():
 
 def test_compression_moves_and_keeps_a_little_over_a_quarter():
     policy = Policy(48, 3, 0, 1, 0, 1, 0, 1)
-    plain = predict(flexgen(cpu_attention=False), policy, "zigzag", rounded=False)
+    plain = predict(flexgen(cpu_attention=False), policy, ZIGZAG, rounded=False)
     packed = predict(
         replace(flexgen(cpu_attention=False), precision=COMPRESSED),
         policy,
-        "zigzag",
+        ZIGZAG,
         rounded=False,
     )
     # 4 bits, and 32 for each 64 values; hidden states stay as they are.
@@ -199,13 +211,13 @@ def test_few_rows_read_packed_weights_and_more_dequantize_them(machine, model, m
     """As the device's product does (`quant.kernels`)."""
     resident = fraction_vector(Policy(1, 1, 1, 0, 1, 0, 1, 0), True)
     problem = on_machine(machine, model, precision="4bit", count=4 * most_rows)
-    few = decode_parts(problem, BlockShape(most_rows, 1, "zigzag"), resident)
-    many = decode_parts(problem, BlockShape(2 * most_rows, 1, "zigzag"), resident)
+    few = decode_parts(problem, BlockShape(most_rows, 1, ZIGZAG), resident)
+    many = decode_parts(problem, BlockShape(2 * most_rows, 1, ZIGZAG), resident)
     rate = problem.hardware.gpu.dequantize_elements_s
     in_layers = problem.layer_elements * problem.config.num_layers
     assert few["convert"] < 1e-9 and many["convert"] == pytest.approx(in_layers / rate, rel=0.3)
-    dense = decode_parts(on_machine(machine, model, count=4 * most_rows), BlockShape(1, 1, "zigzag"), resident)
-    packed = decode_parts(problem, BlockShape(1, 1, "zigzag"), resident)
+    dense = decode_parts(on_machine(machine, model, count=4 * most_rows), BlockShape(1, 1, ZIGZAG), resident)
+    packed = decode_parts(problem, BlockShape(1, 1, ZIGZAG), resident)
     steps = 2 * problem.config.num_layers * problem.hardware.gpu.step_s
     read = (packed["products"] - steps) / (dense["products"] - steps)
     assert 0.25 < read < 0.5, "4.5 bits of 16, and the head in 16"
@@ -233,21 +245,21 @@ def test_each_tier_has_the_rate_of_its_memory():
     assert problem.link_rates(link, "disk")[0] == link.to_gpu_bytes_s
     assert problem.link_rates(link, "disk")[1:] == (link.pageable_to_gpu_bytes_s, link.pageable_to_cpu_bytes_s)
     refused = replace(problem, pins_host_memory=False)
-    shape, on_host = BlockShape(16, 2, "zigzag"), fraction_vector(Policy(1, 1, 0, 1, 0, 1, 0, 1), True)
+    shape, on_host = BlockShape(16, 2, ZIGZAG), fraction_vector(Policy(1, 1, 0, 1, 0, 1, 0, 1), True)
     seconds = [float(block_costs(each, shape).decode["to_gpu"] @ on_host) for each in (problem, refused)]
     assert seconds[1] / seconds[0] == pytest.approx(link.to_gpu_bytes_s / link.pageable_to_gpu_bytes_s, rel=0.02)
 
 
 def test_a_cache_in_host_memory_is_fetched_with_whole_slots():
     problem = on_machine("t4", prompt=100, output=80, cpu_attention=False)
-    shape, on_host = BlockShape(16, 2, "zigzag"), fraction_vector(Policy(1, 1, 1, 0, 0, 1, 1, 0), True)
+    shape, on_host = BlockShape(16, 2, ZIGZAG), fraction_vector(Policy(1, 1, 1, 0, 0, 1, 1, 0), True)
     expected = problem.kv_elements * 32 * 180 * 2 / problem.hardware.link.to_gpu_bytes_s
     assert float(block_costs(problem, shape).decode["to_gpu"] @ on_host) == pytest.approx(expected, rel=0.01)
 
 
 def test_plans_leave_room_for_what_pinned_regions_have_beyond_caches():
     problem = on_machine("t4")
-    shape, cached = BlockShape(16, 2, "zigzag"), fraction_vector(Policy(1, 1, 1, 0, 0, 1, 1, 0), True)
+    shape, cached = BlockShape(16, 2, ZIGZAG), fraction_vector(Policy(1, 1, 1, 0, 0, 1, 1, 0), True)
     exact = 32 * 544 * problem.kv_elements * 2
     form = block_costs(problem, shape, resident=True).memory["cpu"][0]
     assert float(form @ cached) == pytest.approx(exact * (1 + constants.PINNED_EXCESS_SHARE))

@@ -14,11 +14,14 @@ from flexgen_helm.models.config import expert_of
 from flexgen_helm.planner.affine import WD, fraction_vector
 from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.experts import expected_experts, fitted_skew
-from flexgen_helm.planner.memory import expert_slot_bytes, plan_memory, staging_sizes
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.placement import TIERS, StorageSizes, achieved_fractions, place
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.problem import BlockShape
+from flexgen_helm.planner.schedules import ZIGZAG
+from flexgen_helm.planner.staging import expert_slot_bytes, staging_sizes
+from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.planning_problems import config
@@ -103,7 +106,7 @@ def problem(**more):
 
 def decode_reads(problem, sequences: int) -> float:
     """Seconds of the disk in a decode pass, if all weights are there."""
-    costs = block_costs(problem, BlockShape(sequences, 1, "zigzag"))
+    costs = block_costs(problem, BlockShape(sequences, 1, ZIGZAG))
     return float(costs.decode["disk_read"] @ fraction_vector(Policy(1, 1, 0, 0, 0, 1, 0, 1), False))
 
 
@@ -114,7 +117,7 @@ def test_a_pass_reads_the_experts_that_its_tokens_use():
         used = 1 - (1 - 8 / 128) ** sequences
         assert decode_reads(one, sequences) == pytest.approx(whole * used, rel=0.05)
     assert decode_reads(one, 1024) == pytest.approx(whole, rel=0.05)
-    prefill = block_costs(one, BlockShape(8, 1, "zigzag")).prefill["disk_read"][WD]
+    prefill = block_costs(one, BlockShape(8, 1, ZIGZAG)).prefill["disk_read"][WD]
     assert prefill == pytest.approx(whole, rel=0.05), "a prompt uses them all"
 
 
@@ -135,7 +138,7 @@ def test_slots_hold_the_largest_expert_several_times_and_a_ring_that_nothing_nee
     slot = expert_slot_bytes(storage)
     assert slot == 3 * 2048 * 768 * 2 and sizes.experts >= 3 * slot
     limits = {"gpu": 0, "cpu": limit * GIB, "disk": 100 * GIB}
-    plan = plan_memory(storage, limits, "cpu", 4)
+    plan = place_weights(storage, Machine(limits, "cpu"))
     if limit == 64:
         assert not plan.streams_weights
         return

@@ -8,8 +8,9 @@ from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.models.config import tensor_shapes
 from flexgen_helm.planner.fit import fit, weight_bytes
-from flexgen_helm.planner.memory import plan_memory
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.placement import StorageSizes, Tier
+from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import PRECISIONS
 
@@ -22,6 +23,7 @@ MACHINES: list[dict[Tier, int]] = [
 ]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("limits", MACHINES)
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("4bit", marks=pytest.mark.slow)])
 def test_it_is_what_the_engine_would_do(limits: dict[Tier, int], precision: str) -> None:
@@ -33,7 +35,8 @@ def test_it_is_what_the_engine_would_do(limits: dict[Tier, int], precision: str)
         compute: Tier = "gpu" if limits["gpu"] else "cpu"
         storage = StorageSizes(config, PRECISIONS[precision])
         try:
-            used = set(plan_memory(storage, limits, compute, 2 if limits["gpu"] else 4).weights.values())
+            machine = Machine(limits, compute, "float16" if limits["gpu"] else "float32")
+            used = set(place_weights(storage, machine).weights.values())
         except MemoryLimitError as error:
             assert found == ("too large for the disk" if "the disk tier" in str(error) else "too large for the memory")
         else:
@@ -48,6 +51,7 @@ def test_a_download_takes_its_room_on_the_disk() -> None:
     assert fit(config, PRECISIONS["fp16"], limits, 401 * GIB) == "too large for the disk"
 
 
+@pytest.mark.slow
 def test_sizes_are_those_of_the_bytes_that_are_stored() -> None:
     """Two bytes a parameter, and in 4 bits what packing the real tensors takes."""
     torch = pytest.importorskip("torch")

@@ -12,11 +12,15 @@ from flexgen_helm.models.config import SCORE_TOKENS, tensor_shapes
 from flexgen_helm.planner import workspace
 from flexgen_helm.planner.cache_sizes import CacheSizes
 from flexgen_helm.planner.constants import ACTIVATIONS_SHARE, MAX_PENDING_STORE_BYTES
-from flexgen_helm.planner.memory import MemoryPlan, RunMemory, RunSize
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import BlockShape
+from flexgen_helm.planner.run_memory import RunMemory, RunSize
+from flexgen_helm.planner.schedules import PREFILL_ONLY, ZIGZAG
+from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
 from tests.helpers import planning_problems
@@ -28,14 +32,15 @@ FREE = {"gpu": 1_000_000, "cpu": 100_000_000, "disk": 0}
 ASKED = RunSize(longest=20, prompt_tokens=1600)
 
 
-def limits(policy, plan, host_attends=True, schedule="zigzag", free=FREE, window_bytes=0):
+def limits(policy, plan, host_attends=True, schedule=ZIGZAG, free=FREE, window_bytes=0, asked=ASKED):
     cache = CacheSizes(1200, 100, window_bytes, host_attends=host_attends)
-    return RunMemory(plan, policy, schedule, ASKED, free, "gpu", cache, hidden_bytes=500).limits()
+    return RunMemory(plan, policy, schedule, asked, free, cache, hidden_bytes=500).limits()
 
 
 @pytest.fixture
-def plan() -> MemoryPlan:
-    return MemoryPlan(weights={}, cache=HOST, activations=NEAR, staging_bytes=1, compute_copies=False)
+def plan() -> Placement:
+    model, machine = StorageSizes(planning_problems.config("opt-125m")), Machine(FREE, "gpu")
+    return Placement(model, machine, {}, cache=HOST, activations=NEAR, staging_bytes=1, compute_copies=False)
 
 
 def test_a_planned_block_is_let_in_whole(plan):
@@ -52,6 +57,15 @@ def test_what_the_cache_needs_is_left_to_it(plan):
     assert found.cache_tokens >= 600
 
 
+@pytest.mark.parametrize("sequences", [30, 60])
+def test_a_planned_block_that_keeps_no_cache_is_let_in_whole(plan, sequences):
+    """Each sequence draws one token: its cache is never made, and shared prefixes have what the block leaves."""
+    scored = RunSize(longest=20, prompt_tokens=16_000, decodes=False)
+    found = limits(Policy(sequences, 1, 0, 1, 1, 0, 1, 0), replace(plan, cache=NEAR), asked=scored)
+    assert found.pass_tokens == sequences * 20
+    assert found.cache_tokens == (1_000_000 - sequences * 20 * 500) // 1200
+
+
 def test_newest_tokens_of_a_packed_cache_keep_their_room(plan):
     """30 rows of 20 positions, and 10,000 bytes each beside the computing."""
     policy = Policy(30, 1, 0, 1, 1, 0, 1, 0)
@@ -63,7 +77,7 @@ def test_newest_tokens_of_a_packed_cache_keep_their_room(plan):
 
 def test_where_all_prompts_are_under_way_prefixes_keep_their_room(plan):
     policy = Policy(30, 1, 0, 1, 1, 0, 1, 0)
-    found = limits(policy, replace(plan, cache=NEAR), schedule="prefill-only")
+    found = limits(policy, replace(plan, cache=NEAR), schedule=PREFILL_ONLY)
     assert found.cache_tokens == int((1 - ACTIVATIONS_SHARE) * 1_000_000 / 1200)
 
 
@@ -81,7 +95,7 @@ def test_prompts_beyond_one_batch_wait_even_in_a_block_of_one():
     tokens = rows * problem.workload.computed
     bound = replace(problem, max_batch_tokens=int(tokens) - 1)
     policy = Policy(rows, 1, 0, 1, 0, 1, 1, 0)
-    found = [predict(each, policy, "zigzag").memory["gpu"].peak for each in (problem, bound)]
+    found = [predict(each, policy, ZIGZAG).memory["gpu"].peak for each in (problem, bound)]
     assert found[1] - found[0] >= 0.9 * (tokens - rows) * problem.config.hidden_size * problem.compute_bytes
 
 
@@ -90,7 +104,7 @@ def test_a_plan_stages_what_the_host_does_not_attend_to(precision, fetched):
     """A quantized cache in host memory is brought to the gpu even where the host may attend."""
     policy = Policy(24, 1, 0, 1, 0, 1, 1, 0)
     peaks = [
-        predict(small(200, 400, precision=precision, cpu_attention=attends), policy, "zigzag").memory["gpu"].peak
+        predict(small(200, 400, precision=precision, cpu_attention=attends), policy, ZIGZAG).memory["gpu"].peak
         for attends in (True, False)
     ]
     assert (peaks[0] == peaks[1]) == fetched
@@ -133,7 +147,7 @@ def test_only_weights_of_another_dtype_are_brought_to_the_compute_dtype(precisio
     )  # fmt: skip
     tile = 2 * workspace.upcast_elements(max(prod(s) for s in tensor_shapes(problem.config).values()), True)
     own = Workspace(problem.config, 2, "gpu", problem.precision.cache, converts=False)
-    shape = BlockShape(4, 2, "zigzag")
+    shape = BlockShape(4, 2, ZIGZAG)
     bare = max(own.layer(2048, 512, 0), own.layer(4, 1, 4 * 544)) + 4 * MAX_PENDING_STORE_BYTES
     assert problem.workspace_bytes(shape, 8) == bare + converts * tile
 

@@ -16,9 +16,9 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import EMBED_TABLE, stage_names, tensor_shapes
 from flexgen_helm.planner.layers import divide_by_speed, divide_layers, seconds_by_layers
-from flexgen_helm.planner.memory import SchedulerLimits
-from flexgen_helm.planner.network import Network, pipeline_turns
 from flexgen_helm.planner.plan import planning_problem
+from flexgen_helm.planner.scheduler_limits import SchedulerLimits
+from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.scheduling.lanes import common_limits, divide, lane_limits, num_lanes
 from flexgen_helm.scheduling.sequence import Request
@@ -107,8 +107,7 @@ def test_a_faster_or_larger_device_gets_more_layers():
         for rank, gpu in enumerate(gpus):
             hardware = replace(t4, gpu=gpu)
             problem = planning_problem(config_of("opt-30b"), hardware, Workload.uniform(512, 32, 1), endless=True)
-            limits = {tier: int(limit) for tier, limit in problem.limits.items()}
-            seconds.append(seconds_by_layers(problem, limits, rank, len(gpus), None))
+            seconds.append(seconds_by_layers(problem, rank, len(gpus), None))
         divided = divide_by_speed(seconds)
         assert divided is not None
         return [len(part) for part in divided]
@@ -151,31 +150,15 @@ def test_common_beginnings_share_a_lane():
 
 def test_a_lane_has_room_for_the_longest_request():
     requests = [Request(GenerationRequest(prompt_token_ids=[1], max_tokens=500), [1] * 1000, 0, None) for _ in range(9)]
-    assert num_lanes(requests, LIMITS, 4, "zigzag") == 2  # 4,000 positions hold two of 1,501
-    assert num_lanes(requests, replace(LIMITS, cache_tokens=100_000), 4, "zigzag") == 4
-    assert num_lanes(requests[:3], replace(LIMITS, cache_tokens=100_000), 4, "zigzag") == 3
-    assert num_lanes(requests, replace(LIMITS, cache_tokens=10), 4, "zigzag") == 1
-    assert num_lanes(requests * 9, LIMITS, 2, "prefill-only") == 8
-    assert num_lanes([], LIMITS, 4, "row") == 1
+    assert num_lanes(requests, LIMITS, 4, ZIGZAG) == 2  # 4,000 positions hold two of 1,501
+    assert num_lanes(requests, replace(LIMITS, cache_tokens=100_000), 4, ZIGZAG) == 4
+    assert num_lanes(requests[:3], replace(LIMITS, cache_tokens=100_000), 4, ZIGZAG) == 3
+    assert num_lanes(requests, replace(LIMITS, cache_tokens=10), 4, ZIGZAG) == 1
+    assert num_lanes(requests * 9, LIMITS, 2, PREFILL_ONLY) == 8
+    assert num_lanes([], LIMITS, 4, ROW) == 1
     assert lane_limits(LIMITS, 3).cache_tokens == 1333 and lane_limits(LIMITS, 3).max_sequences == 33
 
 
 def test_common_limits_suit_every_rank():
     other = replace(LIMITS, batch_tokens=32, cache_tokens=9000, slot_overhead=3, page_tokens=16, is_paced=True)
     assert common_limits([LIMITS, other]) == replace(LIMITS, batch_tokens=32, slot_overhead=3)
-
-
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.floats(0, 2), st.floats(0.1, 9), st.floats(0, 1))
-def test_turns_of_a_network_equal_a_simulation(stages, batches, links, pass_s, message_bytes, delay_s):
-    """A chain of stages and links, each of which serves one batch after the other; links deliver after a delay."""
-    network = Network(delay_s, 10.0)
-    turns = pipeline_turns(pass_s, stages, batches, message_bytes, network, links)
-    servers = [(pass_s / stages, 0.0)] * stages + [(message_bytes / 10.0, delay_s)] * links
-    free_at, end = [0.0] * len(servers), 0.0
-    for _ in range(batches):
-        end = 0.0
-        for number, (busy_s, more_s) in enumerate(servers):
-            free_at[number] = max(end, free_at[number]) + busy_s
-            end = free_at[number] + more_s
-    assert turns.once_s == pytest.approx(end)
-    assert turns.again_s >= max(busy_s for busy_s, _ in servers) * batches - 1e-9

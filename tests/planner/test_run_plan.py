@@ -7,11 +7,15 @@ from dataclasses import replace
 import pytest
 
 from flexgen_helm.planner.linear_program import Solution
-from flexgen_helm.planner.memory import RunSize, SchedulerLimits, plan_memory
-from flexgen_helm.planner.placement import StorageSizes, achieved_fractions
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.placement import StorageSizes
+from flexgen_helm.planner.policy import Choices, Policy
+from flexgen_helm.planner.run_memory import RunSize
 from flexgen_helm.planner.run_plan import RunPlan, plan_run
+from flexgen_helm.planner.scheduler_limits import SchedulerLimits
+from flexgen_helm.planner.schedules import DIAGONAL, PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.planner.search import search
+from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.planning_problems import MIB, config, small
 
@@ -22,72 +26,75 @@ FREE = {"gpu": 40 * MIB, "cpu": 200 * MIB, "disk": 3000 * MIB}
 RUN = RunSize(longest=40, prompt_tokens=24 * 32)
 
 
-def plan(memory=None, run=RUN, compute_tier="gpu", **arguments):
-    memory = memory or plan_memory(STORAGE, LIMITS, "gpu", 4)
-    settings = {"policy": None, "schedule": None, "solution": None, "cache_format": None, "cpu_attention": True}
-    fixed = {"config": OPT, "compute_tier": compute_tier, "compute_bytes": 4}
-    return plan_run(memory, run, FREE, **fixed, **{**settings, **arguments})
+def placed(policy=None, limits=LIMITS, compute_tier="gpu", storage=STORAGE):
+    return place_weights(storage, Machine(limits, compute_tier), policy)
+
+
+def plan(placement=None, run=RUN, policy=None, schedule=None, solution=None):
+    return plan_run(placement or placed(), run, FREE, Choices(policy, schedule), solution)
 
 
 def test_without_a_policy_the_plan_follows_the_placement_of_the_weights():
     made = plan()
-    assert (made.policy, made.schedule) == (None, "zigzag")
+    assert (made.policy, made.schedule) == (None, ZIGZAG)
     assert made.cache == {"gpu": 0, "cpu": 1, "disk": 0} and made.activations["gpu"] == 1
-    roomy = plan(plan_memory(STORAGE, {tier: 1 << 40 for tier in LIMITS}, "gpu", 4))
-    assert roomy.schedule == "row" and roomy.cache["gpu"] == 1
-    assert plan(schedule="diagonal").limits.page_tokens > 0
+    roomy = plan(placed(limits={tier: 1 << 40 for tier in LIMITS}))
+    assert roomy.schedule == ROW and roomy.cache["gpu"] == 1
+    assert plan(schedule=DIAGONAL).limits.page_tokens > 0
 
 
 def test_a_policy_decides_block_and_placement():
     policy = Policy(8, 3, 0.1, 0.9, 0, 0.5, 0, 1)
-    made = plan(plan_memory(STORAGE, LIMITS, "gpu", 4, policy), policy=policy)
-    assert made.policy == policy and made.schedule == "zigzag"
+    made = plan(placed(policy), policy=policy)
+    assert made.policy == policy and made.schedule == ZIGZAG
     assert made.cache == {"gpu": 0, "cpu": 0.5, "disk": 0.5} and made.activations == {"gpu": 0, "cpu": 1, "disk": 0}
     assert (made.limits.batch_sequences, made.limits.max_sequences) == (8, 24)
 
 
 def test_a_search_takes_precedence_and_leaves_nothing_behind():
     """What a search found for one run does not outlive it: the next one may find nothing."""
-    memory = plan_memory(STORAGE, LIMITS, "gpu", 4)
+    memory = placed()
     before = plan(memory)
     found = search(small(100, 400))
-    moved = Solution(Policy(4, 1, 0, 1, 0, 0, 0, 0), "diagonal", found.prediction)
+    moved = Solution(Policy(4, 1, 0, 1, 0, 0, 0, 0), DIAGONAL, found.prediction)
     searched = plan(memory, solution=moved)
-    assert (searched.policy, searched.schedule) == (moved.policy, "diagonal")
+    assert (searched.policy, searched.schedule) == (moved.policy, DIAGONAL)
     assert searched.cache["disk"] == searched.activations["disk"] == 1
     assert plan(memory) == before
 
 
 def test_a_pass_over_the_whole_data_set_spreads_its_hidden_states():
-    made = plan(schedule="prefill-only", run=RunSize(40, 100_000))
+    made = plan(schedule=PREFILL_ONLY, run=RunSize(40, 100_000))
     assert made.activations["gpu"] == pytest.approx(0.1 * FREE["gpu"] / (100_000 * 768 * 4))
     assert made.activations["disk"] > 0 and sum(made.activations.values()) == pytest.approx(1)
 
 
 def test_a_quantized_cache_takes_fewer_bytes():
-    plain, packed = (plan(cache_format=fmt).limits for fmt in (None, PRECISIONS["4bit"].cache))
+    plain, packed = (
+        plan(replace(placed(), model=StorageSizes(OPT, replace(PRECISIONS["fp16"], cache=fmt)))).limits
+        for fmt in (None, PRECISIONS["4bit"].cache)
+    )
     assert packed.cache_tokens > 4 * plain.cache_tokens and packed.slot_overhead > plain.slot_overhead == 0
 
 
 def test_a_run_by_the_rule_of_thumb_is_predicted_as_the_closest_policy():
-    memory = plan_memory(STORAGE, {"gpu": 0, "cpu": 1 << 40, "disk": 0}, "cpu", 4)
-    made = plan(memory, compute_tier="cpu")
-    weights = achieved_fractions(STORAGE.matrices, memory.weights)
-    assert made.comparable_policy(weights, 24, "cpu") == Policy(24, 1, 0, 1, 0, 1, 0, 1)
-    assert made.comparable_policy(weights, 5000, "cpu") == Policy(128, 1, 0, 1, 0, 1, 0, 1)
+    made = plan(placed(limits={"gpu": 0, "cpu": 1 << 40, "disk": 0}, compute_tier="cpu"))
+    assert made.comparable_policy(24) == Policy(24, 1, 0, 1, 0, 1, 0, 1)
+    assert made.comparable_policy(5000) == Policy(128, 1, 0, 1, 0, 1, 0, 1)
     streamed = plan()
-    weights = achieved_fractions(STORAGE.matrices, plan_memory(STORAGE, LIMITS, "gpu", 4).weights)
-    closest = streamed.comparable_policy(weights, 5000, "gpu")
+    closest = streamed.comparable_policy(5000)
     assert (closest.gpu_batch_size, closest.num_gpu_batches) == (2048, 2)
-    assert (closest.wg, closest.cc, closest.hg) == (weights["gpu"], 1, 1)
+    assert (closest.wg, closest.cc, closest.hg) == (placed().shares["gpu"], 1, 1)
     given = Policy(3, 1)
-    assert plan(policy=given).comparable_policy(weights, 24, "gpu") is given
+    assert plan(policy=given).comparable_policy(24) is given
 
 
 def test_a_plan_is_described_in_one_line() -> None:
     plan = RunPlan(
+        "gpu",
         None,
-        "zigzag",
+        ZIGZAG,
+        {"gpu": 0.2, "cpu": 0.18, "disk": 0.62},
         {"gpu": 0.0, "cpu": 0.4, "disk": 0.6},
         {"gpu": 1.0, "cpu": 0.0, "disk": 0.0},
         SchedulerLimits(
@@ -95,11 +102,11 @@ def test_a_plan_is_described_in_one_line() -> None:
         ),
         {"gpu": 0, "cpu": 4 << 30, "disk": 6 << 30},
     )
-    weights = {"gpu": 0.2, "cpu": 0.18, "disk": 0.62}
-    assert plan.describe(weights, 5000, "gpu") == (
+    assert plan.describe(5000) == (
         "streams 18% of the weights from memory and 62% of the weights from disk, KV cache 40% in memory and 60% on "
         "disk, block of 384 in batches of 48, schedule zigzag"
     )
-    resident = replace(plan, schedule="row", cache={"gpu": 0.0, "cpu": 1.0, "disk": 0.0})
-    line = resident.describe({"gpu": 0.0, "cpu": 1.0, "disk": 0.0}, 30, "cpu")
+    in_memory = {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}
+    resident = replace(plan, compute_tier="cpu", schedule=ROW, weights=in_memory, cache=in_memory)
+    line = resident.describe(30)
     assert line == "keeps all weights in memory, block of 30, schedule row"

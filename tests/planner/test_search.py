@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.planner import search as search_module
 from flexgen_helm.planner.frontier import frontier_points
-from flexgen_helm.planner.memory import plan_memory
 from flexgen_helm.planner.plan import make_plan, planning_problem, simulated_gpu
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.schedules import DIAGONAL, PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.planner.search import search
+from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.report.pages import frontier_page
 from flexgen_helm.request import MemoryLimits
@@ -23,17 +24,18 @@ from tests.helpers.planning_problems import LAPTOP, MIB, config, small
 tenths = [(a / 10, b / 10) for a in range(0, 11, 2) for b in range(0, 11 - a, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu, cpu", [(64, 150), (120, 400), (40, 60)])
 def test_no_policy_of_a_grid_is_predicted_to_be_faster(gpu, cpu):
     problem = small(gpu, cpu)
-    best = search(problem, ("zigzag", "diagonal"))
+    best = search(problem, (ZIGZAG, DIAGONAL))
     draw = random.Random(1)
     seen = 0
     for _ in range(3000):
         (wg, wc), (cg, cc), (hg, hc) = (draw.choice(tenths) for _ in range(3))
         batch, batches = draw.choice([1, 2, 4, 8, 12, 24]), draw.choice([1, 2, 3])
         policy = Policy(batch, batches, wg, wc, cg, cc, hg, hc)
-        found = predict(problem, policy, draw.choice(["zigzag", "row", "diagonal"]))
+        found = predict(problem, policy, draw.choice([ZIGZAG, ROW, DIAGONAL]))
         if found.feasible:
             seen += 1
             # Both are rounded to whole matrices and cache blocks: no engine can place a part of one.
@@ -76,8 +78,7 @@ def test_an_engine_can_load_the_weights_as_searched(mib, host_mib, has_gpu):
         policy = search(problem).policy
     except MemoryLimitError:
         return
-    limits = {tier: int(limit) for tier, limit in problem.limits.items()}
-    plan_memory(problem.storage, limits, problem.compute_tier, problem.compute_bytes, policy)
+    place_weights(problem.storage, problem.machine, policy)
 
 
 @given(st.integers(40, 200), st.integers(60, 400), st.sampled_from(["gpu", "cpu"]), st.floats(1.05, 4))
@@ -135,7 +136,7 @@ def thirty_billion(memory_gib, disk_gib, precision="fp16", gpu_bytes=None, name=
     disk = replace(LAPTOP.disk, bytes=disk_gib * GIB)
     machine = replace(LAPTOP, name=name, cpu=cpu, disk=disk, gpu=None, link=None)
     if gpu_bytes is not None:
-        machine = simulated_gpu(machine, gpu_bytes, None)
+        machine = simulated_gpu(machine, None)
     allowed = MemoryLimits(gpu=gpu_bytes, **{tier: gib * GIB for tier, gib in limits.items()})
     workload = Workload.uniform(512, 32, 1)
     return planning_problem(config("opt-30b"), machine, workload, precision=precision, limits=allowed, endless=True)
@@ -229,7 +230,7 @@ def test_a_machine_without_a_gpu_uses_the_cpu_and_its_disk():
 
 
 def test_scoring_goes_through_the_model_once():
-    assert search(small(64, 150, output=1, count=500)).schedule == "prefill-only"
+    assert search(small(64, 150, output=1, count=500)).schedule == PREFILL_ONLY
 
 
 def test_a_plan_says_why_and_what_would_help():

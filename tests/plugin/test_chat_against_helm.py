@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_helm.plugin.context import PluginContext
-from flexgen_helm.plugin.models import ModelArguments, ModelFacts
+from flexgen_helm.plugin.convert import to_helm_request
+from flexgen_helm.service.models import ModelArguments, ModelFacts, ModelReader
 from tests.helpers.chat_models import CHAT_MODELS, ChatModel
 
 TEXTS = [
@@ -66,7 +67,7 @@ class Pair:
     helm_decides: bool
 
     def ours(self, request: Request) -> list[int]:
-        return list(self.context.prepare(self.arguments, request).request.prompt_token_ids or ())
+        return list(to_helm_request(request, self.arguments, self.context.models).request.prompt_token_ids or ())
 
     def theirs(self, request: Request) -> list[int]:
         """What `HuggingFaceServer.serve_request` feeds."""
@@ -79,7 +80,11 @@ class Pair:
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = CHAT_MODELS[request.param]
     folder = model.write(tmp_path_factory.mktemp("chat") / model.name)
-    context = PluginContext(read_facts=lambda model: ModelFacts(model.name, 4096, 1, False, _is_base(model.name)))
+    context = PluginContext(
+        models=ModelReader(
+            "HELM", read_facts=lambda model: ModelFacts(model.name, 4096, 1, False, _is_base(model.name))
+        )
+    )
     tokenizer = HuggingFaceTokenizer(BlackHoleCacheConfig(), f"chat/{model.name}", str(folder))
     # HELM's client takes any template for a chat model's, and asks to be told of base models like this.
     asked = False if model.template is not None and not model.applied else None
@@ -127,7 +132,7 @@ def test_the_ids_are_those_of_helms_client_for_any_text(pair: Pair, text: str) -
 
 
 def test_what_helms_client_decides_by_itself_is_what_auto_decides(pair: Pair) -> None:
-    assert pair.context.chat(pair.arguments).applied == pair.model.applied == pair.helm_decides
+    assert pair.context.models.chat(pair.arguments).applied == pair.model.applied == pair.helm_decides
 
 
 def test_the_comparison_can_fail(pair: Pair) -> None:
@@ -138,4 +143,4 @@ def test_the_comparison_can_fail(pair: Pair) -> None:
     assert tuple(pair.ours(replace(request, prompt=TEXTS[1]))) != theirs
     if pair.model.template is not None:
         other = replace(pair.arguments, options={"apply_chat_template": not pair.model.applied})
-        assert pair.context.prepare(other, request).request.prompt_token_ids != theirs
+        assert to_helm_request(request, other, pair.context.models).request.prompt_token_ids != theirs

@@ -16,15 +16,15 @@ from helm.proxy.retry import NonRetriableException
 from flexgen_helm.errors import MemoryLimitError, RequestError
 from flexgen_helm.plugin.client import FlexgenClient
 from flexgen_helm.plugin.convert import (
+    HelmRequest,
     PlainTextRequest,
-    PreparedRequest,
     TokenRequest,
     failed_result,
     to_generation_request,
     to_request_result,
 )
-from flexgen_helm.plugin.prompt_encoder import PromptEncoder
 from flexgen_helm.request import Completion, GenerationResult, ThinkingFormat
+from flexgen_helm.service.prompt_encoder import PromptEncoder
 from flexgen_helm.tokenizer.chat import ChatOptions, chat_format
 from tests.helpers.fake_engine import MAX_POSITIONS, POISON, FakeTokenizer, answer
 
@@ -36,7 +36,7 @@ def encoder(tokenizer: FakeTokenizer | None = None) -> PromptEncoder:
     return PromptEncoder(tokenizer or FakeTokenizer())  # type: ignore[arg-type]
 
 
-def prepared(request: Request, tokenizer: FakeTokenizer | None = None) -> PreparedRequest:
+def prepared(request: Request, tokenizer: FakeTokenizer | None = None) -> HelmRequest:
     own = encoder(tokenizer)
     return to_generation_request(request, own, MAX_POSITIONS, chat_format(own.tokenizer, ChatOptions(), "x", False))
 
@@ -195,7 +195,7 @@ def test_other_failures_are_flagged_too() -> None:
 # Chat templates
 
 
-def rendered(request: Request, chat_template: str | None = "yes", **options: Any) -> PreparedRequest:
+def rendered(request: Request, chat_template: str | None = "yes", **options: Any) -> HelmRequest:
     """As `prepared`, by a format that applies."""
     own = encoder(FakeTokenizer(chat_template=chat_template))
     return to_generation_request(
@@ -203,7 +203,7 @@ def rendered(request: Request, chat_template: str | None = "yes", **options: Any
     )
 
 
-def text_of(prepared: PreparedRequest) -> str:
+def text_of(prepared: HelmRequest) -> str:
     return "".join(map(chr, prepared.request.prompt_token_ids or ()))
 
 

@@ -47,6 +47,7 @@ with ThreadPoolExecutor(threads) as pool:
 """
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("threads, count", [(32, 100), (4, 8)])
 def test_parallel_first_requests_load_a_folder_model_once(
     threads: int, count: int, tiny: Callable[[str], TinyModel], tmp_path: Path

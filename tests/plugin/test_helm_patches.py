@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from helm.benchmark import model_deployment_registry as deployments
@@ -22,20 +23,27 @@ from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import ExecutionSpec, Executor, ExecutorError
 from helm.benchmark.metrics.metric import MetricSpec
 from helm.benchmark.model_deployment_registry import ClientSpec, ModelDeployment
+from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec_factory import construct_run_specs
 from helm.benchmark.runner import Runner
 from helm.benchmark.scenarios.scenario import Input, Instance
+from helm.benchmark.scenarios.simple_scenarios import SimpleMCQAScenario
 from helm.benchmark.tokenizer_config_registry import TokenizerConfig, TokenizerSpec
 from helm.common.authentication import Authentication
 from helm.common.cache_backend_config import SqliteCacheBackendConfig
+from helm.common.general import ensure_file_downloaded
 from helm.common.object_spec import parse_object_spec
 from helm.common.request import ErrorFlags, Request
 
 import flexgen_helm.plugin  # noqa: F401
-from flexgen_helm.errors import CheckpointError
+from flexgen_helm.cli.run import _print_scores, run_and_show
+from flexgen_helm.errors import CheckpointError, UsageError
 from flexgen_helm.plugin import helm_patches, suite
 from flexgen_helm.plugin.client import FlexgenClient
 from flexgen_helm.plugin.context import PluginContext, get_context
+from flexgen_helm.plugin.failures import exit_code_of, explain_failure
+from flexgen_helm.plugin.model_settings import ModelSettings
+from flexgen_helm.service.models import ModelReader
 from tests.helpers.fake_engine import POISON, FakeEngine, FakeLoader, fake_context
 from tests.helpers.paths import ROOT
 
@@ -112,7 +120,7 @@ def test_a_client_whose_model_cannot_be_read_fails_at_once(use_context: Any) -> 
     def broken(model: Any) -> Any:
         raise CheckpointError("the tokenizer is damaged")
 
-    use_context(PluginContext(load_tokenizer=broken))
+    use_context(PluginContext(models=ModelReader("HELM", load_tokenizer=broken)))
     got = FlexgenClient(MODEL).make_request(request("a"))
     assert got.error == "the tokenizer is damaged" and got.error_flags == ErrorFlags(False, True)
 
@@ -154,6 +162,22 @@ def test_a_run_that_is_killed_between_two_files_is_not_complete(
     for name in FILES:
         json.loads((folder / name).read_text())
     assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_a_run_without_instances_is_refused(
+    engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dry: bool
+) -> None:
+    """HELM's MMLU passes over the files of a subject that does not exist, and scores nothing."""
+    monkeypatch.setattr(SimpleMCQAScenario, "get_instances", lambda self, output_path: [])
+    spec = run_spec()
+    spec = replace(spec, scenario_spec=replace(spec.scenario_spec, args={"subject": "anatomi"}))
+    monkeypatch.setattr(SimpleMCQAScenario, "__init__", lambda self, subject: None)
+    bench = runner(tmp_path, dry_run=is_dry)
+    with pytest.raises(UsageError, match="^no instances to evaluate: check subject=anatomi$"):
+        bench.run_one(spec)
+    bench.skip_instances = True
+    bench.run_one(spec)
 
 
 def test_without_the_patch_such_a_run_looks_complete(engines: list[FakeEngine], tmp_path: Path) -> None:
@@ -223,7 +247,7 @@ def test_metrics_are_imported_while_the_model_loads(
     metric = MetricSpec("slow_metric.SlowMetric", {})
     spec = replace(run_spec(), metric_specs=[metric, MetricSpec("no_such_module.Metric", {})][: 2 if together else 1])
     if together:
-        get_context().suite = own = suite.Suite([])
+        get_context().command = own = suite.Suite(ModelSettings())
         own.collect(runner(tmp_path), [spec])  # the missing module is the second pass's to report
     else:
         runner(tmp_path).run_one(spec)
@@ -327,9 +351,9 @@ def test_an_unknown_call_is_passed_through(monkeypatch: pytest.MonkeyPatch, use_
 
 def test_the_suite_writes_names_as_helm_needs_them() -> None:
     text = "mmlu:subject=a,model=flexgen/facebook/opt-125m,data_augmentation=x"
-    assert suite.Suite([]).names(text) == [text.replace("facebook/opt", "facebook--opt")]
-    assert suite.Suite(["4bit"]).names("x:model=flexgen/opt-125m,a=b") == ["x:model=flexgen/opt-125m-4bit,a=b"]
-    both = suite.Suite(["fp16", "4bit", "fp16"])
+    assert ModelSettings().names(text) == [text.replace("facebook/opt", "facebook--opt")]
+    assert ModelSettings(["4bit"]).names("x:model=flexgen/opt-125m,a=b") == ["x:model=flexgen/opt-125m-4bit,a=b"]
+    both = ModelSettings(["fp16", "4bit"])
     assert both.names("x:model=flexgen/opt-125m,a=b") == [f"x:model=flexgen/opt-125m{s},a=b" for s in ("", "-4bit")]
     assert both.names("x:model=openai/gpt2") == ["x:model=openai/gpt2"]
 
@@ -338,6 +362,49 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2() -> None:
     for arguments, said in ((["-m", "1", "--no-such-flag"], "--no-such-flag"), ([], "required")):
         outcome = suite.run_suite(arguments)
         assert outcome.exit_code == 2 and len(outcome.sentences) == 1 and said in outcome.sentences[0]
+
+
+@pytest.mark.parametrize(
+    "flags, added",
+    [((), ""), (("--disable-cache",), " --skip-completed-runs"), (("--disable-cache", "--skip-completed-runs"), "")],
+)
+def test_the_command_that_goes_on_computes_no_finished_run_again(flags, added, monkeypatch, capsys):
+    arguments = ["-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "2", *flags]
+    monkeypatch.setattr(sys, "argv", ["flexgen-helm", "run", *arguments])
+    monkeypatch.setattr("flexgen_helm.cli.run._run", lambda *_: suite.SuiteOutcome(130, ["interrupted"]))
+    assert run_and_show(arguments, {"weights": "dummy"}, verbose=True) == 130
+    assert capsys.readouterr().err.endswith(f"Go on with: flexgen-helm run {' '.join(arguments)}{added}\n")
+
+
+def test_a_file_that_cannot_be_downloaded_is_named_with_address_and_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, file = "http://127.0.0.1:9/settings.json", tmp_path / "scenarios" / "legalbench" / "settings.json"
+    file.parent.mkdir(parents=True)
+
+    def make(run_entries: list[RunEntry], **filters: Any) -> list[Any]:
+        if run_entries[0].description.startswith("legalbench"):  # HELM downloads a file to make its run spec
+            ensure_file_downloaded(address, str(file))
+        return [run_spec()]
+
+    own = suite.Suite(ModelSettings())
+    names = [f"simple_mcqa:model={MODEL}", f"legalbench:subset=a,model={MODEL}"]
+    entries = [RunEntry(name, 1, None) for name in names]
+    assert own.run_specs(make, entries[:1] * 2) == [run_spec()]
+    with pytest.raises(UsageError) as refused:
+        own.run_specs(make, entries)
+    said = str(refused.value)
+    assert f"no run of {names[1]} without {address}, which" in said and f"Copy it to {file} from" in said
+    error = refused.value.__cause__
+    assert isinstance(error, Exception)
+    assert f"could not be downloaded from {address} (" in explain_failure(error, file.parent)
+    assert exit_code_of(error, file.parent) == 2  # data is missing
+    assert exit_code_of(error, None) == exit_code_of(ValueError("wrong"), file.parent) == 1  # a metric, a defect
+    with pytest.raises(UsageError, match=r"no run of simple_mcqa:model=\S+ \(TypeError: wrong\)$"):
+        own.run_specs(Mock(side_effect=TypeError("wrong")), entries)
+    capsys.readouterr()
+    _print_scores(suite.SuiteOutcome(2, [said], is_dry=True), Path("benchmark_output"))
+    assert capsys.readouterr() == ("", "")  # of a dry run that made nothing
 
 
 def test_an_interruption_promises_only_what_is_kept() -> None:

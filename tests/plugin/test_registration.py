@@ -6,10 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import helm.benchmark.run  # noqa: F401  (names are looked up as where scenarios run)
 import pytest
 import yaml
 from helm.benchmark import model_deployment_registry as deployments
@@ -21,15 +24,29 @@ from helm.benchmark.run_spec import get_run_spec_function
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import CheckpointError, UnknownModelError, UsageError
-from flexgen_helm.plugin import deployment_files, models, registration
+from flexgen_helm.plugin import deployment_files, model_names, registration
 from flexgen_helm.plugin.context import PluginContext
-from flexgen_helm.plugin.models import find_model
-from flexgen_helm.plugin.service import EngineLoader
+from flexgen_helm.plugin.model_names import find_model
 from flexgen_helm.request import MemoryLimits
+from flexgen_helm.service.loaders import EngineLoader
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
 
 CLIENT = "flexgen_helm.plugin.client.FlexgenClient"
+
+
+def test_two_runs_that_start_at_once_keep_each_others_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = deployment_files.replace_text
+
+    def slow(path: Path, text: str) -> None:
+        time.sleep(0.01)
+        write(path, text)
+
+    monkeypatch.setattr(deployment_files, "replace_text", slow)
+    path, names = tmp_path / "prod_env" / "model_deployments.yaml", [f"flexgen/m{i}" for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: deployment_files._merge_file(path, "model_deployments", [{"name": name}]), names))
+    assert sorted(entry["name"] for entry in yaml.safe_load(path.read_text())["model_deployments"]) == names
 
 
 def test_a_catalog_name() -> None:
@@ -58,10 +75,10 @@ def test_what_a_name_means(name: str, path: str, precision: str) -> None:
 
 def test_precisions_are_different_engines() -> None:
     assert find_model("flexgen/opt-125m") != find_model("flexgen/opt-125m-4bit")
-    assert models.with_settings("flexgen/opt-125m", "4bit", None) == "flexgen/opt-125m-4bit"
-    assert models.with_settings("flexgen/opt-125m-4bit", "4bit", None) == "flexgen/opt-125m-4bit"
+    assert model_names.with_settings("flexgen/opt-125m", "4bit", None) == "flexgen/opt-125m-4bit"
+    assert model_names.with_settings("flexgen/opt-125m-4bit", "4bit", None) == "flexgen/opt-125m-4bit"
     with pytest.raises(UsageError, match="says 4bit, the command line says paper-4bit"):
-        models.with_settings("flexgen/opt-125m-4bit", "paper-4bit", None)
+        model_names.with_settings("flexgen/opt-125m-4bit", "paper-4bit", None)
 
 
 @pytest.mark.parametrize("look_up", [get_model_deployment, get_default_model_deployment_for_model])
@@ -292,6 +309,7 @@ def test_registration_is_light_and_can_be_repeated() -> None:
 
 PRELOAD = """
 import sys
+import time
 from flexgen_helm.plugin.context import get_context
 context = get_context()
 context.service.preload(context.find_model("flexgen/m", {"path": sys.argv[1]}))
@@ -305,6 +323,14 @@ def test_a_model_is_not_preloaded_before_its_tokenizer_can_be_imported(tiny: Cal
     command = [sys.executable, "-c", PRELOAD, str(tiny("llama").path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "True", done.stderr
+
+
+def test_helm_as_a_module_says_what_is_wrong_with_a_name_and_nothing_else(tmp_path: Path) -> None:
+    arguments = ["-r", "simple_mcqa:model=flexgen/opt126m", "--suite", "s", "-m", "1"]
+    command = [sys.executable, "-m", "helm.benchmark.run", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("flexgen_helm: model 'opt126m' is not known; did you mean opt-125m?")
 
 
 def test_scenarios_are_refused_under_another_name() -> None:

@@ -13,11 +13,12 @@ from helm.common.tokenization_request import DecodeRequest, TokenizationRequest
 from helm.proxy.retry import NonRetriableException
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from flexgen_helm.errors import UsageError
 from flexgen_helm.plugin.context import PluginContext, get_context, set_context
-from flexgen_helm.plugin.convert import to_generation_request, to_request_result
-from flexgen_helm.plugin.models import ModelArguments
-from flexgen_helm.plugin.prompt_encoder import PromptEncoder
+from flexgen_helm.plugin.convert import to_generation_request, to_helm_request, to_request_result
 from flexgen_helm.plugin.tokenizer_client import FlexgenTokenizer, FlexgenWindowService
+from flexgen_helm.service.models import ModelArguments
+from flexgen_helm.service.prompt_encoder import PromptEncoder
 from tests.helpers.fake_engine import FakeTokenizer, answer, fake_context
 
 # 'gpt' in the name makes HELM decode each token by itself, the one of its rules that keeps spaces right.
@@ -74,7 +75,7 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr(get_context(), "find_model", lambda name, arguments=None: model)
         ours = FlexgenTokenizer(NAME)
         theirs = HuggingFaceTokenizer(BlackHoleCacheConfig(), f"{NAME}-{request.param.__name__}", str(folder))
-        yield request.param.__name__, ours, theirs, get_context().encoder(model)
+        yield request.param.__name__, ours, theirs, get_context().models.encoder(model)
     set_context(previous)
 
 
@@ -168,6 +169,21 @@ def test_the_window_reserves_the_place_of_bos(
     assert window.truncate_from_right("\x01" + "a" * 20, 3) == "\x01" + "a" * 7
 
 
+@pytest.mark.parametrize("wanted", [11, 12, 2100])
+def test_an_answer_that_fills_the_window_is_refused_and_does_not_loop(
+    wanted: int, monkeypatch: pytest.MonkeyPatch, use_context: Any
+) -> None:
+    """HELM's loop takes characters away from an empty text for ever."""
+    context = use_context(fake_context())
+    monkeypatch.setattr(context, "find_model", lambda name, arguments=None: ModelArguments(name, name))
+    service: Any = Service(FlexgenTokenizer("flexgen/x"))
+    window = FlexgenWindowService(service, "flexgen/x", max_sequence_length=10, max_request_length=11)
+    said = f"the window of flexgen/x has 11 tokens, which leaves no prompt beside an answer of {wanted:,};"
+    with pytest.raises(UsageError, match=said):
+        window.truncate_from_right("a" * 20, wanted)
+    assert window.truncate_from_right("a" * 20, 10) == "a" and window.truncate_from_right("", 5) == ""
+
+
 def test_the_window_reserves_the_tokens_of_the_template(monkeypatch: pytest.MonkeyPatch, use_context: Any) -> None:
     context = use_context(fake_context(adds_bos=True, chat_template="yes"))
     monkeypatch.setattr(context, "find_model", lambda name, arguments=None: ModelArguments(name, name))
@@ -180,5 +196,5 @@ def test_the_window_reserves_the_tokens_of_the_template(monkeypatch: pytest.Monk
     # A scored prompt gets BOS alone.
     assert window.fits_within_context_window("a" * 40) and not window.fits_within_context_window("a" * 41)
     longest = Request(prompt=window.truncate_from_right("a" * 60, 3), temperature=0, max_tokens=3)
-    prepared = context.prepare(ModelArguments("flexgen/x", "x"), longest)
+    prepared = to_helm_request(longest, ModelArguments("flexgen/x", "x"), context.models)
     assert len(prepared.request.prompt_token_ids or ()) + prepared.request.max_tokens == 41

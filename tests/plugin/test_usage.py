@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flexgen_helm.plugin.convert import PreparedRequest
-from flexgen_helm.plugin.models import ModelArguments
-from flexgen_helm.plugin.service import Response
-from flexgen_helm.plugin.usage import HelmRun, requests_usage, suite_usage
+from flexgen_helm.plugin.convert import HelmRequest
+from flexgen_helm.plugin.usage import HelmRun, local_origin, requests_usage, suite_usage
 from flexgen_helm.request import Completion, Cost, GenerationRequest, GenerationResult, ThinkingFormat
+from flexgen_helm.service.models import ModelArguments
+from flexgen_helm.service.service import Response
 
 
 def test_a_repetition_counts_its_tokens_and_costs_nothing() -> None:
@@ -63,6 +64,8 @@ def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
     again = call(run_of(tmp_path, "one", 10, {}))["models"]["m"]
     assert again == found
     assert call(run_of(tmp_path, "three", 5, block(1.0, 5, None)))["models"]["m"]["predicted_latency_s"] is None
+    # Fewer requests, all of them stored: their work is not that of the seconds.
+    assert call(run_of(tmp_path, "two", 3, {}))["models"]["m"]["workload"]["prompt_tokens"] == 45
     # Other weights of the same name, and a file that is not ours.
     other = call(run_of(tmp_path, "three", 5, block(9.0, 5, 1.0), fingerprint="b"))["models"]["m"]
     assert other["time_s"]["compute"] == 9.0 and other["workload"]["num_requests"] == 1
@@ -70,9 +73,38 @@ def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path: Path) -> None:
     assert call(run_of(tmp_path, "one", 10, block(4.0, 7, 3.0)))["models"] == first["models"]
 
 
+def test_a_run_of_stored_answers_says_what_was_not_computed(tmp_path: Path) -> None:
+    """Every key that the docs promise is there; null where this suite computed nothing."""
+    (tmp_path / "weights").mkdir()
+    for name, content in (("config.json", {"model_type": "opt"}), ("model.safetensors", {})):
+        (tmp_path / "weights" / name).write_text(json.dumps(content))
+    page = (Path(__file__).parents[2] / "docs/reference/files.md").read_text().split("## flexgen_run.json")[1]
+    rows = [line.split("|")[1] for line in page.split("\n## ")[0].splitlines() if line.startswith("| `")]
+    promised = {key for row in rows for key in re.findall(r"`(\w+)`", row)} - {"workers"}
+    run = HelmRun("one", tmp_path / "one", ModelArguments("m", str(tmp_path / "weights")), fingerprint="a")
+    run.folder.mkdir()
+    run.write()
+    record = json.loads((run.folder / "flexgen_run.json").read_text())
+    assert set(record) >= promised and len(promised) > 30
+    assert record["origin"] == str(tmp_path / "weights")
+    assert record["bytes"] is record["policy"] is record["hardware"] is record["time_s"] is None
+    # What an earlier call computed of the same answers stays.
+    run.block = {"bytes": {}, "policy": {"gpu_batch_size": 3}, "origin": "org/repo@0"}
+    run.write()
+    run.block = {}
+    run.write()
+    record = json.loads((run.folder / "flexgen_run.json").read_text())
+    assert record["policy"] == {"gpu_batch_size": 3} and record["origin"] == "org/repo@0"
+
+
+def test_where_weights_are_from_is_known_without_the_network(tmp_path: Path) -> None:
+    assert local_origin(ModelArguments("m", str(tmp_path / "absent"))) is None
+    assert local_origin(ModelArguments("m", "opt-66b")) is None
+
+
 def test_requests_without_room_and_thinking_without_an_end_are_counted(tmp_path: Path) -> None:
-    def request(key: str, thinking: ThinkingFormat | None, is_clipped: bool = False) -> PreparedRequest:
-        return PreparedRequest(GenerationRequest(prompt_token_ids=(1,), thinking=thinking), key, (), 1, is_clipped)
+    def request(key: str, thinking: ThinkingFormat | None, is_clipped: bool = False) -> HelmRequest:
+        return HelmRequest(GenerationRequest(prompt_token_ids=(1,), thinking=thinking), key, (), 1, is_clipped)
 
     def response(*texts: str) -> Response:
         completions = (Completion(text, (text,), (1,), (-1.0,), "length") for text in texts)
@@ -88,11 +120,9 @@ def test_requests_without_room_and_thinking_without_an_end_are_counted(tmp_path:
         "done": response("so\n</think>\n\n"), "half": response("so"), "answers": response("Yes."),
         "begun": response("<think>so"), "several": response("so</think>Yes.", "so"), "plain": response("<think>"),
     }  # fmt: skip
-    block: Any = SimpleNamespace(
-        requests=requests, keys=[request.key for request in requests], responses=lambda: responses
-    )
+    block: Any = SimpleNamespace(keys=[request.key for request in requests], responses=lambda: responses)
     service: Any = SimpleNamespace(loading_s=lambda *args: 0.0, loaded=lambda model: None)
     run = HelmRun("r", tmp_path, ModelArguments("m", "opt-125m"))
-    run.record_block(service, block)
+    run.record_block(service, block, requests)
     record = run.as_json()
     assert (record["num_clipped"], record["unfinished_thinking"]) == (1, 4)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.forks import python
 from tests.helpers.helm_runs import Place
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
@@ -70,6 +71,7 @@ def expected(tiny: Callable[[str], TinyModel]) -> list[list[int]]:
         return [list(result.completions[0].token_ids) for result in engine.run(asked)]
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("policy", [WEIGHTS, CACHE], ids=["weights", "cache"])
 def test_a_disk_error_ends_the_run_with_the_files_name(
     tiny: Callable[[str], TinyModel], tmp_path: Path, shim: Path, expected: list[list[int]], policy: str
@@ -84,6 +86,7 @@ def test_a_disk_error_ends_the_run_with_the_files_name(
     assert json.loads(done.stdout) == expected
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("policy", [WEIGHTS, CACHE], ids=["weights", "cache"])
 def test_short_reads_and_writes_change_no_token(
     tiny: Callable[[str], TinyModel], tmp_path: Path, shim: Path, expected: list[list[int]], policy: str
@@ -95,11 +98,12 @@ def test_short_reads_and_writes_change_no_token(
 
 def test_a_full_disk_below_the_response_cache_costs_no_score(tmp_path: Path, shim: Path) -> None:
     """SQLite cannot write: the suite goes on, says so, and has its scores; nothing is stored."""
-    place = Place(tmp_path)
+    place = Place(tmp_path, is_cold=True)  # the shim is loaded before Python
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("LD_PRELOAD", shim), ("FAIL_HOW", "nospace"), ("FAIL_PATH", "journal/")):
             patch.setenv(name, str(value))
         output = place.run("suite", "-n", "4")
+    place.python = python("all")
     assert "results are not stored for a later run: " in output, output
     assert (place.run_folder("simple_mcqa") / "stats.json").is_file()
     first = place.events()["answer"]

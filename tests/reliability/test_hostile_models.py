@@ -24,6 +24,7 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.errors import CheckpointError, FlexgenError
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.hostile import MIB, Violation, contained
+from tests.helpers.shares import share
 from tests.helpers.tiny_models import TinyModel, save_tokenizer
 
 JUNK: list[Any] = [
@@ -136,7 +137,7 @@ def test_every_entry_that_lies(
 ) -> None:
     folder = Path(shutil.copytree(tiny(variant).path, tmp_path / "model"))
     original = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-    for place, junk in lies(original):
+    for place, junk in share(lies(original), 5):
         (folder / name).write_text(told(original, place, junk))
         try:
             with contained(home, folder):
@@ -151,7 +152,7 @@ BOMBS = [
     ("mixtral", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
     ("mixtral", {"num_local_experts": 10**9}, "1000000000 experts"),
     ("llama", {"num_hidden_layers": 10**9}, "num layers is 1000000000"),
-    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1e9}}, "turns 8000000000 of 8 elements"),
+    ("pythia", {"rotary_pct": 1e9, "rope_parameters": None}, "turns 16000000000 of 16 elements"),
     ("llama", {"rope_parameters": {"rope_theta": -1.0}}, "not positive"),
     ("llama", {"rms_norm_eps": "x"}, "norm eps is 'x'"),
     ("llama", {"rms_norm_eps": float("nan")}, "norm eps is nan"),
@@ -343,7 +344,7 @@ def test_a_vocabulary_that_lies_is_refused(
     header = type("Header", (), {"metadata": metadata})
     monkeypatch.setattr(gguf_tokenizer, "read_gguf_header", lambda path: header)
     with contained(home) as caught:
-        gguf_tokenizer.load_gguf_tokenizer(tmp_path / "model.gguf")
+        gguf_tokenizer.read_gguf_tokenizer(tmp_path / "model.gguf")
     assert isinstance(caught[0], CheckpointError)
 
 

@@ -105,6 +105,7 @@ def test_without_transactions_a_killed_suite_loses_everything(suites: Suites, wh
 # Signals that can be caught
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_suite_soon_and_keeps_its_answers(suites: Suites, whole: Outcome, number: int) -> None:
     place = signal.Signals(number).name
@@ -120,6 +121,7 @@ def test_a_signal_ends_a_suite_soon_and_keeps_its_answers(suites: Suites, whole:
     assert same(suites, place)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("phase", ["convert", "load"])
 def test_a_signal_before_the_first_answer_is_no_traceback_either(suites: Suites, phase: str) -> None:
     place = f"term-{phase}"
@@ -158,6 +160,7 @@ def small_disk_(suites: Suites) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("room", [60_000, 250_000, 450_000])
 def test_a_full_disk_ends_a_suite_in_sentences(suites: Suites, whole: Outcome, small_disk: Path, room: int) -> None:
     """What fills up first differs: the conversion, the response cache, HELM's files. Then there is room again."""

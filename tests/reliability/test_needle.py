@@ -26,6 +26,7 @@ from flexgen_helm.quant import precisions
 from tests.helpers.faults import replaced
 from tests.helpers.offload import offloaded, policies
 from tests.helpers.parity import assert_same, prompts
+from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import TinyModel
 
 # A packed cache rounds: where another order of sums moves a value over the border of two codes, log-probabilities move
@@ -122,6 +123,7 @@ def find(
         assert bits[0] == bits[1]
 
 
+@pytest.mark.fast(2)
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(neighbours=company, plan=plans, place=st.integers(0, 9), seed=st.integers(0, 99))
 @pytest.mark.parametrize("precision", [*EXACT, *ROUNDED])
@@ -132,7 +134,7 @@ def test_the_needle_keeps_its_answer(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=share_of(60, 4), deadline=None, suppress_health_check=list(HealthCheck))
 @given(neighbours=company, plan=plans, place=st.integers(0, 9), seed=st.integers(0, 99))
 @pytest.mark.parametrize("precision", [*EXACT, *ROUNDED])
 def test_the_needle_keeps_its_answer_many_times(

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
@@ -16,9 +15,10 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import compare_suite, comparison_to_json
+from flexgen_helm.report.comparison_tables import comparison_tables, speeds_table
 from flexgen_helm.report.pages import comparison_page
-from flexgen_helm.report.tables import comparison_tables, speeds_table
 from tests.helpers.console_script import SCRIPT
+from tests.helpers.forks import python
 from tests.helpers.suites import accuracies, write_run
 from tests.helpers.terminal import run_in_terminal
 
@@ -160,8 +160,10 @@ def test_changes_are_in_the_unit_of_their_metric(tmp_path):
     assert changes["exact_match"] == "-25.00 pp" and changes["word_perplexity"] == f"×{math.exp(2 / 15):.4f}"
     assert changes["bits_per_byte"] == f"{2 / 75 / math.log(2):+.4f}"
     accuracy, word, token, bits = table.marks["95 % interval"]
-    assert accuracy.low == 2 and accuracy.high == 50  # -75 … 0 points; no change is in the middle
-    assert word.low == 50 and bits.high == 98 and token.high <= word.high == 98
+    low, high = model.comparisons[0].interval
+    assert accuracy.low == 2 and low < -0.25 < 0 < high  # no change is in the middle
+    assert (accuracy.point, accuracy.high) == pytest.approx((50 + 48 * 0.25 / low, 50 - 48 * high / low))
+    assert bits.high == 98 and token.high <= word.high == 98
     assert all(mark.low <= mark.point <= mark.high for mark in (accuracy, word, token, bits))
 
 
@@ -337,7 +339,7 @@ def test_the_command(tmp_path):
             "try:\n    code = main(['compare', *sys.argv[1:]])\nexcept SystemExit as end:\n    code = end.code\n"
             "assert 'torch' not in sys.modules and 'helm' not in sys.modules\nsys.exit(code)"
         )
-        command = [sys.executable, "-c", code, "-o", str(tmp_path), *arguments]
+        command = [*python("plan"), "-c", code, "-o", str(tmp_path), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
     done = compare("--suite", "mine")

@@ -71,7 +71,8 @@ def test_throughput_padding_and_usage(suite):
     assert rows["time, measured"] == ["16.0 s", "16.0 s"] and rows["disk to memory: weights"] == ["3 GiB"] * 2
     assert rows["peak in memory"] == ["2 GiB"] * 2 and rows["limit in memory"] == ["4 GiB"] * 2
     assert "memory to GPU: weights" not in rows and "limit in GPU memory" not in rows
-    assert compared.title == "Precisions of flexgen/tiny" and compared.tables[0].title == "4bit against fp16"
+    assert compared.title == "Precisions of flexgen/tiny" and compared.tables[0].title == "4bit against fp16: verdicts"
+    assert compared.tables[1].title == "4bit against fp16"
     json.dumps(suite_to_json(report), allow_nan=False)
 
 
@@ -88,6 +89,27 @@ def test_what_was_run_is_at_the_top(suite):
     assert facts["machine"].startswith("cpu, A processor") and "2 threads, 16 GiB of memory" in facts["machine"]
     assert facts["limits"] == "4 GiB in memory, 50 GiB on disk" and "torch 2.10.0" in facts["versions"]
     assert facts["finished"] == "2026-01-02 03:04 UTC"
+
+
+def change_record(run, **changes):
+    path = run / "flexgen_run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_model_that_is_not_proved_and_other_releases_are_named(suite):
+    assert "NOT VERIFIED" not in suite_page(read_suite(suite)).to_text()
+    first, *others = (path.parent for path in suite.glob("*/flexgen_run.json"))
+    versions = json.loads((first / "flexgen_run.json").read_text())["versions"]
+    change_record(first, proved=False, versions={**versions, "transformers": "5.20.0", "numpy": "1.0"})
+    for run in others:
+        change_record(run, proved=True, versions={**versions, "transformers": "5.24.0"})
+    report = read_suite(suite)
+    unverified = "NOT VERIFIED: flexgen/tiny ran with --unverified"
+    for notes in (report.notes, report.compared[0].notes, scores_page(suite, report.runs).sections[0].notes):
+        assert any(note.startswith(unverified) for note in notes)
+        assert "Runs had different releases of transformers: 5.20.0, 5.24.0" in notes
+        assert not any("numpy" in note for note in notes)
+    assert unverified in suite_page(report).to_html(suite)
 
 
 def test_pages_link_to_each_other_and_to_the_runs(suite):

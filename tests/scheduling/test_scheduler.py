@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_helm.planner.schedules import ROW, ZIGZAG, Schedule
 from flexgen_helm.scheduling.answer_lengths import AnswerLengths
-from flexgen_helm.scheduling.schedule import WorkItem, work_items
 from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
+from flexgen_helm.scheduling.work_items import work_items
 
 shapes_strategy = st.lists(
     st.tuples(st.integers(1, 30), st.integers(0, 12), st.sampled_from([0, 0, 0, 1, 4])), min_size=1, max_size=25
@@ -275,20 +276,9 @@ def test_sequences_of_one_length_share_a_block_where_there_is_room():
     assert [len(block) for block in seated([500] * 40 + [50] * 60, 10**6, 128)] == [40, 60]
 
 
-@given(stages=st.integers(1, 6), batches=st.integers(1, 6))
-def test_schedules_visit_every_item_once_and_a_batch_in_order(stages, batches):
-    for name in ("sequence", "zigzag"):
-        items = list(work_items(name, stages, batches))
-        assert sorted(items, key=lambda i: (i.stage, i.batch)) == [
-            WorkItem(s, b) for s in range(stages) for b in range(batches)
-        ]
-        for batch in range(batches):
-            assert [i.stage for i in items if i.batch == batch] == list(range(stages))
-
-
 def test_zigzag_needs_each_weight_once_a_pass_and_row_once_a_batch():
-    def loads(name: str) -> int:
-        order = [item.stage for item in work_items(name, 5, 4)]
+    def loads(schedule: Schedule) -> int:
+        order = [item.stage for item in work_items(schedule, 5, 4)]
         return sum(a != b for a, b in zip([None, *order], order))
 
-    assert (loads("zigzag"), loads("row")) == (5, 20)
+    assert (loads(ZIGZAG), loads(ROW)) == (5, 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import struct
@@ -19,8 +20,11 @@ from transformers import Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from flexgen_helm.checkpoint.gguf_header import read_gguf_header
-from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
+from flexgen_helm.concurrency import stopped_by
+from flexgen_helm.errors import CheckpointError, Interrupted, UnsupportedArchitectureError
+from flexgen_helm.progress import Event, describe, observed_by
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from flexgen_helm.tokenizer.tokenizer import _in_use as tokenizers_in_use
 
 CORPUS = [
     "In 1998 and 2024 the price was 3.14 or 1234567 euros; it's 1998 again, and 99 9999 more.",
@@ -128,6 +132,8 @@ def test_sentencepiece_from_scores(tmp_path: Path, prefix: bool) -> None:
     types = [gguf.TokenType.UNKNOWN, CONTROL, CONTROL, *[gguf.TokenType.BYTE] * 256, *[NORMAL] * (len(tokens) - 259)]
     ids = {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, "add_space_prefix": prefix}
     tokenizer = load(write_gguf(tmp_path / "m.gguf", "llama", tokens, types, token_scores=scores, **ids))
+    with stopped_by(lambda: True), pytest.raises(Interrupted):
+        load(write_gguf(tmp_path / "other.gguf", "llama", tokens, types, token_scores=scores, **ids))
 
     merges: Any = [tuple(merge) for merge in model["merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -142,6 +148,22 @@ def test_sentencepiece_from_scores(tmp_path: Path, prefix: bool) -> None:
         assert got == reference.encode(text).ids, text
         assert tokenizer.decode(got) == "<s>" + (" " if prefix and text else "") + text
     assert tokenizer.adds_bos
+
+
+def test_a_tokenizer_is_built_once_while_it_is_in_use(tmp_path: Path) -> None:
+    """HELM's threads and the engine of every precision ask for it; 262,144 pieces take four seconds."""
+    built: list[Event] = []
+    path = write_gguf(tmp_path / "m.gguf", "gpt2", ["a", "b"], [NORMAL, NORMAL], token_merges=[])
+    with observed_by(built.append):
+        first = load(path)
+        assert load(path) is first and [describe(event) for event in built] == ["building the tokenizer: m.gguf"]
+        (tmp_path / "link.gguf").symlink_to(path)
+        assert load(tmp_path / "link.gguf") is first
+        write_gguf(path, "gpt2", ["a", "b", "c"], [NORMAL] * 3, token_merges=[])
+        assert load(path).vocab_size == 3 and first.vocab_size == 2
+        del first
+        gc.collect()
+    assert not [known for known in tokenizers_in_use.values() if known.vocab_size == 2]
 
 
 def test_unknown_kinds_are_named(tmp_path: Path, learnt: tuple[list[str], list[str]]) -> None:

@@ -33,8 +33,8 @@ _FP8 = ("F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True)
-class _Set:
-    """Stored tensors by the names of one set. first: the tensor whose name or type announces it."""
+class QuantizedGroup:
+    """Stored tensors that are one matrix of the model. first: the tensor whose name or type announces it."""
 
     first: StoredTensor
     stored: Mapping[str, StoredTensor]
@@ -66,7 +66,9 @@ def logical_tensors(
         return {name: PlainTensor(tensor) for name, tensor in stored.items()}
     read_set = _READERS[quantization.method]
     quantized = [
-        tensor for first in stored.values() if (tensor := read_set(_Set(first, stored, quantization))) is not None
+        tensor
+        for first in stored.values()
+        if (tensor := read_set(QuantizedGroup(first, stored, quantization))) is not None
     ]
     parts = {part.name for tensor in quantized for part in tensor.parts}
     plain = [PlainTensor(t) for name, t in stored.items() if name not in parts and not name.endswith(_UNUSED)]
@@ -88,7 +90,7 @@ def _refuse_unknown_parts(plain: Iterable[LogicalTensor], quantized: Iterable[Lo
             raise CheckpointError(f"{tensor.title} belongs to a quantized weight, but its meaning is not known")
 
 
-def _mxfp4(group: _Set) -> LogicalTensor | None:
+def _mxfp4(group: QuantizedGroup) -> LogicalTensor | None:
     """gpt-oss: x_blocks [expert, out, groups, 16 bytes] and x_scales [expert, out, groups] are x [expert, in, out]."""
     stem = group.stem("_blocks")
     if stem is None:
@@ -105,7 +107,7 @@ def _mxfp4(group: _Set) -> LogicalTensor | None:
     return TransposedTensor(ScaledTensor(stem, flat, scales, group.quantization.dtype, fp4=True))
 
 
-def _fp8(group: _Set) -> LogicalTensor | None:
+def _fp8(group: QuantizedGroup) -> LogicalTensor | None:
     """x in FP8 with x_scale_inv or x_scale, which both multiply; FP4 experts are I8 with scales of bytes."""
     codes, quantization = group.first, group.quantization
     if codes.dtype not in (*_FP8, "I8") or codes.name.endswith(("_scale_inv", ".scale", "_scale")):
@@ -116,7 +118,7 @@ def _fp8(group: _Set) -> LogicalTensor | None:
     return ScaledTensor(codes.name, codes, scale, quantization.dtype, fp4=fp4, block=quantization.block)
 
 
-def _packed_stem(group: _Set) -> str | None:
+def _packed_stem(group: QuantizedGroup) -> str | None:
     """Return x of x.qweight, or None. Raises `CheckpointError` for scales without weights: AWQ's of activations."""
     owner = group.stem(".scales")
     if owner is not None and group.optional(f"{owner}.qweight") is None:
@@ -124,7 +126,7 @@ def _packed_stem(group: _Set) -> str | None:
     return group.stem(".qweight")
 
 
-def _gptq(group: _Set) -> LogicalTensor | None:
+def _gptq(group: QuantizedGroup) -> LogicalTensor | None:
     stem = _packed_stem(group)
     if stem is None:
         return None
@@ -142,7 +144,7 @@ def _gptq(group: _Set) -> LogicalTensor | None:
     )
 
 
-def _awq(group: _Set) -> LogicalTensor | None:
+def _awq(group: QuantizedGroup) -> LogicalTensor | None:
     stem = _packed_stem(group)
     if stem is None:
         return None
@@ -152,7 +154,7 @@ def _awq(group: _Set) -> LogicalTensor | None:
     )
 
 
-def _compressed(group: _Set) -> LogicalTensor | None:
+def _compressed(group: QuantizedGroup) -> LogicalTensor | None:
     """compressed-tensors: weight_packed in words is integers, in bytes FP4; weight in one byte is FP8 or INT8."""
     first, dtype = group.first, group.quantization.dtype
     stem = group.stem(".weight_packed")
@@ -167,7 +169,7 @@ def _compressed(group: _Set) -> LogicalTensor | None:
     return PackedTensor(name, first, scale, shape, zero_point, g_idx, dtype, group.quantization.group_sizes)
 
 
-def _compressed_bytes(group: _Set) -> LogicalTensor | None:
+def _compressed_bytes(group: QuantizedGroup) -> LogicalTensor | None:
     codes, quantization = group.first, group.quantization
     if codes.dtype not in (*_FP8, "I8") or not codes.name.endswith("weight"):
         return None
@@ -176,7 +178,7 @@ def _compressed_bytes(group: _Set) -> LogicalTensor | None:
     return ScaledTensor(codes.name, codes, scale, quantization.dtype, block=block, zero_point=zero_point)
 
 
-def _bitsandbytes(group: _Set) -> LogicalTensor | None:
+def _bitsandbytes(group: QuantizedGroup) -> LogicalTensor | None:
     """Linear layers as x.weight: int8 with x.SCB, or 4 bits with x.weight.absmax and more."""
     name, dtype = group.first.name, group.quantization.dtype
     stem = group.stem(".weight")
@@ -194,7 +196,7 @@ def _bitsandbytes(group: _Set) -> LogicalTensor | None:
     return TableTensor(name, group.first, absmax, group.part(f"{name}.quant_map"), state, nested, dtype)
 
 
-_READERS: Mapping[str, Callable[[_Set], LogicalTensor | None]] = {
+_READERS: Mapping[str, Callable[[QuantizedGroup], LogicalTensor | None]] = {
     "mxfp4": _mxfp4,
     "fp8": _fp8,
     "mxfp8": _fp8,

@@ -25,14 +25,30 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
     """Find the architecture of a `config.json`: a record of ours, else one that runs by transformers' modules.
 
+    Raises `UnsupportedArchitectureError` with the supported ones, and if class and `model_type` are of two of them:
+    `transformers` takes the one or the other, depending on how it is called.
+    """
+    named = config.get("architectures") or ()
+    names = named if isinstance(named, (list, tuple)) else (named,)
+    kind = config.get("model_type")
+    for architecture in ARCHITECTURES.values():
+        is_named = any(name in architecture.hf_names for name in names)
+        if is_named and kind != architecture.name and isinstance(kind, str) and kind in ARCHITECTURES:
+            raise UnsupportedArchitectureError(
+                f"{', '.join(map(str, names))} with the model_type {kind!r} is not supported; they are two models"
+            )
+        if is_named or (not names and kind == architecture.name):
+            return architecture
+    return architecture_by_modules(config)
+
+
+def architecture_by_modules(config: Mapping[str, Any]) -> Architecture:
+    """Find the architecture of a `config.json` that runs by transformers' modules, whether it has a record or not.
+
     Raises `UnsupportedArchitectureError` with the supported ones.
     """
     named = config.get("architectures") or ()
     names = named if isinstance(named, (list, tuple)) else (named,)
-    for architecture in ARCHITECTURES.values():
-        is_named = any(name in architecture.hf_names for name in names)
-        if is_named or (not names and config.get("model_type") == architecture.name):
-            return architecture
     if (generic := generic_architecture(names)) is not None:
         return generic
     wanted = ", ".join(map(str, names)) or config.get("model_type") or "(none named)"

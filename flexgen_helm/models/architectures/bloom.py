@@ -7,24 +7,28 @@ from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
-from flexgen_helm.models.architectures.fields import gpt_config
+from flexgen_helm.models.architectures.fields import gpt_config, with_own_names
 from flexgen_helm.models.config import ModelConfig
 
 # ALiBi sets no context length; the models were trained with this one.
 _TRAINED_POSITIONS = 2048
 
 
+# Words of other architectures that `transformers` takes too.
+_NAMES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+
+
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    config = with_own_names(config, _NAMES)
     if config.get("apply_residual_connection_post_layernorm"):
         raise UnsupportedArchitectureError("BLOOM with apply_residual_connection_post_layernorm is not supported")
-    hidden = config.get("n_embed") or config["hidden_size"]
-    heads = config.get("n_head") or config["num_attention_heads"]
+    hidden, heads = config["hidden_size"], config["n_head"]
     return gpt_config(
         config,
         "bloom",
         hidden,
         heads,
-        num_layers=config.get("n_layer") or config["num_hidden_layers"],
+        num_layers=config["n_layer"],
         ffn_size=4 * hidden,
         max_positions=config.get("seq_length") or _TRAINED_POSITIONS,
         norm_eps=config.get("layer_norm_epsilon", 1e-5),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
@@ -11,6 +12,9 @@ from flexgen_helm.models.config import Activation, ModelConfig, RopeConfig
 
 # Ten times the deepest model that is published. A config could say billions, and each layer is listed.
 MAX_LAYERS = 10_000
+
+# Rotated elements of a head, as GGUF files say for every architecture. No `config.json` has an entry of this name.
+GGUF_ROTATED = "rope.dimension_count"
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
@@ -28,6 +32,7 @@ def gpt_config(config: Mapping[str, Any], architecture: str, hidden: int, heads:
 
     features: the other fields of `ModelConfig`, and those in which the architecture differs.
     """
+    refuse_unread(config, architecture)
     gpt: dict[str, Any] = dict(
         architecture=architecture,
         hidden_size=hidden,
@@ -44,7 +49,7 @@ def gpt_config(config: Mapping[str, Any], architecture: str, hidden: int, heads:
         mlp_bias=True,
         tied_head=config.get("tie_word_embeddings", True),
     )
-    return ModelConfig(**{**gpt, **features})
+    return within_original_context(ModelConfig(**{**gpt, **features}))
 
 
 def activation_of(architecture: str, name: str) -> Activation:
@@ -57,6 +62,20 @@ def activation_of(architecture: str, name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
+def with_own_names(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a configuration in an architecture's own words. names: other word -> its own, over which it wins."""
+    own = {name: config[other] for other, name in names.items() if config.get(other) is not None}
+    return {**config, **own}
+
+
+def refuse_unread(config: Mapping[str, Any], architecture: str) -> None:
+    """Raise `UnsupportedArchitectureError` for entries that `transformers` applies to any model, and no record has."""
+    if config.get("is_causal") is False:
+        raise UnsupportedArchitectureError(f"{architecture} with is_causal false generates nothing")
+    if config.get("per_layer_config"):
+        raise UnsupportedArchitectureError(f"{architecture} with per_layer_config is not supported")
+
+
 def layer_indices(config: Mapping[str, Any]) -> range:
     """Return the indices of the layers. Raises `ValueError` for a number of them that no model has."""
     layers = config["num_hidden_layers"]
@@ -65,14 +84,16 @@ def layer_indices(config: Mapping[str, Any]) -> range:
     return range(layers)
 
 
-def read_windows(
-    config: Mapping[str, Any], slides: Callable[[int], bool] = lambda layer: True
-) -> tuple[int | None, ...]:
-    """Read `ModelConfig.windows`. slides: whether a layer has a window, if `layer_types` does not say."""
+def read_windows(config: Mapping[str, Any], slides: Callable[[int], bool] | None = None) -> tuple[int | None, ...]:
+    """Read `ModelConfig.windows`.
+
+    slides: whether a layer has a window, if `layer_types` does not say; None if every layer has it, and the
+        architecture ignores that entry.
+    """
     size, layers = config.get("sliding_window"), layer_indices(config)
-    kinds = config.get("layer_types")
+    kinds = None if slides is None else config.get("layer_types")
     if kinds is None:
-        kinds = ["sliding_attention" if slides(layer) else "full_attention" for layer in layers]
+        kinds = ["sliding_attention" if slides is None or slides(layer) else "full_attention" for layer in layers]
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown or len(kinds) != len(layers):
         raise UnsupportedArchitectureError(f"layer types {sorted(set(kinds))} of {len(kinds)} layers are not supported")
@@ -81,27 +102,44 @@ def read_windows(
     return tuple(int(size) if kind == "sliding_attention" else None for kind in kinds)
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 10_000.0) -> RopeConfig:
-    """Read `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
+def read_rope(
+    config: Mapping[str, Any], head_dim: int, default_theta: float = 10_000.0, is_partial: bool = False
+) -> RopeConfig:
+    """Read `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), and what stands beside them.
+
+    Of entries that contradict each other the one wins that `transformers` takes (`modeling_rope_utils.py`).
+
+    is_partial: the architecture rotates the part of a head that `partial_rotary_factor` says; others ignore the entry.
 
     Raises `UnsupportedArchitectureError` for an unknown kind, and for one that depends on the text's length
     ('dynamic').
     """
-    parameters = {**config, **(config.get("rope_parameters") or config.get("rope_scaling") or {})}
+    own: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if nested := [name for name, value in own.items() if isinstance(value, Mapping)]:
+        raise UnsupportedArchitectureError(f"rope parameters by kind of layer ({', '.join(nested)}) are not supported")
 
     def number(name: str, default: float | None = None) -> float:
-        return float(parameters[name] if default is None else parameters.get(name) or default)
+        return float(own[name] if default is None else own.get(name) or default)
 
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    dim = int(head_dim * number("partial_rotary_factor", 1.0))
-    shared: dict[str, Any] = dict(theta=number("rope_theta", default_theta), dim=None if dim == head_dim else dim)
+    def or_beside(name: str, default: float) -> float:
+        return float(own.get(name) or config.get(name) or default)
+
+    kind = own.get("rope_type") or own.get("type") or "default"
+    rotated = int(head_dim * or_beside("partial_rotary_factor", 1.0))
+    dim = config.get(GGUF_ROTATED, rotated if is_partial else head_dim)
+    if not is_partial and rotated != head_dim and kind != "default":
+        raise UnsupportedArchitectureError(
+            f"rope type {kind!r} with the partial_rotary_factor {rotated / head_dim:g} is not supported; transformers "
+            "ignores the factor for this architecture without a rope type only"
+        )
+    shared: dict[str, Any] = dict(theta=or_beside("rope_theta", default_theta), dim=None if dim == head_dim else dim)
     if kind == "default":
         return RopeConfig(**shared)
     if kind == "linear":
         return RopeConfig(**shared, kind="linear", factor=number("factor"))
-    shared["original_max_positions"] = original = int(
-        parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
-    )
+    longest = config["max_position_embeddings"]
+    name = "original_max_position_embeddings"
+    shared["original_max_positions"] = original = int(config.get(name) or own.get(name) or longest)
     if kind == "llama3":
         return RopeConfig(
             **shared,
@@ -110,7 +148,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 1
             low_freq_factor=number("low_freq_factor"),
             high_freq_factor=number("high_freq_factor"),
         )
-    stretch = float(parameters.get("factor") or config["max_position_embeddings"] / original)
+    stretch = number("factor", longest / original)
     if kind == "yarn":
         return RopeConfig(
             **shared,
@@ -118,20 +156,30 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float = 1
             factor=stretch,
             beta_fast=number("beta_fast", 32.0),
             beta_slow=number("beta_slow", 1.0),
-            truncate=bool(parameters.get("truncate", True)),
-            magnitude=_yarn_magnitude(parameters, stretch),
+            truncate=bool(own.get("truncate", True)),
+            magnitude=_yarn_magnitude(own, stretch),
         )
-    if kind in ("longrope", "su"):
-        factors = tuple(float(value) for value in parameters["short_factor"])
+    if kind == "longrope":
+        factors = tuple(float(value) for value in own["short_factor"])
         if len(factors) != dim // 2:
             raise ValueError(f"short_factor has {len(factors)} entries, but {dim // 2} pairs rotate")
-        magnitude = parameters.get("attention_factor")
+        magnitude = own.get("attention_factor")
         if magnitude is None:  # Ding et al. (2024)
             magnitude = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
         return RopeConfig(**shared, kind="factors", factors=factors, magnitude=float(magnitude))
     raise UnsupportedArchitectureError(
         f"rope type {kind!r} is not supported; known are default, linear, llama3, yarn and longrope"
     )
+
+
+def within_original_context(config: ModelConfig) -> ModelConfig:
+    """Limit the context length of a record with LongRoPE to the original context.
+
+    LongRoPE has a second set of factors for longer texts, which would change the keys of all earlier tokens.
+    """
+    ropes = (rope for rope in (config.rope, config.local_rope) if rope is not None and rope.kind == "factors")
+    longest = min((rope.original_max_positions for rope in ropes), default=config.max_positions)
+    return replace(config, max_positions=min(config.max_positions, longest))
 
 
 def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:

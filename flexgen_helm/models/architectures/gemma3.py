@@ -11,8 +11,8 @@ from typing import Any
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures import gemma2, qwen3
 from flexgen_helm.models.architectures.base import Architecture
-from flexgen_helm.models.architectures.fields import read_rope
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.architectures.fields import GGUF_ROTATED, read_rope
+from flexgen_helm.models.config import ModelConfig, RopeConfig
 
 # Entries that published configurations of the text model omit.
 _DEFAULTS = {
@@ -27,24 +27,52 @@ _DEFAULTS = {
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    text = {**_DEFAULTS, **(config.get("text_config") or config)}
+    tied = config.get("tie_word_embeddings", True)  # of the text model alone the entry is not asked
+    text = {**_DEFAULTS, **(config.get("text_config") or config), "tie_word_embeddings": tied}
     if text.get("attn_logit_softcapping") is not None:
         raise UnsupportedArchitectureError("Gemma 3 with attn_logit_softcapping is not supported")
-    ropes = text.get("rope_parameters") or {}
-    if "full_attention" in ropes:  # transformers 5: one set of parameters for each kind of layer
-        text = {**text, "rope_parameters": ropes["full_attention"]}
-        local = {**text, "rope_parameters": ropes["sliding_attention"]}
-    else:
-        local = {"rope_theta": text.get("rope_local_base_freq")}
+    rope, local_rope = _read_ropes(text)
     return gemma2.read_config(
         text,
         "gemma3",
-        rope=read_rope(text, text["head_dim"], default_theta=1_000_000.0),
-        local_rope=read_rope(local, text["head_dim"]),
+        rope=rope,
+        local_rope=local_rope,
         windows=gemma2.alternating_windows(text, text.get("sliding_window_pattern") or 6),
         qk_norm=True,
         attn_softcap=None,
         final_softcap=text.get("final_logit_softcapping"),
+    )
+
+
+def _read_ropes(text: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
+    """Return the rotations of layers without and with a window.
+
+    Raises `UnsupportedArchitectureError` for parameters that releases of `transformers` take for different ones.
+    """
+    by_kind, scaling = text.get("rope_parameters") or {}, text.get("rope_scaling") or {}
+    if by_kind and not {"full_attention", "sliding_attention"} & by_kind.keys():
+        raise UnsupportedArchitectureError(
+            "Gemma 3 with rope_parameters that are not by kind of layer is not supported"
+        )
+    if "type" in scaling and "rope_type" not in scaling:
+        raise UnsupportedArchitectureError("Gemma 3 with rope_scaling by type instead of rope_type is not supported")
+    if not all(own.get("truncate", True) for own in (scaling, *by_kind.values()) if isinstance(own, Mapping)):
+        raise UnsupportedArchitectureError("Gemma 3 with rope_parameters that set truncate to false is not supported")
+    beside = {name: text.get(name) for name in ("max_position_embeddings", "partial_rotary_factor", GGUF_ROTATED)}
+    beside = {name: value for name, value in beside.items() if value is not None}
+    full = {**(by_kind.get("full_attention") or {}), **scaling}
+    return (
+        read_rope(
+            {**beside, "rope_parameters": full, "rope_theta": text.get("rope_theta")}, text["head_dim"], 1_000_000.0
+        ),
+        read_rope(
+            {
+                **beside,
+                "rope_parameters": by_kind.get("sliding_attention"),
+                "rope_theta": text.get("rope_local_base_freq"),
+            },
+            text["head_dim"],
+        ),
     )
 
 

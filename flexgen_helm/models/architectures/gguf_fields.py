@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
+from flexgen_helm.models.architectures.fields import GGUF_ROTATED
 
 _REQUIRED = object()
 
@@ -35,14 +36,13 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": float(key("attention.layer_norm_rms_epsilon")),
         "rope_theta": key("rope.freq_base", 10_000.0),
         "rope_local_base_freq": key("rope.freq_base_swa", None),
+        GGUF_ROTATED: int(key("rope.dimension_count", head_dim)),
         "rope_scaling": _rope_scaling(metadata, key),
         "sliding_window": key("attention.sliding_window", None) or None,
         "attn_logit_softcapping": key("attn_logit_softcapping", None),
         "final_logit_softcapping": key("final_logit_softcapping", None),
         "tie_word_embeddings": "output.weight" not in metadata["tensor_names"],
     }
-    if (rotated := int(key("rope.dimension_count", head_dim))) != head_dim:
-        config["partial_rotary_factor"] = (rotated + 0.5) / head_dim  # the product with head_dim is rounded down
     if experts := int(key("expert_count", 0)):
         config["num_experts"] = experts
         config["num_experts_per_tok"] = int(key("expert_used_count"))

@@ -7,11 +7,20 @@ from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
-from flexgen_helm.models.architectures.fields import activation_of, gpt_config
+from flexgen_helm.models.architectures.fields import activation_of, gpt_config, with_own_names
 from flexgen_helm.models.config import ModelConfig
+
+# Words of other architectures that `transformers` takes too.
+_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    config = with_own_names(config, _NAMES)
     for flag in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if config.get(flag):
             raise UnsupportedArchitectureError(f"GPT-2 with {flag} is not supported")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
 from flexgen_helm.models.architectures.fields import activation_of, gpt_config, read_rope
 from flexgen_helm.models.config import ModelConfig
@@ -12,8 +13,11 @@ from flexgen_helm.models.config import ModelConfig
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if config.get("head_dim") not in (None, hidden // heads):
+        raise UnsupportedArchitectureError("GPT-NeoX with a head_dim of its own is not supported")
     bias = config.get("attention_bias", True)
-    transformers_4 = {
+    # Beside the rope parameters `transformers` reads these names alone, and ignores those of other architectures.
+    beside = {
         "rope_theta": config.get("rotary_emb_base"),
         "partial_rotary_factor": config.get("rotary_pct", 0.25),
     }
@@ -27,7 +31,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         max_positions=config["max_position_embeddings"],
         norm_eps=config.get("layer_norm_eps", 1e-5),
         activation=activation_of("GPT-NeoX", config.get("hidden_act", "gelu")),
-        rope=read_rope({**transformers_4, **config}, hidden // heads),
+        rope=read_rope({**config, **beside}, hidden // heads, is_partial=True),
         residual="parallel" if config.get("use_parallel_residual", True) else "pre_norm",
         qkv_bias=bias,
         out_bias=bias,

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
-from flexgen_helm.models.architectures.fields import activation_of, read_rope
+from flexgen_helm.models.architectures.fields import activation_of, read_rope, refuse_unread, within_original_context
 from flexgen_helm.models.config import ModelConfig, MoEConfig
 
 
 def read_config(config: Mapping[str, Any], architecture: str = "llama", **features: Any) -> ModelConfig:
     """Read Llama's `config.json`. features: fields of `ModelConfig` in which another architecture differs."""
+    refuse_unread(config, architecture)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = features.get("head_dim") or config.get("head_dim") or hidden // heads
     attention_bias = config.get("attention_bias", False)
@@ -31,13 +32,13 @@ def read_config(config: Mapping[str, Any], architecture: str = "llama", **featur
         norm_eps=config.get("rms_norm_eps", 1e-6),
         activation=activation_of(architecture, config.get("hidden_act", "silu")),
         gated_mlp=True,
-        rope=read_rope(config, head_dim),
+        rope=features.get("rope") or read_rope(config, head_dim),
         qkv_bias=attention_bias,
         out_bias=attention_bias,
-        mlp_bias=config.get("mlp_bias", False),
+        mlp_bias=architecture == "llama" and config.get("mlp_bias", False),
         tied_head=config.get("tie_word_embeddings", False),
     )
-    return ModelConfig(**{**llama, **features})
+    return within_original_context(ModelConfig(**{**llama, **features}))
 
 
 def read_gguf(config: Mapping[str, Any]) -> ModelConfig:

@@ -16,7 +16,8 @@ _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 
 def read_config(config: Mapping[str, Any], architecture: str = "mistral", **features: Any) -> ModelConfig:
     config = {**_DEFAULTS, **config}
-    return llama.read_config(config, architecture, windows=read_windows(config), **features)
+    features = {"windows": read_windows(config), "qkv_bias": False, "out_bias": False, **features}
+    return llama.read_config(config, architecture, **features)
 
 
 ARCHITECTURE = Architecture(

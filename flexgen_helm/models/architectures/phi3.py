@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
+from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures import llama
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
-from flexgen_helm.models.architectures.fields import read_windows
+from flexgen_helm.models.architectures.fields import read_rope, read_windows
 from flexgen_helm.models.config import ModelConfig
+
+# What `transformers` takes for entries that a `config.json` leaves out, where Llama's default is another.
+_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    config = {"rms_norm_eps": 1e-5, **config}  # the default of `transformers`
-    scaling = config.get("rope_scaling")
-    if scaling and scaling.get("type") == "yarn":  # the first exports' name for what they compute: LongRoPE
-        config = {**config, "rope_scaling": {**scaling, "type": "longrope"}}
-    model = llama.read_config(config, "phi3", windows=read_windows(config), qkv_bias=False, out_bias=False)
-    if model.rope is None or model.rope.kind != "factors":
-        return model
-    # LongRoPE has a second set of factors for longer texts, which would change the keys of all earlier tokens.
-    return replace(model, max_positions=min(model.max_positions, model.rope.original_max_positions))
+    config = {**_DEFAULTS, **config}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind in ("su", "yarn"):  # the first exports' names for what they compute: LongRoPE
+        config, kind = {**config, "rope_scaling": {**scaling, "rope_type": "longrope"}}, "longrope"
+    if kind not in ("default", "longrope"):
+        raise UnsupportedArchitectureError(f"Phi-3 with the rope type {kind!r} is not supported; known is longrope")
+    return read_gguf(config)
+
+
+def read_gguf(config: Mapping[str, Any]) -> ModelConfig:
+    """Read the metadata as `gguf_config` returns them, or a completed `config.json`."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return llama.read_config(
+        config,
+        "phi3",
+        rope=read_rope(config, head_dim, is_partial=True),
+        windows=read_windows(config),
+        qkv_bias=False,
+        out_bias=False,
+    )
 
 
 def _fused_tensors(qkv: str, gate_up: str) -> dict[str, TensorSource]:
@@ -38,5 +53,6 @@ ARCHITECTURE = Architecture(
         **_fused_tensors("layers.{i}.self_attn.qkv_proj", "layers.{i}.mlp.gate_up_proj"),
     },
     gguf_names=("phi3",),
+    read_gguf=read_gguf,
     gguf_tensors={**llama.GGUF_TENSORS, **_fused_tensors("blk.{i}.attn_qkv", "blk.{i}.ffn_up")},
 )

@@ -23,7 +23,7 @@ def upper_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     config = {**DEFAULTS, **config}
-    return llama.read_config(config, "qwen2", qkv_bias=True, windows=upper_windows(config))
+    return llama.read_config(config, "qwen2", qkv_bias=True, out_bias=False, windows=upper_windows(config))
 
 
 ARCHITECTURE = Architecture(

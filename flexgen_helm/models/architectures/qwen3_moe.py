@@ -22,7 +22,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         dense_layers=tuple(i for i in layer_indices(config) if i in dense or (i + 1) % step),
     )
     windows = read_windows(config) if config.get("use_sliding_window") else ()
-    return qwen3.read_config(config, "qwen3_moe", experts=experts, windows=windows)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return qwen3.read_config(config, "qwen3_moe", experts=experts, windows=windows, head_dim=head_dim)
 
 
 _MLP = "layers.{i}.mlp."

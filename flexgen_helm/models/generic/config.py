@@ -47,6 +47,7 @@ class Mixer(Identified, name="Mixer", first_version="path states inputs output w
     inputs: paths of linear layers that are applied to the module's input.
     output: path of the linear layer whose result is the module's; "" if there is none.
     width: elements of a token that the module computes with.
+    one_by_one: behind a state, the module is right for one token at a time alone.
     """
 
     path: str
@@ -54,6 +55,7 @@ class Mixer(Identified, name="Mixer", first_version="path states inputs output w
     inputs: tuple[str, ...]
     output: str
     width: int
+    one_by_one: bool = False
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

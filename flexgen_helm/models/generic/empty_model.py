@@ -36,25 +36,12 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
 
     has_buffers: buffers that are not too large have their values; else all tensors are on the meta device.
     """
-    content = _checked(json.loads(config_text))
-    with import_lock("transformers"):
-        import transformers
-        from transformers import AutoConfig
-        from transformers.initialization import no_init_weights
+    cls, config = class_and_config(config_text)
+    from transformers.initialization import no_init_weights
+
     register()
-    name = next(iter(content.pop("architectures", None) or ()), "")
-    cls: Any = getattr(transformers, name, None)
-    is_causal = cls is not None and name.endswith(("ForCausalLM", "LMHeadModel"))
-    model_type = content.pop("model_type", None) or getattr(getattr(cls, "config_class", None), "model_type", "")
-    whole = AutoConfig.for_model(model_type, **content)
-    config = whole.get_text_config()
     config._attn_implementation = IMPLEMENTATION
     config.use_cache = False
-    if not is_causal:  # the language model of one of several parts
-        cls = _causal_class(config)
-        if cls is None:
-            raise UnsupportedArchitectureError(f"{name} has a language model that transformers does not have alone")
-        config.tie_word_embeddings = whole.tie_word_embeddings
     try:
         with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():
             model = cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
@@ -68,6 +55,29 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
         if type(module).__name__ in EXPERTS_OF_THEIR_OWN:
             EXPERTS_OF_THEIR_OWN[type(module).__name__](module)
     return model.eval()
+
+
+def class_and_config(config_text: str) -> tuple[Any, Any]:
+    """Return the causal class of a configuration and its own configuration: of several parts, the language model's.
+
+    Raises `UnsupportedArchitectureError` for one without a causal class, and what a configuration class raises.
+    """
+    content = _checked(json.loads(config_text))
+    with import_lock("transformers"):
+        import transformers
+        from transformers import AutoConfig
+    name = next(iter(content.pop("architectures", None) or ()), "")
+    cls: Any = getattr(transformers, name, None)
+    is_causal = cls is not None and name.endswith(("ForCausalLM", "LMHeadModel"))
+    model_type = content.pop("model_type", None) or getattr(getattr(cls, "config_class", None), "model_type", "")
+    whole = AutoConfig.for_model(model_type, **content)
+    config = whole.get_text_config()
+    if not is_causal:  # the language model of one of several parts
+        cls = _causal_class(config)
+        if cls is None:
+            raise UnsupportedArchitectureError(f"{name} has a language model that transformers does not have alone")
+        config.tie_word_embeddings = whole.tie_word_embeddings
+    return cls, config
 
 
 def _causal_class(config: Any) -> Any:

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.config import Window
 
 # Name by which `transformers` knows our attention, masks and experts.
 IMPLEMENTATION = "flexgen_helm"
-# Whether masks that models make are looked at: once for each model, with one sequence.
-checks_masks: ContextVar[bool] = ContextVar("checks_masks", default=False)
+# Whether what models ask for is looked at closely: once for each model, with one sequence.
+is_traced: ContextVar[bool] = ContextVar("is_traced", default=False)
+# What a module passes to attention besides, and attention needs not: positions are in the rotated queries and keys.
+_UNUSED = {"position_ids"}
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value that is passed on can change nothing that depends on tokens: no tensor, and no object."""
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
 def _attention(
     module: Any,
     query: Tensor,
@@ -106,6 +114,10 @@ def _attention(
     """Attention of a module of `transformers`; query [1, Hq, T, D] -> [1, T, Hq, Dv]."""
     bindings: Bindings = module.__dict__["flexgen_helm_bindings"]
     assert bindings.attend is not None
+    if is_traced.get():
+        unknown = [name for name, own in others.items() if not is_plain(own) and name not in _UNUSED]
+        if unknown:
+            raise UnsupportedArchitectureError(f"{type(module).__name__} passes {unknown[0]} to attention")
     mask = attention_mask if isinstance(attention_mask, Mask) else Mask(is_causal=attention_mask is None)
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         mask = Mask(is_causal=False)
@@ -162,7 +174,7 @@ def attend_to_latents(model: Any) -> None:
 def _mask(*, mask_function: Any = None, local_size: int | None = None, q_length: int = 0, **others: Any) -> Mask:
     """Say which mask is meant. No mask is made: every prompt of a batch has its own."""
     windows = [None] if local_size is None else [Window(local_size), Window(local_size, is_chunked=True)]
-    if mask_function is None or not checks_masks.get():
+    if mask_function is None or not is_traced.get():
         return Mask(windows[0])
     fitting = (window for window in windows if _is_causal_window(mask_function, window))
     return next((Mask(window) for window in fitting), Mask(is_causal=False))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
+from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -31,10 +32,14 @@ from flexgen_helm.models.generic.interfaces import AttentionCall, Bindings, Expe
 
 @dataclass
 class LayerArguments:
-    """What the model passes to a layer besides the hidden states."""
+    """What the model passes to a layer besides the hidden states.
+
+    caches: names of those that stand for a cache.
+    """
 
     positional: tuple[Any, ...]
     named: Mapping[str, Any]
+    caches: frozenset[str] = frozenset()
 
     @property
     def layer_input(self) -> Tensor:
@@ -45,7 +50,7 @@ class LayerArguments:
         """Return the same with another input of the layer."""
         positional = tuple(own if _is_layer_input(value) else value for value in self.positional)
         named = {name: own if _is_layer_input(value) else value for name, value in self.named.items()}
-        return LayerArguments(positional, named)
+        return LayerArguments(positional, named, self.caches)
 
     @property
     def shared_keys(self) -> UserDict[str, tuple[Tensor, Tensor]]:
@@ -54,16 +59,16 @@ class LayerArguments:
 
     def with_past(self, past: PastOfTokens) -> LayerArguments:
         """Return the same with another stand-in for the cache, where a layer is given one."""
-        if "past_key_values" not in self.named:
+        if not self.caches:
             return self
-        return LayerArguments(self.positional, {**self.named, "past_key_values": past})
+        return LayerArguments(self.positional, {**self.named, **dict.fromkeys(self.caches, past)}, self.caches)
 
     def with_shared_keys(self, shared: Mapping[str, tuple[Tensor, Tensor]]) -> LayerArguments:
         """Return the same with keys and values of the layers before."""
         named = {
             name: type(value)(shared) if isinstance(value, UserDict) else value for name, value in self.named.items()
         }
-        return LayerArguments(self.positional, named)
+        return LayerArguments(self.positional, named, self.caches)
 
 
 class LayeredModel:
@@ -89,6 +94,9 @@ class LayeredModel:
         self._states = [_StandInState(is_last=index == len(found) - 1) for index in range(len(found))]
         for index, state in enumerate(self._states):
             found[index] = _StandIn(self.layers[index], state)
+        self._cache_names = [
+            frozenset().union(*(cache_names(part) for part in layer.modules())) for layer in self.layers
+        ]
         # Descendants of RoBERTa count positions from behind that of the padding token.
         embeddings = getattr(self.base, "embeddings", None)
         self._first_position = 0
@@ -98,6 +106,7 @@ class LayeredModel:
             # Token ids that the table lacks are row 0. Rows that were looked up are numbered anew, and all are there.
             self.base.config.vocab_size_per_layer_input = torch.iinfo(torch.long).max
         for module in (self.model, *self.layers):
+            module.requires_grad_(False)
             for part in module.modules():
                 part.__dict__["flexgen_helm_bindings"] = self.bindings
                 for name, buffer in part._buffers.items():
@@ -140,15 +149,16 @@ class LayeredModel:
                 for state in self._states:
                     state.num_returned = int(expected[1])
                 self._run_base(arguments, positions)
-        recorded = [state.recorded for state in self._states]
-        past = PastOfTokens(arguments["position_ids"])
-        recorded = [own if own is None else own.with_past(past) for own in recorded]
-        hidden = self._states[0].hidden
-        if hidden is None or any(own is None for own in recorded):
+        hidden, recorded = self._states[0].hidden, [own.recorded for own in self._states if own.recorded is not None]
+        if hidden is None or len(recorded) < len(self._states):
             raise UnsupportedArchitectureError(f"{_name(self.model)} does not call its layers one after the other")
         for state in self._states:
             state.hidden = None
-        return hidden, [own for own in recorded if own is not None]
+        past = PastOfTokens(arguments["position_ids"])
+        return hidden, [
+            LayerArguments(own.positional, own.named, names & own.named.keys()).with_past(past)
+            for own, names in zip(recorded, self._cache_names)
+        ]
 
     def _run_base(self, arguments: Mapping[str, Tensor], positions: Tensor) -> None:
         unmasked = _unmasked(positions)
@@ -214,6 +224,30 @@ def _without_hooks(own: Any) -> type[nn.Module]:
     return type(own.__name__, (own,), {"__call__": call, "__module__": own.__module__})
 
 
+def cache_names(module: nn.Module) -> frozenset[str]:
+    """Return the parameters of a module that stand for a cache, by their annotations.
+
+    Releases of `transformers` call them `past_key_values`, `cache_params`, `layer_past`, or `cache`.
+    """
+    annotations = _annotations(type(module))  # type: ignore[arg-type]  # a class is hashable
+    return frozenset(name for name, annotation in annotations.items() if _CACHE.search(annotation))
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """Return the names of what a module's forward pass takes, in their order."""
+    return list(_annotations(type(module)))  # type: ignore[arg-type]  # a class is hashable
+
+
+@cache
+def _annotations(module_class: Any) -> dict[str, str]:
+    """Return what the forward pass of a class takes, and the texts of its annotations."""
+    try:
+        parameters = list(signature(module_class.forward).parameters.values())
+    except (TypeError, ValueError):  # a function without a signature
+        return {}
+    return {own.name: "" if own.annotation is Signature.empty else str(own.annotation) for own in parameters[1:]}
+
+
 def _is_layer_input(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
 
@@ -264,6 +298,8 @@ def _unmasked(positions: Tensor) -> dict[str, Any]:
     return {"attention_mask": mask, "use_cache": False}
 
 
+# An annotation such as `transformers.cache_utils.Cache | None`.
+_CACHE = re.compile(r"\bCache\b")
 _UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+)")
 
 

@@ -7,14 +7,15 @@ decode, with the states before. Its linear layers are used once for all tokens, 
     each group     the module, with what these gave; states before -> states behind
     all tokens     the linear layer of its output
 
-What modules ask of a cache, and how states change, is `transformers`' own code (`LinearAttentionLayer`).
+What modules ask of a cache, and how states change, is `transformers`' own code (`LinearAttentionLayer`). Some modules
+drop the states before when they are given several tokens (Jamba): these are given the tokens one after the other.
 
 Shapes: T tokens, t of them, B sequences, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,12 +40,11 @@ class StateCache(PastOfTokens):
         self._layer: Any = LinearAttentionLayer(number_of_states=_MAX_STATES)
         self._on_state = on_state
 
-    def begin(self, mixer: Mixer, states: Tensor, dtype: torch.dtype) -> None:
-        """Begin with states [B, elements]; dtype: of convolutions' inputs."""
-        first, layer = 0, self._layer
-        for state, size in zip(mixer.states, mixer.sizes):
-            values = states[:, first : first + size].reshape(len(states), *state.shape)
-            first += size
+    def begin(self, kept: Sequence[SequenceState], states: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Begin with these states, each [B, elements]; dtype: of convolutions' inputs."""
+        layer = self._layer
+        for state, own in zip(kept, states):
+            values = own.reshape(len(own), *state.shape)
             layer.has_previous_state[state.number] = True
             if state.kind == "conv":
                 layer.conv_states[state.number] = values.to(dtype, copy=True)
@@ -93,6 +93,19 @@ class StateCache(PastOfTokens):
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
+    # ---- as transformers 5.20 asks ----
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        self._on_state()
+        return any(self._layer.has_previous_state.values())
+
+    @property
+    def layers(self) -> StateCache:
+        return self
+
+    def __getitem__(self, layer_idx: int) -> Any:
+        return self._layer
+
 
 class MixerRunner:
     """One module that keeps states, called with all tokens of a batch.
@@ -129,12 +142,12 @@ class MixerRunner:
         self._projected = {path: product(path, hidden) for path in self.mixer.inputs}
         out: Tensor | None = None
         try:
-            for group in groups:
+            for group in _token_by_token(groups) if self.mixer.one_by_one else groups:
                 self._group = group
                 positions = torch.zeros((1, 1), dtype=torch.long, device=hidden.device)
                 cache = StateCache(positions)
                 if group.states is not None:
-                    cache.begin(self.mixer, group.states, hidden.dtype)
+                    cache.begin(self.mixer.states, group.states.split(self.mixer.sizes, 1), hidden.dtype)
                 arguments = [_for_group(value, group, cache, hidden) for value in positional]
                 words = {name: _for_group(value, group, cache, hidden) for name, value in named.items()}
                 words |= {name: None for name in words if name == "attention_mask"}
@@ -148,6 +161,31 @@ class MixerRunner:
             self._group, self._projected = None, {}
         assert out is not None
         return product(self.mixer.output, out[None]) if self.mixer.output else out[None]
+
+
+def _token_by_token(groups: Iterable[StateGroup]) -> Iterator[StateGroup]:
+    """Divide groups of several tokens that go on from a state: the first token of each, then the second, and so on."""
+    divided = []
+    for group in groups:
+        if group.states is None or group.one_each:
+            yield group
+        elif group.is_prefix:  # groups that come later go on from its state
+            yield from _steps([group])
+        else:
+            divided.append(group)
+    yield from _steps(divided)
+
+
+def _steps(groups: Sequence[StateGroup]) -> Iterator[StateGroup]:
+    places = {number: range(group.tokens.start, group.tokens.stop) for number, group in enumerate(groups)}
+    order = sorted(places, key=lambda number: len(places[number]), reverse=True)
+    states = torch.cat([groups[number].states for number in order]) if groups else torch.empty(0)  # type: ignore[misc]
+    for step in range(len(places[order[0]]) if groups else 0):
+        tokens = [places[number][step] for number in order if step < len(places[number])]
+        behind = states[: len(tokens)]  # the longest come first
+        yield StateGroup(torch.tensor(tokens, device=states.device), True, behind, behind.copy_)
+    for place, number in enumerate(order):
+        groups[number].keep(states[place : place + 1])
 
 
 def _for_group(value: Any, group: StateGroup, cache: StateCache, hidden: Tensor) -> Any:

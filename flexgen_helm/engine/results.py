@@ -22,7 +22,7 @@ class Computing(Protocol):
     def computed_tokens(self) -> float: ...
 
 
-class Answers:
+class ResultCollector:
     """The results of one call of `Engine.run`, each reported as soon as it is known, and the progress towards them."""
 
     def __init__(

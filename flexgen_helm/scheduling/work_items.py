@@ -1,15 +1,11 @@
-"""In which order the batches of a pass meet the stages of the model. A schedule is data: no tensors, no torch.
-
-Every order visits the stages of a batch in sequence. Orders differ in how often the weights of a stage are needed
-anew, which is what offloading pays for.
-"""
+"""The work items of a pass in the order of a schedule, and the visits to weights that follow from it. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from flexgen_helm.planner.policy import Schedule
+from flexgen_helm.planner.schedules import Schedule
 
 
 @dataclass(frozen=True)
@@ -20,20 +16,9 @@ class WorkItem:
     batch: int
 
 
-def work_items(name: Schedule, num_stages: int, num_batches: int) -> list[WorkItem]:
-    """Return the items of one pass in the order of a schedule.
-
-    row: batch by batch, each through the whole model. Every weight is read once a batch; the hidden states of one
-        batch are alive.
-    zigzag, diagonal, prefill-only: stage by stage, each for all batches (the paper's block schedule, Algorithm 1).
-        Every weight is read once a pass; the hidden states of all batches are alive. They differ in who is in a
-        pass: a block that is full from its first step on (zigzag), sequences of all ages whose caches together fill
-        the memory (diagonal), or the whole data set, of which no sequence needs a second token (prefill-only).
-    """
-    stages, batches = range(num_stages), range(num_batches)
-    if name == "row":
-        return [WorkItem(stage, batch) for batch in batches for stage in stages]
-    return [WorkItem(stage, batch) for stage in stages for batch in batches]
+def work_items(schedule: Schedule, num_stages: int, num_batches: int) -> list[WorkItem]:
+    """Return the items of one pass in the order of a schedule."""
+    return [WorkItem(stage, batch) for stage, batch in schedule.order(num_stages, num_batches)]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Prompts are encoded once, though HELM and the plugin look at the tokens of each several times."""
+"""Encode each prompt once, though a harness looks at its tokens several times."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_CACHED_CHARACTERS = 32 * 2**20
 class PromptEncoder:
     """Token ids of texts without special tokens; the most recently used texts stay cached.
 
-    The cache is shared by HELM's window check, the submitted block, the client and HELM's token counts, in both
-    passes of `flexgen-helm run`. Safe to use from many threads.
+    Under HELM the window check, the submitted block, the client and the token counts share it, in both passes of
+    `flexgen-helm run`. Safe to use from many threads.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_characters: int = MAX_CACHED_CHARACTERS) -> None:

@@ -1,4 +1,4 @@
-"""The memory tiers of one engine, and the transfers between them.
+"""Transfers between the memory tiers of one engine.
 
 Transfers run in background threads: one thread for each direction of each kind, so that transfers of a kind and
 direction keep their order. An error of a transfer surfaces where its future is waited for.
@@ -28,8 +28,8 @@ Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
-class Tiers:
-    """The tiers, as the computing thread uses them. `to_device` and `to_host` may be called from any thread.
+class TransferManager:
+    """Moves bytes between tiers for the computing thread. Any thread may call `to_device` and `to_host`.
 
     device: computes.
     compute_tier: the tier of the device's memory: 'gpu', or 'cpu' on a machine without one.

@@ -1,0 +1,250 @@
+"""`flexgen-helm batch`: OpenAI's batch files, answered by the engine."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+
+import typer
+
+from flexgen_helm.cli.completion import complete_model
+from flexgen_helm.cli.console import read_input, say
+from flexgen_helm.cli.engine_flags import check_engine_flags
+from flexgen_helm.config import EngineOptions
+from flexgen_helm.errors import FlexgenError, RequestError, UsageError
+from flexgen_helm.harnesses.openai_formats import (
+    ApiError,
+    Asked,
+    EncodedPrompt,
+    Json,
+    error_body,
+    error_status,
+    parse_body,
+    to_body,
+    to_requests,
+)
+from flexgen_helm.progress import ProgressPhase, report
+
+if TYPE_CHECKING:
+    from flexgen_helm.service.models import ModelArguments, ModelReader
+    from flexgen_helm.service.service import Service
+
+_KEYS = {"custom_id", "method", "url", "body"}
+
+
+@dataclass(frozen=True)
+class _Line:
+    """An input line: what it asks, or why it cannot be answered.
+
+    identity: the same for the same line of the same file, and for no other.
+    """
+
+    identity: str
+    custom_id: str | None
+    asked: Asked | None = None
+    prompts: Sequence[EncodedPrompt] = ()
+    error: Exception | None = None
+
+
+def batch(
+    requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI's batch file; - reads stdin.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT.jsonl", help="File to write.")],
+    engine: EngineOptions,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Model that answers every line, whatever it names. Default: what the first line names.",
+            autocompletion=complete_model,
+        ),
+    ] = None,
+) -> None:
+    """Answer an OpenAI batch file, as OpenAI and vLLM's run-batch do.
+
+    A line is a JSON object, in the input and in the output, and the order is the same.
+
+    Keys of a line:
+      in   custom_id, method, url (/v1/completions or /v1/chat/completions), body
+      out  id, custom_id, response (status_code, request_id, body), error
+
+    A bad line fails alone, with its error in the response's body; the exit code is then 1. A field of the body that is
+    not supported is refused by name. Finished lines are appended to OUT.jsonl.partial. After an interruption the same
+    command goes on: what was computed comes from the response cache.
+
+    Example:
+      flexgen-helm batch requests.jsonl -o answers.jsonl --model smollm2-135m-instruct-q4_1
+    """
+    check_engine_flags(engine)
+    content = read_input("IN.jsonl", requests)
+    created = int(time.time() if str(requests) == "-" else requests.stat().st_mtime)
+    parsed = list(_parse(content))
+    name = model or next((line.asked.model for line in parsed if line.asked and line.asked.model), None)
+    if name is None and any(line.asked for line in parsed):
+        raise UsageError("no line names a model; give one with --model")
+    partial = out.with_name(out.name + ".partial")
+    with _output(partial) as output:
+        num_failed = _answer(parsed, name, model is not None, engine, created, output)
+    partial.replace(out)
+    if num_failed:
+        say(f"flexgen-helm: {num_failed} of {len(parsed)} lines failed; each says why in its response")
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _output(partial: Path) -> Iterator[TextIO]:
+    """Open the file of finished lines; it stays where there are any."""
+    try:
+        with _opened(partial) as output:
+            yield output
+    except BaseException:
+        if partial.is_file() and not partial.stat().st_size:
+            partial.unlink()
+        raise
+
+
+def _opened(partial: Path) -> TextIO:
+    try:
+        return open(partial, "w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"-o: {partial} cannot be written: {error.strerror}") from error
+
+
+# Reading
+
+
+def _parse(content: bytes) -> Iterator[_Line]:
+    seen: dict[str, int] = {}
+    for number, text in enumerate(content.split(b"\n"), start=1):
+        if not text.strip():
+            continue
+        identity, custom_id = hashlib.sha256(b"%d\n" % number + text).hexdigest()[:24], None
+        try:
+            line = _read_object(text, number)
+            custom_id = line.get("custom_id")
+            if not isinstance(custom_id, str) or not custom_id:
+                custom_id = None
+                raise ApiError(f"line {number} has no custom_id, which must be a text", "custom_id")
+            if (first := seen.setdefault(custom_id, number)) != number:
+                raise ApiError(f"custom_id of line {number} is that of line {first} too", "custom_id")
+            if unknown := sorted(set(line) - _KEYS):
+                raise ApiError(f"line {number} has {unknown[0][:60]!a}; known are {', '.join(sorted(_KEYS))}")
+            if line.get("method", "POST") != "POST":
+                raise ApiError(f"method of line {number} must be POST", "method")
+            yield _Line(identity, custom_id, parse_body(line.get("url", ""), line.get("body")))
+        except RequestError as error:
+            yield _Line(identity, custom_id, error=error)
+
+
+def _read_object(text: bytes, number: int) -> Json:
+    try:
+        line = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(f"line {number} is not JSON: {why}") from None
+    if not isinstance(line, dict):
+        raise ApiError(f"line {number} is not a JSON object")
+    return line
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+# Answering
+
+
+def _answer(
+    parsed: Sequence[_Line], name: str | None, answers_all: bool, engine: EngineOptions, created: int, output: TextIO
+) -> int:
+    """Write the answers of all lines in order; return how many failed."""
+    from flexgen_helm.service import process
+    from flexgen_helm.service.loaders import EngineLoader
+    from flexgen_helm.service.models import ModelReader
+    from flexgen_helm.service.service import Service
+
+    if name is None:  # no line can be answered
+        return sum(_write(output, line, _failure(line, line.error)) for line in parsed)
+    arguments, reader, service = _model_arguments(name, engine), ModelReader("batch"), Service(EngineLoader())
+    try:
+        reader.encoder(arguments)  # what no line could be answered without
+        service.preload(arguments)
+        lines = [_encoded(line, name, answers_all, arguments, reader) for line in parsed]
+        report(ProgressPhase("load", done=1, total=1))  # what this thread has opened, it needs no longer
+        with service.submit(arguments, [prompt.request for line in lines for prompt in line.prompts]):
+            return sum(
+                _write(output, line, _respond(line, name, arguments, service, reader, created)) for line in lines
+            )
+    finally:
+        if not service.close():  # in the middle of something: the process ends without it
+            atexit.register(process.close_at_exit, service.close, 130)
+
+
+def _model_arguments(name: str, engine: EngineOptions) -> ModelArguments:
+    from flexgen_helm.checkpoint import names
+    from flexgen_helm.service.models import ModelArguments
+
+    resolved = names.resolve(name)
+    path = resolved.path or (resolved.entry.name if resolved.entry is not None else resolved.hub_repo)
+    options: Any = {"precision": "fp16", **resolved.options, **engine}
+    arguments = ModelArguments(name, str(path), resolved.revision, options)
+    assert arguments.config  # refuses what cannot be, before anything is read
+    return arguments
+
+
+def _encoded(line: _Line, name: str, answers_all: bool, model: ModelArguments, reader: ModelReader) -> _Line:
+    """Return a line with its prompts encoded, or with why they cannot be."""
+    asked = line.asked
+    if asked is None:
+        return line
+    try:
+        if not answers_all and asked.model != name:
+            raise ApiError(
+                f"the model is {asked.model!a}, and this file's first line names {name!a}; a file asks one model, or "
+                "--model answers all lines", "model", "model_not_found", 404
+            )  # fmt: skip
+        chat = reader.chat(model) if asked.endpoint == "chat" else None
+        positions = reader.facts(model).max_positions
+        prompts = to_requests(asked, reader.encoder(model), chat, positions, line.custom_id or "")
+    except FlexgenError as error:
+        return _Line(line.identity, line.custom_id, error=error)
+    return _Line(line.identity, line.custom_id, asked, prompts)
+
+
+def _respond(
+    line: _Line, name: str, model: ModelArguments, service: Service, reader: ModelReader, created: int
+) -> tuple[int, Json]:
+    """Return status and body of the response to a line; waits for its answers."""
+    if line.asked is None:
+        return _failure(line, line.error)
+    results = [service.respond(model, prompt.request).result for prompt in line.prompts]
+    if failed := next((result.error for result in results if result.error is not None), None):
+        return _failure(line, failed)
+    tokenizer, identity = reader.encoder(model).tokenizer, line.identity
+    body = to_body(line.asked, line.prompts, results, tokenizer, model=name, identity=identity, created=created)
+    return 200, body
+
+
+def _failure(line: _Line, error: Exception | None) -> tuple[int, Json]:
+    assert error is not None
+    return error_status(error), error_body(error)
+
+
+def _write(output: TextIO, line: _Line, response: tuple[int, Json]) -> bool:
+    """Append a line; return whether it is an error."""
+    status, body = response
+    answer = {
+        "id": f"batch_req_{line.identity}",
+        "custom_id": line.custom_id,
+        "response": {"status_code": status, "request_id": f"req_{line.identity}", "body": body},
+        "error": None,
+    }
+    output.write(json.dumps(answer, allow_nan=False) + "\n")
+    output.flush()
+    return status != 200

@@ -1,0 +1,39 @@
+"""The digest of all that a result depends on besides the request."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.proof import values_digest
+from flexgen_helm.identity import text_of
+from flexgen_helm.quant.precisions import Precision
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
+
+# Part of every fingerprint: raised when a change of the code can change a result.
+RESULTS_VERSION = 5
+
+
+def engine_fingerprint(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    options: EngineConfig,
+    precision: Precision,
+    device_type: str,
+    dtype: torch.dtype,
+) -> str:
+    """Return the digest by which responses are cached: of all that a result depends on besides the request.
+
+    Where modules of `transformers` compute, their files are part of it.
+    """
+    vocabulary = None if tokenizer is None else tokenizer.fingerprint
+    code = (digest,) if (digest := values_digest(checkpoint.config)) else ()
+    unverified = ("unverified",) if options.unverified else ()
+    known = text_of(
+        (RESULTS_VERSION, checkpoint.fingerprint, vocabulary, precision.label, device_type, *code, *unverified)
+    )
+    # The dtype has no quotes, as torch prints it.
+    return hashlib.sha256(f"{known[:-1]}, {dtype})".encode()).hexdigest()

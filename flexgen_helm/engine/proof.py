@@ -1,0 +1,319 @@
+"""A model proves itself where it is opened: a small one of its kind equals `transformers`, or it is refused.
+
+    key            what decides: kind of configuration, class, files of transformers, our models/, torch
+    proved         by CI (`proved.json`), or here before (`proofs.json` in the home folder): nothing is computed
+    else           a small model runs, whole by `transformers` in float32, and by the engine
+    equal          remembered; else, with two of three seeds: refused by name
+
+The small model goes through the ways that an evaluation takes: prompts of mixed lengths, longer than its windows, of
+which some share a beginning; more than one block; several steps (docs/explanation/exactness.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.paths import read_state, state_dir, update_state
+from flexgen_helm.config import EngineConfig
+from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.progress import ProgressPhase, report, silenced
+from flexgen_helm.quant.precisions import FP16
+from flexgen_helm.request import GenerationRequest
+
+if TYPE_CHECKING:
+    from flexgen_helm.engine.engine import Engine
+
+TOLERANCE = 1e-4
+SEEDS = (0, 1, 2)
+# Standard deviation of the small model's weights, with which every part moves log-probabilities.
+_DEVIATION = 0.25
+# Sequences of a batch, and batches of a block: fewer than there are requests.
+_BLOCK = Policy(3, 2)
+_STEPS = 4
+_PROOFS, _SCRATCH = "proofs.json", "proof-"
+_TABLE = Path(__file__).with_name("proved.json")
+# Whether the engine that is opened here is itself part of a proof.
+_is_proving: ContextVar[bool] = ContextVar("is_proving", default=False)
+
+
+@dataclass(frozen=True)
+class ProofKey:
+    """What decides whether a model's values are right.
+
+    class_name: of `transformers`, or the architecture of a record of our own.
+    code: digest of `transformers`' files; "" where a record of our own computes.
+    kind: of the configuration (`kind_text`).
+    """
+
+    class_name: str
+    code: str
+    kind: str
+
+    @property
+    def digest(self) -> str:
+        """A name for all that decides; our own modules and PyTorch included."""
+        parts = (self.class_name, self.code, self.kind, own_digest(), torch.__version__.partition("+")[0])
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def proof_key(content: Mapping[str, Any], config: ModelConfig) -> ProofKey:
+    """content: of `config.json`."""
+    if config.generic is None:
+        return ProofKey(config.architecture, "", kind_text(content))
+    return ProofKey(config.generic.class_name, values_digest(config), kind_text(content))
+
+
+def values_digest(config: ModelConfig) -> str:
+    """Return the digest of the files of `transformers` that compute a model's values; "" if none does."""
+    if config.generic is None:
+        return ""
+    from flexgen_helm.models.generic.code_digest import code_digest
+
+    return code_digest(config.generic.class_name)
+
+
+@cache
+def own_digest() -> str:
+    """Return the digest of the modules of `models/`."""
+    folder = Path(__file__).parents[1] / "models"
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+@cache
+def proved_table() -> dict[str, Any]:
+    """Return `proved.json`: `digests` that CI has proved, and `tested`, releases by package."""
+    table: dict[str, Any] = json.loads(_TABLE.read_text(encoding="utf-8"))
+    return table
+
+
+def require_proof(checkpoint: Checkpoint, name: str, engine: type[Engine], unverified: bool = False) -> bool | None:
+    """Prove a model where that has not been done, and return whether it is; None where there is nothing to compare.
+
+    engine: computes the small model; it opens models itself, and so is no import of this module.
+    unverified: nothing is computed, and what is not proved passes.
+    Raises `UnprovedModelError` for a model that differs from `transformers`, or cannot be compared.
+    """
+    content = checkpoint.config_content
+    if content is None or _is_proving.get():  # GGUF files have no such configuration, dummy weights no values
+        return None
+    key = proof_key(content, checkpoint.config)
+    if is_proved(key):
+        return True
+    if unverified:
+        return False
+    with _alone():
+        if not is_proved(key):  # by another process meanwhile
+            report(ProgressPhase("prove", name))
+            _prove(key, content, checkpoint.config, name, engine)
+    return True
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Let other processes with the same home wait; in a home that cannot be written, each proves for itself."""
+    lock = FileLock(state_dir() / f"{_PROOFS}.running")
+    try:
+        state_dir().mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError:
+        yield
+        return
+    try:
+        for left in state_dir().glob(f"{_SCRATCH}*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        lock.release()
+
+
+def is_proved(key: ProofKey) -> bool:
+    return key.digest in proved_table()["digests"] or key.digest in read_state(_PROOFS)
+
+
+def _prove(key: ProofKey, content: Mapping[str, Any], config: ModelConfig, name: str, engine: type[Engine]) -> None:
+    differences: list[float] = []
+    for seed in SEEDS:
+        try:
+            differences.append(difference_of_miniature(content, config, seed, engine))
+        except Interrupted:
+            raise
+        except Exception as error:  # whatever building or running a model raises
+            reason = str(error).partition("\n")[0][:200] or type(error).__name__
+            raise _refusal(key, name, f"could not be compared with transformers' own forward pass: {reason}") from error
+        if not seed and differences[0] < TOLERANCE:
+            break
+    wrong = [own for own in differences if not own < TOLERANCE]
+    if len(wrong) > 1:
+        largest = max((own for own in wrong if math.isfinite(own)), default=math.nan)
+        raise _refusal(key, name, f"differs from transformers' own forward pass by up to {largest:.2g} nats")
+    proved = {"class": key.class_name, "difference": min(differences), **_versions()}
+    update_state(_PROOFS, lambda content: content.update({key.digest: proved}))
+
+
+def _refusal(key: ProofKey, name: str, what: str) -> UnprovedModelError:
+    versions = " and ".join(f"{package} {version}" for package, version in _versions().items())
+    known = proved_table()["tested"]
+    return UnprovedModelError(
+        f"{name} ({key.class_name}) is not computed with {versions}: a small model of its kind {what}; install "
+        f"transformers {known['transformers'][-1]} with torch {known['torch'][-1]}, which are tested, or add "
+        "--unverified to compute it all the same"
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {package: importlib.metadata.version(package) for package in ("transformers", "torch")}
+
+
+def difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, seed: int, engine: type[Engine]) -> float:
+    """Return the largest difference of a log-probability of a small model, `engine` against `transformers`.
+
+    Raises `FlexgenError` if no small model has every kind of layer.
+    """
+    with _quiet_transformers():
+        return _difference_of_miniature(content, config, seed, engine)
+
+
+def _difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, seed: int, engine: type[Engine]) -> float:
+    for cls, small in miniatures(content, config):
+        if _num_elements(cls, small) <= MAX_WEIGHTS:
+            with torch.random.fork_rng(devices=[]), _scratch() as folder:
+                model = _reference(cls, small, seed, Path(folder))
+                return _difference(model, _opened(Path(folder), config), requests(seed), engine)
+    raise FlexgenError(f"no small configuration has all {config.num_layers} layers' kinds")
+
+
+def _num_elements(cls: Any, config: Any) -> int:
+    with torch.device("meta"):
+        model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    return sum(own.numel() for own in (*model.parameters(), *model.buffers()))
+
+
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """Make a folder for the small model, in the home; where that cannot be written, in the system's."""
+    home = state_dir()
+    is_writable = home.is_dir() and os.access(home, os.W_OK)
+    return tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=home if is_writable else None)
+
+
+def _reference(cls: Any, config: Any, seed: int, folder: Path) -> Any:
+    """Save a random model in 16 bits; return it in float32, with the same values."""
+    torch.manual_seed(seed)
+    model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for tensor in model.state_dict(keep_vars=True).values():
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.normal_(0.0, _DEVIATION).half().float())
+    values = model.state_dict()
+    stored = {name: own.half() if own.is_floating_point() else own for name, own in values.items()}
+    model.save_pretrained(folder, state_dict=stored)
+    return model
+
+
+def requests(seed: int) -> list[GenerationRequest]:
+    """Prompts of mixed lengths around a window, some with a common beginning; more than a block has."""
+    draw = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(3, VOCABULARY - 3) for _ in range(count)]
+
+    shared = tokens(2 * WINDOW + 3)
+    prompts = [
+        tokens(1), [*shared, *tokens(5)], tokens(WINDOW - 1), [*shared, *tokens(1)], tokens(3 * WINDOW + 2),
+        [*shared, *tokens(2 * WINDOW)], tokens(2), tokens(WINDOW + 1), [*shared[:WINDOW], *tokens(6)],
+    ]  # fmt: skip
+    return [
+        GenerationRequest(prompt_token_ids=own, max_tokens=_STEPS, echo_logprobs=True, ignore_eos=True)
+        for own in prompts
+    ]
+
+
+def _opened(folder: Path, config: ModelConfig) -> Checkpoint:
+    """Open the small model's folder to be computed as the whole model is: by a record of ours, or by modules."""
+    if config.generic is None:
+        return open_checkpoint(folder)
+    from flexgen_helm.checkpoint.state_dict_checkpoint import StateDictCheckpoint
+
+    return StateDictCheckpoint(folder)
+
+
+def _difference(model: Any, checkpoint: Checkpoint, asked: Sequence[GenerationRequest], engine: type[Engine]) -> float:
+    with _proving():
+        options = EngineConfig(policy=_BLOCK, device="cpu")
+        device = torch.device("cpu")
+        with engine(checkpoint, None, options, name="", precision=FP16, device=device, link=None) as small:
+            small.share_every_beginning()
+            results = small.run(asked)
+    largest = 0.0
+    for request, result in zip(asked, results):
+        if result.error is not None:
+            raise FlexgenError(str(result.error))
+        prompt, answer = list(request.prompt_token_ids or ()), result.completions[0]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + list(answer.token_ids)])).logits[0].float()
+        logprobs = torch.log_softmax(logits, -1)
+        scores = [*(result.prompt_logprobs or ())[1:], *answer.logprobs]
+        tokens = torch.tensor([*prompt[1:], *answer.token_ids])
+        expected = logprobs[:-1].gather(1, tokens[:, None]).squeeze(1)
+        steps = logprobs[len(prompt) - 1 : -1]
+        greedy = steps.amax(1) - steps.gather(1, torch.tensor(answer.token_ids)[:, None]).squeeze(1)
+        found = torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float32)
+        largest = max(largest, *(_largest(own) for own in (found - expected, greedy)))
+    return largest
+
+
+def _largest(differences: Tensor) -> float:
+    """Return the largest one's size; infinite where a value is not finite, so that it equals nothing."""
+    return float(differences.abs().nan_to_num(nan=math.inf).max())
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep what `transformers` says of the small model from the terminal."""
+    from transformers.utils import logging
+
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _proving() -> Iterator[None]:
+    token = _is_proving.set(True)
+    try:
+        with silenced():
+            yield
+    finally:
+        _is_proving.reset(token)

@@ -1,0 +1,184 @@
+"""Log-probabilities of continuations: pairs become prompts to score, and their results scores. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flexgen_helm.errors import RequestError
+from flexgen_helm.request import GenerationRequest, GenerationResult
+from flexgen_helm.tokenizer.chat import ChatFormat
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
+
+Context = str | abc.Sequence[int] | abc.Sequence[Mapping[str, Any]]
+ScoredPair = tuple[Context, str | abc.Sequence[int]]
+
+
+class _LogprobAndGreedy(NamedTuple):
+    logprob: float
+    is_greedy: bool
+
+
+class Score(_LogprobAndGreedy):
+    """The score of a pair, a tuple (logprob, is_greedy).
+
+    logprob: natural logarithm of the continuation's probability behind its context; NaN where the pair failed.
+    is_greedy: every token of the continuation is the most probable one, so a temperature of 0 would draw it.
+    token_ids, token_logprobs: of the continuation.
+    error: why the pair failed, or None.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    token_logprobs: tuple[float, ...] = ()
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _EncodedPair:
+    context: list[int]
+    continuation: list[int]
+
+
+def score_pairs(
+    pairs: abc.Sequence[ScoredPair],
+    run: Callable[[abc.Sequence[GenerationRequest]], list[GenerationResult]],
+    tokenizer: Tokenizer | None,
+    chat: ChatFormat | None,
+    window: int,
+    truncate: bool,
+) -> list[Score]:
+    """Return the scores of pairs, in order; the arguments are those of `Engine.score`.
+
+    run: answers requests. window: positions of the model; one token more can be scored, for the last is never fed.
+    """
+    scores: dict[int, Score] = {}
+    requests: dict[int, tuple[GenerationRequest, int]] = {}
+    for place, pair in enumerate(pairs):
+        try:
+            encoded = _within(encode_pair(pair, tokenizer, chat), window, truncate)
+        except RequestError as error:
+            scores[place] = _failed(error)
+            continue
+        ids = [*encoded.context, *encoded.continuation]
+        request = GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True, echo_greedy=True)
+        requests[place] = request, len(encoded.continuation)
+    if requests:
+        results = run([request for request, _ in requests.values()])
+        for (place, (_, length)), result in zip(requests.items(), results):
+            scores[place] = _score(result, length)
+    return [scores[place] for place in range(len(pairs))]
+
+
+def encode_pair(pair: ScoredPair, tokenizer: Tokenizer | None, chat: ChatFormat | None) -> _EncodedPair:
+    """Return the ids of a pair, neither empty. Raises `RequestError` for what is no pair or cannot be encoded.
+
+    Source: `TemplateLM._encode_pair` of lm-evaluation-harness 0.4.
+    """
+    if isinstance(pair, str) or not isinstance(pair, abc.Sequence) or len(pair) != 2:
+        raise RequestError(f"a pair is (context, continuation), not {repr(pair)[:60]}")
+    context, continuation = pair
+    if isinstance(continuation, str):
+        encoded = _encode_text_behind(context, continuation, tokenizer, chat)
+    else:
+        encoded = _EncodedPair(_context_ids(context, tokenizer, chat), _ids("continuation", continuation))
+    first = encoded.context or ([] if tokenizer is None or tokenizer.first_id is None else [tokenizer.first_id])
+    following = encoded.continuation
+    if not first:
+        raise RequestError("the context is empty and the model names no token to begin a text with; give one token")
+    if not encoded.context and isinstance(continuation, str) and following[:1] == first:
+        following = following[1:]  # the text begins with the text of that token
+    if not following:
+        raise RequestError("the continuation has no tokens of its own, so there is nothing to score")
+    return _EncodedPair(first, following)
+
+
+def _encode_text_behind(
+    context: Context, continuation: str, tokenizer: Tokenizer | None, chat: ChatFormat | None
+) -> _EncodedPair:
+    known = _tokenizer(tokenizer)
+    if isinstance(context, str):
+        text = context.rstrip()
+        whole, alone = text + context[len(text) :] + continuation, text
+        if not text:
+            return _EncodedPair([], known.encode(whole, add_special_tokens=False))
+        ids, whole_ids = known.encode(alone), known.encode(whole)
+    elif _is_chat(context):
+        rendered = _rendered(context, chat)
+        assert chat is not None
+        ids, whole_ids = chat.encode_batch([rendered, rendered + continuation])
+    else:
+        ids = _ids("context", context)
+        return _EncodedPair(ids, known.encode(continuation, add_special_tokens=False))
+    #  whole          The capital of France is Paris
+    #  its ids        a b c d e f g                  the context alone has six ids, so g is scored behind them
+    return _EncodedPair(ids, whole_ids[len(ids) :])
+
+
+def _context_ids(context: Context, tokenizer: Tokenizer | None, chat: ChatFormat | None) -> list[int]:
+    if isinstance(context, str):
+        return _tokenizer(tokenizer).encode(context) if context else []
+    if _is_chat(context):
+        rendered = _rendered(context, chat)
+        assert chat is not None
+        return chat.encode_batch([rendered])[0]
+    return _ids("context", context)
+
+
+def _is_chat(context: Context) -> bool:
+    return isinstance(context, abc.Sequence) and len(context) > 0 and isinstance(context[0], Mapping)
+
+
+def _rendered(messages: Any, chat: ChatFormat | None) -> str:
+    if chat is None:
+        raise RequestError("this model has no chat template; send a text instead of messages")
+    return chat.render_messages(messages)
+
+
+def _ids(what: str, ids: Any) -> list[int]:
+    """Return a list of ids; whether each is in the vocabulary is checked with the request."""
+    if isinstance(ids, Mapping | bytes) or not isinstance(ids, abc.Iterable):
+        raise RequestError(f"the {what} is {repr(ids)[:60]}; it must be a text or a list of token ids")
+    return list(ids)
+
+
+def _tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise RequestError("this model has no tokenizer files, so texts cannot be scored; give token ids")
+    return tokenizer
+
+
+def _within(pair: _EncodedPair, window: int, truncate: bool) -> _EncodedPair:
+    """Return a pair of at most one token more than the window. Raises `RequestError`."""
+    most, length = window + 1, len(pair.context) + len(pair.continuation)
+    if length <= most:
+        return pair
+    if len(pair.continuation) > window:
+        raise RequestError(
+            f"the continuation has {len(pair.continuation)} tokens, beyond the model's window of {window} tokens"
+        )
+    if not truncate:
+        raise RequestError(
+            f"the pair has {length} tokens, beyond the {most} that a window of {window} tokens can score; shorten the "
+            "context, or pass truncate=True to drop its first tokens"
+        )
+    return _EncodedPair(pair.context[len(pair.continuation) - most :], pair.continuation)
+
+
+def _score(result: GenerationResult, length: int) -> Score:
+    if result.error is not None:
+        return _failed(result.error)
+    logprobs = [logprob for logprob in (result.prompt_logprobs or ())[-length:] if logprob is not None]
+    greedy = (result.prompt_greedy or ())[-length:]
+    assert len(logprobs) == len(greedy) == length
+    score = Score(math.fsum(logprobs), all(greedy))
+    score.token_ids, score.token_logprobs = result.prompt_token_ids[-length:], tuple(logprobs)
+    return score
+
+
+def _failed(error: Exception) -> Score:
+    score = Score(math.nan, False)
+    score.error = error
+    return score

@@ -1,0 +1,1 @@
+"""How requests of other harnesses become ours, and results theirs."""

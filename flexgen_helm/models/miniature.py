@@ -1,0 +1,282 @@
+"""Makes a configuration small: the same class and the same features, one period of its layers, narrow matrices.
+
+A model of such a configuration runs in a moment, whole by `transformers` and by the engine, so the two can be compared
+for any model, wherever it is opened (`engine/proof.py`). Torch and `transformers` are imported inside functions.
+
+    hidden size 8192, 64 heads of 128, 80 layers       hidden size 64, 4 heads of 16, 2 layers
+    window of 4096, every second layer                 window of 12, every second layer
+    rotation, caps, scales, biases, tying              the same
+
+What must not change with the size are features: which entries are there, which are zero, which are equal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flexgen_helm.models.architectures import architecture_by_modules, architecture_of_config
+from flexgen_helm.models.config import ModelConfig
+
+HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
+VOCABULARY, POSITIONS, WINDOW = 96, 128, 12
+# Layers that are tried: as many as have every kind of layer.
+_LAYER_COUNTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24)
+# More would take longer than somebody waits for.
+MAX_WEIGHTS = 6_000_000
+
+# Entries that are one size in every small configuration, where they are more than that.
+_SIZES: Mapping[str, int] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim"), HIDDEN),
+    **dict.fromkeys(("word_embed_proj_dim", "embedding_size"), HIDDEN // 2),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp"), 80),
+    **dict.fromkeys(("dense_intermediate_size", "mlp_dim", "dff", "block_ff_dim"), 80),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "expert_intermediate_size"), 40),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 48),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "moe_latent_size"), 48),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"), POSITIONS),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention", "window_size"), WINDOW),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "n_words"), VOCABULARY),
+    **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), 8),
+    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "gate_low_rank_dim"), 24),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "swa_v_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("global_head_dim", "swa_head_dim"), 2 * HEAD_DIM),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_selected_experts"), 2),
+    **dict.fromkeys(("n_group", "moe_router_num_groups"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_chunk_size", "chunk_size"), 8),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_num_groups"), 2),
+    **dict.fromkeys(("mamba_dt_rank", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("linear_num_value_heads",), 4),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 0),  # as many as are tried
+}
+# Of parts beside the language model: they are built, and not used.
+_SIZES_OF_OTHER_PARTS = dict(num_hidden_layers=1, num_blocks=1, num_attention_heads=4, image_size=28, patch_size=14)
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "swa_num_attention_heads")
+_KV_HEADS = (
+    "num_key_value_heads", "num_kv_heads", "n_head_kv", "num_global_key_value_heads", "swa_num_key_value_heads",
+)  # fmt: skip
+# Numbers of layers, which become layers of the small configuration.
+_NUMBERS_OF_LAYERS = {"mlp_only_layers", "attn_layer_indices", "moe_layers", "full_attn_idxs", "kv_shared_layer_index"}
+# Entries without influence on values, and those of tokens.
+_WITHOUT_INFLUENCE = {
+    "_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "use_cache",
+    "initializer_range", "initializer_factor", "init_std", "id2label", "label2id", "problem_type", "output_attentions",
+    "output_hidden_states", "return_dict", "chunk_size_feed_forward", "quantization_config", "gradient_checkpointing",
+    "task_specific_params", "finetuning_task", "tokenizer_class", "prefix", "torchscript", "pruned_heads",
+    "is_encoder_decoder", "cross_attention_hidden_size", "classifier_dropout", "router_jitter_noise",
+    "router_aux_loss_coef", "output_router_logits", "pretraining_tp", "model_type",
+}  # fmt: skip
+
+
+def kind_text(content: Mapping[str, Any]) -> str:
+    """Return what a `config.json` says besides sizes: two models of one kind compute by the same steps.
+
+    Numbers count as 0, 1, or others. Of what layers have each, the different ones count.
+    """
+    text = content.get("text_config")
+    own = {**content, **text} if isinstance(text, Mapping) else dict(content)
+    ties = sum(bool(own.get(name)) and own[name] == own.get(heads) for name in _KV_HEADS for heads in _HEADS)
+    names = own.get("architectures") or [""]
+    return json.dumps([str(names[0]), ties, _kind({key: own[key] for key in own if _matters(key)})], sort_keys=True)
+
+
+def _matters(name: str) -> bool:
+    return name not in _WITHOUT_INFLUENCE and not name.endswith(
+        ("_token_id", "_token_ids", "dropout", "_pdrop", "_config")
+    )
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _kind(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        kinds = {json.dumps(_kind(inner), sort_keys=True) for inner in value}
+        return sorted(kinds)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value
+    return value if value in (0, 1) else "n"
+
+
+def miniatures(content: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple[Any, Any]]:
+    """Yield the class of `transformers` and small configurations of it that have every kind of layer of `config`.
+
+    content: of `config.json`.
+    """
+    from flexgen_helm.models.generic.empty_model import class_and_config
+
+    find = architecture_of_config if config.generic is None else architecture_by_modules
+    cls, own = class_and_config(json.dumps(content))
+    full = own.to_dict()
+    kinds = layer_kinds(config)
+    for layers in _layers_tried(full, config.num_layers):
+        try:
+            small = type(own)(**small_config(full, layers))
+            entries = json.loads(small.to_json_string()) | {"architectures": [cls.__name__]}
+            found = layer_kinds(find(entries).read_config(entries))
+        except Exception:  # a configuration class raises whatever its entries lead to
+            continue
+        if found == kinds:
+            yield cls, small
+
+
+def layer_kinds(config: ModelConfig) -> frozenset[Any]:
+    """Return what distinguishes the layers of a model, apart from their sizes."""
+    return frozenset(_layer_kind(config, layer) for layer in range(config.num_layers))
+
+
+def _layer_kind(config: ModelConfig, layer: int) -> Any:
+    window, generic = config.window(layer), config.generic
+    common = window is None, window is not None and window.is_chunked, config.moe(layer) is None
+    if generic is None:
+        return *common, config.layer_rope(layer) == config.rope
+    kind = generic.kind(layer)
+    mixer = (
+        None if kind.mixer is None else (kind.mixer.path, kind.mixer.inputs, kind.mixer.output, kind.mixer.one_by_one)
+    )
+    names = tuple(name for name, _ in (*kind.matrices, *kind.others))
+    reads = any(layer in shared.readers for shared in generic.shared_keys)
+    return *common, names, tuple(own.path for own in kind.experts), mixer, kind.attends, reads
+
+
+def _layers_tried(full: Mapping[str, Any], count: int) -> Iterator[list[int]]:
+    """Yield the layers of the whole model that the small one has: the first of each kind, or a beginning."""
+    lists = _layer_lists(full, count)
+    shared = count - (full.get("num_kv_shared_layers") or 0)
+    signatures = [(layer >= shared, *(json.dumps(own[layer]) for own in lists.values())) for layer in range(count)]
+    first = sorted({signatures.index(signature) for signature in signatures})
+    if lists and len(first) > 1:
+        yield first
+        yield sorted({*first, *(layer + 1 for layer in first if layer + 1 < count)})
+    for number in _LAYER_COUNTS:
+        if number <= count:
+            yield list(range(number))
+    if count <= _LAYER_COUNTS[-1]:
+        yield list(range(count))
+
+
+def _layer_lists(full: Mapping[str, Any], count: int) -> dict[str, Sequence[Any]]:
+    """Return the entries that have a value for each layer."""
+    return {
+        name: value
+        for name, value in full.items()
+        if isinstance(value, (list, tuple)) and len(value) == count and name not in _NUMBERS_OF_LAYERS
+    }
+
+
+def small_config(full: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    """Return the entries of a small configuration with these layers of the whole one."""
+    count = next((full[name] for name in _LAYERS if isinstance(full.get(name), int)), len(layers))
+    small = {name: value for name, value in full.items() if name not in ("architectures", "dtype", "torch_dtype")}
+    for name, value in _layer_lists(full, count).items():
+        small[name] = [_smaller(name, value[layer]) for layer in layers]
+    for name in _NUMBERS_OF_LAYERS & full.keys():
+        if isinstance(full[name], (list, tuple)):
+            small[name] = [new for new, layer in enumerate(layers) if layer in full[name]]
+    for name, value in list(small.items()):
+        if not isinstance(value, (list, tuple)):
+            small[name] = _smaller(name, value)
+        if isinstance(value, Mapping) and "model_type" in value:  # a part that sees or hears
+            small[name] = {key: _smaller(key, inner) for key, inner in value.items()} | _SIZES_OF_OTHER_PARTS
+    for name in _LAYERS:
+        if isinstance(full.get(name), int):
+            small[name] = len(layers)
+    shared = full.get("num_kv_shared_layers")
+    if shared:
+        small["num_kv_shared_layers"] = sum(layer >= count - shared for layer in layers)
+    if isinstance(full.get("first_k_dense_replace"), int):
+        small["first_k_dense_replace"] = min(full["first_k_dense_replace"], 1)
+    if isinstance(full.get("moe_layer_end_index"), int):
+        small["moe_layer_end_index"] = len(layers) - 1
+    _set_heads(full, small)
+    _set_groups(full, small)
+    _set_states(full, small)
+    _set_rope(full, small)
+    return small
+
+
+def _smaller(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if name in _SIZES:
+        return _SIZES[name] if value > 1 else value
+    if name.endswith("_token_id"):
+        return min(value, 2)
+    return value
+
+
+def _set_heads(full: Mapping[str, Any], small: dict[str, Any]) -> None:
+    """Set the heads so that those which are as many as others stay so, and a head is as wide as it was or wider."""
+    heads = next((full[name] for name in _HEADS if isinstance(full.get(name), int)), HEADS)
+    for name in _HEADS:
+        if isinstance(full.get(name), int):
+            small[name] = HEADS
+    for name in _KV_HEADS:
+        if isinstance(full.get(name), int):
+            small[name] = HEADS if full[name] >= heads else 1 if full[name] == 1 else HEADS // 2
+    hidden = next((full[name] for name in ("hidden_size", "d_model", "n_embd") if isinstance(full.get(name), int)), 0)
+    if isinstance(full.get("head_dim"), int):
+        narrow = hidden and full["head_dim"] * heads == hidden
+        small["head_dim"] = HEAD_DIM if narrow else HEAD_DIM + 8
+        if "qk_rope_head_dim" in full and "kv_lora_rank" in full:
+            parts = ("qk_rope_head_dim", "qk_nope_head_dim")
+            is_sum = full["head_dim"] == sum(full[part] for part in parts)
+            small["head_dim"] = sum(small[part] for part in parts) if is_sum else small["qk_rope_head_dim"]
+    if isinstance(full.get("query_pre_attn_scalar"), (int, float)):
+        small["query_pre_attn_scalar"] = 20
+
+
+def _set_groups(full: Mapping[str, Any], small: dict[str, Any]) -> None:
+    """Experts are selected in groups, as many of them as before or fewer than there are."""
+    if isinstance(full.get("topk_group"), int) and isinstance(full.get("n_group"), int):
+        small["topk_group"] = small["n_group"] if full["topk_group"] == full["n_group"] else 1
+    for name in ("word_embed_proj_dim", "embedding_size"):
+        if full.get(name) is not None and full[name] == full.get("hidden_size"):
+            small[name] = HIDDEN
+
+
+def _set_states(full: Mapping[str, Any], small: dict[str, Any]) -> None:
+    """Heads of Mamba are as wide together as what they are given."""
+    expand = full.get("mamba_expand") or full.get("expand") or 2
+    inner = int(expand * HIDDEN)
+    for name in ("mamba_n_heads", "mamba_num_heads"):
+        if isinstance(full.get(name), int):
+            small[name] = inner // HEAD_DIM
+    if full.get("mamba_d_ssm") is not None:
+        small["mamba_d_ssm"] = inner
+    if "linear_num_key_heads" in full and full["linear_num_key_heads"] == full.get("linear_num_value_heads"):
+        small["linear_num_value_heads"] = small["linear_num_key_heads"]
+
+
+def _set_rope(full: Mapping[str, Any], small: dict[str, Any]) -> None:
+    """Rotations are stretched as before, from a context that prompts of a few dozen tokens reach."""
+    dim = small.get("head_dim") or HIDDEN // next((small[name] for name in _HEADS if name in small), HEADS)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(full.get(name), Mapping):
+            small[name] = _small_rope(full[name], int(dim), full)
+    if isinstance(full.get("original_max_position_embeddings"), int):
+        small["original_max_position_embeddings"] = POSITIONS // 2
+
+
+def _small_rope(rope: Mapping[str, Any], dim: int, full: Mapping[str, Any]) -> dict[str, Any]:
+    if any(isinstance(value, Mapping) for value in rope.values()):  # of each kind of layer
+        return {
+            key: _small_rope(value, dim, full) if isinstance(value, Mapping) else value for key, value in rope.items()
+        }
+    small = dict(rope)
+    rotated = int(dim * (rope.get("partial_rotary_factor") or full.get("partial_rotary_factor") or 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        if isinstance(rope.get(name), (list, tuple)):
+            small[name] = [rope[name][len(rope[name]) * pair // rotated] for pair in range(rotated)]
+    if isinstance(rope.get("mrope_section"), (list, tuple)):
+        parts = len(rope["mrope_section"])
+        small["mrope_section"] = [rotated - (parts - 1) * (rotated // parts), *[rotated // parts] * (parts - 1)]
+    if isinstance(rope.get("original_max_position_embeddings"), int):
+        long = rope.get("rope_type", rope.get("type")) in ("longrope", "su", "dynamic")
+        small["original_max_position_embeddings"] = POSITIONS // (2 if long else 4)
+    return small

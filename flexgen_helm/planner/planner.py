@@ -1,0 +1,176 @@
+"""The planner of one engine (`policy='auto'`): `place` its weights once, `plan` each run, `learn` from each.
+
+Weights are placed once, before requests are known, for a workload that is typical of evaluation suites. Block, cache
+and hidden states are planned for the lengths of every run, with rates that earlier runs have corrected: the machine
+may be busier, or faster, than when it was measured. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.hardware.profile import HardwareProfile
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.planner.layers import seconds_by_layers
+from flexgen_helm.planner.learning import corrected, corrections
+from flexgen_helm.planner.linear_program import Solution
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.placement import StorageSizes, Tier
+from flexgen_helm.planner.plan import planning_problem
+from flexgen_helm.planner.policy import Choices, Policy
+from flexgen_helm.planner.predict import CostEstimate, predict
+from flexgen_helm.planner.problem import PlanningProblem
+from flexgen_helm.planner.run_memory import RunSize
+from flexgen_helm.planner.run_plan import RunPlan, plan_run
+from flexgen_helm.planner.schedules import AUTOMATIC, Schedule
+from flexgen_helm.planner.search import search
+from flexgen_helm.planner.weight_placement import Placement, leaving_room, place_weights, require_least_memory
+from flexgen_helm.planner.workload import Workload
+from flexgen_helm.quant.precisions import Precision
+from flexgen_helm.request import MemoryLimits
+
+# Before requests are known: few-shot prompts, short answers, and enough of them to fill every block.
+TYPICAL_WORKLOAD = Workload.uniform(512, 32, 1)
+# Unplanned runs longer than this measure the machine, so that a prediction can be reported; measuring takes half of it.
+_MEASURE_FROM_S = 60.0
+
+
+class ProfileSource(Protocol):
+    """Where the planner has the machine's rates from."""
+
+    @property
+    def pins_host_memory(self) -> bool:
+        """Whether the driver has pinned all host memory so far."""
+
+    def profile(self, measure: bool) -> HardwareProfile | None:
+        """Return the machine's profile; None if it cannot be measured, or has not been and `measure` is false."""
+
+
+class Planner:
+    """Decides for one engine where weights rest and how each run goes, by the user's choices, or searched.
+
+    searches: block, cache and hidden states of runs are searched for their lengths.
+    """
+
+    def __init__(
+        self, config: ModelConfig, precision: Precision, machine: Machine, choices: Choices, source: ProfileSource
+    ) -> None:
+        """config: of the whole model."""
+        self._config, self._precision, self._machine, self._choices = config, precision, machine, choices
+        self._source = source
+        self._part, self._stages = config, 1.0
+        self._profile: HardwareProfile | None = None  # with what runs have taught
+        self._expert_skew = 0.0
+        self._placement: Placement | None = None
+        self.searches = False
+
+    def take_layers(self, part: ModelConfig) -> None:
+        """Plan for a rank of a pipeline that has these of the model's layers, from now on."""
+        self._part, self._stages = part, self._config.num_layers / part.num_layers
+
+    def seconds_by_layers(self, rank: int, num_ranks: int) -> list[float]:
+        """Predict a decode step with 1, 2, … layers on this rank; empty without a profile."""
+        if self._rates() is None:
+            return []
+        return seconds_by_layers(self._problem(TYPICAL_WORKLOAD, endless=True), rank, num_ranks, self._choices.policy)
+
+    def place(self, name: str) -> Placement:
+        """Place the weights: by the user's policy, by the rule of thumb if they fit, else as a search finds them.
+
+        name: of the model, for messages.
+        Raises `MemoryLimitError` with the missing bytes.
+        """
+        model, machine, policy = StorageSizes(self._part, self._precision), self._machine, self._choices.policy
+        if policy is None:
+            require_least_memory(model, machine, name)
+        placement = place_weights(model, machine, policy)
+        self.searches = policy is None and (placement.streams_weights or self._choices.max_latency is not None)
+        if self.searches and (found := self._search(TYPICAL_WORKLOAD, None)) is not None:
+            placement = place_weights(model, machine, leaving_room(found.policy, model, machine))
+        self._placement = placement
+        return placement
+
+    def plan(self, size: RunSize, free: Mapping[Tier, int], schedule: Schedule | None = None) -> RunPlan:
+        """Plan a run on the placed weights.
+
+        free: bytes left on each tier.
+        schedule: one that must be followed although it was not asked for.
+
+        Raises `MemoryLimitError` if not even one sequence has room.
+        """
+        assert self._placement is not None
+        solution = None
+        if self.searches and size.workload is not None and schedule is None:
+            solution = self._block(size.workload, self._placement)
+        choices = replace(self._choices, schedule=schedule or self._choices.schedule)
+        return plan_run(self._placement, size, free, choices, solution)
+
+    def learn(
+        self, plan: RunPlan, drawn: Workload, at_once: int, record: Mapping[str, Any], *, is_whole: bool = True
+    ) -> CostEstimate | None:
+        """Predict the run that was made, and correct the rates by how far that is off; return None without a profile.
+
+        drawn: the lengths that sequences came to.
+        at_once: most sequences of a pass.
+        record: of the run.
+        is_whole: nothing is learnt from one rank of a pipeline: what it waited for says little about its rates.
+        """
+        rates = self._rates(measure=self.searches or record["latency_s"] > _MEASURE_FROM_S)
+        if rates is None:
+            return None
+        prediction = predict(self._problem(drawn), plan.comparable_policy(at_once), plan.schedule)
+        if is_whole:
+            if record.get("experts") is not None:
+                self._expert_skew = record["experts"]["skew"]
+            self._profile = corrected(rates, corrections(prediction, record))
+        return prediction
+
+    @property
+    def product_flops(self) -> float:
+        """Rate of the fastest product that predictions are made with."""
+        problem = self._problem(TYPICAL_WORKLOAD)
+        return problem.hardware.compute_processor.matmul_flops[problem.compute_dtype].best
+
+    def _rates(self, measure: bool = True) -> HardwareProfile | None:
+        if self._profile is None:
+            self._profile = self._source.profile(measure)
+        return self._profile
+
+    def _problem(self, workload: Workload, endless: bool = False) -> PlanningProblem:
+        """Return the planning problem of a workload; endless: it goes on for ever."""
+        assert self._profile is not None
+        machine = self._machine
+        problem = planning_problem(
+            self._config,
+            self._profile,
+            workload,
+            precision=self._precision,
+            storage_dtype=machine.compute_dtype,
+            limits=MemoryLimits(machine.limits["gpu"], machine.limits["cpu"], machine.limits["disk"]),
+            overlap=machine.overlap,
+            cpu_attention=machine.cpu_attention,
+            endless=endless,
+            pins_host_memory=self._source.pins_host_memory,
+        )
+        return replace(problem, stages=self._stages, expert_skew=self._expert_skew)
+
+    def _block(self, workload: Workload, placement: Placement) -> Solution | None:
+        """Search batching and cache placement of a run; None without a profile or a feasible policy."""
+        return self._search(workload, Policy(1, 1, wg=placement.shares["gpu"], wc=placement.shares["cpu"]))
+
+    def _search(self, workload: Workload, weights: Policy | None) -> Solution | None:
+        """Search a policy; weights: one whose weights are loaded already. Without, the workload goes on for ever."""
+        if self._rates() is None:
+            return None
+        schedule, max_latency = self._choices.schedule, self._choices.max_latency
+        schedules = AUTOMATIC if schedule is None else (schedule,)
+        try:
+            problem = self._problem(workload, endless=weights is None)
+            return search(problem, schedules, max_latency=max_latency, fixed=weights)
+        except MemoryLimitError:
+            if max_latency is not None:
+                raise
+            return None

@@ -1,0 +1,202 @@
+"""Place the weights when a model is loaded: by a policy, or by a rule of thumb where none is known.
+
+The rule of thumb:
+
+- Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is enough, else as stored.
+- Otherwise a staging ring (`planner.staging`) is set aside. Of the rest, weights take half (three quarters on a gpu,
+  whose cache goes to the host). The next weights take half of the host's limit, the others go to the disk. Of a
+  mixture, experts go to the slowest tiers.
+- The cache is on the compute tier of a machine without a gpu, and in host memory of one with a gpu.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.planner.cache_sizes import cache_sizes
+from flexgen_helm.planner.constants import COPIES_SHARE
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.placement import (
+    TIERS,
+    Fractions,
+    StorageSizes,
+    Tier,
+    achieved_fractions,
+    limit_flag,
+    place,
+    tier_fractions,
+)
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.staging import loader_buffer_bytes, staging_sizes
+from flexgen_helm.units import exact_size
+
+# Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the host.
+_WEIGHTS_SHARE: Mapping[Tier, float] = {"gpu": 0.75, "cpu": 0.5}
+# Share of host memory for the next weights of a gpu.
+_HOST_WEIGHTS_SHARE = 0.5
+# Positions of a sequence that has room on the compute tier whatever the weights are: a prompt of a few examples.
+_LEAST_POSITIONS = 512
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the weights of a model rest on a machine, and where a run's cache and hidden states go if nothing is found.
+
+    weights: matrix name -> tier. Vectors are not named: they are on the compute tier.
+    cache, activations: fractions by tier.
+    staging_bytes: size of the staging ring, 0 if all weights are resident.
+    compute_copies: resident matrices are kept in the compute dtype.
+    expert_bytes: of the slots for offloaded experts.
+    """
+
+    model: StorageSizes
+    machine: Machine
+    weights: Mapping[str, Tier]
+    cache: Fractions
+    activations: Fractions
+    staging_bytes: int
+    compute_copies: bool
+    expert_bytes: int = 0
+
+    @cached_property
+    def shares(self) -> Fractions:
+        """Fractions of the weights by tier, as placed."""
+        return achieved_fractions(self.model.matrices, self.weights)
+
+    @property
+    def streams_weights(self) -> bool:
+        return self.all_staging_bytes > 0
+
+    @property
+    def all_staging_bytes(self) -> int:
+        return self.staging_bytes + self.expert_bytes
+
+
+def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None = None) -> Placement:
+    """Place the weights by a policy, or by the rule of thumb.
+
+    policy: without a gpu its gpu shares go to the cpu.
+
+    Raises `MemoryLimitError` with the missing bytes if the weights with their staging ring exceed a tier.
+    """
+    has_gpu, limits, compute_tier = machine.has_gpu, machine.limits, machine.compute_tier
+    sizes, compute_bytes = model.matrices, machine.compute_bytes
+    vector_bytes = model.vector_bytes(compute_bytes)
+    total, copy_bytes = sum(sizes.values()), model.num_values * compute_bytes
+    copies_fit = copy_bytes + vector_bytes <= COPIES_SHARE * limits[compute_tier]
+    staging = staging_sizes(model, limits[compute_tier])
+    on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}
+    resident = Placement(model, machine, place(sizes, on_compute_tier), on_compute_tier, on_compute_tier, 0, copies_fit)
+    left = limits[compute_tier] - total - vector_bytes
+    if policy is not None:
+        placed = place(sizes, tier_fractions(policy, "weights", has_gpu))
+        cache, activations = (tier_fractions(policy, kind, has_gpu) for kind in ("cache", "activations"))
+        used = staging.used(placed, compute_tier)
+        plan = Placement(
+            model, machine, placed, cache, activations, used.ring, copies_fit and not used.num_bytes, used.experts
+        )
+    elif left >= least_run_bytes(model, compute_bytes):
+        return resident
+    else:
+        in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
+        room = limits[compute_tier] - staging.num_bytes - least_run_bytes(model, compute_bytes)
+        resident_bytes = max(0.0, _WEIGHTS_SHARE[compute_tier] * room - vector_bytes)
+        host_bytes = _HOST_WEIGHTS_SHARE * limits["cpu"] if has_gpu else 0.0
+        placed = place(sizes, _streamed_fractions(resident_bytes / total, host_bytes / total, compute_tier))
+        used = staging.used(placed, compute_tier)
+        plan = Placement(model, machine, placed, in_host_memory, on_compute_tier, used.ring, False, used.experts)
+    needed = {tier: sum(sizes[name] for name, at in plan.weights.items() if at == tier) for tier in TIERS}
+    if plan.compute_copies:  # all weights are resident
+        needed[compute_tier] = copy_bytes
+    needed[compute_tier] += vector_bytes + plan.all_staging_bytes
+    if has_gpu and needed["disk"]:
+        needed["cpu"] += loader_buffer_bytes(model)
+    for tier in TIERS:
+        if needed[tier] > limits[tier]:
+            if policy is None and left >= 0:  # weights that leave little room for a run, and cannot be streamed either
+                return resident
+            raise MemoryLimitError(
+                f"the {tier} tier is limited to {exact_size(limits[tier])}, and the weights with their staging need "
+                f"{exact_size(needed[tier] - limits[tier])} more there: raise {limit_flag(tier)}"
+            )
+    return plan
+
+
+def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Policy:
+    """Return a searched policy with so few weights on the compute tier that a sequence can run beside them.
+
+    A search has room for the requests that it assumes, in sizes that whole matrices exceed.
+    """
+    staging, total = staging_sizes(model, machine.compute_limit), sum(model.matrices.values())
+    beside = _least_bytes(model, machine.compute_bytes) + staging.num_bytes
+    has_gpu = machine.has_gpu
+    while share := policy.wg if has_gpu else policy.wc:
+        placed = place(model.matrices, tier_fractions(policy, "weights", has_gpu))
+        taken = sum(size for name, size in model.matrices.items() if placed[name] == machine.compute_tier)
+        excess = taken + beside - machine.compute_limit
+        if taken in (0, total) or excess <= 0:
+            break
+        share = max(0.0, share - max(0.001, excess / total))
+        policy = replace(policy, wg=share) if has_gpu else replace(policy, wc=share)
+    return policy
+
+
+def _streamed_fractions(resident: float, host: float, compute_tier: Tier) -> Fractions:
+    """Place a share of the weights on the compute tier, the next in host memory behind it, the rest on the disk."""
+    resident = min(1.0, resident)
+    host = min(1.0 - resident, host)
+    rest = 1.0 - resident - host
+    if compute_tier == "cpu":
+        return {"gpu": 0.0, "cpu": resident, "disk": rest}
+    return {"gpu": resident, "cpu": host, "disk": rest}
+
+
+def least_run_bytes(model: StorageSizes, compute_bytes: int) -> int:
+    """Return what weights leave free on the compute tier, so that a sequence of `_LEAST_POSITIONS` can run at least.
+
+    It counts two layers of its cache, its residual window, and its hidden states; the cache may be on any tier.
+    """
+    config = model.config
+    sizes = cache_sizes(config, model.precision.cache, compute_bytes, on_disk=True)
+    positions = min(_LEAST_POSITIONS, config.max_positions)
+    hidden_bytes = config.state_size * compute_bytes
+    return sizes.window_bytes + positions * (2 * sizes.layer_bytes_per_token + hidden_bytes)
+
+
+def _least_bytes(model: StorageSizes, compute_bytes: int) -> int:
+    """Return the bytes of the compute tier that vectors and a short sequence take."""
+    return model.vector_bytes(compute_bytes) + least_run_bytes(model, compute_bytes)
+
+
+def least_limit(model: StorageSizes, compute_bytes: int) -> int:
+    """Return the bytes with which a sequence of some hundred tokens runs, its weights streamed or resident.
+
+    compute_bytes: of an element in the compute dtype.
+    """
+    beside = _least_bytes(model, compute_bytes)
+    limit = beside
+    # The staging ring grows with the limit, by less than the half of it.
+    while (needed := beside + staging_sizes(model, limit).num_bytes) > limit:
+        limit = needed
+    return min(limit, beside + sum(model.matrices.values()))
+
+
+def require_least_memory(model: StorageSizes, machine: Machine, name: str) -> None:
+    """Raise `MemoryLimitError` with all that a run needs, if not even the weights can pass through the compute tier.
+
+    What is only short of room for a long sequence passes: a run may have short ones.
+    """
+    limit, staging = machine.compute_limit, staging_sizes(model, machine.compute_limit).num_bytes
+    vector_bytes = model.vector_bytes(machine.compute_bytes)
+    if limit < vector_bytes + min(staging, sum(model.matrices.values())):
+        least = least_limit(model, machine.compute_bytes)
+        tier = machine.compute_tier
+        raise MemoryLimitError(
+            f"the {tier} tier is limited to {exact_size(limit)}, and {name} runs with {exact_size(least)} or more "
+            f"there, for its staging and a sequence of some hundred tokens: raise {limit_flag(tier)}"
+        )

@@ -1,0 +1,65 @@
+"""What HELM's run specs say of runs before they are made: names, repetitions, settings that differ."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from helm.benchmark.run_spec import RunSpec
+from helm.benchmark.runner import Runner
+from helm.common.general import asdict_without_nones
+
+from flexgen_helm.errors import UsageError
+from flexgen_helm.files import read_object
+from flexgen_helm.plugin import helm_patches
+from flexgen_helm.progress import Message, report
+from flexgen_helm.report.run_files import differing_settings
+from flexgen_helm.units import count
+
+
+def entry_of(run_spec: RunSpec) -> str:
+    """Return a run's name without its model, which is shown beside it."""
+    return re.sub(r"[,:]model=[^,]*", "", run_spec.name)
+
+
+def of_different_names(run_specs: Sequence[RunSpec]) -> list[RunSpec]:
+    """Return the runs without those that are given twice: a folder has one run.
+
+    Raises `UsageError` for two of one name that differ: HELM leaves many arguments of an entry out of the name.
+    """
+    known: dict[str, RunSpec] = {}
+    for run_spec in run_specs:
+        other = known.setdefault(run_spec.name, run_spec)
+        if other != run_spec:
+            differing = differing_settings(_adapter(other), _adapter(run_spec), " and ") or "in scenario or metrics"
+            raise UsageError(
+                f"two run entries make runs of one name, {run_spec.name}, which differ ({differing}): one would "
+                "replace the other; give each of them a --suite of its own"
+            )
+    if twice := len(run_specs) - len(known):
+        report(Message(f"{count(twice, 'run')} of the same name and content as another: each is made once"))
+    return list(known.values())
+
+
+def report_other_settings(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
+    """Tell the user of completed runs that `--skip-completed-runs` keeps though they were made with other settings."""
+    for run_spec in run_specs:
+        folder = Path(runner.runs_path) / run_spec.name
+        if (folder / helm_patches.LAST_FILE).is_file():
+            made = read_object(folder / helm_patches.FIRST_FILE).get("adapter_spec", {})
+            if differing := differing_settings(made, _adapter(run_spec), ", now "):
+                report(
+                    Message(
+                        f"{entry_of(run_spec)} was completed with other settings ({differing}) and is kept by "
+                        "--skip-completed-runs; leave that flag out to run it again"
+                    )
+                )
+
+
+def _adapter(run_spec: RunSpec) -> dict[str, Any]:
+    """Return a run's adapter spec as `run_spec.json` has it."""
+    content: dict[str, Any] = json.loads(json.dumps(asdict_without_nones(run_spec.adapter_spec)))
+    return content

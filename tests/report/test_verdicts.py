@@ -1,0 +1,339 @@
+"""Statistics that decide: against direct sums, other programs' formulas, and simulations from 50 instances on."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.optimize import minimize_scalar
+from scipy.stats import binom, multinomial, norm
+
+from flexgen_helm import cli
+from flexgen_helm.report.comparison import compare_suite, comparison_to_json
+from flexgen_helm.report.losses import LossChange
+from flexgen_helm.report.metrics import metric_named
+from flexgen_helm.report.paired import change_interval, paired_test
+from flexgen_helm.report.shares import (
+    _score,
+    equivalence_p_value,
+    inferiority_p_value,
+    instances_needed,
+    rounded,
+    score_interval,
+)
+from flexgen_helm.report.verdicts import equivalence, flips_between, holm, suite_equivalence
+from tests.helpers.flips import claims, draw_flips
+from tests.helpers.suites import accuracies, write_run
+
+ACCURACY, PERPLEXITY = metric_named("exact_match"), metric_named("target_perplexity")
+
+
+# ---- shares ----
+
+
+def direct_score(up: int, down: int, count: int, shift: float) -> float:
+    """The score statistic with its likelihood maximized by search."""
+
+    def loss(share: float) -> float:
+        same = max(count - up - down, 0)
+        return -float(
+            up * math.log(share + shift) + down * math.log(share) + same * math.log(max(1 - 2 * share - shift, 1e-300))
+        )
+
+    best = minimize_scalar(loss, bounds=(1e-9, (1 - shift) / 2 - 1e-9), method="bounded", options={"xatol": 1e-12}).x
+    return (up - down - count * shift) / math.sqrt(count * (2 * best + shift - shift**2))
+
+
+@pytest.mark.parametrize("up, down, count, shift", [(3, 1, 44, 0.05), (9, 2, 100, 0.01), (5, 40, 400, 0.02)])
+def test_the_score_is_that_of_the_largest_likelihood(up, down, count, shift):
+    assert float(_score(up, down, count, shift)) == pytest.approx(direct_score(up, down, count, shift), rel=1e-4)
+
+
+@pytest.mark.parametrize("lost, won, count", [(0, 0, 50), (1, 0, 50), (9, 2, 100), (2, 9, 100), (50, 0, 50), (0, 3, 3)])
+def test_the_interval_has_what_the_score_test_does_not_reject(lost, won, count):
+    low, high = score_interval(lost, won, count)
+    assert -1 <= low < high <= 1 and low <= (won - lost) / count <= high
+    assert score_interval(won, lost, count) == pytest.approx((-high, -low))
+    for end, up, down in ((high, won, lost), (-low, lost, won)):
+        if end < 1:
+            assert float(_score(up, down, count, end)) == pytest.approx(-norm.ppf(0.975), abs=1e-6)
+
+
+def test_no_flips_in_50_are_not_no_difference():
+    """For no flips the score equation is n d = z^2 (1 - d)."""
+    z = norm.ppf(0.975)
+    assert score_interval(0, 0, 50) == pytest.approx((-(z**2) / (50 + z**2), z**2 / (50 + z**2)))
+    right = np.ones(50)
+    assert change_interval(ACCURACY, right, right, right) == score_interval(0, 0, 50)
+    assert change_interval(metric_named("f1_score"), right / 2, right / 2, right) == score_interval(0, 0, 50)
+
+
+@pytest.mark.parametrize("count", [50, 500, 5000])
+@pytest.mark.parametrize("lost, won", [(0.0, 0.0), (0.01, 0.01), (0.02, 0.0), (0.0, 0.005), (0.06, 0.03)])
+def test_the_interval_covers(count, lost, won):
+    """Steps of small counts make it cover more or, as every score interval, at times a little less."""
+    found = draw_flips(np.random.default_rng(0), count, lost, won, 1500)
+    flips, times = np.unique(found, axis=0, return_counts=True)
+    ends = np.array([score_interval(int(a), int(b), count) for a, b in flips])
+    covers = (ends[:, 0] <= won - lost) & (won - lost <= ends[:, 1])
+    assert (covers * times).sum() / times.sum() > 0.93
+
+
+def test_the_p_value_is_the_largest_of_all_shares_of_flips():
+    """Against the sum over all outcomes, for a fine grid of the unknown share."""
+    count, margin = 30, 0.15
+    outcomes = np.array([(a, b) for a in range(count + 1) for b in range(count + 1 - a)])
+    scores = _score(outcomes[:, 0], outcomes[:, 1], count, margin)
+    shares = np.linspace(0, (1 - margin) / 2, 300)
+    for lost, won in ((0, 0), (1, 0), (2, 3), (0, 5), (4, 4)):
+        extreme = outcomes[scores <= float(_score(lost, won, count, margin)) + 1e-12]
+        counts = np.column_stack([extreme, count - extreme.sum(1)])
+        sums = [multinomial.pmf(counts, count, [q + margin, q, 1 - 2 * q - margin]).sum() for q in shares]
+        found = inferiority_p_value(lost, won, count, margin)
+        # Less only where the largest is for shares that the observed won rule out, which costs 0.0001.
+        assert found <= max(sums) + 2e-4 and found >= max(sums[: len(sums) * 2 // 3]) - 2e-3
+    assert inferiority_p_value(8, 0, count, margin) == 1.0
+    # Without flips it is the chance to see none.
+    assert inferiority_p_value(0, 0, 299, 0.01) == pytest.approx(0.99**299, abs=2e-4)
+    assert inferiority_p_value(0, 0, 299, 0.01) < 0.05
+    assert inferiority_p_value(0, 0, 298, 0.01) > 0.05
+
+
+@pytest.mark.parametrize("count", [50, 500, *(pytest.param(n, marks=pytest.mark.slow) for n in (2000, 5000))])
+@pytest.mark.parametrize("won", [0.0, 0.0005, 0.002, 0.005])
+def test_equivalence_is_claimed_in_at_most_5_percent_at_the_margin(count, won):
+    """Discordances of 1 to 2 %: with fewer the difference cannot be the margin."""
+    assert claims(count, 0.01, won + 0.01, won) <= 0.05
+
+
+def test_equivalence_of_5000_is_claimed_in_at_most_5_percent_at_the_margin():
+    found = draw_flips(np.random.default_rng(1), 5000, 0.0105, 0.0005, 1000)
+    flips, times = np.unique(found, axis=0, return_counts=True)
+    claimed = np.array([equivalence_p_value(int(a), int(b), 5000, 0.01) <= 0.05 for a, b in flips])
+    assert 0.02 < (claimed * times).sum() / times.sum() <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 1000)
+
+
+@pytest.mark.parametrize(
+    "flips", [0.001, 0.003, 0.01, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.02, 0.05))]
+)
+@pytest.mark.parametrize("margin", [0.01, 0.03])
+def test_as_many_instances_as_stated_decide(flips, margin):
+    count = instances_needed(flips, margin)
+    assert claims(count, margin, flips / 2, flips / 2) >= 0.8
+
+
+def test_the_stated_number_grows_as_it_must():
+    assert instances_needed(0.05, 0.01) == math.ceil(0.05 * (norm.ppf(0.95) + norm.ppf(0.9)) ** 2 / 1e-4 + 400) == 4682
+    assert instances_needed(0.0, 0.01) == 400 and instances_needed(0.05, 0.02) < 1400
+
+
+def test_scores_between_0_and_1_are_rounded_without_bias():
+    """Half a point each way: the rounded shares have the mean of the changes, so the exact test is one of the means."""
+    draw = np.random.default_rng(2)
+    base, other = draw.random(200_000), draw.random(200_000) * 0.9
+    lost, won = rounded(base, other)
+    assert (won - lost) / 200_000 == pytest.approx((other - base).mean(), abs=0.003)
+    right = np.array([1.0, 0, 1, 0, 1])
+    assert rounded(right, np.array([0.0, 1, 1, 0, 0])) == (2, 1)
+
+
+@pytest.mark.parametrize("count", [50, 500])
+def test_equivalence_of_partial_scores_keeps_the_level(count):
+    """A tenth of the instances loses a tenth: at the margin; scores of F1 that hardly change."""
+    draw = np.random.default_rng(3)
+    claimed = 0
+    for _ in range(200):
+        base = np.ones(count)
+        other = base - 0.1 * (draw.random(count) < 0.1)
+        verdict = equivalence(metric_named("f1_score"), base, other, base, None)
+        claimed += verdict.decision == "equivalent"
+    assert claimed / 200 <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
+
+
+# ---- perplexities ----
+
+
+def loss_changes(draw, count, mean, error_share, kind="normal"):
+    """Changes of the loss of documents of unequal lengths, whose total has a standard error of `error_share`."""
+    weights = draw.integers(500, 5000, count).astype(float)
+    noise = draw.normal(size=count) if kind == "normal" else draw.exponential(size=count) - 1
+    return LossChange(weights * (mean + error_share * math.sqrt(count) * noise), weights)
+
+
+@pytest.mark.parametrize("count, times", [(50, 300), (500, 60), pytest.param(5000, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["normal", "skewed"])
+def test_ratios_of_perplexities_cover_and_keep_the_level(count, times, kind):
+    draw, margin = np.random.default_rng(4), math.log1p(0.01)
+    covers = claimed = 0
+    for _ in range(times):
+        change = loss_changes(draw, count, margin, margin / 4, kind)
+        low, high = change.interval()
+        covers += low <= margin <= high
+        claimed += change.equivalence_p_value(margin) <= 0.05
+    noise = 2 * math.sqrt(0.05 * 0.95 / times)
+    assert covers / times >= 0.95 - noise and claimed / times <= 0.05 + noise
+
+
+def test_as_many_documents_as_stated_decide():
+    draw, margin = np.random.default_rng(5), math.log1p(0.01)
+    pilot = loss_changes(draw, 200, 0.0, margin / 2)
+    needed = pilot.documents_needed(margin)
+    per_document = margin / 2 * math.sqrt(200)
+    claimed = [
+        loss_changes(draw, needed, 0.0, per_document / math.sqrt(needed)).equivalence_p_value(margin) <= 0.05
+        for _ in range(40)
+    ]
+    assert needed > 200 and np.mean(claimed) >= 0.8 - 2 * math.sqrt(0.16 / 40)
+
+
+def test_few_documents_have_students_t():
+    d = np.array([0.5, -0.2, 0.1, 0.4])
+    ones = np.ones(4)
+    interval = change_interval(PERPLEXITY, d, 0 * d, ones)
+    half = 3.182446 * d.std(ddof=1) / 2
+    assert np.log(interval) == pytest.approx((d.mean() - half, d.mean() + half), rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 3, 12])
+def test_one_document_that_changes_by_thousands_of_nats_has_an_interval(count):
+    """Most samples of a dozen have it once or not at all; its perplexity is beyond a float."""
+    base, other = np.full(count, -10.0), np.full(count, -10.0)
+    other[0] = -9000.0
+    low, high = change_interval(PERPLEXITY, base, other, np.ones(count))
+    assert low < high == np.inf
+    verdict = equivalence(PERPLEXITY, base, other, np.ones(count), paired_test(base, other))
+    assert verdict.decision == "not decided" and verdict.needed > 1000
+
+
+def test_bits_and_ratios_are_one_change():
+    draw = np.random.default_rng(6)
+    base, words = -draw.normal(900, 90, 60), draw.integers(100, 300, 60).astype(float)
+    other = base - draw.normal(3, 2, 60)
+    ratio = change_interval(metric_named("byte_perplexity"), base, other, words)
+    bits = change_interval(metric_named("bits_per_byte"), base, other, words)
+    logs = change_interval(metric_named("logprob_per_byte"), base, other, words)
+    assert np.log2(ratio) == pytest.approx(bits) and np.log(ratio) == pytest.approx(-np.array(logs)[::-1])
+    plain = LossChange(base - other, words)
+    assert plain.standard_error == pytest.approx(
+        metric_named("logprob_per_byte").standard_error(base - other, words), rel=1e-12
+    )
+
+
+# ---- verdicts ----
+
+
+def judge(lost, won, count, **more):
+    base, other = np.ones(count), np.ones(count)
+    other[:lost] = 0
+    base[lost : lost + won] = 0
+    return equivalence(ACCURACY, base, other, np.ones(count), paired_test(base, other), **more)
+
+
+@pytest.mark.parametrize(
+    "lost, won, count, more, text",
+    [
+        (0, 0, 50, {}, "not decided: about 1,300 instances would decide if there were no difference"),
+        (0, 0, 50, {"has_all": True}, "this data set cannot decide: it has 50 instances, and about 1,300 would decide"),
+        (0, 0, 500, {}, "equivalent within 1 pp"),
+        (60, 60, 5153, {}, "equivalent within 1 pp"),
+        (100, 60, 5153, {}, "worse"),
+        (60, 100, 5153, {}, "better"),
+        (25, 3, 500, {"margin": 0.1}, "equivalent within 10 pp"),
+        (45, 25, 5153, {}, "equivalent within 1 pp"),
+        (80, 50, 2500, {"margin": 0.015}, "worse"),
+        (70, 50, 2400, {"margin": 0.015}, "not decided: the difference is too near to 1.5 pp for 2,400 instances"),
+    ],
+)
+def test_verdicts_in_words(lost, won, count, more, text):
+    assert judge(lost, won, count, **more).text == text
+
+
+def test_a_metric_without_a_margin_has_no_verdict():
+    values = np.array([2.0, 3.0])
+    assert equivalence(metric_named("ratings"), values, values, np.ones(2), None) is None
+    assert equivalence(ACCURACY, values[:1] / 4, values[:1] / 4, np.ones(1), None) is None
+    assert flips_between(values, values) is None and flips_between(values / 4, values / 5).lost == 2
+
+
+def test_holm_is_that_of_its_paper():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
+    assert holm([]) == [] and holm([0.05]) == [True] and holm([0.03, 0.03]) == [False, False]
+
+
+def test_a_suite_without_differences_is_called_worse_in_at_most_5_percent():
+    """Twelve entries of 300 instances, a thousand suites: the inverse is that uncorrected tests are wrong far more."""
+    found = draw_flips(np.random.default_rng(7), 300, 0.04, 0.04, 12_000)
+    p_values = np.minimum(1.0, 2 * binom.cdf(found.min(1), found.sum(1), 0.5)).reshape(1000, 12)
+    assert paired_test(np.r_[np.ones(9), np.zeros(2)], np.r_[np.zeros(9), np.ones(2)]).p_value == pytest.approx(
+        2 * binom.cdf(2, 11, 0.5)
+    )
+    assert np.mean([any(holm(list(row))) for row in p_values]) <= 0.05 < 0.2 < (p_values < 0.05).any(1).mean()
+
+
+def test_the_suite_is_equivalent_only_if_every_entry_is():
+    equal, open_, test = judge(0, 0, 500), judge(0, 0, 50), paired_test(np.ones(9), np.zeros(9))
+    assert suite_equivalence([], 0.01) is None
+    both = suite_equivalence([("a", equal, None, False), ("b", equal, None, False)], 0.01)
+    assert both.text == "equivalent everywhere, within 1 % or pp (2 run entries)"
+    some = suite_equivalence([("a", equal, None, False), ("b", open_, None, False)], 0.01)
+    assert some.text == "not decided: 1 of 2 run entries are equivalent, and none is worse (Holm's correction)"
+    worse = suite_equivalence([("a", equal, None, False), ("b", judge(9, 0, 9), test, True)], 0.01)
+    assert worse.text == "worse in 1 of 2 run entries (Holm's correction): b" and worse.worse == ["b"]
+    better = suite_equivalence([("b", judge(0, 9, 9), test, False)], 0.01)
+    assert better.worse == [] and better.text.startswith("not decided")
+
+
+# ---- the command ----
+
+
+@pytest.fixture
+def suite(tmp_path):
+    folder = tmp_path / "runs" / "mine"
+    for precision, wrong in (("fp16", []), ("4bit", [0, 1, 2])):
+        for name, count in (("mc:mode=a", 600), ("boolq", 40)):
+            right = np.ones(count)
+            right[wrong if count == 600 else []] = 0
+            adapter = {"max_eval_instances": 100}
+            write_run(folder, name, precision, {"exact_match": right.mean()}, accuracies(right), adapter=adapter)
+    return folder
+
+
+def test_json_has_flips_and_verdicts_and_keeps_its_keys(suite, tmp_path, capsys):
+    (model,) = compare_suite(suite)
+    assert cli.main(["compare", "-o", str(tmp_path), "--suite", "mine", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content == json.loads(json.dumps(comparison_to_json([model], "mine", "fp16")))
+    boolq, mc = content["models"]["tiny"]["comparisons"]
+    assert set(mc) >= {
+        "run", "metric", "precision", "instances", "baseline", "value", "kind", "change", "interval", "test"
+    }  # fmt: skip
+    assert (mc["flips"]["lost"], mc["flips"]["won"]) == (3, 0)
+    assert boolq["equivalence"]["decision"] == "cannot decide"  # 40 of the 100 that were asked for
+    assert mc["equivalence"]["decision"] == "not decided" and mc["equivalence"]["needed"] > 600
+    assert content["models"]["tiny"]["equivalence"]["4bit"]["entries"] == ["boolq", "mc:mode=a"]
+
+
+def test_the_margin_is_an_option(suite, tmp_path, capsys):
+    command = ["compare", "-o", str(tmp_path), "--suite", "mine"]
+    assert cli.main([*command, "--margin", "3"]) == 0
+    assert "equivalent within 3 pp" in capsys.readouterr().out
+    assert cli.main([*command, "--csv", "--margin", "3"]) == 0
+    frame = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    assert list(frame["equivalence.decision"]) == ["cannot decide", "equivalent"]
+    assert list(frame["flips.lost"]) == [0, 3]
+    assert cli.main([*command, "--margin", "0"]) == 2
+    assert "--margin 0 is not between 0 and 50" in capsys.readouterr().err
+
+
+def test_pools_are_judged_in_place_of_their_runs(tmp_path):
+    """Each subject is too small; all of them together are not."""
+    for subject in range(6):
+        for precision in ("fp16", "4bit"):
+            write_run(tmp_path, f"mmlu:subject={subject}", precision, {"exact_match": 1.0}, accuracies([1] * 100))
+    (model,) = compare_suite(tmp_path)
+    assert {each.equivalence.decision for each in model.comparisons} == {"not decided"}
+    assert model.verdicts["4bit"].text == "equivalent everywhere, within 1 % or pp (1 run entry)"

@@ -1,0 +1,146 @@
+"""The life of a request in docs/developers/architecture.md names every file that a request is handed through."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.planner.placement import StorageSizes
+from tests.helpers.forks import python
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny_models import TinyModel
+
+PAGE = ROOT / "docs/developers/architecture.md"
+# What a request becomes on its way, by class. HELM's own are Request and RequestResult.
+FORMS = [
+    "Request", "HelmRequest", "Job", "GenerationRequest", "EncodedRequests", "Sequence", "ScheduledTokens", "Batch",
+    "AttentionMetadata", "ScoredPosition", "SequenceOutput", "HeadOutput", "BatchOutput", "Completion",
+    "GenerationResult", "Response", "RequestResult",
+]  # fmt: skip
+# A file counts where one of its functions is given such an object, or a list or dictionary of them, or returns one.
+PROGRAM = """
+import json, sys, threading
+from helm.common.request import Request
+import flexgen_helm
+from flexgen_helm.plugin.client import FlexgenClient
+
+forms, root = set(json.loads(sys.argv[2])), flexgen_helm.__path__[0] + "/"
+files, met = set(), set()
+
+def form(value, depth=2):
+    name = type(value).__name__
+    if name in forms:
+        return name
+    items = [*value.values(), *value] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next(filter(None, (form(item, depth - 1) for item in items[:2])), None) if depth else None
+
+def profile(frame, event, returned):
+    code = frame.f_code
+    if event not in ("call", "return") or not code.co_filename.startswith(root):
+        return
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if event == "call" else ()
+    for value in (*map(frame.f_locals.get, names), returned):
+        if found := form(value):
+            met.add(found)
+            files.add(code.co_filename.removeprefix(root))
+
+client = FlexgenClient("flexgen/tiny", path=sys.argv[1], device="cpu")
+threading.setprofile(profile)
+sys.setprofile(profile)
+request = Request("flexgen/tiny", "flexgen/tiny", prompt="the quick fox", temperature=0, max_tokens=3, echo_prompt=True)
+result = client.make_request(request)
+sys.setprofile(None)
+assert result.success, result.error
+print(json.dumps([sorted(files), sorted(met)]))
+"""
+
+
+def listed(page: str) -> set[str]:
+    """The files in the table of the section."""
+    section = page.split("## The life of a request")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `(\S+)` \|", section, flags=re.MULTILINE))
+
+
+def test_the_page_lists_the_files_that_a_request_passes(tiny: Callable[[str], TinyModel], tmp_path: Path) -> None:
+    environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [*python("all"), "-c", PROGRAM, str(tiny("llama").path), json.dumps(FORMS)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    files, met = json.loads(done.stdout)
+    assert met == sorted(FORMS), "a form of a request has another name now"
+    page = PAGE.read_text()
+    assert listed(page) == set(files)
+    assert f"{len(files)} files" in page
+
+
+def test_a_file_that_is_not_listed_is_missed() -> None:
+    page = PAGE.read_text()
+    assert len(listed(page)) == len(listed(page.replace("| `service/service.py` |", "| service |"))) + 1
+
+
+def order_of_packages(page: str) -> list[str]:
+    """Packages from the bottom up, as the page's first table has them."""
+    return re.findall(r"^\| `(\w+)/` \|", page.split("Beside the package")[0], flags=re.MULTILINE)
+
+
+def climbs_of(work: Callable[[], object], order: list[str]) -> set[tuple[str, str]]:
+    """Calls of `work` from a package to one above it: what a lower one was given, it calls."""
+    root, climbs = f"{ROOT}/flexgen_helm/", set()
+
+    def package(path: str) -> str | None:
+        name = path.removeprefix(root).partition("/")[0]
+        return name if path.startswith(root) and name in order else None
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        callee, caller = package(frame.f_code.co_filename), frame.f_back
+        while caller is not None and not caller.f_code.co_filename.startswith(root):
+            caller = caller.f_back
+        called_by = None if caller is None else package(caller.f_code.co_filename)
+        is_call = event == "call" and not frame.f_code.co_name.startswith("<")  # generators are values
+        if is_call and callee and called_by and order.index(callee) > order.index(called_by):
+            climbs.add((called_by, callee))
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return climbs
+
+
+def test_the_walk_along_a_run_goes_up_where_the_page_says_so(tiny, tmp_path, monkeypatch) -> None:
+    """Streamed weights, so that the run is searched; and it is compared, so that it teaches."""
+    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
+    path, page = tiny("llama").path, PAGE.read_text()
+    limit = int(0.9 * sum(StorageSizes(read_model_config(path)[0]).matrices.values()))
+    prompts = [[2 + (5 * place + i) % 300 for i in range(12)] for place in range(9)]
+    asked = [GenerationRequest(prompt_token_ids=prompt, max_tokens=4) for prompt in prompts]
+    with Engine.from_pretrained(path, device="cpu", limits=MemoryLimits(cpu=limit), offload_dir=tmp_path) as engine:
+        climbs = climbs_of(lambda: engine.run(asked), order_of_packages(page))
+        assert engine.last_run["predicted_latency_s"] > 0 and "wc" in engine.last_run["policy"]
+    section = page.split("## The walk along `Engine.run`")[1].split("\n## ")[0]
+    assert climbs == set(re.findall(r"^\| `(\w+)/` calls `(\w+)/` \|", section, flags=re.MULTILINE))
+
+
+def test_a_call_upwards_is_seen() -> None:
+    """Turned upside down, the order makes a climb of a call that goes down."""
+    from flexgen_helm.planner.policy import Policy
+    from flexgen_helm.planner.predict import predict
+    from flexgen_helm.planner.schedules import ZIGZAG
+    from tests.helpers.planning_problems import small
+
+    order = order_of_packages(PAGE.read_text())
+    assert order.index("models") < order.index("planner")
+
+    def work() -> object:
+        return predict(small(200, 400), Policy(24, 1), ZIGZAG)
+
+    assert climbs_of(work, order) == set() and ("planner", "models") in climbs_of(work, order[::-1])
