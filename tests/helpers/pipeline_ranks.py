@@ -75,7 +75,7 @@ def run_ranks(folder: Path, num_ranks: int, job: Job) -> Ended:
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "FLEXGEN_HELM_HOME": str(folder / "home")},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     fault, outcomes = folder / "fault", folder / "outcomes.pickle"
     after = time.time() - float(fault.read_text()) if fault.is_file() else None
@@ -130,6 +130,7 @@ def _main(rank: Rank, folder: Path) -> None:
     from flexgen_helm.engine.pipeline import leave_pipeline
 
     job: Job = pickle.loads((folder / "job.pickle").read_bytes())
+    os.environ["FLEXGEN_HELM_HOME"] = str(folder / f"home{rank.number}")  # as if each had a machine of its own
     if job.hardware:
         os.environ[HARDWARE_VARIABLE] = job.hardware[rank.number]
     if rank.number:

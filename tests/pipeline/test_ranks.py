@@ -149,6 +149,15 @@ def test_a_rank_without_room_refuses_for_all_and_ranks_that_schedule_otherwise_s
     assert ended.code and "ranks 0 and 1 of the pipeline have scheduled different tokens" in str(outcome.error)
 
 
+def test_each_rank_proves_a_model_of_a_new_kind(tmp_path):
+    config = VARIANTS["llama"]()
+    config.an_entry_that_nobody_knows = 2.5
+    save_random(tmp_path / "model", config, seed=7)
+    ended = run_ranks(tmp_path, 2, Job([Case(tmp_path / "model", {}, workload(count=2))]))
+    assert ended.code == 0 and ended.outcomes[0].error is None, (ended.outcomes, ended.err)
+    assert [len(json.loads((tmp_path / f"home{rank}" / "proofs.json").read_text())) for rank in range(2)] == [1, 1]
+
+
 @pytest.mark.slow
 def test_models_that_run_by_modules_of_transformers(tmp_path):
     """Gemma 4 is divided between a layer and those that use its keys again; layers of Qwen3.5 keep states."""
