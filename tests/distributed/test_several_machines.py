@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ class Suite:
     def num_stored(self) -> int:
         total = 0
         for path in (self.folder / "home" / "journal").glob("*.sqlite"):
-            with sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30) as connection:
+            # Not read-only: after a kill, whoever opens the file first brings its log into it.
+            with closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True, timeout=30)) as connection:
                 total += connection.execute("SELECT count(*) FROM answers").fetchone()[0]
         return total
 
