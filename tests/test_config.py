@@ -82,7 +82,7 @@ def test_a_precision_may_be_a_record_of_formats():
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"precision": "3bit"}, "precision '3bit' is not available.*take one of fp16, fp16-s, 4bit"),
+        ({"precision": "3bit"}, "precision '3bit' is not available.*take one of fp16, fp16-s, 8bit"),
         ({"policy": "4x1,50,50"}, "not of the form"),
         ({"policy": 4}, "not of the form"),
         ({"precision": 4}, "precision 4 is not available"),

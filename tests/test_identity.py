@@ -75,7 +75,7 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", GOLDEN["precisions"])
 def test_labels_of_precisions_are_those_of_0_1_0(name: str) -> None:
     assert [PRECISIONS[name].label, PRECISIONS[name].weights_label] == GOLDEN["precisions"][name]
 

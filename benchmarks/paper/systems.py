@@ -65,8 +65,7 @@ class PaperProblem(PlanningProblem):
     def fetched_positions(self, tier: Tier, attended: float, stored: float) -> float:
         return attended
 
-    @property
-    def fused_rows(self) -> int:
+    def fused_rows(self, fmt: GroupFormat | None) -> int:
         return 0
 
     def conversions(self, batches: float) -> float:

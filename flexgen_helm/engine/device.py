@@ -20,12 +20,10 @@ from flexgen_helm.planner.problem import without_margin
 from flexgen_helm.request import MemoryLimits
 
 
-def open_device(
-    name: str, link_gb_s: tuple[float, float] | None, rank: Rank | None = None
-) -> tuple[torch.device, CopyEngine | None]:
+def open_device(name: str, link_gb_s: tuple[float, float] | None, rank: Rank) -> tuple[torch.device, CopyEngine | None]:
     """Return the compute device and its copy engine; None where the host computes.
 
-    rank: of a pipeline; each rank of a machine takes a GPU of its own.
+    rank: where there are several, each on a machine takes a GPU of its own.
     """
     if name == "sim":
         return compute_device(name), SimulatedCopyEngine(*(link_gb_s or (None, None)))
@@ -34,7 +32,7 @@ def open_device(
         return device, None
     if not torch.cuda.is_available():
         raise UsageError(f"device {name!r} was asked for and this machine has no usable GPU; take --device cpu")
-    if rank is not None:
+    if rank.size > 1:
         if rank.local_size > torch.cuda.device_count():
             raise UsageError(
                 f"{rank.local_size} processes were started on a machine with {torch.cuda.device_count()} GPUs; "

@@ -23,10 +23,11 @@ from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.device import compute_device, dtype_reason, open_device, prefer_float16, tier_capacities
 from flexgen_helm.engine.engine_profile import EngineProfile
+from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.fingerprint import engine_fingerprint
 from flexgen_helm.engine.layer_division import divide_among_ranks
-from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, Pipeline, joined_pipeline
+from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, process_exchange
 from flexgen_helm.engine.plan_of_ranks import plan_for_all_ranks
 from flexgen_helm.engine.proof import require_proof
 from flexgen_helm.engine.results import OnResult, ResultCollector
@@ -57,7 +58,7 @@ from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.quant.precisions import FP16, Precision, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
-from flexgen_helm.scheduling.lanes import divide, lane_limits, num_lanes
+from flexgen_helm.scheduling.lanes import into_lanes
 from flexgen_helm.scheduling.prefix_cost import prefix_cost
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from flexgen_helm.scheduling.prepare import drawn_workload, prepare, run_size
@@ -84,19 +85,19 @@ class Engine:
         precision: Precision,
         device: torch.device,
         link: CopyEngine | None,
+        exchange: Exchange,
         chat: ChatFormat | None = None,
         why_not_float16: str = "",
-        pipeline: Pipeline | None = None,
         is_proved: bool | None = None,
     ) -> None:
         """Load the weights.
 
+        exchange: with the ranks that have the model's other layers.
         is_proved: a small model of this kind equals `transformers` here; None where nothing was compared.
         why_not_float16: what keeps a bfloat16 checkpoint from being computed in float16, on a GPU without bfloat16.
-        pipeline: this process's rank, which has some of the layers; None where one process has all.
         """
         began = time.perf_counter()
-        self._pipeline, self.number = pipeline, 0 if pipeline is None else pipeline.num_engines
+        self._exchange, self.number = exchange, exchange.num_engines
         self.name, self.config, self.tokenizer, self.precision = name, checkpoint.config, tokenizer, precision.name
         self.chat = chat  # how prompts and messages are rendered, None without a tokenizer
         self.last_run: dict[str, Any] = {}
@@ -110,9 +111,7 @@ class Engine:
         folder = Path(options.offload_dir) if options.offload_dir is not None else state_dir() / "offload"
         if options.offload_dir is not None:
             require_writable(folder, "offload_dir")
-        capacities = tier_capacities(
-            options.limits, device, folder, 1 if pipeline is None else pipeline.rank.local_size
-        )
+        capacities = tier_capacities(options.limits, device, folder, exchange.rank.local_size)
         self._resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
         profile = EngineProfile(
             capacities,
@@ -126,11 +125,9 @@ class Engine:
         choices = Choices(options.fixed_policy, options.fixed_schedule, options.max_latency)
         self._planner = Planner(self.config, precision, machine, choices, profile)
         self._prefix_cost = prefix_cost(self.config, device.type)
-        self._part = self.config
-        if pipeline is not None:
-            ranges = divide_among_ranks(self.config, options, pipeline, self._planner, profile.name, device, capacities)
-            self._part = self.config.part(ranges[pipeline.rank.number])
-            self._planner.take_layers(self._part)
+        ranges = divide_among_ranks(self.config, options, exchange, self._planner, profile.name, device, capacities)
+        self._part = self.config.part(ranges[exchange.rank.number])
+        self._planner.take_layers(self._part)
         self.placement = self._planner.place(name)
         ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
         self._tiers = TransferManager(device, compute_tier, ledgers, link, folder, options.overlap)
@@ -200,27 +197,24 @@ class Engine:
         Raises `UnknownModelError`, `UnsupportedArchitectureError`, `CheckpointError`, `MemoryLimitError` and
         `UsageError`.
         """
-        pipeline = joined_pipeline()
-        if pipeline is None:
-            return cls._open(name_or_path, config, name, None)
-        with pipeline.lock:
-            pipeline.send_command(OpenEngine(name_or_path, config, name))
-            return cls._open_on_all_ranks(name_or_path, config, name, pipeline)
+        exchange = process_exchange()
+        with exchange.command(OpenEngine(name_or_path, config, name)):
+            return cls._open_on_all_ranks(name_or_path, config, name, exchange)
 
     @classmethod
     def _open_on_all_ranks(
-        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, pipeline: Pipeline
+        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, exchange: Exchange
     ) -> "Engine":
         """Open this rank's part of an engine; an error of one rank is raised on all, and none keeps its part."""
         try:
-            engine = cls._open(name_or_path, config, name, pipeline)
+            engine = cls._open(name_or_path, config, name, exchange)
         except FlexgenError as error:
-            pipeline.agree(error)
+            exchange.agree(error)
             raise
         finally:
-            pipeline.num_engines += 1
+            exchange.num_engines += 1
         try:
-            dtypes = pipeline.agree(engine._dtype)
+            dtypes = exchange.agree(engine._dtype)
             if len(set(dtypes)) > 1:
                 names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 raise UsageError(f"the ranks of the pipeline compute in {names}; take devices that compute alike")
@@ -235,7 +229,7 @@ class Engine:
         name_or_path: str | os.PathLike[str],
         config: EngineConfig,
         name: str | None,
-        pipeline: Pipeline | None,
+        exchange: Exchange,
     ) -> "Engine":
         precision = config.precision or FP16
         if isinstance(precision, str):
@@ -243,7 +237,7 @@ class Engine:
         resolved = resolve(name_or_path, config.revision)
         name = name or resolved.name
         report(ModelInUse(name, precision.name))
-        device, link = open_device(config.device, config.link_gb_s, None if pipeline is None else pipeline.rank)
+        device, link = open_device(config.device, config.link_gb_s, exchange.rank)
         checkpoint, tokenizer = _opened(resolved, config)
         if tokenizer is None and config.apply_chat_template is True:
             raise UsageError(f"the model {name} has no tokenizer files, and so no chat template")
@@ -259,9 +253,9 @@ class Engine:
                 precision=precision,
                 device=device,
                 link=link,
+                exchange=exchange,
                 chat=chat,
                 why_not_float16=why_not_float16,
-                pipeline=pipeline,
                 is_proved=is_proved,
             )
 
@@ -270,7 +264,7 @@ class Engine:
         except Float16Error as error:  # found while the weights were read
             checkpoint.read_as_float16(False)
             report(Message(f"products are in float32, which takes longer: {error}"))
-            _, link = open_device(config.device, config.link_gb_s, None if pipeline is None else pipeline.rank)
+            _, link = open_device(config.device, config.link_gb_s, exchange.rank)
             return load(link, f"the GPU has no bfloat16 products, and {error}")
 
     def share_every_beginning(self) -> None:
@@ -298,10 +292,7 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise FlexgenError("the engine is closed")
-            if self._pipeline is None:
-                return self._answer(requests, on_result, should_stop, progress)
-            with self._pipeline.lock:
-                self._pipeline.send_command(AnswerRequests(self.number, tuple(requests)))
+            with self._exchange.command(AnswerRequests(self.number, tuple(requests))):
                 return self._answer(requests, on_result, should_stop, progress)
 
     def score(self, pairs: Sequence[ScoredPair], *, truncate: bool = False) -> list[Score]:
@@ -332,8 +323,7 @@ class Engine:
         prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
         size = run_size(prepared.distinct, self._prefix_cost, self._planner.searches, self._cache_format)
         free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
-        plan_own, pipeline = partial(self._planner.plan, size, free), self._pipeline
-        plan = plan_own() if pipeline is None else plan_for_all_ranks(pipeline, plan_own)
+        plan, exchange = plan_for_all_ranks(self._exchange, partial(self._planner.plan, size, free)), self._exchange
         report(PlanLine(plan.describe(len(prepared.distinct))))
         cache = KVCache(
             self._part,
@@ -344,11 +334,11 @@ class Engine:
             cpu_attention=self._options.cpu_attention and self._tiers.compute_tier == "gpu",
             cache_format=self._cache_format,
             one_layer=plan.schedule.is_single_pass,
-            names_tiers=pipeline is None,
+            names_tiers=exchange.is_whole,
         )
         activations = ActivationStore(self._tiers, plan.activations)
         executor = Executor(
-            self._decoder, self._weights, cache, activations, self._device, self._threads, self._graphs, pipeline,
+            self._decoder, self._weights, cache, activations, self._device, exchange, self._threads, self._graphs,
             self._resident,
         )  # fmt: skip
         try:
@@ -356,12 +346,7 @@ class Engine:
             answers = ResultCollector(len(requests), on_result, self._reporter(progress))
             for place, error in prepared.refused.items():
                 answers.deliver(place, GenerationResult(error=error))
-            lanes, limits = [prepared.distinct], plan.limits
-            if pipeline is not None:
-                lanes = divide(
-                    prepared.distinct, num_lanes(prepared.distinct, limits, pipeline.rank.size, plan.schedule)
-                )
-                limits = lane_limits(limits, len(lanes))
+            lanes, limits = into_lanes(prepared.distinct, plan.limits, exchange.rank.size, plan.schedule)
             runs = [
                 Run(self.config, executor, cache, limits, plan.schedule, eos_ids, self._prefix_cost, own, answers)
                 for own in lanes
@@ -371,11 +356,9 @@ class Engine:
                     run.nonfinite_advice = _FLOAT16_ADVICE
             finish(runs, should_stop or (lambda: False))
             results = answers.results()
-            if pipeline is not None:
-                pipeline.flush()
+            exchange.flush()
         except BaseException as error:
-            if pipeline is not None:
-                pipeline.fail(error)
+            exchange.fail(error)
             raise
         finally:
             activations.close()
@@ -399,25 +382,21 @@ class Engine:
             preemptions=sum(run.num_preempted for run in runs),
             workspace_bytes=executor.peak_workspace_bytes,
         )
-        if pipeline is not None:
-            self.last_run["pipeline"] = {"lanes": len(lanes), "ranks": pipeline.gather(self._rank_record())}
+        self.last_run |= exchange.record(len(lanes), self._rank_record())
         if prepared.distinct:
             drawn = drawn_workload(prepared.distinct, sum(run.saved_tokens for run in runs))
             at_once = sum(run.most_at_once for run in runs)
-            prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=pipeline is None)
+            prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=exchange.is_whole)
             if prediction is not None:
-                num_ranks = 1 if pipeline is None else pipeline.rank.size
-                add_prediction(self.last_run, prediction, self._planner.product_flops, num_ranks)
+                add_prediction(self.last_run, prediction, self._planner.product_flops, exchange.rank.size)
         return results
 
     def close(self) -> None:
         """Give all memory back; harmless when called again."""
         with self._lock:
-            if not self._closed and self._pipeline is not None:
-                with self._pipeline.lock:
-                    if self._pipeline.is_open:
-                        self._pipeline.send_command(CloseEngine(self.number))
-            self._close()
+            if not self._closed:
+                with self._exchange.command(CloseEngine(self.number)):
+                    self._close()
 
     def _close(self) -> None:
         if not self._closed:
@@ -488,7 +467,7 @@ def fingerprint_before_loading(name_or_path: str | os.PathLike[str], config: Eng
 
     None where only the engine knows: on a GPU, whose dtype is measured, and on the ranks of a pipeline.
     """
-    if joined_pipeline() is not None or compute_device(config.device).type != "cpu":
+    if not process_exchange().is_whole or compute_device(config.device).type != "cpu":
         return None
     precision = config.precision or FP16
     precision = precision_named(precision) if isinstance(precision, str) else precision

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexgen_helm.engine.attention_metadata import AttentionMetadata, LayerAttention, build_attention_metadata
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
-from flexgen_helm.engine.pipeline import Pipeline
+from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.predictions import (
     HeadOutput,
     Sampling,
@@ -99,20 +99,20 @@ class Executor:
         cache: KVCache,
         activations: ActivationStore,
         device: torch.device,
+        exchange: Exchange,
         threads: ThreadGovernor | None = None,
         graphs: LayerGraphs | None = None,
-        pipeline: Pipeline | None = None,
         resident: ResidentMemory | None = None,
     ) -> None:
-        """threads: chooses the threads that compute; None where a device does.
+        """exchange: with the ranks that compute the model's other stages.
 
+        threads: chooses the threads that compute; None where a device does.
         graphs: run layers of decode batches; None if none can.
-        pipeline: this rank of a pipeline, whose other stages other ranks compute; None where the model is whole.
         resident: keeps the host's memory within its limit; None where a device computes.
         """
         self._config = decoder.config
         self._decoder, self._weights, self._cache, self._activations = decoder, weights, cache, activations
-        self._device, self._threads, self._graphs, self._pipeline = device, threads, graphs, pipeline
+        self._device, self._threads, self._graphs, self._exchange = device, threads, graphs, exchange
         self._resident = resident
         self._stages = stage_names(self._config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
@@ -134,9 +134,9 @@ class Executor:
         return len(self._stages)
 
     @property
-    def is_rank(self) -> bool:
-        """Whether other ranks of a pipeline compute the other stages, so that all must schedule alike."""
-        return self._pipeline is not None
+    def may_reschedule(self) -> bool:
+        """Whether a pass may be changed when memory runs out; not where other ranks schedule the same one."""
+        return self._exchange.is_whole
 
     def run(
         self,
@@ -149,7 +149,7 @@ class Executor:
     ) -> None:
         """Run one pass; call `on_batch` as soon as a batch has passed its last stage.
 
-        On a rank of a pipeline, take the batches through its own stages; `collect` then has their outputs.
+        Where other ranks have the other stages, take the batches through those here; `collect` then has their outputs.
 
         items: the pass's order (the paper's Algorithm 1 for the block schedules).
         sampling: how each of a sequence's next tokens is drawn.
@@ -183,10 +183,7 @@ class Executor:
                     if is_last:
                         charged_until = _charge(states.values(), charged_until)
                         del states[item.batch]
-                        if self._pipeline is not None:
-                            self._hand_on(batch, state, head)
-                        elif head is not None:
-                            on_batch(self._finish(batch, head, state.seconds))
+                        self._hand_on(batch, state, head, on_batch)
         except BaseException:
             self._weights.cancel()
             self._cache.cancel()
@@ -198,27 +195,29 @@ class Executor:
 
         Charged to it is the time since the last one was collected.
         """
-        assert self._pipeline is not None
         head = self.pending_heads.pop(batch, None)
         if head is None:
             head = predictions_of(batch, sampling)
-            head.values = self._pipeline.receive_values(batch.num_tokens + 2 * len(head.predictions))
+            head.values = self._exchange.receive_values(batch.num_tokens + 2 * len(head.predictions))
         since, self._collected_at = self._collected_at, time.perf_counter()
         return self._finish(batch, head, self._collected_at - since)
 
-    def _hand_on(self, batch: Batch, state: _BatchState, head: HeadOutput | None) -> None:
-        """Send what the next rank needs, or from the last rank the values of the head to all others."""
-        assert self._pipeline is not None and state.hidden is not None
+    def _hand_on(
+        self, batch: Batch, state: _BatchState, head: HeadOutput | None, on_batch: Callable[[BatchOutput], None]
+    ) -> None:
+        """Send the hidden states to the next rank, or the head's values to all others; end the batch if none are."""
         if head is None:
-            self._pipeline.send_hidden(_checksum(batch), state.hidden, state.check_finite())
+            assert state.hidden is not None
+            self._exchange.send_hidden(_checksum(batch), state.hidden, state.check_finite())
+        elif self._exchange.is_whole:
+            on_batch(self._finish(batch, head, state.seconds))
         else:
-            self._pipeline.send_values(head.values)
+            self._exchange.send_values(head.values)
             self.pending_heads[batch] = head
 
     def _receive(self, batch: Batch, state: _BatchState) -> None:
-        assert self._pipeline is not None
         shape = batch.num_tokens, self._config.state_size
-        state.hidden, state.nonfinite_layer = self._pipeline.receive_hidden(
+        state.hidden, state.nonfinite_layer = self._exchange.receive_hidden(
             _checksum(batch), shape, self._decoder.dtype, self._device
         )
 

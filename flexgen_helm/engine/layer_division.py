@@ -9,7 +9,7 @@ import torch
 
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.device import device_name
-from flexgen_helm.engine.pipeline import Pipeline
+from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.layers import divide_by_speed, divide_layers
 from flexgen_helm.planner.placement import Tier
@@ -30,7 +30,7 @@ class RankDevice:
 def divide_among_ranks(
     config: ModelConfig,
     options: EngineConfig,
-    pipeline: Pipeline,
+    exchange: Exchange,
     planner: Planner,
     profile_name: str | None,
     device: torch.device,
@@ -40,16 +40,18 @@ def divide_among_ranks(
 
     profile_name: of the profile that the user has named, which stands for the device.
 
-    Equal devices need no profile. Raises what `divide_layers` raises.
+    Equal devices need no profile, and one process none. Raises what `divide_layers` raises.
     """
-    size = pipeline.rank.size
+    size = exchange.rank.size
+    if exchange.is_whole:
+        return [range(config.num_layers)]
     if options.pipeline_layers is not None:
         return divide_layers(config, size, options.pipeline_layers)
     even = divide_layers(config, size)
     own = RankDevice(profile_name or device_name(device), (capacities["gpu"], capacities["cpu"]))
-    if _are_equal(pipeline.agree(own)):
+    if _are_equal(exchange.agree(own)):
         return even
-    seconds = pipeline.agree(planner.seconds_by_layers(pipeline.rank.number, size))
+    seconds = exchange.agree(planner.seconds_by_layers(exchange.rank.number, size))
     # If no division fits, the rank that lacks memory says how much.
     return (divide_by_speed(seconds) if all(seconds) else None) or even
 

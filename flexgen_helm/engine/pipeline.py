@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import RLock
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from flexgen_helm.concurrency import single_flight
 from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.errors import FlexgenError, PipelineError
 from flexgen_helm.hardware.ranks import Rank, rank_of_process
 from flexgen_helm.request import GenerationRequest
@@ -72,17 +73,16 @@ class EndPipeline:
 Command = OpenEngine | AnswerRequests | CloseEngine | EndPipeline
 
 
-class Pipeline:
+class Pipeline(Exchange):
     """This process's rank of a pipeline.
 
     lock: held from a command to its last message, because all engines share the connections.
-    num_engines: that were opened so far.
     """
 
     def __init__(self, rank: Rank, store: dist.Store) -> None:
-        self.rank, self.lock = rank, RLock()
+        super().__init__(rank)
+        self.lock = RLock()
         self._store = store
-        self.num_engines = 0
         self._failed: PipelineError | None = None
         self._common_error: FlexgenError | None = None
         # Works that are under way, with what they send.
@@ -99,7 +99,14 @@ class Pipeline:
 
     # Commands
 
-    def send_command(self, command: Command) -> None:
+    @contextmanager
+    def command(self, command: object) -> Iterator[None]:
+        with self.lock:
+            if self.is_open or not isinstance(command, CloseEngine):  # all engines end with their pipeline
+                self.send_command(command)
+            yield
+
+    def send_command(self, command: object) -> None:
         """Send a command from rank 0 to all others; harmless on the others."""
         if self.is_first:
             self._guarded(lambda: dist.broadcast_object_list([command], src=0))
@@ -131,6 +138,9 @@ class Pipeline:
                 self._common_error = type(other)(f"{where}{other}")
                 raise self._common_error
         return [other for other in everyone if not isinstance(other, FlexgenError)]
+
+    def record(self, num_lanes: int, own: Mapping[str, Any]) -> dict[str, Any]:
+        return {"pipeline": {"lanes": num_lanes, "ranks": self.gather(own)}}
 
     # Hidden states and outputs of a pass
 
@@ -251,6 +261,11 @@ def joined_pipeline() -> Pipeline | None:
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=_TIMEOUT)
     return Pipeline(rank, store)
+
+
+def process_exchange() -> Exchange:
+    """Return what this process exchanges with others: its pipeline, or nothing."""
+    return joined_pipeline() or Exchange()
 
 
 def leave_pipeline() -> None:

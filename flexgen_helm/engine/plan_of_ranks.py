@@ -1,34 +1,34 @@
-"""One plan for all ranks of a pipeline, whose passes must be the same."""
+"""Make one plan for all ranks of a pipeline, whose passes must be the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from flexgen_helm.engine.pipeline import Pipeline
+from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.scheduling.lanes import common_limits
 
 
-def plan_for_all_ranks(pipeline: Pipeline, plan: Callable[[Schedule | None], RunPlan]) -> RunPlan:
+def plan_for_all_ranks(exchange: Exchange, plan: Callable[[Schedule | None], RunPlan]) -> RunPlan:
     """Return this rank's plan within limits that suit all ranks; one that cannot plan ends the run on all.
 
     plan: makes this rank's own, by a schedule that must be followed if one is given.
     """
-    own, plans = _exchanged(pipeline, plan, None)
+    own, plans = _exchanged(exchange, plan, None)
     if len({other.schedule.is_single_pass for other in plans}) > 1:
-        own, plans = _exchanged(pipeline, plan, ZIGZAG)  # all can follow that
+        own, plans = _exchanged(exchange, plan, ZIGZAG)  # all can follow that
     return replace(own, limits=common_limits([other.limits for other in plans]))
 
 
 def _exchanged(
-    pipeline: Pipeline, plan: Callable[[Schedule | None], RunPlan], schedule: Schedule | None
+    exchange: Exchange, plan: Callable[[Schedule | None], RunPlan], schedule: Schedule | None
 ) -> tuple[RunPlan, list[RunPlan]]:
     try:
         own = plan(schedule)
     except FlexgenError as error:
-        pipeline.agree(error)
+        exchange.agree(error)
         raise
-    return own, pipeline.agree(own)
+    return own, exchange.agree(own)

@@ -35,6 +35,7 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import read_state, state_dir, update_state
 from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
@@ -269,7 +270,9 @@ def _difference(model: Any, checkpoint: Checkpoint, asked: Sequence[GenerationRe
     with _proving():
         options = EngineConfig(policy=_BLOCK, device="cpu")
         device = torch.device("cpu")
-        with engine(checkpoint, None, options, name="", precision=FP16, device=device, link=None) as small:
+        with engine(
+            checkpoint, None, options, name="", precision=FP16, device=device, link=None, exchange=Exchange()
+        ) as small:
             small.share_every_beginning()
             results = small.run(asked)
     largest = 0.0

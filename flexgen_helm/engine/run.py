@@ -76,7 +76,7 @@ class Run:
         return self._done_tokens + begun / self._executor.num_stages
 
     def start_pass(self, should_stop: Callable[[], bool], others_go_on: bool = False) -> bool:
-        """Compute a pass, or on a rank of a pipeline its part of one; False if nothing is left to compute.
+        """Compute a pass, or its stages that are here; False if nothing is left to compute.
 
         others_go_on: a pass of another lane is certain to follow.
         Raises `Interrupted`; finished requests were reported.
@@ -212,7 +212,7 @@ class Run:
             except (MemoryError, MemoryLimitError, RuntimeError) as error:
                 if not isinstance(error, MemoryLimitError) and not _is_out_of_memory(error):
                     raise
-                if self._executor.is_rank or not self._scheduler.preempt_block(regroup.block):
+                if not (self._executor.may_reschedule and self._scheduler.preempt_block(regroup.block)):
                     raise MemoryLimitError(f"the KV cache of one sequence does not fit any more: {error}") from error
         # Before the pass takes its prompts from the queue: they are yet to be computed, too.
         self.expected_tokens = self._done_tokens + self._scheduler.expected_tokens()
@@ -240,7 +240,7 @@ class Run:
             except (MemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error):
                     raise
-                if self._executor.is_rank:
+                if not self._executor.may_reschedule:
                     raise MemoryLimitError(
                         f"memory ran out with {max(batch.num_tokens for batch in batches)} tokens in a batch, and the "
                         "ranks of a pipeline cannot divide it; lower --gpu-memory or --cpu-memory so that more is kept "

@@ -56,7 +56,7 @@ from flexgen_helm.planner.constants import ALL_EXPERTS_FROM, UNLIMITED
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.kernels import most_fused_rows
+from flexgen_helm.quant.kernels import dequantize_into, most_fused_rows
 from flexgen_helm.quant.precisions import FP16, Precision
 from flexgen_helm.scheduling.work_items import StageVisit
 
@@ -69,7 +69,7 @@ _MAX_UNIT_BYTES, _MIN_UNIT_BYTES = 32 << 20, 1 << 20
 class Weight:
     """A tensor of the model on its tier.
 
-    rows: of the unpacked matrix.
+    rows, width: of the unpacked matrix.
     fmt: how it is packed; None if it is not.
     resident: on the compute device; None if it is offloaded.
     offloaded: None if it is resident, or of an expert.
@@ -77,6 +77,7 @@ class Weight:
     """
 
     rows: int
+    width: int
     fmt: GroupFormat | None
     resident: Tensor | None = None
     offloaded: OffloadedMatrix | None = None
@@ -130,7 +131,7 @@ class TieredWeights:
         self._experts: dict[str, OffloadedMatrix] = {}  # the offloaded ones, as pages of bytes
         loader = MatrixLoader(checkpoint, tiers, precision)
         shapes = tensor_shapes(self._config)
-        # In bytes of 16 bits, whatever the format: a matrix in 4 bits takes no less time than one in 16.
+        # In bytes of 16 bits, whatever the format: a packed matrix takes no less time.
         done, total = 0, sum(2 * prod(shape) for shape in shapes.values())
         try:
             for name, shape in shapes.items():
@@ -272,20 +273,20 @@ class TieredWeights:
         fmt, device_tier = loader.format_of(name), self._tiers.compute_tier
         if len(shape) > 1 and not compute_copies:
             self._claim(device_tier, "weights", loader.num_bytes(name))
-            return Weight(shape[0], fmt, loader.to_device(name))
+            return Weight(shape[0], shape[-1], fmt, loader.to_device(name))
         dtype = torch.float32 if has_float32(self._config, name) else self._dtype
         self._claim(device_tier, "weights", prod(shape) * dtype.itemsize)
         tensor = loader.to_device(name, dtype)
         if fmt is not None:
             tensor = dequantize_tiled(tensor, fmt, shape[0], shape[1], self._dtype)
         is_multiplied = len(shape) > 1 and not _is_table(name)
-        return Weight(shape[0], None, column_major(tensor) if is_multiplied else tensor)
+        return Weight(shape[0], shape[-1], None, column_major(tensor) if is_multiplied else tensor)
 
     def _load_offloaded(self, loader: MatrixLoader, name: str, shape: tuple[int, ...], tier: Tier) -> Weight:
         self._claim(tier, "weights", loader.num_bytes(name))
         matrix = loader.to_disk(name) if tier == "disk" else loader.to_host(name)
         self._resources.callback(matrix.close)
-        return Weight(shape[0], loader.format_of(name), offloaded=matrix)
+        return Weight(shape[0], shape[-1], loader.format_of(name), offloaded=matrix)
 
     def _load_expert(self, loader: MatrixLoader, name: str, shape: tuple[int, ...], expert: str, tier: Tier) -> Weight:
         """Load an expert with the first of its matrices."""
@@ -294,7 +295,7 @@ class TieredWeights:
             stored = loader.expert_to_disk(expert) if tier == "disk" else loader.expert_to_host(expert)
             self._resources.callback(stored.close)
             self._experts[expert] = stored
-        return Weight(shape[0], loader.format_of(name), in_expert=loader.expert_matrix(name))
+        return Weight(shape[0], shape[-1], loader.format_of(name), in_expert=loader.expert_matrix(name))
 
     def _experts_of(self, stage: str) -> list[str]:
         """Return the experts of a stage, by number."""
@@ -428,9 +429,15 @@ class _StageView(StageWeights):
     def lookup(self, name: str, rows: TableRows) -> Tensor:
         table = self._tensors[f"{self._stage}.{name}.weight"]
         if table.resident is not None:
-            return table.resident.index_select(0, rows.on_device).to(self._dtype)
-        assert table.offloaded is not None
-        return table.offloaded.gather(rows.on_host).to(self._dtype)
+            found = table.resident.index_select(0, rows.on_device)
+        else:
+            assert table.offloaded is not None
+            found = table.offloaded.gather(rows.on_host)
+        if table.fmt is None:
+            return found.to(self._dtype)
+        # A row is a stripe of its own (`Precision.tables`).
+        out = torch.empty((found.shape[0], table.width), dtype=self._dtype, device=found.device)
+        return dequantize_into(found, table.fmt, out)
 
 
 def _is_table(name: str) -> bool:

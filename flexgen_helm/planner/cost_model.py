@@ -251,7 +251,7 @@ class _Pass:
         for it as for dequantizing.
         """
         problem, processor, work = self.problem, self.problem.hardware.compute_processor, self.problem.compute_bytes
-        is_fused = self.converts and fmt is not None and fmt.bits == 4 and rows <= problem.fused_rows
+        is_fused = self.converts and rows <= problem.fused_rows(fmt)
         conversions = self.weight_loads * problem.conversions(self.batches) if self.converts else 0.0
         if is_fused and fmt is not None:
             seconds = conversions * elements / processor.dequantize_elements_s if problem.hardware.gpu is None else 0.0

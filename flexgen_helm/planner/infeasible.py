@@ -87,9 +87,10 @@ def _suggestions(problem: PlanningProblem, shape: BlockShape, tier: Tier, missin
             if problem.hardware.name == MEASURED:
                 disk = "make room on the disk or name another folder with --offload-dir"
             suggestions.append(f"raise {' and '.join(needed)} and {disk}" if needed else disk)
-    precision = PRECISIONS["4bit"]
-    if problem.precision.weights is None and _fits(replace(problem, precision=precision), shape):
-        suggestions.append(f"take --precision {precision.name}")
+    smaller = [PRECISIONS[name] for name in ("8bit", "4bit")] if problem.precision.weights is None else []
+    fitting = (each.name for each in smaller if _fits(replace(problem, precision=each), shape))
+    if (name := next(fitting, None)) is not None:
+        suggestions.append(f"take --precision {name}")
     return suggestions
 
 

@@ -39,6 +39,7 @@ from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.planner.staging import StagingSizes, expert_slot_bytes, loader_buffer_bytes, staging_sizes
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
+from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import Precision
 
 # Name of this machine's measured profile.
@@ -342,13 +343,13 @@ class PlanningProblem:
         """
         return stored if tier == "cpu" and attended > stored / 2 else attended
 
-    @property
-    def fused_rows(self) -> int:
-        """Rows of x up to which products read packed weights without dequantizing them."""
+    def fused_rows(self, fmt: GroupFormat | None) -> int:
+        """Return the rows of x up to which products read weights packed as `fmt` without dequantizing them."""
         processor = self.hardware.compute_processor
+        if fmt is None or not fmt.has_kernels:
+            return 0
         if self.hardware.gpu is None:
-            fmt = self.precision.weights
-            return FUSED_ROWS_ON_CPUS if fmt is not None and fmt.axis == "out" else 0
+            return FUSED_ROWS_ON_CPUS if fmt.axis == "out" else 0
         has_tensor_cores = processor.has_bfloat16 and self.compute_bytes == 2
         return FUSED_ROWS_WITH_TENSOR_CORES if has_tensor_cores else FUSED_ROWS_ON_DEVICES
 

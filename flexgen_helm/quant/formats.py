@@ -53,6 +53,11 @@ class GroupFormat(Identified, name="GroupFormat", first_version="bits group=grou
             raise UsageError("the least squared error is searched on the grid of 16-bit scales: take scales='word'")
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether compiled loops read the codes: two or one in a byte (`quant.packing`)."""
+        return self.bits in (4, 8)
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of one group's scale and zero point."""
         return 4 if self.scales == "pair" else 2

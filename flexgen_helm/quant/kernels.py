@@ -33,7 +33,7 @@ _TORCH_ELEMENTS = 1 << 20
 
 def dequantize_into(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
     """Bytes [stripes, stripe_bytes] -> `out` [rows, width] in the compute type; returns it."""
-    if fmt.bits == 4 and out.is_contiguous():
+    if fmt.has_kernels and out.is_contiguous():
         if _is_for_triton(packed, out):
             done = _with_triton(lambda kernels: kernels.dequantize_into(packed, fmt, out))
             return dequantize_with_torch(packed, fmt, out) if done is None else done
@@ -63,7 +63,7 @@ def quantized_matmul(
     The matrix is not dequantized in memory. None where dequantizing is faster or there is no kernel: more tokens than
     `QUANTIZED_MATMUL_ROWS` on the CPU or `triton_launches` takes on a device, other bits; on the CPU, axis 'in'.
     """
-    if fmt.bits != 4 or not x.is_contiguous():
+    if not fmt.has_kernels or not x.is_contiguous():
         return None
     if _is_for_triton(packed, x):
         return _with_triton(lambda kernels: kernels.matmul(x, packed, fmt, rows, bias))
@@ -85,7 +85,7 @@ def quantized_matmul(
 
 def most_fused_rows(device: torch.device, fmt: GroupFormat, dtype: torch.dtype) -> int:
     """Return the most rows of x whose product with a packed matrix on a CUDA device needs no dequantized one."""
-    if fmt.bits != 4 or device.type != "cuda":
+    if not fmt.has_kernels or device.type != "cuda":
         return 0
     return _with_triton(lambda kernels: kernels.most_rows(device, dtype)) or 0
 
@@ -105,7 +105,7 @@ def _run_threads(
     kernel: Callable[..., None], fmt: GroupFormat, stripes: int, arguments: Callable[[slice], tuple[Any, ...]]
 ) -> None:
     """Run a numba kernel over all stripes, a part of them in every thread."""
-    options = fmt.group_size, fmt.scales == "word", *_tables(fmt.scales, fmt.bits)
+    options = fmt.group_size, fmt.bits, fmt.scales == "word", *_tables(fmt.scales, fmt.bits)
     threads = torch.get_num_threads()
     step = -(-stripes // threads)
     first, *others = [arguments(slice(start, min(start + step, stripes))) for start in range(0, stripes, step)]
@@ -163,7 +163,7 @@ def _with_triton(call: Callable[[ModuleType], Result | None]) -> Result | None:
             _triton_failed.set()
         if is_first:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            report(Message(f"Triton does not work here, so 4-bit weights are slower: plain PyTorch is used ({reason})"))
+            report(Message(f"Triton does not work here, so packed weights are slow: plain PyTorch is used ({reason})"))
         return None
 
 

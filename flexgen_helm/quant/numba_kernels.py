@@ -1,7 +1,8 @@
-"""Loops over packed bytes for CPUs, compiled by numba: 4 bits, any axis and scales (layout: `quant.packing`).
+"""Loops over packed bytes for CPUs, compiled by numba: 4 or 8 bits, any axis and scales (layout: `quant.packing`).
 
-Every kernel takes `packed` [stripes, stripe_bytes], the group size, whether scales are words, and two tables: the
-float32 of every FP16 twice for pairs; for words their scales [512] and zero points [128] (`quant.arithmetic`).
+Every kernel takes `packed` [stripes, stripe_bytes], the group size, the bits of a code, whether scales are words, and
+two tables: the float32 of every FP16 twice for pairs; for words their scales [512] and zero points [128]
+(`quant.arithmetic`).
 """
 
 from __future__ import annotations
@@ -33,10 +34,26 @@ def _scale_and_offset(data: Any, first: int, second: int, words: bool, table: An
 
 
 @_compiled
-def dequantize_rows(packed: Any, out: Any, group: int, words: bool, table: Any, zero_points: Any) -> None:
+def _dequantize_rows_of_bytes(packed: Any, out: Any, group: int, words: bool, table: Any, zero_points: Any) -> None:
+    """8 bits; a branch in the loop of 4 bits would make it slower by a third."""
+    width = out.shape[1]
+    groups = (width + group - 1) // group
+    for row in range(out.shape[0]):
+        data, line = packed[row], out[row]
+        for number in range(groups):
+            at, first = groups * group + (2 if words else 4) * number, number * group
+            scale, offset = _scale_and_offset(data, at, at + 2, words, table, zero_points)
+            for column in range(first, min(first + group, width)):
+                line[column] = np.float32(data[column]) * scale + offset
+
+
+@_compiled
+def dequantize_rows(packed: Any, out: Any, group: int, bits: int, words: bool, table: Any, zero_points: Any) -> None:
     """Axis 'in': packed -> out [stripes, width]."""
     half, width = group // 2, out.shape[1]
     groups = (width + group - 1) // group
+    if bits == 8:
+        return _dequantize_rows_of_bytes(packed, out, group, words, table, zero_points)
     for row in range(out.shape[0]):
         data, line = packed[row], out[row]
         for number in range(groups):
@@ -64,14 +81,20 @@ def _column_scales(data: Any, first: int, words: bool, table: Any, zero_points: 
 
 
 @_compiled
-def dequantize_columns(packed: Any, out: Any, group: int, words: bool, table: Any, zero_points: Any) -> None:
+def dequantize_columns(packed: Any, out: Any, group: int, bits: int, words: bool, table: Any, zero_points: Any) -> None:
     """Axis 'out': packed -> out [rows, width], at most `stripes group` rows."""
     rows, width = out.shape
-    half = group // 2
+    half, code_bytes = group // 2, group * bits // 8
     scale, offset = np.empty(width, np.float32), np.empty(width, np.float32)
     for stripe in range((rows + group - 1) // group):
         data, first = packed[stripe], stripe * group
-        _column_scales(data, half * width, words, table, zero_points, scale, offset)
+        _column_scales(data, code_bytes * width, words, table, zero_points, scale, offset)
+        if bits == 8:
+            for j in range(min(group, rows - first)):
+                line, source = out[first + j], data[j * width : (j + 1) * width]
+                for column in range(width):
+                    line[column] = np.float32(source[column]) * scale[column] + offset[column]
+            continue
         for j in range(min(half, rows - first)):
             line, source = out[first + j], data[j * width : (j + 1) * width]
             for column in range(width):
@@ -83,41 +106,46 @@ def dequantize_columns(packed: Any, out: Any, group: int, words: bool, table: An
 
 
 @_compiled_sums
-def matmul_columns(packed: Any, x: Any, y: Any, group: int, words: bool, table: Any, zero_points: Any) -> None:
+def matmul_columns(
+    packed: Any, x: Any, y: Any, group: int, bits: int, words: bool, table: Any, zero_points: Any
+) -> None:
     """Axis 'out': y [T, rows] = x [T, width] times the packed matrix transposed, one stripe after the other.
 
     y[t, r] = sum over c of (code[r, c] scale[c] + offset[c]) x[t, c] = code[r] (scale x[t]) + offset x[t]
     """
     count, width = x.shape
-    half = group // 2
+    code_bytes = group * bits // 8
     scale, offset, scaled = np.empty(width, np.float32), np.empty(width, np.float32), np.empty_like(x)
     for stripe in range(packed.shape[0]):
         data = packed[stripe]
-        _column_scales(data, half * width, words, table, zero_points, scale, offset)
+        _column_scales(data, code_bytes * width, words, table, zero_points, scale, offset)
         for t in range(count):
             scaled[t] = x[t] * scale
-        _matmul_stripe(data, x, y, stripe * group, half, scaled, offset)
+        _matmul_stripe(data, x, y, stripe * group, group, bits, scaled, offset)
 
 
 @_compiled_sums
-def _matmul_stripe(data: Any, x: Any, y: Any, first: int, half: int, scaled: Any, offset: Any) -> None:
-    """Columns `first` … `first + 2 half` of y, or as many as there are; scaled [T, width] = scale x.
+def _matmul_stripe(data: Any, x: Any, y: Any, first: int, group: int, bits: int, scaled: Any, offset: Any) -> None:
+    """Columns `first` … `first + group` of y, or as many as there are; scaled [T, width] = scale x.
 
     Rows of x are taken in fours, so that a code is converted once for four.
     """
     count, width = x.shape
-    stop = min(first + 2 * half, y.shape[1])
+    half, stop = group // 2, min(first + group, y.shape[1])
+    # Codes of the group's second half are in the same bytes, or in `apart` further ones.
+    apart, mask, shift = group * bits // 8 - half, np.uint8((1 << bits) - 1), np.uint8(8 - bits)
     t = 0
     while t < count:
         four = t + 4 <= count
         for j in range(half):
             source = data[j * width : (j + 1) * width]
+            upper = data[(apart + j) * width : (apart + j + 1) * width]
             low_row, high_row = first + j, first + half + j
             if four:
                 a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0.0)
                 x0, x1, x2, x3 = scaled[t], scaled[t + 1], scaled[t + 2], scaled[t + 3]
                 for c in range(width):
-                    low, high = np.float32(source[c] & 15), np.float32(source[c] >> 4)
+                    low, high = np.float32(source[c] & mask), np.float32(upper[c] >> shift)
                     a0 += low * x0[c]
                     a1 += low * x1[c]
                     a2 += low * x2[c]
@@ -133,8 +161,8 @@ def _matmul_stripe(data: Any, x: Any, y: Any, first: int, half: int, scaled: Any
             else:
                 a, b, own = np.float32(0.0), np.float32(0.0), scaled[t]
                 for c in range(width):
-                    a += np.float32(source[c] & 15) * own[c]
-                    b += np.float32(source[c] >> 4) * own[c]
+                    a += np.float32(source[c] & mask) * own[c]
+                    b += np.float32(upper[c] >> shift) * own[c]
                 if low_row < stop:
                     y[t, low_row] = a
                 if high_row < stop:

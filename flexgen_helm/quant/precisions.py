@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.identity import Identified, text_of
@@ -127,18 +126,24 @@ def _value_bytes(fmt: GroupFormat | None, plain: int) -> float:
 class Precision(Identified, name="Precision", first_version="name weights tables cache"):
     """What a precision of the product quantizes, and how.
 
-    Embedding table and head keep 16 bits in all of ours: they are a small part of a large model, and a table's rows
-    are gathered one by one. Routers keep 16 bits too: they decide, and nothing averages their errors out.
+    In 4 bits embedding table and head keep 16 bits: they are a small part of a large model, and decide every token.
+    Routers keep 16 bits in any precision: they choose, and nothing averages their errors out.
 
     name: what users call it.
     weights: format of the layers' matrices; None for the checkpoint's 16 bits.
+    tables: format of embedding tables and head, along the inputs, because rows are looked up one by one; None for the
+        checkpoint's 16 bits.
     cache: None for the compute type.
     """
 
     name: str
     weights: GroupFormat | None = None
     cache: CacheFormat | None = None
-    tables: ClassVar[None] = None  # a field of 0.1.0, which digests still name
+    tables: GroupFormat | None = None
+
+    def __post_init__(self) -> None:
+        if self.tables is not None and self.tables.axis != "in":
+            raise UsageError("rows of a table are looked up one by one: its groups run along them, axis 'in'")
 
     @property
     def label(self) -> str:
@@ -147,13 +152,14 @@ class Precision(Identified, name="Precision", first_version="name weights tables
 
     @property
     def weights_label(self) -> str:
-        """Name of the packed weights' files, which changes with the weights' format alone."""
-        return f"packed-{_digest((self.weights, None))}"
+        """Name of the packed weights' files, which changes with the formats of weights and tables alone."""
+        return f"packed-{_digest((self.weights, self.tables))}"
 
     def format_of(self, tensor: str) -> GroupFormat | None:
         """Format of the matrix `tensor` (its canonical name); None if it is not quantized."""
-        in_layer, is_router = tensor.startswith("layers."), tensor.endswith(".router.weight")
-        return self.weights if in_layer and not is_router else None
+        if tensor.endswith(".router.weight"):
+            return None
+        return self.weights if tensor.startswith("layers.") else self.tables
 
 
 def _digest(formats: object) -> str:
@@ -164,6 +170,7 @@ PAPER_GROUPS = GroupFormat(4, 64, "out", "pair", "range")
 _ALONG_HEAD = GroupFormat(4, 64, "in", "pair", "range")
 _OUR_WEIGHTS = GroupFormat(4, 32, "out", "word", "error")
 _OUR_CACHE = CacheFormat(GroupFormat(4, 64, "out"), GroupFormat(4, 32, "in", "word"), residual_window=64)
+_EIGHT_BITS = GroupFormat(8, 32, "out", "word", "range")  # 8.5 bits a value
 _SPARSE_SHARE = 0.1  # of the values, as in the paper
 FP16 = Precision("fp16")
 PRECISIONS: Mapping[str, Precision] = {
@@ -171,6 +178,9 @@ PRECISIONS: Mapping[str, Precision] = {
     for precision in (
         FP16,
         Precision("fp16-s", cache=CacheFormat(None, None, residual_window=64, value_share=_SPARSE_SHARE)),
+        Precision("8bit", _EIGHT_BITS, tables=replace(_EIGHT_BITS, axis="in")),
+        Precision("4bit-weights", _OUR_WEIGHTS),
+        Precision("4bit-cache", cache=_OUR_CACHE),
         Precision("4bit", _OUR_WEIGHTS, cache=_OUR_CACHE),
         Precision("4bit-s", _OUR_WEIGHTS, cache=replace(_OUR_CACHE, value_share=_SPARSE_SHARE)),
         Precision("paper-4bit", PAPER_GROUPS, cache=CacheFormat(_ALONG_HEAD, _ALONG_HEAD, residual_window=1)),

@@ -1,7 +1,8 @@
-"""Kernels for packed bytes on CUDA devices, in Triton: 4 bits, any axis, group and scales (layout: `quant.packing`).
+"""Kernels for packed bytes on CUDA devices, in Triton: 4 or 8 bits, any axis and scales (layout: `quant.packing`).
 
-Byte row j of a stripe holds the codes of value j (low half) and of value j + group / 2 (high half) of every group.
-Every kernel takes a block of byte rows, so that it reads each byte once and unpacks both halves.
+With 4 bits byte row j of a stripe holds the codes of value j (low half) and of value j + group / 2 (high half) of every
+group; with 8 bits byte row j + group / 2 holds the latter. Every kernel takes a block of values of the low half and
+those of the high half with them, so that it reads each byte once.
 
     dequantize   one launch a matrix; bits equal those of plain torch (`arithmetic.from_codes`, no fused multiply-add)
     matvec       one or two rows of x: multiply-adds in float32
@@ -22,10 +23,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _codes(at: tl.tensor, inside: tl.tensor) -> Any:
-    """Low and high codes of the bytes at `at`, in float32."""
+def _codes(at: tl.tensor, high_at: tl.tensor, inside: tl.tensor, bits: tl.constexpr) -> Any:
+    """Low and high codes, in float32: of the bytes at `at`; with 8 bits the high ones are the bytes at `high_at`."""
     byte = tl.load(at, mask=inside, other=0).to(tl.int32)
-    return (byte & 15).to(tl.float32), (byte >> 4).to(tl.float32)
+    if bits == 4:
+        low, high = byte & 15, byte >> 4
+    else:
+        low, high = byte, tl.load(high_at, mask=inside, other=0).to(tl.int32)
+    return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
@@ -60,6 +65,7 @@ def dequantize_out(
     width: tl.tensor,
     stripe_bytes: tl.tensor,
     group: tl.constexpr,
+    bits: tl.constexpr,
     lanes: tl.constexpr,
     pairs: tl.constexpr,
     chunks: tl.constexpr,
@@ -67,15 +73,17 @@ def dequantize_out(
 ) -> None:
     """Axis 'out': one stripe, `chunks` runs of `vector` columns."""
     half: tl.constexpr = group // 2
+    code_bytes: tl.constexpr = group * bits // 8
     stripe = tl.program_id(0).to(tl.int64)
     data = packed + stripe * stripe_bytes
     place = (tl.arange(0, chunks) * vector)[:, None] + tl.arange(0, vector)[None, :]
     column = (tl.program_id(1) * (chunks * vector) + place)[None, :, :]
     lane = tl.arange(0, lanes)[:, None, None]
     inside = column < width
-    numbers = data + half * width
+    numbers = data + code_bytes * width
     scale, offset = _scale_and_offset(numbers, column, column + width, inside, scales, zero_points, pairs)
-    low, high = _codes(data + lane * width + column, (lane < half) & inside)
+    codes_at = data + lane * width + column
+    low, high = _codes(codes_at, codes_at + half * width, (lane < half) & inside, bits)
     row = stripe * group + lane
     at = out + row * width + column
     tl.store(at, low * scale + offset, mask=(lane < half) & (row < rows) & inside)
@@ -93,6 +101,7 @@ def dequantize_in(
     width: tl.tensor,
     stripe_bytes: tl.tensor,
     group: tl.constexpr,
+    bits: tl.constexpr,
     lanes: tl.constexpr,
     pairs: tl.constexpr,
     chunks: tl.constexpr,
@@ -101,15 +110,17 @@ def dequantize_in(
 ) -> None:
     """Axis 'in': `block_rows` rows, `chunks` runs of `vector` bytes of each."""
     half: tl.constexpr = group // 2
+    code_bytes: tl.constexpr = group * bits // 8
     groups = tl.cdiv(width, group)
     row = (tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows))[:, None, None]
     number, lane = _places(tl.program_id(1), lanes, chunks, vector)
     inside = (row < rows) & (number < groups)
     data = packed + row * stripe_bytes
-    numbers, index = data + groups * half, (1 + pairs) * number
+    numbers, index = data + groups * code_bytes, (1 + pairs) * number
     scale, offset = _scale_and_offset(numbers, index, index + 1, inside, scales, zero_points, pairs)
     inside = inside & (lane < half)
-    low, high = _codes(data + (number * half + lane), inside)
+    codes_at = data + (number * code_bytes + lane)
+    low, high = _codes(codes_at, codes_at + half, inside, bits)
     column = number * group + lane
     at = out + row * width + column
     tl.store(at, low * scale + offset, mask=inside & (column < width))
@@ -155,6 +166,7 @@ def matvec_out(
     stripe_bytes: tl.tensor,
     split_steps: tl.tensor,
     group: tl.constexpr,
+    bits: tl.constexpr,
     lanes: tl.constexpr,
     pairs: tl.constexpr,
     has_bias: tl.constexpr,
@@ -167,9 +179,10 @@ def matvec_out(
     A thread keeps `vector` neighbouring columns of every byte row, so that it reads and multiplies their scales once.
     """
     half: tl.constexpr = group // 2
+    code_bytes: tl.constexpr = group * bits // 8
     stripe, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     data = packed + stripe * stripe_bytes
-    numbers = data + half * width
+    numbers = data + code_bytes * width
     j, token = tl.arange(0, lanes), tl.arange(0, padded_tokens)
     lane, of_token = j[None, :, None, None], token[:, None, None, None]
     place = ((tl.arange(0, chunks) * vector)[:, None] + tl.arange(0, vector)[None, :])[None, None, :, :]
@@ -180,7 +193,8 @@ def matvec_out(
     for step in tl.range(first, tl.minimum(first + split_steps, tl.cdiv(width, chunks * vector))):
         column = step * (chunks * vector) + place
         inside = column < width
-        low, high = _codes(data + lane * width + column, (lane < half) & inside)
+        codes_at = data + lane * width + column
+        low, high = _codes(codes_at, codes_at + half * width, (lane < half) & inside, bits)
         scale, offset = _scale_and_offset(numbers, column, column + width, inside, scales, zero_points, pairs)
         given = tl.load(x + of_token * width + column, mask=(of_token < tokens) & inside, other=0.0).to(tl.float32)
         constant += tl.sum(tl.sum(given * offset, 3), 1)
@@ -207,6 +221,7 @@ def matvec_in(
     stripe_bytes: tl.tensor,
     split_steps: tl.tensor,
     group: tl.constexpr,
+    bits: tl.constexpr,
     lanes: tl.constexpr,
     pairs: tl.constexpr,
     has_bias: tl.constexpr,
@@ -217,6 +232,7 @@ def matvec_in(
 ) -> None:
     """Axis 'in': `block_rows` rows. y[t, r] = sum over groups of scale (code x[t]) + offset (sum of x[t])."""
     half: tl.constexpr = group // 2
+    code_bytes: tl.constexpr = group * bits // 8
     groups = tl.cdiv(width, group)
     split = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
@@ -224,14 +240,15 @@ def matvec_in(
     token = tl.arange(0, padded_tokens)
     of_token = token[:, None, None, None]
     data = packed + row_4d * stripe_bytes
-    numbers = data + groups * half
+    numbers = data + groups * code_bytes
     total = tl.zeros((padded_tokens, block_rows, chunks), tl.float32)
     first = split * split_steps
     for step in tl.range(first, tl.minimum(first + split_steps, tl.cdiv(groups * (lanes // vector), chunks))):
         number, lane = _places(step, lanes, chunks, vector)
         number, lane = number[None, :, :, :], lane[None, :, :, :]
         inside = (row_4d < rows) & (number < groups)
-        low, high = _codes(data + (number * half + lane), inside & (lane < half))
+        codes_at = data + (number * code_bytes + lane)
+        low, high = _codes(codes_at, codes_at + half, inside & (lane < half), bits)
         index = (1 + pairs) * number
         scale, offset = _scale_and_offset(numbers, index, index + 1, inside, scales, zero_points, pairs)
         column = number * group + lane
@@ -257,6 +274,7 @@ def tiles_out(
     stripe_bytes: tl.tensor,
     split_steps: tl.tensor,
     group: tl.constexpr,
+    bits: tl.constexpr,
     lanes: tl.constexpr,
     pairs: tl.constexpr,
     has_bias: tl.constexpr,
@@ -266,6 +284,7 @@ def tiles_out(
 ) -> None:
     """Axis 'out': `block_stripes` stripes; their low and high halves are two products with the same x."""
     half: tl.constexpr = group // 2
+    code_bytes: tl.constexpr = group * bits // 8
     byte_rows: tl.constexpr = block_stripes * lanes
     split = tl.program_id(1)
     first_stripe = tl.program_id(0).to(tl.int64) * block_stripes
@@ -273,7 +292,8 @@ def tiles_out(
     index = tl.arange(0, byte_rows)
     j, stripe_of_row = index % lanes, first_stripe + index // lanes
     whole = (j < half) & (stripe_of_row * group < rows)
-    data, numbers = packed + stripe_of_row * stripe_bytes + j * width, packed + stripe * stripe_bytes + half * width
+    data = packed + stripe_of_row * stripe_bytes + j * width
+    numbers = packed + stripe * stripe_bytes + code_bytes * width
     token = tl.arange(0, padded_tokens)
     low_sum = tl.zeros((byte_rows, padded_tokens), tl.float32)
     high_sum = tl.zeros((byte_rows, padded_tokens), tl.float32)
@@ -281,7 +301,8 @@ def tiles_out(
     for step in tl.range(first, tl.minimum(first + split_steps, tl.cdiv(width, block))):
         column = step * block + tl.arange(0, block)
         inside = column < width
-        low, high = _codes(data[:, None] + column[None, :], whole[:, None] & inside[None, :])
+        codes_at = data[:, None] + column[None, :]
+        low, high = _codes(codes_at, codes_at + half * width, whole[:, None] & inside[None, :], bits)
         of_stripe = (stripe * group < rows)[:, None] & inside[None, :]
         scale, offset = _scale_and_offset(
             numbers[:, None], column[None, :], column[None, :] + width, of_stripe, scales, zero_points, pairs
@@ -315,6 +336,7 @@ def tiles_in(
     stripe_bytes: tl.tensor,
     split_steps: tl.tensor,
     group: tl.constexpr,
+    bits: tl.constexpr,
     lanes: tl.constexpr,
     pairs: tl.constexpr,
     has_bias: tl.constexpr,
@@ -324,12 +346,13 @@ def tiles_in(
 ) -> None:
     """Axis 'in': `block_rows` rows; the low and the high halves of their groups multiply different columns of x."""
     half: tl.constexpr = group // 2
+    code_bytes: tl.constexpr = group * bits // 8
     block: tl.constexpr = block_groups * lanes
     groups = tl.cdiv(width, group)
     split = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     data = packed + row * stripe_bytes
-    numbers = (data + groups * half)[:, None]
+    numbers = (data + groups * code_bytes)[:, None]
     index = tl.arange(0, block)
     token = tl.arange(0, padded_tokens)
     total = tl.zeros((block_rows, padded_tokens), tl.float32)
@@ -338,8 +361,8 @@ def tiles_in(
         number = step * block_groups + tl.arange(0, block_groups)
         number_of_byte, j = step * block_groups + index // lanes, index % lanes
         whole = (number_of_byte < groups) & (j < half)
-        at = data[:, None] + (number_of_byte * half + j)[None, :]
-        low, high = _codes(at, (row < rows)[:, None] & whole[None, :])
+        at = data[:, None] + (number_of_byte * code_bytes + j)[None, :]
+        low, high = _codes(at, at + half, (row < rows)[:, None] & whole[None, :], bits)
         inside = (row < rows)[:, None] & (number < groups)[None, :]
         of_pair = ((1 + pairs) * number)[None, :]
         scale, offset = _scale_and_offset(numbers, of_pair, of_pair + 1, inside, scales, zero_points, pairs)

@@ -238,7 +238,8 @@ def _multiply(x: Tensor, y: Tensor, packed: Tensor, fmt: GroupFormat, bias: Tens
 
 
 def _format_constants(fmt: GroupFormat) -> dict[str, Any]:
-    return {"group": fmt.group_size, "lanes": _power_of_two(fmt.group_size // 2), "pairs": fmt.scales == "pair"}
+    lanes = _power_of_two(fmt.group_size // 2)
+    return {"group": fmt.group_size, "bits": fmt.bits, "lanes": lanes, "pairs": fmt.scales == "pair"}
 
 
 def _power_of_two(number: int) -> int:

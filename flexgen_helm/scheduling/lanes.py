@@ -12,6 +12,16 @@ from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.scheduling.sequence import Request
 
 
+def into_lanes(
+    requests: Sequence[Request], limits: SchedulerLimits, num_ranks: int, schedule: Schedule
+) -> tuple[list[list[Request]], SchedulerLimits]:
+    """Return the requests of each lane, and what a pass of one may hold. A single rank has one lane."""
+    if num_ranks == 1:
+        return [list(requests)], limits
+    lanes = divide(requests, num_lanes(requests, limits, num_ranks, schedule))
+    return lanes, lane_limits(limits, len(lanes))
+
+
 def num_lanes(requests: Sequence[Request], limits: SchedulerLimits, num_ranks: int, schedule: Schedule) -> int:
     """Return how many lanes there are: one for each rank, if each has room for the longest request."""
     if schedule.is_single_pass:

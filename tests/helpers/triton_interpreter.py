@@ -25,14 +25,16 @@ from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import dequantize, quantize
 
 _FORMATS = [
-    GroupFormat(4, group, axis, scales, fit)
+    GroupFormat(bits, group, axis, scales, fit)
     for axis in ("out", "in")
-    for group, scales, fit in (
-        (32, "word", "error"),
-        (64, "pair", "range"),
-        (8, "word", "range"),
-        (24, "pair", "range"),
-        (128, "word", "range"),
+    for bits, group, scales, fit in (
+        (4, 32, "word", "error"),
+        (4, 64, "pair", "range"),
+        (4, 8, "word", "range"),
+        (4, 24, "pair", "range"),
+        (4, 128, "word", "range"),
+        (8, 32, "word", "range"),
+        (8, 24, "pair", "range"),
     )
 ]
 _SHAPES = [(67, 300), (9, 4200), (5, 70), (1, 1), (130, 33)]
@@ -71,7 +73,7 @@ def values(full: bool, spoiled: bool = False) -> dict[str, object]:
             y = triton_launches.matmul(x, packed, fmt, rows, bias)
             _compare(x, weights, bias, y, (fmt, rows, width, tokens, dtype))
             kernels.add(f"{launch.kernel.__name__}{' split' if launch.grid[1] > 1 else ''}")
-            formats.add(f"{fmt.axis} {fmt.group_size}")  # dequantized above, and multiplied
+            formats.add(f"{fmt.bits} {fmt.axis} {fmt.group_size}")  # dequantized above, and multiplied
             products += 1
     return {
         "dequantized": dequantized,
@@ -83,7 +85,7 @@ def values(full: bool, spoiled: bool = False) -> dict[str, object]:
 
 def _cases(full: bool) -> Iterator[tuple[GroupFormat, tuple[int, int]]]:
     for number, fmt in enumerate(_FORMATS):
-        for shape in _SHAPES if full else _SHAPES[: 1 + (number % 5 < 2)]:
+        for shape in _SHAPES if full else _SHAPES[: 1 + (number % 7 < 2)]:
             yield fmt, shape
 
 
@@ -110,7 +112,7 @@ def read_counts() -> list[dict[str, object]]:
     interpreter.InterpreterBuilder.create_masked_load = counting
     found: list[dict[str, object]] = []
     rows, width = 70, 576
-    for fmt, tokens in itertools.product(_FORMATS[:2] + _FORMATS[5:7], (0, 1, 9)):
+    for fmt, tokens in itertools.product(_FORMATS[:2] + _FORMATS[5:6] + _FORMATS[7:9] + _FORMATS[12:13], (0, 1, 9)):
         packed = quantize(torch.randn(rows, width), fmt)
         counts, base = np.zeros(packed.numel(), np.int64), packed.data_ptr()
         triton_launches._describe = lambda _: triton_launches.Device(100, True)

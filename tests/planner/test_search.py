@@ -153,22 +153,24 @@ ROOM = "make room on the disk or name another folder with --offload-dir"
             (18, 20),
             {"disk": 500},
             "where 20 GiB (21,474,836,480 bytes) are all that this machine has",
-            f"{ROOM}, take --precision 4bit, or",
+            f"{ROOM}, take --precision 8bit, or",
         ),
-        ((18, 20), {}, "are allowed", f"{ROOM}, take --precision 4bit, or"),
-        ((18, 20), {"name": "laptop"}, "are allowed", "name a machine with a larger disk, take --precision 4bit, or"),
+        ((18, 20), {}, "are allowed", f"{ROOM}, take --precision 8bit, or"),
+        ((18, 20), {"name": "laptop"}, "are allowed", "name a machine with a larger disk, take --precision 8bit, or"),
         (
             (18, 100),
             {"disk": 20},
             "where 20 GiB (21,474,836,480 bytes) are allowed",
-            "raise --disk, take --precision 4bit, or",
+            "raise --disk, take --precision 8bit, or",
         ),
-        ((18, 55), {"cpu": 2}, "are allowed", "raise --cpu-memory, take --precision 4bit, or"),
+        ((18, 55), {"cpu": 2}, "are allowed", "raise --cpu-memory, take --precision 8bit, or"),
         ((18, 45), {"cpu": 1, "disk": 15}, "are allowed", "raise --cpu-memory and --disk, or"),
-        ((18, 35), {"cpu": 1}, "are allowed", f"raise --cpu-memory and {ROOM}, take --precision 4bit, or"),
+        ((18, 35), {"cpu": 1}, "are allowed", f"raise --cpu-memory and {ROOM}, take --precision 8bit, or"),
         # What no limit would give is no advice: a machine keeps a margin.
-        ((18, 43), {}, "are allowed", f"{ROOM}, take --precision 4bit, or"),
-        ((18, 43), {"cpu": 15}, "are allowed", f"{ROOM}, take --precision 4bit, or"),
+        ((18, 43), {}, "are allowed", f"{ROOM}, take --precision 8bit, or"),
+        ((18, 43), {"cpu": 15}, "are allowed", f"{ROOM}, take --precision 8bit, or"),
+        # The most exact precision that fits.
+        ((4, 22), {}, "are allowed", f"{ROOM}, take --precision 4bit, or"),
         # Where packed weights do not fit either, they are no advice.
         ((4, 10), {}, "are allowed", f"{ROOM}, or"),
         ((4, 10), {"precision": "4bit"}, "are allowed", f"{ROOM}, or"),
@@ -199,7 +201,8 @@ def test_matrices_that_cannot_be_cut_are_no_missing_zero_bytes():
     "before, after",
     [
         (((18, 20), {}), ((18, 60), {})),  # room was made
-        (((18, 20), {}), ((18, 20), {"precision": "4bit"})),
+        (((18, 20), {}), ((18, 20), {"precision": "8bit"})),
+        (((4, 22), {"precision": "8bit"}), ((4, 22), {"precision": "4bit"})),
         (((18, 100), {"disk": 20}), ((18, 100), {"disk": 90})),
         (((18, 55), {"cpu": 2}), ((18, 55), {"cpu": 16})),
         (((18, 45), {"cpu": 1, "disk": 15}), ((18, 45), {"cpu": 18, "disk": 45})),

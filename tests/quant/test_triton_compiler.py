@@ -21,13 +21,14 @@ from tests.helpers.triton_driver import SHARED_MEMORY, instructions, recording_d
 from tests.helpers.triton_stand_in import run  # noqa: E402
 
 OURS, PAPER = PRECISIONS["4bit"].weights, PRECISIONS["paper-4bit"].weights
+EIGHT, EIGHT_IN = PRECISIONS["8bit"].weights, PRECISIONS["8bit"].tables
 ALONG_WORDS, ALONG_PAIRS = GroupFormat(4, 32, "in", "word", "error"), GroupFormat(4, 64, "in")
 ROWS, WIDTH = 1024, 4096
 TOKENS = (0, 1, 2, 8, 16, 32, 64)  # 0 dequantizes
 ALL = [
     (capability, fmt, tokens, dtype)
     for capability in SHARED_MEMORY
-    for fmt in (OURS, PAPER, ALONG_WORDS, ALONG_PAIRS)
+    for fmt in (OURS, PAPER, ALONG_WORDS, ALONG_PAIRS, EIGHT, EIGHT_IN)
     for tokens in TOKENS
     for dtype in (torch.float16, torch.bfloat16, torch.float32)
     if capability >= 80 or dtype != torch.bfloat16
@@ -39,6 +40,9 @@ QUICK += [
     (75, PAPER, 1, torch.float16),
     (80, OURS, 64, torch.float16),
     (75, OURS, 64, torch.float16),
+    (75, EIGHT, 1, torch.float16),
+    (80, EIGHT, 64, torch.float16),
+    (80, EIGHT_IN, 8, torch.float16),
 ]
 
 

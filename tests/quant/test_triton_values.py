@@ -32,19 +32,24 @@ def check_values(amount, dequantized, products):
     assert found.returncode == 0, found.stderr[-2000:]
     counts = json.loads(found.stdout)
     assert (counts["dequantized"], counts["products"]) == (dequantized, products)
-    assert set(counts["formats"]) == {f"{axis} {group}" for axis in ("in", "out") for group in (8, 24, 32, 64, 128)}
+    assert set(counts["formats"]) == {
+        f"{bits} {axis} {group}"
+        for axis in ("in", "out")
+        for bits, groups in ((4, (8, 24, 32, 64, 128)), (8, (24, 32)))
+        for group in groups
+    }
     # Every kernel, alone and with partial sums that another one joins.
     assert set(counts["kernels"]) == {*PRODUCTS, *(f"{name} split" for name in PRODUCTS)}
 
 
 def test_kernels_give_the_numbers_of_plain_torch():
     """Dequantizing bit for bit; products as dequantizing and multiplying in float64, within a sum's rounding."""
-    check_values("quick", dequantized=28, products=42)
+    check_values("quick", dequantized=36, products=56)
 
 
 @pytest.mark.slow
 def test_kernels_give_the_numbers_of_plain_torch_in_all_formats():
-    check_values("full", dequantized=100, products=460)
+    check_values("full", dequantized=140, products=660)
 
 
 def test_the_comparison_notices_a_single_code():
@@ -55,7 +60,7 @@ def test_each_packed_byte_is_read_once():
     found = interpreted("bytes")
     assert found.returncode == 0, found.stderr[-2000:]
     counts = json.loads(found.stdout)
-    assert len(counts) == 12 and all(case["least"] == case["most"] == 1 for case in counts), counts
+    assert len(counts) == 18 and all(case["least"] == case["most"] == 1 for case in counts), counts
 
 
 @pytest.mark.parametrize("precision", ["4bit", "paper-4bit"])

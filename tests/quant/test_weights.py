@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.quant.packing import dequantize, quantize
-from flexgen_helm.quant.precisions import FP16, PRECISIONS
+from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision
 from tests.helpers.offload import MIB, offloaded, policies, workload
 from tests.helpers.parity import assert_equals_reference, assert_same, prompts
 from tests.helpers.tiny_models import TinyModel
@@ -29,10 +30,13 @@ def whole_cache(monkeypatch):
 
 
 def with_packed_layers(model: TinyModel, precision: str, spoil: bool = False) -> TinyModel:
-    """`transformers` with every linear map of its layers replaced by what packing leaves of it."""
-    fmt, found = PRECISIONS[precision].weights, copy.deepcopy(model)
-    for name, module in found.reference.named_modules():
-        if isinstance(module, torch.nn.Linear) and ".layers." in f".{name}":
+    """`transformers` with every matrix replaced by what packing leaves of it; a tied table and head are one matrix."""
+    formats, found = PRECISIONS[precision], copy.deepcopy(model)
+    modules = {id(module.weight): (name, module) for name, module in found.reference.named_modules()
+               if isinstance(module, torch.nn.Linear | torch.nn.Embedding)}  # fmt: skip
+    for name, module in modules.values():
+        fmt = formats.weights if ".layers." in f".{name}" else formats.tables
+        if fmt is not None:
             rows, width = module.weight.shape
             module.weight.data = dequantize(quantize(module.weight.data, fmt), fmt, rows, width)
             if spoil:
@@ -56,6 +60,9 @@ def test_scores_equal_transformers_with_the_same_matrices(tiny, tmp_path, varian
     for memory in (None, MemoryLimits(cpu=int(1.5 * sum(StorageSizes(engine_spec(tiny(variant))).matrices.values())))):
         options = {} if memory is None else {"limits": memory}
         with Engine.from_pretrained(tiny(variant).path, precision=precision, offload_dir=tmp_path, **options) as engine:
+            packed = {name for name, weight in engine._weights.tensors.items() if weight.fmt}
+            has_tables = any(not name.startswith("layers.") for name in packed)
+            assert has_tables == (memory is not None and PRECISIONS[precision].tables is not None)
             assert any(weight.fmt for weight in engine._weights.tensors.values()) == (memory is not None)
             for prompt, request, result in zip(asked, requests, engine.run(requests)):
                 assert_equals_reference(reference, prompt, request, result)
@@ -67,10 +74,11 @@ def engine_spec(model):
     return read_model_config(model.path)[0]
 
 
-def test_the_comparison_notices_a_single_weight(tiny, tmp_path):
+@pytest.mark.parametrize("precision", ["4bit", "8bit"])
+def test_the_comparison_notices_a_single_weight(tiny, tmp_path, precision):
     asked, requests = ask("llama")
-    spoilt = with_packed_layers(tiny("llama"), "4bit", spoil=True)
-    with Engine.from_pretrained(tiny("llama").path, precision="4bit", offload_dir=tmp_path) as engine:
+    spoilt = with_packed_layers(tiny("llama"), precision, spoil=True)
+    with Engine.from_pretrained(tiny("llama").path, precision=precision, offload_dir=tmp_path) as engine:
         results = engine.run(requests)
     with pytest.raises(AssertionError):
         for prompt, request, result in zip(asked, requests, results):
@@ -110,11 +118,11 @@ def test_what_travels_and_lies_on_the_disk_is_packed(tiny, tmp_path):
             engine.run(requests)
             read = engine.last_run["bytes"]["disk_to_cpu"]["weights"]
         head = rest.matrices["embed.tokens.weight"] if config.tied_head else rest.stage_bytes("head")
-        table_rows = 3 * config.embed_size * 2  # of the prompt's tokens
+        table_rows = 3 * rest.matrices["embed.tokens.weight"] // config.vocab_size  # of the prompt's tokens
         layers = sum(rest.stage_bytes(f"layers.{i}") for i in range(config.num_layers))
         assert read in (layers + head + table_rows, layers + head + rest.matrices["embed.tokens.weight"])
     folders = [path for path in tmp_path.iterdir() if path.name.startswith("weights-")]
-    assert len(folders) == 1 + len({PRECISIONS[name].weights_label for name in PACKED}) == 3
+    assert len(folders) == 1 + len({PRECISIONS[name].weights_label for name in PACKED}) == 4
     before = {file: file.stat().st_mtime_ns for folder in folders for file in folder.iterdir()}
     with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", precision="4bit") as engine:
         engine.run(requests)
@@ -135,3 +143,20 @@ def test_precisions_have_their_own_fingerprints_and_labels(tiny, tmp_path):
     ours = PRECISIONS["4bit"]
     assert ours.format_of("layers.0.mlp.experts.3.up.weight") == ours.weights
     assert ours.format_of("layers.0.mlp.router.weight") is None is ours.format_of("embed.tokens.weight")
+    eight = PRECISIONS["8bit"]
+    assert eight.format_of("layers.0.mlp.router.weight") is None
+    assert eight.format_of("embed.tokens.weight") == eight.format_of("head.lm.weight") == eight.tables
+    with pytest.raises(UsageError, match="axis 'in'"):
+        Precision("rows apart", tables=eight.weights)
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m", "opt-125m", "llama-3-8b"])
+def test_eight_bits_take_at_most_54_percent_of_the_bytes(model):
+    """Of every matrix, tables and head among them; 4 bits leave these as they are."""
+    from flexgen_helm.checkpoint.catalog import CATALOG
+
+    config = CATALOG[model].config
+    halves, eight, four = (StorageSizes(config, PRECISIONS[name]).matrices for name in ("fp16", "8bit", "4bit"))
+    assert all(eight[name] <= 0.54 * num_bytes for name, num_bytes in halves.items())
+    assert four["embed.tokens.weight"] == halves["embed.tokens.weight"]
+    assert four["layers.0.attn.q.weight"] == 4.5 / 16 * halves["layers.0.attn.q.weight"]

@@ -262,7 +262,7 @@ def test_nothing_to_compare_is_one_message(tmp_path):
 
 
 def test_the_suggested_command_is_not_refused(tmp_path):
-    with pytest.raises(UsageError, match="'foo' is no precision; take one of fp16, fp16-s, 4bit") as refused:
+    with pytest.raises(UsageError, match="'foo' is no precision; take one of fp16, fp16-s, 8bit") as refused:
         compare_suite(tmp_path, "foo")
     assert "--precision foo" not in str(refused.value)
     for baseline, pair in (("fp16", "fp16,4bit"), ("4bit-s", "4bit-s,4bit"), ("4bit", "4bit,fp16")):
