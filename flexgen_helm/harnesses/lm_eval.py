@@ -4,8 +4,11 @@
     loglikelihood_rolling  text -> windows of ids  -> requests that score          -> their sum
     generate_until         (context, settings)     -> ids -> a request that draws  -> text before the first stop string
 
-All requests of a call are one block of the service, so their answers go to the response cache. Encoding is the harness's
-own: `TemplateLM` joins context and continuation, `lm_eval.utils` cuts a text into windows.
+All requests of a call are one block of the service, so their answers go to the response cache. Encoding is the
+harness's own: `TemplateLM` joins context and continuation, `lm_eval.utils` cuts a text into windows.
+
+The harness's main branch finds the class by the entry point `flexgen` of the group `lm_eval.models`; a release without
+that needs `register()`.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
+from lm_eval.api.registry import model_registry
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -38,14 +41,18 @@ from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 MAX_GEN_TOKS = 256  # the harness's default
-# Arguments of a model that say nothing to an engine that plans its own batches, or only at these values.
+# Arguments of other backends that change nothing at these values; a checkpoint's own code is never run.
 _NEUTRAL_ARGUMENTS: Mapping[str, Any] = {
-    "trust_remote_code": (False,),
+    "trust_remote_code": (False, True),
     "dtype": ("auto", "float16"),
     "parallelize": (False,),
 }
 # Options that the harness has arguments of its own for.
-_HARNESS_SETS = {"apply_chat_template": "--apply_chat_template", "system_prompt": "--system_instruction"}
+_HARNESS_SETS = {
+    "apply_chat_template": "--apply_chat_template",
+    "chat_template": "--apply_chat_template",
+    "system_prompt": "--system_instruction",
+}
 _SAMPLING = {"do_sample", "temperature", "top_p", "until", "max_gen_toks"}
 # Settings of generation that change nothing at these values.
 _NEUTRAL_SETTINGS: Mapping[str, tuple[Any, ...]] = {
@@ -53,9 +60,26 @@ _NEUTRAL_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,), "use_cache": (True,),
 }  # fmt: skip
 _ONLY_SAMPLED = {"temperature", "top_p", "top_k", "min_p"}
+_END_OF_TURN = "<the turn goes on from here> "  # no template changes it
 
 
-@register_model("flexgen")
+class _Generation(NamedTuple):
+    """A request for an answer.
+
+    stops: texts that end the answer. excess: tokens of the context that are cut off, if more than 0.
+    """
+
+    request: GenerationRequest
+    stops: list[str]
+    excess: int
+
+
+def register() -> None:
+    """Make `flexgen` a model of the harness in this process, unless its entry point has."""
+    if "flexgen" not in model_registry:
+        model_registry.register("flexgen", target=FlexgenLM)
+
+
 class FlexgenLM(TemplateLM):
     """A model of the engine for `simple_evaluate`, or `--model flexgen`.
 
@@ -64,7 +88,8 @@ class FlexgenLM(TemplateLM):
     max_gen_toks: most tokens of an answer where a task says nothing.
     prefix_token_id: begins a text without context; BOS, or EOS where there is no BOS, where it is left out.
     add_bos_token: put BOS before every text, or never; as the tokenizer does where it is left out.
-    think_end_token: text or id of the token that ends thinking. What precedes it is no part of the answer.
+    think_end_token: text or id of the token that ends thinking. What precedes it is no part of the answer, and stop
+        strings count behind it only.
     enable_thinking, chat_template_args: variables of the chat template.
     batch_size, max_batch_size: ignored; the engine plans its own batches.
     arguments: engine options by the names of their flags, such as `cpu_memory='8GiB'`, or as `EngineConfig` has them.
@@ -104,7 +129,7 @@ class FlexgenLM(TemplateLM):
         self.tokenizer: Tokenizer = reader.encoder(self._model).tokenizer  # type: ignore[assignment]
         self._chat = reader.chat(self._model)
         self._prefix, self._add_bos = prefix_token_id, add_bos_token
-        self._think_end = _think_end(think_end_token)
+        self._think_end = self._end_of_thinking(think_end_token)
         if self._think_end is None and self._model.config.thinking_budget is not None:
             raise UsageError("thinking_budget needs think_end_token, which says where thinking ends")
         if batch_size not in (None, 1, "1", "auto") or max_batch_size is not None:
@@ -166,9 +191,12 @@ class FlexgenLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """Return the text of a chat; without generation prompt it ends inside the last message, to be continued."""
-        variables = self._chat.options.chat_template_kwargs
+        variables, history = self._chat.options.chat_template_kwargs, chat_history
+        if not add_generation_prompt:
+            last = {**chat_history[-1], "content": chat_history[-1]["content"] + _END_OF_TURN}
+            history = [*chat_history[:-1], last]
         try:
-            text = self.tokenizer.apply_chat_template(chat_history, add_generation_prompt, **variables)
+            text = self.tokenizer.apply_chat_template(history, add_generation_prompt, **variables)
         except RequestError:
             without = [message for message in chat_history if message["role"] != "system"]
             if len(without) == len(chat_history):
@@ -177,12 +205,11 @@ class FlexgenLM(TemplateLM):
             return self.apply_chat_template(without, add_generation_prompt)
         if add_generation_prompt:
             return text
-        last = str(chat_history[-1]["content"])
-        before, found, after = text.rpartition(last.strip())
-        if not found:
+        found = text.rfind(_END_OF_TURN.strip())
+        if found < 0:
             raise RequestError("the chat template changes the last message, so it cannot be continued")
-        tail = last[len(last.rstrip()) :]
-        return before + found + (tail if after.startswith(tail) else "")
+        # A template that trims messages leaves no space behind the last one either.
+        return text[:found] if text.startswith(_END_OF_TURN, found) else text[:found].rstrip()
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return ids; by default with BOS if the tokenizer adds one and the text has none."""
@@ -200,7 +227,7 @@ class FlexgenLM(TemplateLM):
         for request in requests:
             if not request.args[1]:
                 raise RequestError(f"document {request.doc_id} of {request.task_name} has an empty continuation")
-        return cast(list[tuple[float, bool]], super().loglikelihood(requests, disable_tqdm=disable_tqdm))
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Score (texts, context, continuation), the last two as ids; a long context loses its first tokens."""
@@ -226,6 +253,7 @@ class FlexgenLM(TemplateLM):
 
     def _score(self, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         encoded = [EncodedPair(context, continuation) for context, continuation in pairs]
+        _say_cut(len(pair.context) + len(pair.continuation) - self.max_length - 1 for pair in encoded)
         results = self._answer([scoring_request(pair, self.max_length, truncate=True) for pair in encoded])
         return [read_score(result, len(pair.continuation)) for result, pair in zip(results, encoded)]
 
@@ -240,16 +268,18 @@ class FlexgenLM(TemplateLM):
             identity = json.dumps([seed, context, settings], sort_keys=True, default=str)
             seen[identity] += 1
             asked.append(self._generation(context, settings, f"{identity}/{seen[identity]}"))
+        _say_cut(one.excess for one in asked)
         answers = []
-        results = self._answer([request for request, _ in asked])
-        for instance, (_, stops), result in zip(requests, asked, results):
-            answers.append(self._text(result.completions[0], stops))
+        for instance, one, result in zip(requests, asked, self._answer([one.request for one in asked])):
+            answers.append(self._text(result.completions[0], one.stops))
             self.cache_hook.add_partial("generate_until", instance.args, answers[-1])
         return answers
 
-    def _generation(self, context: str, settings: Mapping[str, Any], draw: str) -> tuple[GenerationRequest, list[str]]:
-        """Return the request for an answer, and the texts that end it. draw: what random draws depend on."""
-        known = cast(dict[str, Any], normalize_gen_kwargs(dict(settings), self.max_gen_toks))
+    def _generation(self, context: str, settings: Mapping[str, Any], draw: str) -> _Generation:
+        """Return the request for an answer. draw: what random draws depend on."""
+        known: dict[str, Any] = dict(
+            normalize_gen_kwargs(dict(settings), self.max_gen_toks)
+        )  # with its names for the number of tokens
         is_sampled = bool(known["do_sample"])
         for name, value in known.items():
             if name in _SAMPLING or value is None or (name in _ONLY_SAMPLED and not is_sampled):
@@ -263,38 +293,47 @@ class FlexgenLM(TemplateLM):
                 "give a smaller one with --gen_kwargs max_gen_toks=N"
             )
         ids = self.tok_encode(context)
-        if len(ids) > room:
-            _log.warning("a context of %d tokens loses its first %d", len(ids), len(ids) - room)
-            ids = ids[-room:]
+        # The text of EOS ends an answer for the harness.
         stops = [stop for stop in handle_stop_sequences(known["until"], eos=self.tokenizer.eos_text) if stop]
-        thinking = self._chat.thinking(context) if self._think_end == END.decode() else None
-        # Stop strings inside thinking end nothing: another token's thinking runs until the model ends its answer.
+        thinking = self._chat.thinking(context) if self._ends_as_known else None
+        # The engine knows `</think>` only: behind another end the harness's own cut does what stop strings would.
         while_drawing = stops if self._think_end is None or thinking is not None else []
-        return GenerationRequest(
-            prompt_token_ids=tuple(ids),
+        request = GenerationRequest(
+            prompt_token_ids=tuple(ids[-room:]),
             max_tokens=known["max_gen_toks"],
             temperature=float(known.get("temperature") or 0.0) if is_sampled else 0.0,
             top_p=float(known.get("top_p") or 1.0) if is_sampled else 1.0,
-            seed=int.from_bytes(hashlib.sha256(draw.encode("utf-8", "surrogatepass")).digest()[:4])
-            if is_sampled
-            else 0,
+            seed=int.from_bytes(hashlib.sha256(draw.encode()).digest()[:4], "big") if is_sampled else 0,
             stop=tuple(while_drawing),
             thinking=thinking,
-        ), stops
+        )
+        return _Generation(request, stops, len(ids) - room)
 
     def _text(self, completion: Completion, stops: list[str]) -> str:
         """Return the answer: behind thinking, before the first stop string."""
-        text, end = completion.text, self._think_end
-        if isinstance(end, int):
-            ids = completion.token_ids
-            if end in ids:
-                last = len(ids) - 1 - ids[::-1].index(end)
-                text = self.tokenizer.decode(ids[last + 1 :]).lstrip()
-            end = None
-        return str(postprocess_generated_text(text, stops, end))
+        ids, end = list(completion.token_ids), self._think_end
+        if isinstance(end, str):
+            return str(postprocess_generated_text(self.tokenizer.decode_plain(ids), stops, end))
+        if end not in ids:
+            return str(postprocess_generated_text(self.tokenizer.decode_plain(ids), stops, None))
+        behind = ids[len(ids) - ids[::-1].index(end) :]
+        return str(postprocess_generated_text(self.tokenizer.decode_plain(behind).lstrip(), stops, None))
+
+    def _end_of_thinking(self, token: str | int | None) -> str | int | None:
+        """Return the id of the token that ends thinking, or its text where that is several tokens."""
+        if token is None or isinstance(token, int):
+            return token
+        ids = self.tokenizer.encode(token, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 else token
+
+    @property
+    def _ends_as_known(self) -> bool:
+        end = self._think_end
+        return (self.tokenizer.decode([end]) if isinstance(end, int) else end) == END.decode()
 
     def _answer(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Compute requests as one block. Raises the first error of a request, after all others are stored."""
+        self._service.resume()  # a notebook goes on behind Ctrl-C
         keyed = [KeyedRequest(request, request_key(request)) for request in requests]
         with self._service.submit(self._model, keyed):
             results = [self._service.respond(self._model, request).result for request in keyed]
@@ -321,5 +360,8 @@ def _engine_options(arguments: Mapping[str, Any]) -> EngineOptions:
     return {**options, **options_of_flags(flags)}
 
 
-def _think_end(token: str | int | None) -> str | int | None:
-    return int(token) if isinstance(token, str) and token.isdigit() else token
+def _say_cut(excesses: Iterable[int]) -> None:
+    """Warn of contexts that lose their first tokens; excesses: by how many tokens each text is too long."""
+    cut = [excess for excess in excesses if excess > 0]
+    if cut:
+        _log.warning("%d contexts lose their first tokens, up to %d, to fit into the window", len(cut), max(cut))
