@@ -10,6 +10,8 @@ INSTANCES ?= 50
 # LAMBADA and WikiText-2: the folder that FLEXGEN_HELM_DATA names, else shared/data beside the project.
 DATA := $(abspath $(or $(FLEXGEN_HELM_DATA),$(wildcard ../shared/data)))
 PRECISIONS ?= fp16,4bit
+# Tests compile the package and rewrite their assertions once, not in each of their processes.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install lock model eval test test-slow test-all test-versions test-newest test-times proofs lint docs docs-serve pages model-table catalog dist bench gpu-check
 # A notice of the theme about its successor is no warning about these docs.

@@ -237,6 +237,7 @@ def test_deciders_import_no_torch(module):
 
 
 # What a GPU machine may lack, and what then is not to be had.
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("absent", "prompt", "model"),
     [

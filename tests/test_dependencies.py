@@ -55,6 +55,7 @@ TOOLS = {
 }
 
 
+@cache
 def imported(source: str) -> set[str]:
     """Top-level names of everything that a module imports, at any depth."""
     names: set[str] = set()

@@ -41,6 +41,7 @@ from flexgen_helm.run_entries import (
 )
 from tests.helpers.data_sets import write_legalbench_settings
 from tests.helpers.paths import ROOT
+from tests.helpers.shares import share
 from tests.helpers.tiny_models import TinyModel
 
 MODEL = "flexgen/opt-125m"
@@ -100,7 +101,7 @@ def test_what_helm_runs_is_accepted() -> None:
         "model_deployment=together/llama-7b",
         "model=openai/gpt-4o-2024-05-13,max_eval_instances=20,stop=hash,temperature=0.3",
     ]
-    for name in run_spec_names():
+    for name in share(sorted(run_spec_names()), 4):
         entry = with_arguments(name)
         check_entries([entry, *(f"{entry},{model}" for model in models)], [])
         check_entries([entry, f"{entry},model=text", f"{entry},model=opt-125m"], [MODEL, "openai/gpt2"])
@@ -180,7 +181,7 @@ def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> Non
         ("mmlu:subject=anatomy,model=opt-6.7b", "write model=flexgen/opt-6.7b$"),
         ("mmlu:subject=anatomy,model=opt-6.7b-4bit", "write model=flexgen/opt-6.7b-4bit$"),
         ("simple_mcqa:model=flexgen/opt6.7b", "did you mean opt-6.7b"),
-        ("simple_mcqa:model=flexgen/opt-6.7b-8bit", "'8bit' is no precision.*opt-6.7b-4bit"),
+        ("simple_mcqa:model=flexgen/opt-6.7b-5bit", "'5bit' is no precision.*opt-6.7b-4bit"),
         ("simple_mcqa:model=flexgen/llama-3-8b-q4_k_m", "'q4_k_m' is no precision"),
         ("simple_mcqa:model=a/b,model_deployment=flexgen/opt6.7b", "did you mean opt-6.7b"),
         ("simple_mcqa:model=flexgen//no/such/folder", "there is no model file or folder /no/such/folder"),
@@ -201,7 +202,7 @@ def test_advice_is_right() -> None:
         with pytest.raises(UsageError) as refused:
             check_entries([f"simple_mcqa:model={typed}"], [])
         check_entries([f"simple_mcqa:{str(refused.value).rpartition('write ')[2]}"], [])
-    for typed in ("opt6.7b", "opt-6.7b-8bit", "smollm2", "8b-instruct", "llama-3-7b-4bit"):
+    for typed in ("opt6.7b", "opt-6.7b-5bit", "smollm2", "8b-instruct", "llama-3-7b-4bit"):
         with pytest.raises(UsageError) as refused:
             check_entries([f"simple_mcqa:model=flexgen/{typed}"], [])
         advised = re.split("did you mean|write", str(refused.value))[1].partition("?")[0]
@@ -393,6 +394,7 @@ def pasted(message: str, folder: Path, **variables: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name", ["weights", "it's: a #folder", "opt-125m", "1e3"])
 def test_the_lines_that_name_a_folder_work(
     tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -155,6 +155,8 @@ def _spread(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[s
     placed_bytes = dict.fromkeys(TIERS, 0)
     placed: dict[str, Tier] = {}
     allowed: list[Tier] = [tier for tier in TIERS if fractions[tier] > 0] or ["cpu"]
+    if len(allowed) == 1:
+        return dict.fromkeys(sizes, allowed[0])
     total = 0
     for name, size in sizes.items():
         total += size

@@ -91,7 +91,8 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     copies_fit = copy_bytes + vector_bytes <= COPIES_SHARE * limits[compute_tier]
     staging = staging_sizes(model, limits[compute_tier])
     on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}
-    resident = Placement(model, machine, place(sizes, on_compute_tier), on_compute_tier, on_compute_tier, 0, copies_fit)
+    everything = dict.fromkeys(sizes, compute_tier)
+    resident = Placement(model, machine, everything, on_compute_tier, on_compute_tier, 0, copies_fit)
     left = limits[compute_tier] - total - vector_bytes
     if policy is not None:
         placed = place(sizes, tier_fractions(policy, "weights", has_gpu))

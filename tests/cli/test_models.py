@@ -47,7 +47,7 @@ def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[
     return {row["name"]: row for row in listed(capsys, "models", *arguments)["models"]}
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("arguments", [["models"], ["entries"], ["models", "qwen", "--json"], ["entries", "--json"]])
 def test_they_need_neither_heavy_imports_nor_the_network(arguments: list[str]) -> None:
     code = (

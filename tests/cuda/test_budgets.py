@@ -29,6 +29,7 @@ SELECTED = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
 @pytest.mark.parametrize("variant", ["llama", "opt", "bloom", "gemma2", "mistral"])
 def test_a_batch_waits_once(tiny, monkeypatch, variant, capability):
@@ -69,6 +70,7 @@ def test_a_layer_with_experts_waits_once_more(tiny, tmp_path, monkeypatch, place
     assert_close(tiny("mixtral"), results, torch.float16)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "precision, placement, shared, overlap",
     selected_and_slow(

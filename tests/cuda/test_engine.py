@@ -52,6 +52,7 @@ def check(model, variant, folder, dtype=torch.float16, asked=None, **settings):
     return device, record
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     "variant, dtype",
     selected_and_slow(dict.fromkeys([*each_family(VARIANTS, DTYPES), *sorted(SELECTED, key=str)]), SELECTED),
@@ -60,6 +61,7 @@ def test_every_family(tiny, tmp_path, variant, dtype):
     check(tiny(variant), variant, tmp_path, dtype, policy=THIRDS, schedule="zigzag", cpu_attention=False)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "schedule, placement, overlap, cpu_attention",
     selected_and_slow(
@@ -94,7 +96,7 @@ def test_sampling(tiny, tmp_path, placement):
     check(tiny("llama"), "llama", tmp_path, asked=requests(temperature=0.9, top_p=0.8, seed=3), **settings)
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("placement", ["resident", "host", "disk"])
 @pytest.mark.parametrize("precision", ["4bit", "4bit-s", "fp16-s", "paper-4bit"])
 def test_packed_and_sparse(tiny, tmp_path, precision, placement):
@@ -148,6 +150,7 @@ def test_the_machine_is_measured(tmp_path, monkeypatch):
     assert pinned, "the rates of pageable memory are measured too"
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("precision", ["fp16", "4bit"])
 def test_a_second_device(tiny, tmp_path, precision):
     """Whatever a thread does, loaders included, is on the engine's device: nothing is on the first one."""
@@ -174,6 +177,7 @@ def test_a_second_engine_sees_the_memory_of_the_first(tiny, tmp_path):
     device.check()
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("placement", ["resident", "host"])
 @pytest.mark.parametrize("number", [3, 40, 170])
 def test_memory_that_runs_out_halves_the_batches(tiny, tmp_path, monkeypatch, placement, number):

@@ -146,6 +146,7 @@ SELECTED = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "variant, dtype",
     selected_and_slow(

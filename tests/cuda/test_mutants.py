@@ -183,6 +183,7 @@ def test_what_breaks_off_has_no_race(tmp_path):
     assert not races_of_what_breaks_off(tmp_path)
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("statement", statements(), ids=lambda s: " ".join(map(str, s)).removeprefix("flexgen_helm."))
 def test_each_removed_statement_is_caught(tiny, tmp_path, monkeypatch, statement):
     remove(monkeypatch, *statement)

@@ -21,6 +21,7 @@ from tests.helpers.faults import replaced
 from tests.helpers.offload import DECODING_SCHEDULES, MIB, offloaded, policies
 from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
 from tests.helpers.parity import assert_equals_reference, assert_same
+from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import VARIANTS, VOCABULARY
 
 
@@ -83,7 +84,7 @@ def test_shared_prefixes_equal_the_reference(tiny, variant):
         assert_equals_reference(model, request.prompt_token_ids, request, result)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share_of(12, 2), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),
     schedule=st.sampled_from(DECODING_SCHEDULES),

@@ -21,6 +21,7 @@ from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
+from tests.helpers.shares import share_of
 
 HEADS, DIM, LAYERS = 2, 16, 2
 CONFIG = replace(resolve("opt-125m").entry.config, num_layers=LAYERS, num_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM)
@@ -95,7 +96,7 @@ def visible(cache: KVCache, block: CacheBlock, layer: int) -> list[dict[int, tup
     return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share_of(60, 3), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(list(FORMATS)),
     place=st.sampled_from(list(PLACES)),

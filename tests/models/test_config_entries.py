@@ -380,7 +380,7 @@ def test_every_record_is_tried() -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_entry_gives_the_numbers_of_transformers_or_a_refusal(name: str, folders: Any) -> None:
     wrong = []
-    for changed in share(changes(name), 6):
+    for changed in share(changes(name), 12):
         found = outcome(name, folders(name), changed)
         if not isinstance(found, str) and not found < TOLERANCE:
             wrong.append((changed, found))

@@ -25,6 +25,7 @@ from flexgen_helm.offload.staging import ALIGNMENT
 from flexgen_helm.offload.transfer_stats import TransferStats
 from tests.helpers.offload import MIB, offloaded, with_expert_slots, workload
 from tests.helpers.parity import assert_same
+from tests.helpers.shares import share_of
 from tests.helpers.threads import in_thread
 from tests.helpers.tiny_models import VOCABULARY
 
@@ -110,7 +111,7 @@ def visits(routing: list[list[list[int]]]) -> Iterator[tuple[str, list[int], boo
             yield STAGES[number % len(STAGES)], numbers, place + 1 < len(batches)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=share_of(80, 3), deadline=None)
 @given(
     routing=routings,
     slots=st.sampled_from([1, 2, 3, 5, 9, len(ALL)]),
@@ -397,7 +398,7 @@ def test_exactly_the_experts_are_read_that_tokens_are_routed_to(tiny, tmp_path, 
         assert expected.total() < len(routed) * len(names), "or nothing was left out"
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share_of(12, 3), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     variant=st.sampled_from(["mixtral", "qwen3-moe", "qwen3-moe-raw-weights"]),
     precision=st.sampled_from(["fp16", "4bit"]),

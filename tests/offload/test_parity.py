@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, MemoryLimits, Policy
 from tests.helpers.offload import DECODING_SCHEDULES, MIB, offloaded, policies, workload
 from tests.helpers.parity import assert_same
+from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import VARIANTS
 
 
@@ -29,7 +30,7 @@ def in_memory(tiny):
     return get
 
 
-@pytest.mark.fast(9)
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
     """No matrix, no key and no hidden state stays in memory."""
@@ -43,7 +44,7 @@ def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
     assert_same(results, in_memory(variant))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share_of(12, 2), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),
     schedule=st.sampled_from(DECODING_SCHEDULES),

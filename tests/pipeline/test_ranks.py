@@ -67,11 +67,16 @@ SETTINGS = [
 
 
 def test_two_ranks_give_the_answers_of_one_process(tmp_path, model):
-    """Schedules and precisions; what is special in first and last layers; then scores."""
+    """A model of a new kind, which each rank proves; schedules and precisions; first and last layers; then scores."""
     cases = [Case(model("llama"), own, workload(count=8)) for own in (SETTINGS[2], ZIGZAG, SETTINGS[6])]
     cases += [Case(model(variant), ZIGZAG, workload(count=8)) for variant in ("opt-350m", "bloom-untied")]
-    records = compared(tmp_path, 2, [*cases, scoring(cases[-1].model), divided(cases[0].model)])
-    check_records(records, offloaded=1)
+    config = VARIANTS["llama"]()
+    config.num_hidden_layers, config.an_entry_that_nobody_knows = LAYERS, 2.5
+    save_random(tmp_path / "new", config, seed=7)
+    cases.insert(0, Case(tmp_path / "new", {}, workload(count=2)))
+    records = compared(tmp_path, 2, [*cases, scoring(cases[-1].model), divided(model("llama"))])
+    check_records(records, offloaded=2)
+    assert [len(json.loads((tmp_path / f"home{rank}" / "proofs.json").read_text())) for rank in range(2)] == [1, 1]
 
 
 def scoring(folder):
@@ -147,15 +152,6 @@ def test_a_rank_without_room_refuses_for_all_and_ranks_that_schedule_otherwise_s
     ended = run_ranks(tmp_path, 2, Job([case], "order"))
     (outcome,) = ended.outcomes
     assert ended.code and "ranks 0 and 1 of the pipeline have scheduled different tokens" in str(outcome.error)
-
-
-def test_each_rank_proves_a_model_of_a_new_kind(tmp_path):
-    config = VARIANTS["llama"]()
-    config.an_entry_that_nobody_knows = 2.5
-    save_random(tmp_path / "model", config, seed=7)
-    ended = run_ranks(tmp_path, 2, Job([Case(tmp_path / "model", {}, workload(count=2))]))
-    assert ended.code == 0 and ended.outcomes[0].error is None, (ended.outcomes, ended.err)
-    assert [len(json.loads((tmp_path / f"home{rank}" / "proofs.json").read_text())) for rank in range(2)] == [1, 1]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import PRECISIONS
+from tests.helpers.shares import share
 
 GIB = 1 << 30
 MACHINES: list[dict[Tier, int]] = [
@@ -23,12 +24,13 @@ MACHINES: list[dict[Tier, int]] = [
 ]
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("limits", MACHINES)
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("4bit", marks=pytest.mark.slow)])
 def test_it_is_what_the_engine_would_do(limits: dict[Tier, int], precision: str) -> None:
     seen = set()
-    for name in [name for name in CATALOG if not name.endswith(("-it", "-base", "-instruct", "-chat", "-deduped"))]:
+    distinct = [name for name in CATALOG if not name.endswith(("-it", "-base", "-instruct", "-chat", "-deduped"))]
+    for name in share(distinct, 3):
         config = CATALOG[name].config
         found = fit(config, PRECISIONS[precision], limits)
         seen.add(found)

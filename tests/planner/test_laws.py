@@ -62,7 +62,7 @@ def test_a_data_set_that_no_pass_can_hold_is_scored_in_blocks(model, machine):
     assert check_scoring(model, machine, cpu=160 * GIB, disk=0), "no hidden states on the disk"
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_scoring_is_planned_wherever_one_sequence_fits(machine):
     names = sorted(CATALOG, key=lambda name: CATALOG[name].config.hidden_size)
@@ -71,7 +71,7 @@ def test_scoring_is_planned_wherever_one_sequence_fits(machine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", share(CATALOG, 4))
+@pytest.mark.parametrize("model", share(CATALOG, 12))
 def test_every_model_of_the_catalog_is_planned_wherever_one_sequence_fits(model):
     """On one machine each, another for other models: all pairs take a quarter of an hour."""
     check_scoring(model, random.Random(model).choice(list(MACHINES)))
@@ -159,7 +159,7 @@ def test_no_block_shape_beats_the_searched_one_by_its_own_latency(drawn):
 
 
 @given(problems)
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=share_of(15, 3), deadline=None, derandomize=True)
 @example(("mixtral-8x7b-v0.1", "t4", (1500, 2, 5), "fp16"))
 @example(("llama-3.1-8b", "t4", (100, 8, 5), "fp16"))  # 3x2 counted six
 def test_fewer_sequences_are_never_slower(drawn):
@@ -173,7 +173,7 @@ def test_fewer_sequences_are_never_slower(drawn):
 
 
 @given(problems, st.sampled_from(["gpu", "cpu", "disk", "link", "read", "4bit"]))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=share_of(25, 4), deadline=None, derandomize=True)
 @example(("opt-30b", "laptop", (512, 8, 9), "fp16"), "read")
 @example(("opt-30b", "laptop", (512, 8, 9), "fp16"), "cpu")
 @example(("opt-30b", "t4", (512, 8, 9), "fp16"), "link")

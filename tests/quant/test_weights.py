@@ -17,6 +17,7 @@ from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision
 from tests.helpers.offload import MIB, offloaded, policies, workload
 from tests.helpers.parity import assert_equals_reference, assert_same, prompts
+from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import TinyModel
 
 PACKED = [name for name, precision in PRECISIONS.items() if precision.weights is not None]
@@ -51,6 +52,7 @@ def ask(variant):
     ]
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("precision", PACKED)
 @pytest.mark.parametrize("variant", ["llama", "opt", "qwen3", "gemma2"])
 def test_scores_equal_transformers_with_the_same_matrices(tiny, tmp_path, variant, precision):
@@ -85,7 +87,7 @@ def test_the_comparison_notices_a_single_weight(tiny, tmp_path, precision):
             assert_equals_reference(spoilt, prompt, request, result)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=share_of(15, 3), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),
     schedule=st.sampled_from(["row", "zigzag", "diagonal"]),

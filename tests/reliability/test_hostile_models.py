@@ -24,7 +24,7 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.errors import CheckpointError, FlexgenError
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.hostile import MIB, Violation, contained
-from tests.helpers.shares import share
+from tests.helpers.shares import share, share_of
 from tests.helpers.tiny_models import TinyModel, save_tokenizer
 
 JUNK: list[Any] = [
@@ -114,7 +114,7 @@ def told(content: dict[str, Any], place: tuple[Any, ...], junk: Any) -> str:
     return json.dumps(content)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=share_of(12, 3), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("variant, name", LIARS)
 def test_an_entry_that_lies_is_refused_or_harmless(
@@ -137,7 +137,7 @@ def test_every_entry_that_lies(
 ) -> None:
     folder = Path(shutil.copytree(tiny(variant).path, tmp_path / "model"))
     original = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-    for place, junk in share(lies(original), 5):
+    for place, junk in share(lies(original), 15):
         (folder / name).write_text(told(original, place, junk))
         try:
             with contained(home, folder):

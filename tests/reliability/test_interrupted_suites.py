@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.killed_suites import MAX_PENDING, Outcome, Suites
+from tests.helpers.shares import share
 from tests.helpers.small_disks import small_disk
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
@@ -132,7 +133,7 @@ def test_a_signal_before_the_first_answer_is_no_traceback_either(suites: Suites,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", share(range(10), 5))
 def test_killed_at_fifty_random_points(suites: Suites, whole: Outcome, part: int) -> None:
     """Of five suites each: four are killed at steps of any phase, one at any moment."""
     draw = random.Random(part)

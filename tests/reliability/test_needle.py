@@ -134,7 +134,7 @@ def test_the_needle_keeps_its_answer(
 
 
 @pytest.mark.slow
-@settings(max_examples=share_of(60, 4), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=share_of(60, 12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(neighbours=company, plan=plans, place=st.integers(0, 9), seed=st.integers(0, 99))
 @pytest.mark.parametrize("precision", [*EXACT, *ROUNDED])
 def test_the_needle_keeps_its_answer_many_times(

@@ -20,6 +20,7 @@ from flexgen_helm.report.run_files import is_in_second_half, read_instances
 from flexgen_helm.report.scores import read_finished_runs
 from flexgen_helm.report.shares import equivalence_p_value, instances_needed
 from tests.helpers.flips import claims, draw_flips
+from tests.helpers.shares import share_of
 from tests.helpers.suites import accuracies, request_state, write_run
 
 # ---- halves ----
@@ -87,10 +88,9 @@ def is_chosen(ordered, margin):
 SIZES = [
     (50, 0.15, 400),
     (500, 0.02, 300),
-    (5000, 0.01, 100),
-    pytest.param(50, 0.2, 4000, marks=pytest.mark.slow),
-    pytest.param(500, 0.03, 4000, marks=pytest.mark.slow),
-    pytest.param(5000, 0.01, 2000, marks=pytest.mark.slow),
+    pytest.param(50, 0.2, share_of(4000, 4), marks=pytest.mark.slow),
+    pytest.param(500, 0.03, share_of(4000, 4), marks=pytest.mark.slow),
+    pytest.param(5000, 0.01, share_of(2000, 8), marks=pytest.mark.slow),
 ]
 
 
@@ -146,6 +146,7 @@ def test_perplexities_at_the_margin_keep_the_level_and_equal_ones_are_taken(quic
     assert taken[0.0] >= 0.8 and taken[math.log1p(margin)] <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / times)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("num_entries", [1, 3])
 @pytest.mark.parametrize("flips", [0.004, 0.02])
 def test_an_equal_precision_is_taken_with_the_stated_power(quick, num_entries, flips):
@@ -329,6 +330,7 @@ def test_pools_are_chosen_by_all_their_instances(tmp_path):
     assert found.precision == "4bit" and "in 1 run entry" in found.text
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "device, shares, is_resident",
     [("cpu", {"cpu": 1.0}, True), ("cpu", {"cpu": 0.4, "disk": 0.6}, False), ("cuda", {"gpu": 0.0, "cpu": 1.0}, False)],

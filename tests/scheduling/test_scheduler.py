@@ -14,6 +14,7 @@ from flexgen_helm.scheduling.answer_lengths import AnswerLengths
 from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
 from flexgen_helm.scheduling.work_items import work_items
+from tests.helpers.shares import share_of
 
 shapes_strategy = st.lists(
     st.tuples(st.integers(1, 30), st.integers(0, 12), st.sampled_from([0, 0, 0, 1, 4])), min_size=1, max_size=25
@@ -35,7 +36,7 @@ def make(shape: tuple[int, int, int]) -> Sequence:
     )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=share_of(400, 4), deadline=None)
 @given(
     shapes=shapes_strategy,
     batch_tokens=st.integers(1, 60),
