@@ -166,8 +166,9 @@ def shell_lines(text: str) -> Iterator[str]:
 
 
 def known_options() -> dict[str, set[str]]:
-    """Options of each command of flexgen-helm; run has those of helm-run too."""
+    """Options of each command of flexgen-helm; run and lm-eval have those of their harness too."""
     from helm.benchmark.run import add_run_args
+    from lm_eval._cli import HarnessCLI
 
     from flexgen_helm.cli.app import app
 
@@ -180,6 +181,8 @@ def known_options() -> dict[str, set[str]]:
         for name, command in root.commands.items()
     }
     options["run"] |= helm_run
+    harness = HarnessCLI()._subparsers.choices["run"]
+    options["lm-eval"] |= set(harness._option_string_actions)
     return {**options, "": {"--version", "--help"}}
 
 

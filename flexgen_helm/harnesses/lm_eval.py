@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -78,6 +79,31 @@ def register() -> None:
     """Make `flexgen` a model of the harness in this process, unless its entry point has."""
     if "flexgen" not in model_registry:
         model_registry.register("flexgen", target=FlexgenLM)
+
+
+def run_command(arguments: Sequence[str]) -> None:
+    """Run the harness's command line; its model is `flexgen` where no argument names one.
+
+    Raises `UsageError` for what the harness refuses.
+    """
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.utils import setup_logging
+
+    register()
+    setup_logging()
+    before, sys.argv = sys.argv, ["lm-eval", *arguments]  # the harness reads them there
+    try:
+        command = HarnessCLI()
+        parsed = command.parse_args()
+    finally:
+        sys.argv = before
+    if parsed.command == "run" and parsed.config is None:
+        parsed.model = parsed.model or "flexgen"
+        parsed.device = parsed.device or "auto"  # the harness's default is a GPU
+    try:
+        command.execute(parsed)
+    except ValueError as error:  # what the harness raises for tasks and settings that it does not know
+        raise UsageError(f"lm-evaluation-harness refuses this: {error}") from error
 
 
 class FlexgenLM(TemplateLM):
@@ -223,7 +249,7 @@ class FlexgenLM(TemplateLM):
 
     # Answers
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         for request in requests:
             if not request.args[1]:
                 raise RequestError(f"document {request.doc_id} of {request.task_name} has an empty continuation")
