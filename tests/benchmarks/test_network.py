@@ -40,6 +40,7 @@ def _python(namespace: str, program: str, address: str) -> list[str]:
     return ["ip", "netns", "exec", namespace, sys.executable, "-c", program, address]
 
 
+@pytest.mark.slow
 def test_offloading_has_the_higher_throughput_and_on_slow_links_the_lower_latency_of_short_answers():
     rows, crossings = network.predicted_rows()
     assert len(rows) == len(network.NETWORKS) * len(network.OUTPUTS) and len(crossings) == len(network.NETWORKS)
