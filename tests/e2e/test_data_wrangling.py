@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from helm.benchmark.presentation.run_entry import read_run_entries
 
 from tests.helpers.data_sets import write_hospital, write_table
