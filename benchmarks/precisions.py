@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
 
 MODEL = "smollm2-135m-instruct-q4_1"
-MEASURED = ("8bit", "4bit-weights", "4bit-cache", "4bit", "paper-4bit")
+MEASURED = ("8bit", "4bit-weights", "4bit-cache", "4bit")
 WINDOWS, WINDOW, PASSAGES = 12, 1024, 400
 LINK = Case("behind 0.25 GB/s", "link", 4, 64, 8, (0.25, 0.25), precisions=MEASURED)
 _COMPUTE_BYTES = 4
@@ -80,8 +80,7 @@ def evaluate(
     def load(precision: str) -> Iterator[Engine]:
         with Engine.from_pretrained(model, precision=precision, device="cpu", offload_dir=str(scratch)) as engine:
             answers[precision] = last_words(engine, passages)
-            right = sum(answer.is_right for answer in answers[precision])
-            options.tell(f"{precision}: {right} of {len(passages)} passages")
+            options.tell(f"{precision}, LAMBADA: {flips(answers[FP16.name], answers[precision])}")
             yield engine
 
     found = {}
@@ -104,14 +103,22 @@ def _speed(row: dict[str, Any], fp16: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "times_faster": fp16["median"] / row["median"]}
 
 
-def _quality(
-    precision: str, found: dict[str, Divergence], answers: dict[str, list[LastWord]]
-) -> dict[str, float | list[float] | None]:
-    own, base = answers[precision], answers[FP16.name]
-    accuracy = sum(answer.is_right for answer in own) / len(own)
+def flips(base: Sequence[LastWord], own: Sequence[LastWord]) -> dict[str, float]:
+    """{accuracy, lost, won, changed}: lost and won are right answers, changed other wrong ones."""
+    pairs = list(zip(base, own))
+    return {
+        "accuracy": sum(answer.is_right for answer in own) / len(own),
+        "lost": sum(before.is_right and not after.is_right for before, after in pairs),
+        "won": sum(after.is_right and not before.is_right for before, after in pairs),
+        "changed": sum(before.drawn != after.drawn and before.is_right == after.is_right for before, after in pairs),
+    }
+
+
+def _quality(precision: str, found: dict[str, Divergence], answers: dict[str, list[LastWord]]) -> dict[str, Any]:
+    own = flips(answers[FP16.name], answers[precision])
     if precision == FP16.name:
-        return {"perplexity": next(iter(found.values())).baseline_perplexity, "accuracy": accuracy}
-    divergence, pairs = found[precision], list(zip(base, own))
+        return {"perplexity": next(iter(found.values())).baseline_perplexity, "accuracy": own["accuracy"]}
+    divergence = found[precision]
     return {
         "perplexity": divergence.perplexity,
         "ratio": divergence.ratio,
@@ -119,8 +126,5 @@ def _quality(
         "same_top": divergence.same_top,
         "kl": divergence.kl.mean,
         "kl_p99": divergence.kl.p99,
-        "accuracy": accuracy,
-        "lost": sum(before.is_right and not after.is_right for before, after in pairs),
-        "won": sum(after.is_right and not before.is_right for before, after in pairs),
-        "changed": sum(before.drawn != after.drawn and before.is_right == after.is_right for before, after in pairs),
+        **own,
     }

@@ -73,9 +73,10 @@ def divergence(
             print("\n" * bool(found) + describe(each), flush=True)
         found.append(each)
     if as_json:
+        from flexgen_helm.report.divergence import TextDivergence
         from flexgen_helm.report.scores import finite
 
-        print_json({"model": model, "window": window, "precisions": [finite(asdict(each)) for each in found]})
+        print_json(finite(asdict(TextDivergence(model, str(text), window, tuple(found)))))
 
 
 def measure(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flexgen_helm.errors import UsageError
+from flexgen_helm.files import read_object
 from flexgen_helm.report.losses import LossChange
 from flexgen_helm.report.metrics import Vector
 
@@ -75,6 +79,61 @@ class Divergence:
     kl: Spread
     kl_bound: Spread
     bound_share: float | None
+
+
+@dataclass(frozen=True)
+class TextDivergence:
+    """What `flexgen-helm divergence` found: divergences from one baseline on one text.
+
+    model, text: as the user named them. window: tokens of a window.
+    """
+
+    model: str
+    text: str
+    window: int
+    precisions: tuple[Divergence, ...]
+
+
+def read_divergence(path: Path, models: Collection[str], baseline: str) -> dict[str, TextDivergence]:
+    """Read what `flexgen-helm divergence --json` has printed, and return it by the model's name.
+
+    models: those that are compared. Raises `UsageError` for another file, model or baseline.
+    """
+    content = read_object(path)
+    try:
+        precisions = tuple(map(_divergence, content["precisions"]))
+        found = TextDivergence(str(content["model"]), str(content["text"]), int(content["window"]), precisions)
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(f"--divergence {path} is not what `flexgen-helm divergence --json` prints") from None
+    name = found.model.removeprefix("flexgen/")
+    if name not in models:
+        raise UsageError(f"--divergence {path} is of the model {name}, and the suite has {', '.join(models)}")
+    if others := {each.baseline for each in precisions} - {baseline}:
+        raise UsageError(f"--divergence {path} is from {', '.join(others)}, and the comparison is with {baseline}")
+    return {name: found}
+
+
+def _divergence(record: Mapping[str, Any]) -> Divergence:
+    """Return a divergence from JSON, where null stands for infinite. Raises `KeyError`, `TypeError` or `ValueError`."""
+    values = dict(record)
+    for name in ("baseline_perplexity", "perplexity", "ratio", "same_top"):
+        values[name] = _number(values[name])
+    for name in ("kl", "kl_bound"):
+        spread = values[name]
+        mean, *others = (_number(spread[key]) for key in ("mean", "median", "p99", "largest"))
+        values[name] = Spread(int(spread["tokens"]), mean, _pair(spread["interval"]), *others)
+    return Divergence(**{**values, "interval": _pair(values["interval"])})
+
+
+def _pair(interval: Any) -> Interval | None:
+    if interval is None:
+        return None
+    low, high = map(_number, interval)
+    return low, high
+
+
+def _number(value: Any) -> float:
+    return math.inf if value is None else float(value)
 
 
 def divergence_between(baseline: str, precision: str, scored: ScoredTokens) -> Divergence:

@@ -13,6 +13,7 @@ from flexgen_helm.engine.divergence import TOP_TOKENS, BaselineRows, RowDivergen
 from flexgen_helm.engine.predictions import PromptToken
 from flexgen_helm.errors import FlexgenError, UsageError
 from tests.helpers.parity import prompts
+from tests.helpers.small_disks import small_disk
 from tests.helpers.tiny_models import VOCABULARY
 
 FEW = 7
@@ -132,6 +133,14 @@ def test_what_has_no_chance_in_the_baseline_adds_nothing():
 def test_rows_that_the_disk_cannot_hold_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"the baseline's rows take .* free; name another folder"):
         BaselineRows(tmp_path, [10**10], FEW, VOCABULARY)
+
+
+def test_a_disk_that_becomes_full_ends_it_with_one_sentence(tmp_path):
+    tokens, logits = [PromptToken((0,), index) for index in range(1, 101)], torch.zeros(100, 2_000)
+    with small_disk(tmp_path / "small", 1 << 20) as folder, BaselineRows(folder, [101], 100, 2_000) as kept:
+        (folder / "of another program").write_bytes(bytes(700_000))
+        with pytest.raises(FlexgenError, match="the baseline's rows cannot be written: "):
+            kept(tokens, logits)
 
 
 def test_memory_does_not_grow_with_the_vocabulary(tmp_path):
