@@ -229,6 +229,7 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_deciders_import_no_torch(module):
     run_python(

@@ -150,6 +150,7 @@ def test_the_catalogue_of_errors_is_up_to_date() -> None:
     assert (DOCS / "reference" / "errors.md").read_text() == load(DOCS / "errors.py").page(), "run `make pages`"
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("script", "picture"), [("figures.py", "measured.svg"), ("network.py", "network.svg")])
 def test_charts_are_up_to_date(script: str, picture: str) -> None:
     assert (DOCS / "images" / picture).read_text() == load(DOCS / script).chart(), "run `make pages`"

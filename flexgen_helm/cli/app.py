@@ -14,6 +14,7 @@ from flexgen_helm.cli.batch import batch
 from flexgen_helm.cli.bench import bench
 from flexgen_helm.cli.clean import clean
 from flexgen_helm.cli.convert import convert
+from flexgen_helm.cli.divergence import divergence
 from flexgen_helm.cli.doctor import doctor
 from flexgen_helm.cli.engine_flags import with_engine_flags
 from flexgen_helm.cli.entries import entries
@@ -91,6 +92,7 @@ _add("Models", fetch)
 _add("Models", convert)
 _add("Without HELM", with_engine_flags(generate))
 _add("Without HELM", with_engine_flags(perplexity))
+_add("Without HELM", with_engine_flags(divergence))
 _add("Without HELM", with_engine_flags(batch))
 _add("This installation", doctor)
 _add("This installation", clean)
