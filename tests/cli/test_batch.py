@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
-import sys
 import time
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from flexgen_helm import Engine, GenerationRequest, cli
 from flexgen_helm.errors import FlexgenError
 from tests.helpers.chat_models import add_template
+from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -204,21 +205,49 @@ def test_a_second_start_computes_the_rest_and_writes_the_same(folder, tmp_path, 
     assert (tmp_path / "out").read_bytes() == undisturbed
 
 
-def test_a_killed_process_goes_on(folder, tmp_path):
+@pytest.fixture
+def started(folder, tmp_path):
+    """started(home, out) -> the process of the command, with a home folder of its own."""
     asked = write(tmp_path / "in", many())
 
-    def started(home, out):
+    def start(home, out):
         environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path / home), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "flexgen_helm", "batch", str(asked), "-o", str(out), "--model", str(folder)]
+        command = [*python("all"), "-m", "flexgen_helm", "batch", str(asked), "-o", str(out), "--model", str(folder)]
         return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
 
-    assert started("a", tmp_path / "undisturbed").wait(timeout=120) == 1
-    out = tmp_path / "out"
-    process, deadline = started("b", out), time.monotonic() + 120
-    partial = tmp_path / "out.partial"
-    while process.poll() is None and time.monotonic() < deadline and not (partial.exists() and partial.stat().st_size):
-        time.sleep(0.005)
+    return start
+
+
+def kill(process):
     process.kill()
     process.wait(timeout=30)
+    time.sleep(0.2)  # the fork ends a moment after its launcher
+
+
+def test_a_killed_process_goes_on(started, tmp_path):
+    assert started("a", tmp_path / "undisturbed").wait(timeout=120) == 1
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    process, deadline = started("b", out), time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline and not (partial.exists() and partial.stat().st_size):
+        time.sleep(0.005)
+    kill(process)
     assert started("b", out).wait(timeout=120) == 1
     assert out.read_bytes() == (tmp_path / "undisturbed").read_bytes() and not partial.exists()
+
+
+@pytest.mark.slow
+def test_killed_at_ten_random_moments_it_goes_on(started, tmp_path):
+    began = time.monotonic()
+    assert started("home", tmp_path / "undisturbed").wait(timeout=120) == 1
+    took, draw, killed = time.monotonic() - began, random.Random(10), 0
+    for point in range(10):
+        out = tmp_path / f"out{point}"
+        process = started(f"home{point}", out)
+        time.sleep(draw.uniform(0.1, 0.95) * took)
+        killed += process.poll() is None
+        kill(process)
+        if not out.exists():
+            assert started(f"home{point}", out).wait(timeout=120) == 1
+        assert out.read_bytes() == (tmp_path / "undisturbed").read_bytes()
+        assert not out.with_name(f"{out.name}.partial").exists()
+    assert killed >= 5
