@@ -155,19 +155,22 @@ class FlexgenLM(TemplateLM):
         self.tokenizer: Tokenizer = reader.encoder(self._model).tokenizer  # type: ignore[assignment]
         self._chat = reader.chat(self._model)
         self._prefix, self._add_bos = prefix_token_id, add_bos_token
-        self._think_end = self._end_of_thinking(think_end_token)
+        self._think_end = think_end_token
         if self._think_end is None and self._model.config.thinking_budget is not None:
             raise UsageError("thinking_budget needs think_end_token, which says where thinking ends")
         if batch_size not in (None, 1, "1", "auto") or max_batch_size is not None:
             _log.info("batch sizes are ignored: the engine plans its own batches")
         self._service = Service(EngineLoader())
-        atexit.register(process.close_at_exit, self._service.close, None)
+        atexit.register(self._close_at_exit)
         process.interrupt_on_signals(self._service.interrupt)
         self._service.preload(self._model)
 
     def close(self) -> None:
         """Free the model. Answers are stored by then."""
         self._service.close()
+
+    def _close_at_exit(self) -> None:
+        process.close_at_exit(self._service.close, 130 if self._service.is_interrupted else None)
 
     def __enter__(self) -> FlexgenLM:
         return self
@@ -303,9 +306,7 @@ class FlexgenLM(TemplateLM):
 
     def _generation(self, context: str, settings: Mapping[str, Any], draw: str) -> _Generation:
         """Return the request for an answer. draw: what random draws depend on."""
-        known: dict[str, Any] = dict(
-            normalize_gen_kwargs(dict(settings), self.max_gen_toks)
-        )  # with its names for the number of tokens
+        known: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
         is_sampled = bool(known["do_sample"])
         for name, value in known.items():
             if name in _SAMPLING or value is None or (name in _ONLY_SAMPLED and not is_sampled):
@@ -338,19 +339,17 @@ class FlexgenLM(TemplateLM):
     def _text(self, completion: Completion, stops: list[str]) -> str:
         """Return the answer: behind thinking, before the first stop string."""
         ids, end = list(completion.token_ids), self._think_end
-        if isinstance(end, str):
-            return str(postprocess_generated_text(self.tokenizer.decode_plain(ids), stops, end))
-        if end not in ids:
-            return str(postprocess_generated_text(self.tokenizer.decode_plain(ids), stops, None))
-        behind = ids[len(ids) - ids[::-1].index(end) :]
+        end_id, end_text = (end, None) if isinstance(end, int) else (self._id_of(end), end)
+        if end_id not in ids:
+            return str(postprocess_generated_text(self.tokenizer.decode_plain(ids), stops, end_text))
+        # By id: a special token has no text in an answer.
+        behind = ids[len(ids) - ids[::-1].index(end_id) :]
         return str(postprocess_generated_text(self.tokenizer.decode_plain(behind).lstrip(), stops, None))
 
-    def _end_of_thinking(self, token: str | int | None) -> str | int | None:
-        """Return the id of the token that ends thinking, or its text where that is several tokens."""
-        if token is None or isinstance(token, int):
-            return token
-        ids = self.tokenizer.encode(token, add_special_tokens=False)
-        return ids[0] if len(ids) == 1 else token
+    def _id_of(self, text: str | None) -> int | None:
+        """Return the token that has this text; None where it is none or several."""
+        ids = [] if text is None else self.tokenizer.encode(text, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 else None
 
     @property
     def _ends_as_known(self) -> bool:

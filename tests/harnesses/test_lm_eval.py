@@ -229,6 +229,8 @@ def test_thinking_is_no_part_of_an_answer(tiny, tmp_path):
             assert end._text(completion, ["\n"]) == "3"
             open_ended = tuple(lm.tokenizer.encode("one\ntwo"))
             assert end._text(Completion("", (), open_ended, (), "length"), ["\n"]) == "one"
+            written = [*lm.tokenizer.encode("one\ntwo</think>\n\n3\n4")]
+            assert lm._text(Completion("", (), tuple(written), (), "length"), ["\n"]) == "3"
         # Stop strings that may stand in thinking are no stop strings of the engine, or wait behind `</think>`.
         settings = {"until": ["\n"], "max_gen_toks": 4}
         assert by_id._generation("the", settings, "").request.stop == ()
