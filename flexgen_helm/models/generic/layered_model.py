@@ -304,7 +304,7 @@ _UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+)")
 
 
 class _AllRecordedError(Exception):
-    """The last stand-in has recorded its arguments: what follows the layers is not wanted."""
+    """Stop the forward pass after the last layer, whose stand-in has recorded its arguments."""
 
 
 @dataclass
