@@ -131,6 +131,24 @@ def test_new_fields_count_only_where_they_say_something() -> None:
     assert Later(1, 0.5).identity_text() == "First(old_name=1, added=0.5)"
 
 
+@dataclass(frozen=True)
+class Moved(
+    Identified, name="First", first_version="gone old_name=renamed", later="old=new first", constants={"gone": "x"}
+):
+    """A record whose later fields were renamed and moved, and one of whose first is the same in all."""
+
+    first: int = 0
+    renamed: int = 1
+    last: int = 0
+    new: tuple[int, ...] = ()
+
+
+def test_a_later_field_that_is_renamed_or_moved_keeps_its_name_and_place() -> None:
+    assert Moved().identity_text() == "First(gone='x', old_name=1)"
+    text = Moved(first=2, last=4, new=(3,)).identity_text()
+    assert text == "First(gone='x', old_name=1, old=(3,), first=2, last=4)"
+
+
 def test_values_without_a_text_of_their_own_are_refused() -> None:
     with pytest.raises(TypeError, match="Path has no text"):
         text_of((1, Later(1), Path("a")))

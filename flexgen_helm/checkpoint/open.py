@@ -71,7 +71,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 def _open_folder(path: Path, fingerprint: str | None = None) -> Checkpoint:
     """Open a folder of safetensors files, or one such file."""
     _, config, _ = read_config(path.parent if path.is_file() else path)
-    if config.generic is None:
+    if config.modules is None:
         return SafetensorsCheckpoint(path, fingerprint)
     # Imported late: transformers takes seconds and 80 MB.
     from flexgen_helm.checkpoint.state_dict_checkpoint import StateDictCheckpoint

@@ -42,7 +42,7 @@ from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Decoder, LayerDecoder
-from flexgen_helm.models.generic.decoder import GenericDecoder
+from flexgen_helm.models.transformers_backend.decoder import TransformersDecoder
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.ledger import Ledger
@@ -449,7 +449,7 @@ class Engine:
 
 
 def _decoder(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LayerDecoder:
-    return Decoder(config, device, dtype) if config.generic is None else GenericDecoder(config, device, dtype)
+    return Decoder(config, device, dtype) if config.modules is None else TransformersDecoder(config, device, dtype)
 
 
 def _opened(resolved: ResolvedModel, config: EngineConfig) -> tuple[Checkpoint, Tokenizer | None]:

@@ -82,18 +82,18 @@ class ProofKey:
 
 def proof_key(content: Mapping[str, Any], config: ModelConfig) -> ProofKey:
     """content: of `config.json`."""
-    if config.generic is None:
+    if config.modules is None:
         return ProofKey(config.architecture, "", kind_text(content))
-    return ProofKey(config.generic.class_name, values_digest(config), kind_text(content))
+    return ProofKey(config.modules.class_name, values_digest(config), kind_text(content))
 
 
 def values_digest(config: ModelConfig) -> str:
     """Return the digest of the files of `transformers` that compute a model's values; "" if none does."""
-    if config.generic is None:
+    if config.modules is None:
         return ""
-    from flexgen_helm.models.generic.code_digest import code_digest
+    from flexgen_helm.models.transformers_backend.code_digest import code_digest
 
-    return code_digest(config.generic.class_name)
+    return code_digest(config.modules.class_name)
 
 
 @cache
@@ -259,7 +259,7 @@ def requests(seed: int) -> list[GenerationRequest]:
 
 def _opened(folder: Path, config: ModelConfig) -> Checkpoint:
     """Open the small model's folder to be computed as the whole model is: by a record of ours, or by modules."""
-    if config.generic is None:
+    if config.modules is None:
         return open_checkpoint(folder)
     from flexgen_helm.checkpoint.state_dict_checkpoint import StateDictCheckpoint
 

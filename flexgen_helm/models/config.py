@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from flexgen_helm.identity import Identified
-from flexgen_helm.models.generic.config import GenericConfig
+from flexgen_helm.models.transformers_backend.config import ModulesConfig
 
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
 ResidualKind = Literal["pre_norm", "post_norm", "sandwich", "parallel", "reordered_norm"]
@@ -131,6 +131,7 @@ class ModelConfig(
     "max_positions embed_size norm norm_eps activation gated_mlp rope residual norm_affine final_norm qkv_bias "
     "out_bias mlp_bias tied_head position_offset qk_norm windows local_rope alibi embed_norm embed_scale norm_plus_one "
     "attn_scale attn_softcap final_softcap experts",
+    later="qk_norm_all_heads layers_before layers_after generic=modules chunked",
 ):
     """One decoder-only model, filled by the module of its architecture (`models.architectures`).
 
@@ -174,7 +175,7 @@ class ModelConfig(
     qk_norm_all_heads: bool = False  # `qk_norm` is of all heads together, not of each (OLMo 2)
     layers_before: int = 0  # layers of the model that come before these, on other ranks of a pipeline
     layers_after: int = 0  # layers of the model that come after these
-    generic: GenericConfig | None = None  # runs by transformers' own modules; features above are theirs
+    modules: ModulesConfig | None = None  # runs by transformers' own modules; features above are theirs
     chunked: bool = False  # `windows` are chunks: a token sees those before it in its own one (Llama 4)
 
     def part(self, layers: range) -> ModelConfig:
@@ -199,10 +200,10 @@ class ModelConfig(
     @cached_property
     def state_size(self) -> int:
         """Elements of a token between two layers."""
-        if self.generic is None:
+        if self.modules is None:
             return self.hidden_size
-        streams = self.generic.streams * self.hidden_size
-        return streams + self.generic.layer_inputs_size + self.generic.shared_size
+        streams = self.modules.streams * self.hidden_size
+        return streams + self.modules.layer_inputs_size + self.modules.shared_size
 
     @cached_property
     def cache_layers(self) -> tuple[int | None, ...]:
@@ -211,13 +212,13 @@ class ModelConfig(
         Most layers have their own. Some use those of an earlier one, the first of them here stores them.
         """
         owners: dict[int, int] = {}  # layer of the whole model -> the one whose keys and values it has
-        for shared in self.generic.shared_keys if self.generic is not None else ():
+        for shared in self.modules.shared_keys if self.modules is not None else ():
             owners |= dict.fromkeys(shared.readers, shared.layer)
         numbers: dict[int, int] = {}
         layers = range(self.layers_before, self.layers_before + self.num_layers)
         return tuple(
             numbers.setdefault(owners.get(layer, layer), len(numbers))
-            if self.generic is None or self.generic.kind(layer).attends
+            if self.modules is None or self.modules.kind(layer).attends
             else None
             for layer in layers
         )
@@ -230,15 +231,15 @@ class ModelConfig(
     @cached_property
     def layer_states(self) -> tuple[int, ...]:
         """For each layer the elements of the state that it keeps of a sequence, 0 in most models."""
-        if self.generic is None:
+        if self.modules is None:
             return (0,) * self.num_layers
-        kinds = (self.generic.kind(self.layers_before + layer) for layer in range(self.num_layers))
+        kinds = (self.modules.kind(self.layers_before + layer) for layer in range(self.num_layers))
         return tuple(0 if kind.mixer is None else kind.mixer.elements for kind in kinds)
 
     @cached_property
     def mixer_width(self) -> int:
         """Elements of a token that the widest module with a state computes with; 0 without one."""
-        kinds = () if self.generic is None else self.generic.kinds
+        kinds = () if self.modules is None else self.modules.kinds
         return max((kind.mixer.width for kind in kinds if kind.mixer is not None), default=0)
 
     @property
@@ -290,8 +291,8 @@ class ModelConfig(
     @cached_property
     def linear_flops_per_token(self) -> int:
         """FLOPs (a multiply-add counts two) of the layers' products for one token; without attention and head."""
-        if self.generic is not None:
-            return 2 * sum(self.generic.kind(self.layers_before + i).weights_per_token for i in range(self.num_layers))
+        if self.modules is not None:
+            return 2 * sum(self.modules.kind(self.layers_before + i).weights_per_token for i in range(self.num_layers))
         matrices = 3 if self.gated_mlp else 2
         weights = self.num_layers * 2 * self.hidden_size * (self.q_size + self.kv_size)
         for layer in range(self.num_layers):
@@ -361,8 +362,8 @@ def stage_tensor_shapes(config: ModelConfig, stage: str) -> dict[str, tuple[int,
 
     Matrices are [out, in] as in `torch.nn.Linear`, tables [rows, width], the rest vectors.
     """
-    if config.generic is not None:
-        return dict(_generic_tensors(config, config.generic, stage))
+    if config.modules is not None:
+        return dict(_module_tensors(config, config.modules, stage))
     if stage == EMBED:
         return dict(_embed_tensors(config))
     if stage == HEAD:
@@ -380,31 +381,31 @@ def tensor_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 def has_float32(config: ModelConfig, name: str) -> bool:
     """Return whether a vector is kept in float32 where others have the compute dtype."""
     stage, _, own_name = name.partition(".")
-    if config.generic is None or stage != "layers":
+    if config.modules is None or stage != "layers":
         return False
     layer, _, own_name = own_name.partition(".")
-    return own_name in config.generic.kind(int(layer)).float32
+    return own_name in config.modules.kind(int(layer)).float32
 
 
-def _generic_tensors(config: ModelConfig, generic: GenericConfig, stage: str) -> TensorShapes:
+def _module_tensors(config: ModelConfig, modules: ModulesConfig, stage: str) -> TensorShapes:
     """Tensors of a model that runs by transformers' modules; what is no matrix is flat."""
     if stage not in (EMBED, HEAD):
-        for name, shape in generic.kind(int(stage.removeprefix("layers."))).shapes.items():
+        for name, shape in modules.kind(int(stage.removeprefix("layers."))).shapes.items():
             yield f"{stage}.{name}", shape
         return
-    table = EMBED_TABLE, (generic.table_rows, config.embed_size)
-    for name, size in generic.embed if stage == EMBED else generic.head:
+    table = EMBED_TABLE, (modules.table_rows, config.embed_size)
+    for name, size in modules.embed if stage == EMBED else modules.head:
         yield f"{stage}.{name}", (prod(size),)
     if stage == EMBED:
         yield table
-        if generic.layer_input_key:
-            yield LAYER_INPUT_TABLE, (generic.layer_input_rows, generic.layer_inputs_size)
+        if modules.layer_input_key:
+            yield LAYER_INPUT_TABLE, (modules.layer_input_rows, modules.layer_inputs_size)
         return
     if not config.tied_head:
         yield HEAD_MATRIX, (config.vocab_size, config.hidden_size)
     elif not config.has_embedding:
         yield table
-    if generic.head_bias:
+    if modules.head_bias:
         yield "head.lm.bias", (config.vocab_size,)
 
 

@@ -108,9 +108,9 @@ def miniatures(content: Mapping[str, Any], config: ModelConfig) -> Iterator[tupl
 
     content: of `config.json`.
     """
-    from flexgen_helm.models.generic.empty_model import class_and_config
+    from flexgen_helm.models.transformers_backend.empty_model import class_and_config
 
-    find = architecture_of_config if config.generic is None else architecture_by_modules
+    find = architecture_of_config if config.modules is None else architecture_by_modules
     cls, own = class_and_config(json.dumps(content))
     full = own.to_dict()
     kinds = layer_kinds(config)
@@ -131,16 +131,16 @@ def layer_kinds(config: ModelConfig) -> frozenset[Any]:
 
 
 def _layer_kind(config: ModelConfig, layer: int) -> Any:
-    window, generic = config.window(layer), config.generic
+    window, modules = config.window(layer), config.modules
     common = window is None, window is not None and window.is_chunked, config.moe(layer) is None
-    if generic is None:
+    if modules is None:
         return *common, config.layer_rope(layer) == config.rope
-    kind = generic.kind(layer)
+    kind = modules.kind(layer)
     mixer = (
         None if kind.mixer is None else (kind.mixer.path, kind.mixer.inputs, kind.mixer.output, kind.mixer.one_by_one)
     )
     names = tuple(name for name, _ in (*kind.matrices, *kind.others))
-    reads = any(layer in shared.readers for shared in generic.shared_keys)
+    reads = any(layer in shared.readers for shared in modules.shared_keys)
     return *common, names, tuple(own.path for own in kind.experts), mixer, kind.attends, reads
 
 

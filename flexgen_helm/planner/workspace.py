@@ -40,7 +40,7 @@ def _largest_sizes(config: ModelConfig) -> tuple[int, int]:
     """
     shapes = tensor_shapes(config)
     inner = (shape[0] for name, shape in shapes.items() if name.endswith(".up.weight"))
-    ffn_size = max(inner) if config.generic is None else config.ffn_size
+    ffn_size = max(inner) if config.modules is None else config.ffn_size
     return ffn_size, max(prod(shape) for shape in shapes.values() if len(shape) > 1)
 
 
@@ -90,7 +90,7 @@ class Workspace:
         # The states, their norm with two temporaries and both branches' results; then the larger of: q, k, v, their
         # rotations with three temporaries and the outputs twice; gate, up, activation and a product joined from tiles.
         attention, ffn = 8 * config.q_size + 6 * config.kv_size, 5 * self._ffn_size
-        streams = 1 if config.generic is None else config.generic.streams
+        streams = 1 if config.modules is None else config.modules.streams
         self._elements_per_token = 6 * streams * config.hidden_size + max(attention, ffn)
         self._masks = config.alibi or any(window is not None for window in config.windows)
 
@@ -160,7 +160,7 @@ class Workspace:
 
         Layers with experts have no graphs, nor those that transformers' modules compute.
         """
-        if self._config.generic is not None:
+        if self._config.modules is not None:
             return 0
         if all(self._config.moe(layer) is not None for layer in range(self._config.num_layers)):
             return 0

@@ -92,7 +92,7 @@ def test_with_another_feature_the_numbers_change(tiny, monkeypatch, variant, par
 def test_every_field_of_the_record_is_on_in_a_tiny_model(tiny):
     optional = {field.name for field in fields(ModelConfig) if field.default is not MISSING}
     optional -= {"layers_before", "layers_after"}  # of a rank of a pipeline, never of a checkpoint
-    optional -= {"generic", "chunked"}  # of models without a record of ours
+    optional -= {"modules", "chunked"}  # of models without a record of ours
     configs = [folder.read_config(tiny(variant).path)[1] for variant in VARIANTS]
     assert optional == {name for config in configs for name, _ in switched_off(config) if "." not in name}
 

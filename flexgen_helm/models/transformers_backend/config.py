@@ -1,4 +1,4 @@
-"""GenericConfig: what is known of a model that runs by `transformers`' modules, without them. No torch."""
+"""ModulesConfig: what is known of a model that runs by `transformers`' modules, without them. No torch."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class SharedKeys(Identified, name="SharedKeys", first_version="name layer heads 
 
 
 @dataclass(frozen=True)
-class GenericConfig(
+class ModulesConfig(
     Identified,
     name="GenericConfig",
     first_version="class_name text layers_path kinds layer_kinds embed head head_bias table_key head_key table_rows",

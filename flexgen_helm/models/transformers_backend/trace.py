@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from flexgen_helm.errors import FlexgenError, UnsupportedArchitectureError
 from flexgen_helm.models.config import ModelConfig, MoEConfig
-from flexgen_helm.models.generic.config import (
+from flexgen_helm.models.transformers_backend.config import (
     ExpertTensors,
-    GenericConfig,
     LayerKind,
     Mixer,
+    ModulesConfig,
     SequenceState,
     Shapes,
     SharedKeys,
 )
-from flexgen_helm.models.generic.empty_model import OWN_ATTENTION
-from flexgen_helm.models.generic.interfaces import AttentionCall, ExpertsCall, Mask, is_plain, is_traced
-from flexgen_helm.models.generic.layered_model import (
+from flexgen_helm.models.transformers_backend.empty_model import OWN_ATTENTION
+from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, ExpertsCall, Mask, is_plain, is_traced
+from flexgen_helm.models.transformers_backend.layered_model import (
     LayerArguments,
     LayeredModel,
     PastOfTokens,
@@ -36,13 +36,13 @@ from flexgen_helm.models.generic.layered_model import (
     own_tensors,
     parameter_names,
 )
-from flexgen_helm.models.generic.recurrent import StateCache
+from flexgen_helm.models.transformers_backend.recurrent import StateCache
 
 # Tokens of the traced pass.
 _TOKENS = 3
 # Tensors that layers are given, each a function of a token's position alone.
 _KNOWN_TENSORS = {"position_embeddings", "position_ids", "attention_scaling"}
-# What modules of experts may have, and `GenericDecoder` reads.
+# What modules of experts may have, and `TransformersDecoder` reads.
 _EXPERT_TENSORS = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
 _EXPERT_SETTINGS = {"has_gate", "has_bias", "has_post_expert_norm", "is_concatenated", "is_transposed", "training"}
 
@@ -84,7 +84,7 @@ class _LayerTrace:
 _one_at_a_time = threading.Lock()  # a trace replaces a function of `transformers` meanwhile
 
 
-def read_generic_config(content: Mapping[str, Any]) -> ModelConfig:
+def read_transformers_config(content: Mapping[str, Any]) -> ModelConfig:
     """Fill the record of a model from its `config.json`.
 
     Raises `UnsupportedArchitectureError` naming the class and what is not supported of it, `ValueError` for entries
@@ -129,7 +129,7 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
     if type(head) is not nn.Linear:
         raise UnsupportedArchitectureError(f"the head of {name} is no linear layer")
     keys = {id(module): path for path, module in model.model.named_modules()}
-    generic = GenericConfig(
+    modules = ModulesConfig(
         class_name=name,
         text=text,
         layers_path=model.layers_path,
@@ -180,7 +180,7 @@ def _read(content: Mapping[str, Any], text: str) -> ModelConfig:
         chunked=any(call.mask.window is not None and call.mask.window.is_chunked for call in calls),
         attn_softcap=next((call.softcap for call in calls if call.softcap is not None), None),
         experts=None if experts is None else _moe(kinds, experts),
-        generic=generic,
+        modules=modules,
     )
 
 
@@ -285,7 +285,7 @@ def _drops_states(
 def _require_no_tokens_in_arguments(model: LayeredModel, positions: Tensor) -> None:
     """Raise if the model passes its layers what depends on tokens, besides hidden states and their own inputs.
 
-    Such arguments are made again from positions alone (`GenericDecoder.rotary`).
+    Such arguments are made again from positions alone (`TransformersDecoder.rotary`).
     """
     width = model.base.get_input_embeddings().weight.shape[1]
     with torch.enable_grad():

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Attend, StageWeights, StateGroup, TableRows
-from flexgen_helm.models.generic.config import LayerKind, expert_name
-from flexgen_helm.models.generic.interfaces import AttentionCall, ExpertsCall
-from flexgen_helm.models.generic.layered_model import LayerArguments, LayeredModel
-from flexgen_helm.models.generic.norms import rms_norm_of
-from flexgen_helm.models.generic.recurrent import MixerRunner
-from flexgen_helm.models.generic.token_state import TokenState
+from flexgen_helm.models.transformers_backend.config import LayerKind, expert_name
+from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, ExpertsCall
+from flexgen_helm.models.transformers_backend.layered_model import LayerArguments, LayeredModel
+from flexgen_helm.models.transformers_backend.norms import rms_norm_of
+from flexgen_helm.models.transformers_backend.recurrent import MixerRunner
+from flexgen_helm.models.transformers_backend.token_state import TokenState
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class _OwnTensor:
     zeros: Tensor
 
 
-class GenericDecoder:
+class TransformersDecoder:
     """The modules of one model, or of a pipeline rank's part of it; used by one thread. See `LayerDecoder`."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        assert config.generic is not None
-        self.config, self.dtype, self._generic = config, dtype, config.generic
-        self._model = LayeredModel(config.generic.text, device, has_states=any(config.layer_states))
+        assert config.modules is not None
+        self.config, self.dtype, self._modules = config, dtype, config.modules
+        self._model = LayeredModel(config.modules.text, device, has_states=any(config.layer_states))
         self._weights: StageWeights | None = None
         self._state_groups: Callable[[], Iterable[StateGroup]] | None = None
         self._attention: dict[tuple[float, float | None], AttentionConfig] = {}
@@ -63,17 +63,17 @@ class GenericDecoder:
         # not depend on its values.
         self._outside = {
             stage: self._tensors_of(self._model.model, others)
-            for stage, others in (("embed", config.generic.embed), ("head", config.generic.head))
+            for stage, others in (("embed", config.modules.embed), ("head", config.modules.head))
         }
         self._inside = [
-            self._tensors_of(module, config.generic.kind(layer).others)
+            self._tensors_of(module, config.modules.kind(layer).others)
             for layer, module in enumerate(self._model.layers)
         ]
         self._paths: dict[int, str] = {}  # of modules within their layer
         for layer, module in enumerate(self._model.layers):
             modules = dict(module.named_modules())
             self._paths |= {id(part): path for path, part in modules.items()}
-            kind = self._generic.kind(layer)
+            kind = self._modules.kind(layer)
             runner = None
             if kind.mixer is not None:
                 runner = MixerRunner(kind.mixer, modules[kind.mixer.path])
@@ -105,7 +105,7 @@ class GenericDecoder:
             # A table consists of the rows that are looked up, in their order: a class of its own may scale them.
             self._table._parameters["weight"] = weights.lookup("tokens", token_ids)
             if self._layer_inputs is not None:
-                known = token_ids.below(self._generic.layer_input_rows)
+                known = token_ids.below(self._modules.layer_input_rows)
                 self._layer_inputs._parameters["weight"] = weights.lookup("layer_inputs", known)
             rows = torch.arange(len(token_ids.on_device), device=self._device)[None]
             hidden, layers = self._model.before({"input_ids": rows, "position_ids": positions.on_device[None]})
@@ -119,7 +119,7 @@ class GenericDecoder:
     ) -> Tensor:
         """Decoder layer number `layer`: hidden [T, state size] -> the same."""
         layer += self.config.layers_before
-        kind, arguments = self._generic.kind(layer), self._state.arguments(hidden, layer, rotary[layer])
+        kind, arguments = self._modules.kind(layer), self._state.arguments(hidden, layer, rotary[layer])
         with (
             self._stage(weights, self._inside[layer]),
             self._model.bound(partial(self._attend, attend), partial(self._run_experts, kind)),
@@ -137,7 +137,7 @@ class GenericDecoder:
     def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
         """Guess which experts a layer will select (`Decoder.likely_experts`); None where its router is unknown."""
         layer += self.config.layers_before
-        kind, modules = self._generic.kind(layer), self._model.layers[layer]
+        kind, modules = self._modules.kind(layer), self._model.layers[layer]
         if not kind.router:
             return None
         x = self._state.hidden(hidden)
