@@ -22,7 +22,7 @@ import pytest
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.identity import Identified, text_of
-from flexgen_helm.models.config import RopeConfig
+from flexgen_helm.models.decoder_config import RopeConfig
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
 from flexgen_helm.request import GenerationRequest

@@ -21,6 +21,7 @@ from flexgen_helm.models.architectures import architecture_by_modules
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.transformers_backend.code_digest import loading_digest
+from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from flexgen_helm.models.transformers_backend.empty_model import empty_model
 
 
@@ -31,7 +32,7 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
         return read_config(folder, architecture_by_modules)
 
     def _find(self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
-        assert self.config.modules is not None
+        assert isinstance(self.config, TransformersConfig)
         self._modules = self.config.modules
         self._reader = StateDictReader(empty_model(self._modules.text), tensors, path, CONFIG)
         head, table = self._modules.head_key, self._modules.table_key

@@ -53,7 +53,7 @@ def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, place
     with cuda_in_host_memory() as device, counted(device) as costs:
         results, _ = run(model.path, asked, torch.float16, **settings)
     device.check()
-    routed = [place for place in costs.waits if place.startswith("models/transformers_backend/decoder.py")]
+    routed = [place for place in costs.waits if place.startswith("models/routing.py")]
     assert bool(routed) == (name in WITH_EXPERTS)
     guessed = [place for place in costs.waits if place.startswith("offload/experts.py")]
     costs.waits = [place for place in costs.waits if place not in (*routed, *guessed)]

@@ -19,7 +19,7 @@ import transformers
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from flexgen_helm.planner.constants import UNLIMITED
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from tests.helpers.paths import ROOT
@@ -113,7 +113,7 @@ def requests() -> list[GenerationRequest]:
 
 def largest_difference(
     name: str, folder: Path, options: Mapping[str, Any], model: Any = None
-) -> tuple[float, ModelConfig]:
+) -> tuple[float, TransformersConfig]:
     """Answer the requests, in blocks of which one shares the prompts' common beginning; return the largest difference
     of a log-probability from the model's own forward pass.
 
@@ -142,9 +142,8 @@ def largest_difference(
     return largest, config
 
 
-def features(config: ModelConfig) -> str:
+def features(config: TransformersConfig) -> str:
     """What distinguishes the model for the engine."""
-    assert config.modules is not None
     found = []
     others = [name for kind in config.modules.kinds for name, _ in kind.others]
     if any(name.endswith("kv_b_proj.weight") for name in others):

@@ -14,6 +14,7 @@ from flexgen_helm.errors import MemoryLimitError, UnsupportedArchitectureError
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.states import BlockStates
 from flexgen_helm.models.transformers_backend import trace
+from flexgen_helm.models.transformers_backend.read_config import read_transformers_config
 from tests.helpers.backend_models import largest_difference, saved
 from tests.helpers.offload import MIB
 from tests.helpers.parity import TOLERANCE
@@ -147,7 +148,7 @@ def test_a_state_that_nobody_goes_on_from_is_refused(monkeypatch):
     monkeypatch.setattr(trace, "_drops_states", lambda *others: True)
     config = tiny_config(HYBRID).to_dict() | {"architectures": [HYBRID]}
     with pytest.raises(UnsupportedArchitectureError, match="does not go on from the states"):
-        trace.read_transformers_config(config)
+        read_transformers_config(config)
 
 
 @pytest.mark.one_release

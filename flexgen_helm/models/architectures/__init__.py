@@ -77,7 +77,7 @@ def overflows_float16(architecture: str) -> bool:
 
 
 def _read_by_modules(config: Mapping[str, Any]) -> ModelConfig:
-    from flexgen_helm.models.transformers_backend.trace import read_transformers_config
+    from flexgen_helm.models.transformers_backend.read_config import read_transformers_config
 
     return read_transformers_config(config)
 

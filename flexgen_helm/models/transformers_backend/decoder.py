@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexgen_helm.models.attention import AttentionConfig
-from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Attend, StageWeights, StateGroup, TableRows
-from flexgen_helm.models.transformers_backend.config import LayerKind, expert_name
+from flexgen_helm.models.routing import Routing
+from flexgen_helm.models.transformers_backend.config import LayerKind, TransformersConfig, expert_name
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, ExpertsCall
 from flexgen_helm.models.transformers_backend.layered_model import LayerArguments, LayeredModel
 from flexgen_helm.models.transformers_backend.norms import rms_norm_of
@@ -46,8 +45,7 @@ class _OwnTensor:
 class TransformersDecoder:
     """The modules of one model, or of a pipeline rank's part of it; used by one thread. See `LayerDecoder`."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        assert config.modules is not None
+    def __init__(self, config: TransformersConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config, self.dtype, self._modules = config, dtype, config.modules
         self._model = LayeredModel(config.modules.text, device, has_states=any(config.layer_states))
         self._weights: StageWeights | None = None
@@ -148,11 +146,8 @@ class TransformersDecoder:
             try:
                 modules.get_submodule(kind.router)(modules.get_submodule(kind.router_norm)(x))
             except _SelectionError as end:
-                selected, expert_weights = end.call.selected, end.call.weights
-            else:
-                return None
-        scores = hidden.new_zeros(kind.num_experts, dtype=torch.float32)
-        return scores.scatter_reduce_(0, selected.flatten(), expert_weights.flatten().float(), "amax")
+                return Routing(end.call.selected, end.call.weights, kind.num_experts).largest_weights()
+        return None
 
     def _tensors_of(self, module: nn.Module, others: Sequence[tuple[str, tuple[int, ...]]]) -> list[_OwnTensor]:
         """Find where a stage's tensors belong, and put zeros there."""
@@ -215,25 +210,12 @@ class TransformersDecoder:
         return self._attention[key]
 
     def _run_experts(self, kind: LayerKind, call: ExpertsCall) -> Tensor:
-        """Each token x [T, H] through its experts: sorted by expert, so that each multiplies its own in one product."""
+        """Each token x [T, H] through its experts."""
         assert self._weights is not None
-        module, per_token = call.module, call.selected.shape[1]
-        path = self._paths[id(module)]
-        sorted_experts, order = call.selected.flatten().sort(stable=True)  # [T K]: each token K times
-        tokens = order // per_token
-        token_weights = call.weights.flatten()[order, None].to(call.x.dtype)
-        bounds = torch.searchsorted(sorted_experts, torch.arange(kind.num_experts + 1, device=call.x.device)).tolist()
-        parts = [(expert, slice(*ends)) for expert, ends in enumerate(pairwise(bounds)) if ends[0] < ends[1]]
-        self._weights.use_experts([expert for expert, _ in parts])
-        out = torch.zeros_like(call.x)
-        for expert, part in parts:
-            x, own_weights = call.x.index_select(0, tokens[part]), token_weights[part]
-            if call.weighs_input:
-                y = self._expert(module, path, expert, x * own_weights)
-            else:
-                y = self._expert(module, path, expert, x) * own_weights
-            out.index_add_(0, tokens[part], y)
-        return out
+        path = self._paths[id(call.module)]
+        return Routing(call.selected, call.weights, kind.num_experts).apply(
+            call.x, self._weights.use_experts, partial(self._expert, call.module, path), call.weighs_input
+        )
 
     def _expert(self, module: Any, path: str, expert: int, x: Tensor) -> Tensor:
         first = "gate_up_proj" if module.has_gate else "up_proj"

@@ -15,15 +15,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from flexgen_helm.models.transformers_backend.layered_model import LayerArguments
 
 
 class TokenState:
     """The columns of a token's row; `ModelConfig.state_size` is their number."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        assert config.modules is not None
+    def __init__(self, config: TransformersConfig) -> None:
         self._modules, self._hidden_size = config.modules, config.hidden_size
         self._streams_end = config.modules.streams * config.hidden_size
         self._inputs_end = self._streams_end + config.modules.layer_inputs_size
