@@ -26,6 +26,7 @@ KNOWN = (
     "policy",
     "kernels",
     "formats",
+    "precisions",
     "long_answers",
     "network",
     "gpu",
@@ -47,6 +48,7 @@ class Options:
     quick: a smoke test, whose figures mean nothing
     python: one with lm-evaluation-harness, for `accuracy`
     reference: folder of the harness's results, for `accuracy`
+    model: for `precisions`
     tell: called with a line of text at each step
     """
 
@@ -58,6 +60,7 @@ class Options:
     chat: bool = False
     python: str | None = None
     reference: str | None = None
+    model: str | None = None
     tell: Callable[[str], None] = lambda line: None
 
 

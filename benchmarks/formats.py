@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flexgen_helm.benchmarks import Options
 from flexgen_helm.benchmarks.common import machine, refuse_engine_flags
+from flexgen_helm.benchmarks.texts import last_words, wikitext_and_lambada
 from flexgen_helm.checkpoint.names import read_model_config
-from flexgen_helm.checkpoint.paths import data_dir
-from flexgen_helm.errors import UsageError
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import FP16, PAPER_GROUPS, PRECISIONS, CacheFormat, Precision
@@ -26,7 +24,6 @@ from flexgen_helm.report.throughput import versions
 
 MODEL = "smollm2-135m-instruct-q4_1"
 WINDOWS, WINDOW, PASSAGES = 12, 1024, 400
-_WIKITEXT, _LAMBADA = "wikitext-2-raw-test.txt", "lambada_openai_test.jsonl"
 _COMPUTE_BYTES = 4
 
 
@@ -82,14 +79,12 @@ def cache_formats() -> Iterator[tuple[str, Precision]]:
 def run(options: Options) -> dict[str, Any]:
     """Rows have `bits` a value, `perplexity` and `accuracy`; `lost` is the share of the paper's loss of perplexity."""
     refuse_engine_flags("formats", options)
-    folder = data_dir()
-    if folder is None or not all((folder / name).is_file() for name in (_WIKITEXT, _LAMBADA)):
-        raise UsageError(f"bench formats needs FLEXGEN_HELM_DATA to name a folder with {_WIKITEXT} and {_LAMBADA}")
+    text, lines = wikitext_and_lambada("formats")
     windows, passages = (1, 4) if options.quick else (WINDOWS, options.instances or PASSAGES)
     rows: list[dict[str, Any]] = []
 
     def add(part: str, label: str, precision: Precision, paper: float | None) -> float:
-        row = {"label": f"{part}: {label}", **evaluate(precision, folder, windows, passages)}
+        row = {"label": f"{part}: {label}", **evaluate(precision, text, lines[:passages], windows)}
         row["bits"] = bits(precision, read_model_config(MODEL)[0])
         if paper is not None and rows:
             row["lost"] = (row["perplexity"] - rows[0]["perplexity"]) / (paper - rows[0]["perplexity"])
@@ -118,28 +113,18 @@ def run(options: Options) -> dict[str, Any]:
     }
 
 
-def evaluate(precision: Precision, folder: Path, windows: int, passages: int) -> dict[str, Any]:
-    """{perplexity, accuracy} of the model in a precision, on the texts in `folder`."""
-    from flexgen_helm import Engine, GenerationRequest
+def evaluate(precision: Precision, text: str, passages: Sequence[str], windows: int) -> dict[str, Any]:
+    """{perplexity, accuracy} of the model in a precision, on the first windows of a text and on LAMBADA's passages."""
+    from flexgen_helm import Engine
     from flexgen_helm.cli.perplexity import measure
-    from flexgen_helm.scenarios.data import json_lines
-    from flexgen_helm.scenarios.lambada import split_passage
 
-    text = (folder / _WIKITEXT).read_bytes().decode("utf-8")
-    lines = json_lines("text")((folder / _LAMBADA).read_text(encoding="utf-8"))[:passages]
-    with tempfile.TemporaryDirectory() as scratch:  # noqa: SIM117
-        with Engine.from_pretrained(MODEL, precision=precision, device="cpu", offload_dir=scratch) as engine:
-            assert engine.tokenizer is not None
-            perplexity = measure(engine, text, WINDOW, windows)["perplexity"]
-            wanted, asked = [], []
-            for context, target in map(split_passage, lines):
-                before = engine.tokenizer.encode(context)
-                last = engine.tokenizer.encode(context + target)[len(before) :]
-                wanted.append(tuple(last))
-                asked.append(GenerationRequest(prompt_token_ids=before, max_tokens=len(last), ignore_eos=True))
-            drawn = [result.completions[0].token_ids for result in engine.run(asked)]
-    right = sum(found == target for found, target in zip(drawn, wanted))
-    return {"perplexity": perplexity, "accuracy": right / len(wanted)}
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        Engine.from_pretrained(MODEL, precision=precision, device="cpu", offload_dir=scratch) as engine,
+    ):
+        perplexity = measure(engine, text, WINDOW, windows)["perplexity"]
+        right = [answer.is_right for answer in last_words(engine, passages)]
+    return {"perplexity": perplexity, "accuracy": sum(right) / len(right)}
 
 
 def bits(precision: Precision, config: ModelConfig) -> float:

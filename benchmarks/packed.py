@@ -1,4 +1,4 @@
-"""The part of `bench offload` that compares 4 bits with FP16 under the same memory limits:
+"""The part of `bench offload` that compares 4 or 8 bits with FP16 under the same memory limits:
 
 - behind a link of 0.25 GB/s (a simulated GPU) and from the real disk, with few sequences, so that bytes decide;
 - one pass over 1,024 tokens from the disk, where compute decides and dequantization can only cost.
@@ -26,9 +26,8 @@ from flexgen_helm.benchmarks.process import in_own_process
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.planner.policy import Policy
-from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision
+from flexgen_helm.quant.precisions import FP16, Precision, precision_named
 
-SIDES = (FP16, PRECISIONS["4bit"])
 # Of the model's FP16 weights: the compute device's room for weights.
 WEIGHTS_SHARE = 0.25
 
@@ -37,7 +36,8 @@ WEIGHTS_SHARE = 0.25
 class Case:
     """One comparison.
 
-    ratio: name of the reported ratio, FP16's seconds over those in 4 bits; an overhead is the inverse.
+    precisions: that are measured beside FP16.
+    ratio: name of the reported ratio, FP16's seconds over those of the last of them; an overhead is the inverse.
     """
 
     label: str
@@ -47,10 +47,16 @@ class Case:
     output: int
     link_gb_s: tuple[float, float] | None = None
     overhead: bool = False
+    precisions: Sequence[str] = ("4bit",)
+
+    @property
+    def sides(self) -> list[Precision]:
+        return [FP16, *map(precision_named, self.precisions)]
 
 
 CASES = (
     Case("behind 0.25 GB/s", "packed_link", 4, 64, 8, (0.25, 0.25)),
+    Case("behind 0.25 GB/s (8 bits)", "packed_8bit_link", 4, 64, 8, (0.25, 0.25), precisions=("8bit",)),
     Case("one sequence from the disk", "packed_disk", 1, 64, 32),
     Case("four sequences from the disk", "packed_disk_four", 4, 64, 32),
     Case("1,024 tokens a pass", "packed_compute_bound_overhead", 16, 64, 1, overhead=True),
@@ -64,30 +70,40 @@ def measure(
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for case in cases:
-        settings = {side.name: setting(config, side, case) for side in SIDES}
-        records: dict[str, list[dict[str, Any]]] = {side.name: [] for side in SIDES}
-        for repeat in range(repeats):
-            for name, (policy, limits) in settings.items():
-                engine: dict[str, Any] = {"policy": policy, "schedule": "zigzag", "precision": name, "device": "cpu"}
-                engine["offload_dir"] = str(scratch / "packed")
-                if case.link_gb_s is not None:
-                    engine |= {"device": "sim", "link_gb_s": case.link_gb_s}
-                sizes = {"rows": case.rows, "prompt": case.prompt, "output": case.output, "warm": True}
-                record = in_own_process(run_engine, {"model": model, "engine": engine, "limits": limits, **sizes})
-                records[name].append(record)
-                tell(f"{case.label}, {name}: {record['latency_s']:.2f} s ({repeat + 1} of {repeats})")
-        for name, own in records.items():
-            row = run_row(f"{name}, {case.label}", own)
-            row["wait_s"] = median(record["time_s"]["wait"] for record in own)
-            rows.append(row | {"bytes": own[-1]["bytes"], "policy": settings[name][0]})
-        fp16, packed = (row["median"] for row in rows[-2:])
+        own = case_rows(model, config, scratch, repeats, case, tell)
+        fp16, packed = own[0]["median"], own[-1]["median"]
         ratios[case.ratio] = packed / fp16 if case.overhead else fp16 / packed
+        rows += own
     return rows, ratios
+
+
+def case_rows(
+    model: str, config: ModelConfig, scratch: Path, repeats: int, case: Case, tell: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Measure the sides of a case in alternation, and return a row for each."""
+    settings = {side.name: setting(config, side, case) for side in case.sides}
+    records: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
+    for repeat in range(repeats):
+        for name, (policy, limits) in settings.items():
+            engine: dict[str, Any] = {"policy": policy, "schedule": "zigzag", "precision": name, "device": "cpu"}
+            engine["offload_dir"] = str(scratch / "packed")
+            if case.link_gb_s is not None:
+                engine |= {"device": "sim", "link_gb_s": case.link_gb_s}
+            sizes = {"rows": case.rows, "prompt": case.prompt, "output": case.output, "warm": True}
+            record = in_own_process(run_engine, {"model": model, "engine": engine, "limits": limits, **sizes})
+            records[name].append(record)
+            tell(f"{case.label}, {name}: {record['latency_s']:.2f} s ({repeat + 1} of {repeats})")
+    rows = []
+    for name, own in records.items():
+        row = run_row(f"{name}, {case.label}", own)
+        row["wait_s"] = median(record["time_s"]["wait"] for record in own)
+        rows.append(row | {"bytes": own[-1]["bytes"], "policy": settings[name][0]})
+    return rows
 
 
 def setting(config: ModelConfig, precision: Precision, case: Case) -> tuple[str, dict[str, int]]:
     """Return the precision's policy as text, and the limits, which are the same for both precisions."""
-    reserve = max(cache_bytes(config, side, case) for side in SIDES) + hidden_bytes(config, case.rows, case.prompt)
+    reserve = max(cache_bytes(config, side, case) for side in case.sides) + hidden_bytes(config, case.rows, case.prompt)
     limit = int(WEIGHTS_SHARE * 2 * config.num_parameters) + reserve
     all_weights = 4 * config.num_parameters
     device: Tier = "cpu" if case.link_gb_s is None else "gpu"

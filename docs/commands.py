@@ -51,7 +51,7 @@ def _section(name: str, command: Any, params: list[Any], has_engine_options: boo
     arguments = [param for param in params if _is_argument(param)]
     words = [f"flexgen-helm {name}", *(_word(param) for param in arguments), "[OPTIONS]"]
     if command.context_settings.get("allow_extra_args"):
-        words.append("[OPTIONS OF HELM-RUN]")
+        words.append(f"[OPTIONS OF {'HELM-RUN' if name == 'run' else 'THE HARNESS'}]")
     parts = [f"## {name}\n", f"```text\n{' '.join(words)}\n```\n", f"{_help_text(command.help)}\n"]
     panels = dict.fromkeys(param.rich_help_panel for param in params)
     for panel in panels:

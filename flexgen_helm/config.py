@@ -48,7 +48,7 @@ _DEVICE = re.compile(r"auto|sim|(cpu|cuda)(:\d+)?")
 class Flag:
     """A flag of the command line.
 
-    metavar: placeholder of the value; None for a switch, which sets its option to False
+    metavar: placeholder of the value; None for a switch, which turns its option's default around
     choices: values that completion offers
     help: None for the option's
     key: the part of the option that the flag sets; None for all of it
@@ -381,6 +381,30 @@ def parse_option(name: str, value: object) -> Any:
         return OPTIONS[name].metadata["parse"](value)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{name} {value!r} {error}") from error
+
+
+# Name of a flag as a Python identifier -> (option, flag): `cpu_memory` of `--cpu-memory`.
+FLAGS: Mapping[str, tuple[str, Flag]] = {
+    flag.name.removeprefix("--").replace("-", "_"): (option, flag)
+    for option, spec in OPTIONS.items()
+    for flag in spec.metadata["flags"]
+}
+
+
+def options_of_flags(values: Mapping[str, Any]) -> EngineOptions:
+    """Return the options of flags by name, a key of `FLAGS`; None and False are flags that were not given.
+
+    Raises `UsageError` for a value that cannot be parsed. The precision is not parsed: `run` takes several.
+    """
+    options: dict[str, Any] = {}
+    for name, value in values.items():
+        option, flag = FLAGS[name]
+        if flag.metavar is None:
+            options |= {option: not OPTIONS[option].default} if value else {}
+        elif value is not None:
+            options |= {option: value if flag.key is None else {**options.get(option, {}), flag.key: value}}
+            options |= flag.implies
+    return {name: value if name == "precision" else parse_option(name, value) for name, value in options.items()}
 
 
 def document_options(docstring: str) -> str:

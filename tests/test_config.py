@@ -49,7 +49,7 @@ def test_commands_take_the_flags_of_the_record():
 
     from flexgen_helm.cli.app import app
 
-    for name in ("run", "generate", "perplexity", "plan", "bench"):
+    for name in ("run", "generate", "perplexity", "divergence", "plan", "bench"):
         taken = {flag for parameter in get_command(app).commands[name].params for flag in parameter.opts}
         assert taken & {*FLAGS} == ({*FLAGS} if name in ("run", "generate") else {*FLAGS} - PROMPT_FLAGS), name
 

@@ -22,7 +22,13 @@ from tests.helpers.paths import ROOT
 
 SHIPPED = ("flexgen_helm", "scenarios", "runs", "benchmarks")
 # Folder or extra that declares what these folders import beyond the shipped package.
-BY_EXTRA = {"bench": ("benchmarks",), "ray": ("flexgen_helm",), "docs": ("docs",), "dev": ("tests", "examples")}
+BY_EXTRA = {
+    "bench": ("benchmarks",),
+    "lm-eval": ("flexgen_helm",),
+    "ray": ("flexgen_helm",),
+    "docs": ("docs",),
+    "dev": ("tests", "examples"),
+}
 OURS = {*SHIPPED, "tests", "examples"}
 
 # Imported without a declaration, each with its reason.

@@ -150,6 +150,7 @@ def test_the_catalogue_of_errors_is_up_to_date() -> None:
     assert (DOCS / "reference" / "errors.md").read_text() == load(DOCS / "errors.py").page(), "run `make pages`"
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("script", "picture"), [("figures.py", "measured.svg"), ("network.py", "network.svg")])
 def test_charts_are_up_to_date(script: str, picture: str) -> None:
     assert (DOCS / "images" / picture).read_text() == load(DOCS / script).chart(), "run `make pages`"
@@ -166,8 +167,9 @@ def shell_lines(text: str) -> Iterator[str]:
 
 
 def known_options() -> dict[str, set[str]]:
-    """Options of each command of flexgen-helm; run has those of helm-run too."""
+    """Options of each command of flexgen-helm; run and lm-eval have those of their harness too."""
     from helm.benchmark.run import add_run_args
+    from lm_eval._cli import HarnessCLI
 
     from flexgen_helm.cli.app import app
 
@@ -180,6 +182,8 @@ def known_options() -> dict[str, set[str]]:
         for name, command in root.commands.items()
     }
     options["run"] |= helm_run
+    harness = HarnessCLI()._subparsers.choices["run"]
+    options["lm-eval"] |= set(harness._option_string_actions)
     return {**options, "": {"--version", "--help"}}
 
 

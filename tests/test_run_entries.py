@@ -120,7 +120,7 @@ def with_arguments(name: str) -> str:
 
 
 def test_what_a_run_spec_needs_is_what_its_function_needs() -> None:
-    for name in run_spec_names():
+    for name in share(sorted(run_spec_names()), 4):
         needs_none = with_arguments(name) == f"{name}:max_eval_instances=1"
         with nullcontext() if needs_none else pytest.raises(UsageError, match="lacks"):
             check_entries([f"{name}:model={MODEL}"], [])

@@ -14,6 +14,7 @@ from flexgen_helm.cli.batch import batch
 from flexgen_helm.cli.bench import bench
 from flexgen_helm.cli.clean import clean
 from flexgen_helm.cli.convert import convert
+from flexgen_helm.cli.divergence import divergence
 from flexgen_helm.cli.doctor import doctor
 from flexgen_helm.cli.engine_flags import with_engine_flags
 from flexgen_helm.cli.entries import entries
@@ -21,6 +22,7 @@ from flexgen_helm.cli.fetch import fetch
 from flexgen_helm.cli.generate import generate
 from flexgen_helm.cli.helm_flags import RunCommand, with_helm_flags
 from flexgen_helm.cli.help import Command, Group, help_text
+from flexgen_helm.cli.lm_eval import lm_eval
 from flexgen_helm.cli.models import models
 from flexgen_helm.cli.perplexity import perplexity
 from flexgen_helm.cli.plan import plan
@@ -71,15 +73,17 @@ def _add(panel: str, command: Callable[..., None], *, has_screen: bool = True, *
 _add("Start here", quickstart, has_screen=False)  # it shows that of each run
 _add("Start here", models)
 _add("Start here", entries)
-# Flags of helm-run are passed on, in the order given. Without -h, which would be found in words such as -ohome.
-_TO_HELM = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": ["--help"]}
+# Flags of helm-run and lm-eval are passed on, in the order given. Without -h, which would be found in words such as
+# -ohome.
+_PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": ["--help"]}
 _add(
     "Evaluate",
     with_helm_flags(with_engine_flags(run)),
     has_screen=False,  # it has one with a log
     cls=RunCommand,
-    context_settings=_TO_HELM,
+    context_settings=_PASSED_ON,
 )
+_add("Evaluate", lm_eval, context_settings=_PASSED_ON)
 _add("Evaluate", report)
 _add("Evaluate", compare)
 _add("Plan", with_engine_flags(plan))
@@ -88,6 +92,7 @@ _add("Models", fetch)
 _add("Models", convert)
 _add("Without HELM", with_engine_flags(generate))
 _add("Without HELM", with_engine_flags(perplexity))
+_add("Without HELM", with_engine_flags(divergence))
 _add("Without HELM", with_engine_flags(batch))
 _add("This installation", doctor)
 _add("This installation", clean)

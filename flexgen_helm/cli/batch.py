@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 
 import typer
 
@@ -166,12 +166,12 @@ def _answer(
     """Write the answers of all lines in order; return how many failed."""
     from flexgen_helm.service import process
     from flexgen_helm.service.loaders import EngineLoader
-    from flexgen_helm.service.models import ModelReader
+    from flexgen_helm.service.models import ModelReader, model_arguments
     from flexgen_helm.service.service import Service
 
     if name is None:  # no line can be answered
         return sum(_write(output, line, _failure(line, line.error)) for line in parsed)
-    arguments, reader, service = _model_arguments(name, engine), ModelReader("batch"), Service(EngineLoader())
+    arguments, reader, service = model_arguments(name, engine), ModelReader("batch"), Service(EngineLoader())
     try:
         reader.encoder(arguments)  # what no line could be answered without
         service.preload(arguments)
@@ -184,18 +184,6 @@ def _answer(
     finally:
         if not service.close():  # in the middle of something: the process ends without it
             atexit.register(process.close_at_exit, service.close, 130)
-
-
-def _model_arguments(name: str, engine: EngineOptions) -> ModelArguments:
-    from flexgen_helm.checkpoint import names
-    from flexgen_helm.service.models import ModelArguments
-
-    resolved = names.resolve(name)
-    path = resolved.path or (resolved.entry.name if resolved.entry is not None else resolved.hub_repo)
-    options: Any = {"precision": "fp16", **resolved.options, **engine}
-    arguments = ModelArguments(name, str(path), resolved.revision, options)
-    assert arguments.config  # refuses what cannot be, before anything is read
-    return arguments
 
 
 def _encoded(line: _Line, name: str, answers_all: bool, model: ModelArguments, reader: ModelReader) -> _Line:

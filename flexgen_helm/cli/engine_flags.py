@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexgen_helm.cli.completion import complete_from
-from flexgen_helm.config import OPTIONS, EngineConfig, EngineOptions, Flag, parse_option
+from flexgen_helm.config import FLAGS, OPTIONS, EngineConfig, EngineOptions, options_of_flags, parse_option
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.cuda import require_cuda
 from flexgen_helm.request import MemoryLimits
@@ -22,15 +22,7 @@ if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
 
 
-# Parameter of a command -> (option, flag).
-_FLAGS: dict[str, tuple[str, Flag]] = {
-    flag.name.removeprefix("--").replace("-", "_"): (option, flag)
-    for option, spec in OPTIONS.items()
-    for flag in spec.metadata["flags"]
-}
-
-
-ENGINE_FLAGS = tuple(flag.name for _, flag in _FLAGS.values())
+ENGINE_FLAGS = tuple(flag.name for _, flag in FLAGS.values())
 
 
 def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -38,13 +30,13 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     The command gets the options of the flags that were given. A value that cannot be parsed is refused before.
     """
-    flags = [name for name, (_, flag) in _FLAGS.items() if command.__name__ in (flag.commands or (command.__name__,))]
+    flags = [name for name, (_, flag) in FLAGS.items() if command.__name__ in (flag.commands or (command.__name__,))]
     own = [known for known in inspect.signature(command, eval_str=True).parameters.values() if known.name != "engine"]
     parameters = [known.replace(kind=inspect.Parameter.KEYWORD_ONLY) for known in (*own, *map(_typer_parameter, flags))]
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
-        command(engine=_options({name: values.pop(name) for name in flags}), **values)
+        command(engine=options_of_flags({name: values.pop(name) for name in flags}), **values)
 
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -52,7 +44,7 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _typer_parameter(name: str) -> inspect.Parameter:
-    option, flag = _FLAGS[name]
+    option, flag = FLAGS[name]
     settings = typer.Option(
         flag.name,
         metavar=flag.metavar,
@@ -66,19 +58,6 @@ def _typer_parameter(name: str) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, settings]
     )
-
-
-def _options(values: Mapping[str, str | bool | None]) -> EngineOptions:
-    """Return the options of the flags that were given. The command checks the precision, for `run` takes several."""
-    options: dict[str, Any] = {}
-    for name, value in values.items():
-        option, flag = _FLAGS[name]
-        if flag.metavar is None:
-            options |= {option: False} if value else {}
-        elif value is not None:
-            options |= {option: value if flag.key is None else {**options.get(option, {}), flag.key: value}}
-            options |= flag.implies
-    return {name: value if name == "precision" else parse_option(name, value) for name, value in options.items()}
 
 
 def complete_dummy_weights(argv: Sequence[str]) -> list[str]:
@@ -108,14 +87,14 @@ def check_engine_flags(options: EngineOptions, is_local: bool = True) -> None:
 def to_arguments(options: EngineOptions) -> list[str]:
     """Return the flags that stand for these options."""
     words = []
-    for option, flag in _FLAGS.values():
+    for option, flag in FLAGS.values():
         value = options.get(option)
         if isinstance(value, MemoryLimits):
             value = None if (limit := getattr(value, flag.key or "")) is None else size_argument(limit)
         if option == "seed" and options.get("weights") != "dummy":
             continue
         if flag.metavar is None:
-            words += [flag.name] if value is False else []
+            words += [flag.name] if value is (not OPTIONS[option].default) else []
         elif value is not None:
             words += [flag.name, _text_of(value)]
     return words

@@ -14,18 +14,22 @@ from flexgen_helm.cli.engine_flags import load_engine
 from flexgen_helm.cli.flags import JsonFlag, ModelName
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.request import GenerationRequest
+from flexgen_helm.request import GenerationRequest, GenerationResult
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
 
+TextFile = Annotated[Path, typer.Option(metavar="FILE", help="Text in UTF-8; - reads stdin.")]
+WindowTokens = Annotated[int, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window.")]
+MaxWindows = Annotated[int | None, typer.Option(min=1, metavar="N", help="Score only the first N windows.")]
+
 
 def perplexity(
     model: ModelName,
-    text: Annotated[Path, typer.Option(metavar="FILE", help="Text in UTF-8; - reads stdin.")],
-    window: Annotated[int, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window.")],
+    text: TextFile,
+    window: WindowTokens,
     engine: EngineOptions,
-    max_windows: Annotated[int | None, typer.Option(min=1, metavar="N", help="Score only the first N windows.")] = None,
+    max_windows: MaxWindows = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure a model's token perplexity on a text, without HELM.
@@ -35,10 +39,7 @@ def perplexity(
     Example:
       flexgen-helm perplexity smollm2-135m-instruct-q4_1 --text book.txt --window 1024
     """
-    try:
-        content = read_input("--text", text).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--text {text} is not UTF-8: {error}") from error
+    content = read_text(text)
     with load_engine(model, engine) as loaded:
         result = measure(loaded, content, window, max_windows)
     if as_json:
@@ -55,6 +56,22 @@ def measure(engine: Engine, text: str, window: int, max_windows: int | None = No
 
     Raises `UsageError` if the window exceeds the model's or the text has no token to score.
     """
+    requests = scoring_requests(engine, text, window, max_windows)
+    logprobs = scored_logprobs(engine.run(requests))
+    nll = -math.fsum(logprobs)
+    return {"tokens_scored": len(logprobs), "nll": nll, "perplexity": math.exp(nll / len(logprobs))}
+
+
+def read_text(path: Path) -> str:
+    """Return the text that --text names. Raises `UsageError`."""
+    try:
+        return read_input("--text", path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--text {path} is not UTF-8: {error}") from error
+
+
+def scoring_requests(engine: Engine, text: str, window: int, max_windows: int | None) -> list[GenerationRequest]:
+    """Return a request for each window of a text. Raises `UsageError` as `measure` does."""
     if engine.tokenizer is None:
         raise UsageError(f"the model {engine.name} has no tokenizer files, so it cannot read a text")
     if window > engine.config.max_positions:
@@ -62,15 +79,17 @@ def measure(engine: Engine, text: str, window: int, max_windows: int | None = No
     scored = windows(engine.tokenizer.encode(text, add_special_tokens=False), window)[:max_windows]
     if not scored:
         raise UsageError("the text has fewer than 2 tokens, so there is nothing to score")
-    requests = [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in scored]
-    results = engine.run(requests)
+    return [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in scored]
+
+
+def scored_logprobs(results: Sequence[GenerationResult]) -> list[float]:
+    """Return the log-probabilities of all scored tokens, in order. Raises the error of a result."""
     logprobs: list[float] = []
     for result in results:
         if result.error is not None:
             raise result.error
         logprobs += [logprob for logprob in result.prompt_logprobs or () if logprob is not None]
-    nll = -math.fsum(logprobs)
-    return {"tokens_scored": len(logprobs), "nll": nll, "perplexity": math.exp(nll / len(logprobs))}
+    return logprobs
 
 
 def windows(token_ids: Sequence[int], size: int) -> list[Sequence[int]]:

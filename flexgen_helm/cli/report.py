@@ -72,6 +72,13 @@ def compare(
         Literal["time", "memory"],
         typer.Option(help="With --choose, what is cheap: seconds of this suite's runs, or bytes of the weights."),
     ] = "time",
+    divergence: Annotated[
+        Path | None,
+        typer.Option(
+            help="Show KL divergences beside it: a file that flexgen-helm divergence --json printed.",
+            metavar="FILE.json",
+        ),
+    ] = None,
     as_json: JsonFlag = False,
     as_csv: CsvFlag = False,
 ) -> None:
@@ -86,6 +93,7 @@ def compare(
     from flexgen_helm.report.choice import choose_precisions
     from flexgen_helm.report.comparison import compare_runs, comparison_to_json
     from flexgen_helm.report.comparison_tables import comparisons_frame
+    from flexgen_helm.report.divergence import read_divergence
     from flexgen_helm.report.flips import flip_groups
     from flexgen_helm.report.pages import COMPARE_FILE, comparison_page
     from flexgen_helm.report.scores import finite, read_finished_runs
@@ -96,12 +104,14 @@ def compare(
     runs = read_finished_runs(folder)
     models = compare_runs(runs, folder, baseline, margin / 100)
     choices = choose_precisions(models, runs, baseline, margin / 100, by) if choose else None
-    page = comparison_page(models, suite, baseline, runs, choices)
+    names = [model.model for model in models]
+    divergences = None if divergence is None else read_divergence(divergence, names, baseline)
+    page = comparison_page(models, suite, baseline, runs, choices, divergences)
     if flips is not None:
         every = [flip for group in flip_groups(models, runs, baseline) for flip in group.flips]
         write_file(flips, "".join(f"{json.dumps(finite(asdict(flip)), ensure_ascii=False)}\n" for flip in every))
     if as_json:
-        print_json(comparison_to_json(models, suite, baseline, choices))
+        print_json(comparison_to_json(models, suite, baseline, choices, divergences))
     elif as_csv:
         print_csv(comparisons_frame(models))
     elif sys.stdout.isatty():

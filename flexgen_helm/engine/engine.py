@@ -29,6 +29,7 @@ from flexgen_helm.engine.fingerprint import engine_fingerprint
 from flexgen_helm.engine.layer_division import divide_among_ranks
 from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, process_exchange
 from flexgen_helm.engine.plan_of_ranks import plan_for_all_ranks
+from flexgen_helm.engine.predictions import OnLogits
 from flexgen_helm.engine.proof import require_proof
 from flexgen_helm.engine.results import OnResult, ResultCollector
 from flexgen_helm.engine.run import Run, finish
@@ -277,6 +278,7 @@ class Engine:
         on_result: OnResult | None = None,
         should_stop: Callable[[], bool] | None = None,
         progress: Callable[[Progress], None] | None = None,
+        on_logits: OnLogits | None = None,
     ) -> list[GenerationResult]:
         """Answer requests; return results in the same order. A bad request fails alone, in its `error`.
 
@@ -285,14 +287,22 @@ class Engine:
         should_stop: called before every work item; once it returns true, `Interrupted` is raised and delivered results
             stay valid.
         progress: called after every batch, and up to ten times a second between.
+        on_logits: called with the logits of prompt tokens that `echo_logprobs` scores, a slice at a time. They are
+            valid during the call and must not be changed. After an out-of-memory a row may come again, the same.
 
+        Raises `UsageError` for `on_logits` where other processes have a part of the model.
         One run at a time: a second thread waits.
         """
         with self._lock:
             if self._closed:
                 raise FlexgenError("the engine is closed")
+            if on_logits is not None and not self._exchange.is_whole:
+                raise UsageError(
+                    f"logits stay on the rank that has the head, and the model is on {self._exchange.rank.size} ranks; "
+                    "take one process"
+                )
             with self._exchange.command(AnswerRequests(self.number, tuple(requests))):
-                return self._answer(requests, on_result, should_stop, progress)
+                return self._answer(requests, on_result, should_stop, progress, on_logits)
 
     def score(self, pairs: Sequence[ScoredPair], *, truncate: bool = False) -> list[Score]:
         """Return of each (context, continuation) the log-probability of the continuation and whether it is greedy.
@@ -313,6 +323,7 @@ class Engine:
         on_result: OnResult | None,
         should_stop: Callable[[], bool] | None,
         progress: Callable[[Progress], None] | None,
+        on_logits: OnLogits | None,
     ) -> list[GenerationResult]:
         began = time.perf_counter()
         report(ModelInUse(self.name, self.precision))
@@ -338,7 +349,7 @@ class Engine:
         activations = ActivationStore(self._tiers, plan.activations)
         executor = Executor(
             self._decoder, self._weights, cache, activations, self._device, exchange, self._threads, self._graphs,
-            self._resident,
+            self._resident, on_logits,
         )  # fmt: skip
         try:
             eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()

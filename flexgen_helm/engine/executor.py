@@ -19,6 +19,7 @@ from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.predictions import (
     HeadOutput,
+    OnLogits,
     Sampling,
     ScoredPosition,
     SequenceOutput,
@@ -103,17 +104,19 @@ class Executor:
         threads: ThreadGovernor | None = None,
         graphs: LayerGraphs | None = None,
         resident: ResidentMemory | None = None,
+        on_logits: OnLogits | None = None,
     ) -> None:
         """exchange: with the ranks that compute the model's other stages.
 
         threads: chooses the threads that compute; None where a device does.
         graphs: run layers of decode batches; None if none can.
         resident: keeps the host's memory within its limit; None where a device computes.
+        on_logits: is shown the logits of scored tokens.
         """
         self._config = decoder.config
         self._decoder, self._weights, self._cache, self._activations = decoder, weights, cache, activations
         self._device, self._threads, self._graphs, self._exchange = device, threads, graphs, exchange
-        self._resident = resident
+        self._resident, self._on_logits = resident, on_logits
         self._stages = stage_names(self._config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
         tier: Tier = "cpu" if device.type == "cpu" else "gpu"
@@ -347,6 +350,9 @@ class Executor:
         _, (where, tokens, rows) = host_and_device(self._device, (positions, targets, [*drawn]))
         logits = self._decoder.head(weights, hidden.index_select(0, where))
         self._note_workspace(self._workspace.head(len(hidden), len(predictions)))
+        if self._on_logits is not None and len(drawn) < len(predictions):
+            scored = [i for i in range(len(predictions)) if i not in drawn]
+            self._on_logits([predictions[i].prompt_token for i in scored], logits[scored] if drawn else logits)
         if len(drawn) == len(predictions):
             tokens = sample_tokens(logits, [*drawn.values()])
         elif drawn:

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from flexgen_helm.models.config import HEAD, layer_stage
 from flexgen_helm.scheduling.sampling import SamplingParams
 from flexgen_helm.scheduling.sequence import Batch, Sequence
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 # How each of a sequence's next tokens is drawn.
 Sampling = Callable[[Sequence], list[SamplingParams]]
+
+
+@dataclass(frozen=True)
+class PromptToken:
+    """A token of a prompt that a row of logits predicts.
+
+    places: of the requests with this prompt, in the caller's list; several where they are equal or share a beginning.
+    index: of the token in the prompt, from 1 on.
+    """
+
+    places: tuple[int, ...]
+    index: int
+
+
+# Is given tokens and the rows of logits that predict them, [tokens, vocabulary] in float32 on the compute device.
+OnLogits = Callable[[abc.Sequence[PromptToken], "Tensor"], None]
 
 
 @dataclass
@@ -35,6 +56,7 @@ class ScoredPosition:
     """One prediction to make: the log-probability of `target` at a position of the batch, or a token drawn there.
 
     needs_argmax: the token that is filled in is the most probable one, also beside a target.
+    sequence, index: of the target: the sequence that scores it, and its place in the prompt.
     """
 
     output: SequenceOutput
@@ -42,6 +64,14 @@ class ScoredPosition:
     target: int | None
     sampling: SamplingParams | None
     needs_argmax: bool = False
+    sequence: Sequence | None = None
+    index: int = 0
+
+    @property
+    def prompt_token(self) -> PromptToken:
+        """What a target is to those who asked for it."""
+        assert self.sequence is not None
+        return PromptToken(tuple(place for each in self.sequence.requests for place in each.places), self.index)
 
     def fill(self, token: int, logprob: float) -> None:
         output = self.output
@@ -95,8 +125,9 @@ def predictions_of(batch: Batch, sampling: Sampling) -> HeadOutput:
     first = 0
     for item, output in zip(batch.scheduled, outputs):
         sequence, last = item.sequence, first + item.count - 1
+        next_index = sequence.start + sequence.num_computed + 1
         predictions += [
-            ScoredPosition(output, first + i, target, None, sequence.needs_greedy)
+            ScoredPosition(output, first + i, target, None, sequence.needs_greedy, sequence, next_index + i)
             for i, target in enumerate(_scored_targets(sequence))
         ]
         if sequence.num_draws:

@@ -37,9 +37,11 @@ class Score(_LogprobAndGreedy):
 
 
 @dataclass(frozen=True)
-class _EncodedPair:
-    context: list[int]
-    continuation: list[int]
+class EncodedPair:
+    """Token ids of a context, and of the continuation that is scored behind it; neither is empty."""
+
+    context: abc.Sequence[int]
+    continuation: abc.Sequence[int]
 
 
 def score_pairs(
@@ -58,21 +60,18 @@ def score_pairs(
     requests: dict[int, tuple[GenerationRequest, int]] = {}
     for place, pair in enumerate(pairs):
         try:
-            encoded = _within(encode_pair(pair, tokenizer, chat), window, truncate)
+            encoded = encode_pair(pair, tokenizer, chat)
+            requests[place] = scoring_request(encoded, window, truncate), len(encoded.continuation)
         except RequestError as error:
             scores[place] = _failed(error)
-            continue
-        ids = [*encoded.context, *encoded.continuation]
-        request = GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True, echo_greedy=True)
-        requests[place] = request, len(encoded.continuation)
     if requests:
         results = run([request for request, _ in requests.values()])
         for (place, (_, length)), result in zip(requests.items(), results):
-            scores[place] = _score(result, length)
+            scores[place] = read_score(result, length)
     return [scores[place] for place in range(len(pairs))]
 
 
-def encode_pair(pair: ScoredPair, tokenizer: Tokenizer | None, chat: ChatFormat | None) -> _EncodedPair:
+def encode_pair(pair: ScoredPair, tokenizer: Tokenizer | None, chat: ChatFormat | None) -> EncodedPair:
     """Return the ids of a pair, neither empty. Raises `RequestError` for what is no pair or cannot be encoded.
 
     Source: `TemplateLM._encode_pair` of lm-evaluation-harness 0.4.
@@ -83,7 +82,7 @@ def encode_pair(pair: ScoredPair, tokenizer: Tokenizer | None, chat: ChatFormat 
     if isinstance(continuation, str):
         encoded = _encode_text_behind(context, continuation, tokenizer, chat)
     else:
-        encoded = _EncodedPair(_context_ids(context, tokenizer, chat), _ids("continuation", continuation))
+        encoded = EncodedPair(_context_ids(context, tokenizer, chat), _ids("continuation", continuation))
     first = encoded.context or ([] if tokenizer is None or tokenizer.first_id is None else [tokenizer.first_id])
     following = encoded.continuation
     if not first:
@@ -92,18 +91,18 @@ def encode_pair(pair: ScoredPair, tokenizer: Tokenizer | None, chat: ChatFormat 
         following = following[1:]  # the text begins with the text of that token
     if not following:
         raise RequestError("the continuation has no tokens of its own, so there is nothing to score")
-    return _EncodedPair(first, following)
+    return EncodedPair(first, following)
 
 
 def _encode_text_behind(
     context: Context, continuation: str, tokenizer: Tokenizer | None, chat: ChatFormat | None
-) -> _EncodedPair:
+) -> EncodedPair:
     known = _tokenizer(tokenizer)
     if isinstance(context, str):
         text = context.rstrip()
         whole, alone = text + context[len(text) :] + continuation, text
         if not text:
-            return _EncodedPair([], known.encode(whole, add_special_tokens=False))
+            return EncodedPair([], known.encode(whole, add_special_tokens=False))
         ids, whole_ids = known.encode(alone), known.encode(whole)
     elif _is_chat(context):
         rendered = _rendered(context, chat)
@@ -111,10 +110,10 @@ def _encode_text_behind(
         ids, whole_ids = chat.encode_batch([rendered, rendered + continuation])
     else:
         ids = _ids("context", context)
-        return _EncodedPair(ids, known.encode(continuation, add_special_tokens=False))
+        return EncodedPair(ids, known.encode(continuation, add_special_tokens=False))
     #  whole          The capital of France is Paris
     #  its ids        a b c d e f g                  the context alone has six ids, so g is scored behind them
-    return _EncodedPair(ids, whole_ids[len(ids) :])
+    return EncodedPair(ids, whole_ids[len(ids) :])
 
 
 def _context_ids(context: Context, tokenizer: Tokenizer | None, chat: ChatFormat | None) -> list[int]:
@@ -150,7 +149,17 @@ def _tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def _within(pair: _EncodedPair, window: int, truncate: bool) -> _EncodedPair:
+def scoring_request(pair: EncodedPair, window: int, truncate: bool) -> GenerationRequest:
+    """Return the request that scores a pair.
+
+    Raises `RequestError` for a pair beyond the window; truncate: such a context loses its first tokens instead.
+    """
+    pair = _within(pair, window, truncate)
+    ids = (*pair.context, *pair.continuation)
+    return GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True, echo_greedy=True)
+
+
+def _within(pair: EncodedPair, window: int, truncate: bool) -> EncodedPair:
     """Return a pair of at most one token more than the window. Raises `RequestError`."""
     most, length = window + 1, len(pair.context) + len(pair.continuation)
     if length <= most:
@@ -164,10 +173,11 @@ def _within(pair: _EncodedPair, window: int, truncate: bool) -> _EncodedPair:
             f"the pair has {length} tokens, beyond the {most} that a window of {window} tokens can score; shorten the "
             "context, or pass truncate=True to drop its first tokens"
         )
-    return _EncodedPair(pair.context[len(pair.continuation) - most :], pair.continuation)
+    return EncodedPair(pair.context[len(pair.continuation) - most :], pair.continuation)
 
 
-def _score(result: GenerationResult, length: int) -> Score:
+def read_score(result: GenerationResult, length: int) -> Score:
+    """Return the score of the last `length` tokens of a request that `scoring_request` made."""
     if result.error is not None:
         return _failed(result.error)
     logprobs = [logprob for logprob in (result.prompt_logprobs or ())[-length:] if logprob is not None]

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from flexgen_helm.report.choice import Choice
+    from flexgen_helm.report.divergence import TextDivergence
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,21 @@ def compare_runs(
 
 
 def comparison_to_json(
-    models: Sequence[ModelComparison], suite: str, baseline: str, choices: Mapping[str, Choice] | None = None
+    models: Sequence[ModelComparison],
+    suite: str,
+    baseline: str,
+    choices: Mapping[str, Choice] | None = None,
+    divergences: Mapping[str, TextDivergence] | None = None,
 ) -> dict[str, Any]:
-    """Return what `compare --json` prints; choices: by model, null for a model without one."""
+    """Return what `compare --json` prints; choices, divergences: by model, null for a model without one."""
 
-    def choice(model: str) -> dict[str, Any]:
-        if choices is None:
-            return {}
-        return {"choice": finite(asdict(choices[model])) if model in choices else None}
+    def asked(model: str) -> dict[str, Any]:
+        given: dict[str, Mapping[str, Any] | None] = {"choice": choices, "divergence": divergences}
+        return {
+            key: finite(asdict(values[model])) if model in values else None
+            for key, values in given.items()
+            if values is not None
+        }
 
     return {
         "suite": suite,
@@ -141,7 +149,7 @@ def comparison_to_json(
                 "speed": model.speeds.to_dict("records"),
                 "notes": model.notes,
                 "equivalence": {precision: asdict(verdict) for precision, verdict in model.verdicts.items()},
-                **choice(model.model),
+                **asked(model.model),
             }
             for model in models
         },

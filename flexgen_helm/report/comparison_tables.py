@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import pandas as pd
 
 from flexgen_helm.report.choice import Choice
 from flexgen_helm.report.comparison import Comparison, ModelComparison
+from flexgen_helm.report.divergence import TextDivergence
 from flexgen_helm.report.metrics import metric_named
 from flexgen_helm.report.scores import precision_rank
 from flexgen_helm.report.tables import Mark, Table, bars, score_text, seconds_text, whole_text
@@ -105,6 +107,25 @@ def choice_table(choice: Choice) -> Table:
         "half that confirms": [each.second.text if each.second else "" for each in own],
     }
     return Table(pd.DataFrame(cells), f"Which precision, by {choice.by}")
+
+
+def divergence_table(found: TextDivergence, baseline: str) -> Table:
+    """Return a row per precision whose distributions on a text were compared with the baseline's."""
+    own = found.precisions
+    cells = {
+        "precision": [each.precision for each in own],
+        "tokens": [f"{each.tokens:,}" for each in own],
+        "perplexity": [f"×{each.ratio:.4f}" for each in own],
+        "95 % interval": [
+            "none (1 window)" if each.interval is None else " … ".join(f"×{end:.4f}" for end in each.interval)
+            for each in own
+        ],
+        "same top": [f"{each.same_top:.2%}" for each in own],
+        "KL mean": [f"{each.kl.mean:.6f}" for each in own],
+        "median": [f"{each.kl.median:.6f}" for each in own],
+        "99 %": [f"{each.kl.p99:.6f}" for each in own],
+    }
+    return Table(pd.DataFrame(cells), f"Divergence from {baseline} on {Path(found.text).name}, nats")
 
 
 def _flips(comparison: Comparison) -> str:

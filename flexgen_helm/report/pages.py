@@ -14,6 +14,7 @@ from urllib.parse import quote
 from flexgen_helm.report import comparison_tables, tables
 from flexgen_helm.report.choice import Choice
 from flexgen_helm.report.comparison import Comparison, ModelComparison
+from flexgen_helm.report.divergence import TextDivergence
 from flexgen_helm.report.flips import FlipGroup, flip_groups
 from flexgen_helm.report.scores import (
     RunScores,
@@ -194,18 +195,23 @@ def comparison_page(
     baseline: str,
     runs: Sequence[RunScores] = (),
     choices: Mapping[str, Choice] | None = None,
+    divergences: Mapping[str, TextDivergence] | None = None,
 ) -> Page:
     """Build the page of `flexgen-helm compare`.
 
-    runs: those of the suite, for flips, and for what was run where. choices: by model, if they were asked for.
+    runs: those of the suite, for flips, and for what was run where.
+    choices, divergences: by model, if they were asked for.
     """
     sections = [_comparison_section(f"flexgen/{model.model}", model, baseline, model.notes, runs) for model in models]
-    if choices is not None:
-        tables_of = {name: comparison_tables.choice_table(choice) for name, choice in choices.items()}
-        sections = [
-            replace(section, tables=[*([tables_of[model.model]] if model.model in tables_of else []), *section.tables])
-            for section, model in zip(sections, models)
-        ]
+    first = {name: comparison_tables.choice_table(choice) for name, choice in (choices or {}).items()}
+    last = {name: comparison_tables.divergence_table(found, baseline) for name, found in (divergences or {}).items()}
+    sections = [
+        replace(
+            section,
+            tables=[*filter(None, [first.get(model.model)]), *section.tables, *filter(None, [last.get(model.model)])],
+        )
+        for section, model in zip(sections, models)
+    ]
     legend = _COMPARISON_LEGEND.format(baseline=baseline)
     compared = [run for run in runs if run.model in {model.model for model in models}]
     links = {"Report of the suite": REPORT_FILE}

@@ -44,6 +44,21 @@ class ModelArguments:
         return replace(self, name=self.path, options=options)
 
 
+def model_arguments(name: str, options: EngineOptions, revision: str | None = None) -> ModelArguments:
+    """Return the model of a name, checked before anything is read.
+
+    options: go before what the name's suffixes say. revision: of the hub's repository.
+    Raises `UsageError` for a name or an option that cannot be.
+    """
+    from flexgen_helm.checkpoint import names
+
+    resolved = names.resolve(name, revision)
+    path = resolved.path or (resolved.entry.name if resolved.entry is not None else resolved.hub_repo)
+    arguments = ModelArguments(name, str(path), resolved.revision, {"precision": "fp16", **resolved.options, **options})
+    assert arguments.config  # refuses what cannot be
+    return arguments
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """What must be known before the model is loaded.

@@ -210,8 +210,9 @@ class Service:
         self._interrupted.set()
 
     def resume(self) -> None:
-        """Serve again after `interrupt` (a notebook, where an interruption does not end the process)."""
-        self._interrupted.clear()
+        """Serve again after `interrupt`, unless closed: in a notebook an interruption does not end the process."""
+        if not self._is_closing:
+            self._interrupted.clear()
 
     def loaded(self, model: ModelArguments) -> LoadedModel | None:
         """Return what is known of `model`, None before it was loaded.

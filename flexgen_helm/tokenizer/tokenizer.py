@@ -204,6 +204,10 @@ class Tokenizer:
         """Return the text of the joined bytes, with U+FFFD where they are not UTF-8; nothing is cleaned up."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
+    def decode_plain(self, ids: Iterable[int]) -> str:
+        """Return a text as `transformers` decodes it: no special tokens, no space that sentencepiece put in front."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+
     def save(self, path: Path) -> None:
         """Write the backend as a `tokenizer.json`."""
         self._backend.save(str(path))

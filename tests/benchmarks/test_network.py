@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flexgen_helm.benchmarks import Options, network, slow_link
 from flexgen_helm.benchmarks.network_model import Network, pipeline_turns
 from flexgen_helm.errors import FlexgenError
+from tests.helpers.shares import only_whole
 
 _BYTES = 10_000_000
 _RECEIVE = f"""
@@ -40,6 +41,7 @@ def _python(namespace: str, program: str, address: str) -> list[str]:
     return ["ip", "netns", "exec", namespace, sys.executable, "-c", program, address]
 
 
+@pytest.mark.slow
 def test_offloading_has_the_higher_throughput_and_on_slow_links_the_lower_latency_of_short_answers():
     rows, crossings = network.predicted_rows()
     assert len(rows) == len(network.NETWORKS) * len(network.OUTPUTS) and len(crossings) == len(network.NETWORKS)
@@ -74,6 +76,7 @@ def test_a_link_has_the_delay_and_the_rate_that_were_asked_for():
     assert _BYTES / asked.bytes_s + asked.delay_s <= sent_s < 3 * (_BYTES / asked.bytes_s + asked.delay_s)
 
 
+@only_whole
 @pytest.mark.slow
 def test_two_processes_take_as_long_as_the_network_says():
     rows, notes = network.measured_rows(Options(quick=True))

@@ -290,7 +290,7 @@ def test_offload_measures_every_side(tiny, tmp_path, monkeypatch, small_ring):
 def test_both_precisions_get_the_same_limits_and_fill_them():
     config = resolve("opt-350m").entry.config
     for case in packed.CASES:
-        (plain, limits), (in_4_bits, same) = (packed.setting(config, side, case) for side in packed.SIDES)
+        (plain, limits), (in_4_bits, same) = (packed.setting(config, side, case) for side in case.sides)
         assert limits == same
         shares = [Policy.parse(text) for text in (plain, in_4_bits)]
         near = [policy.wg if case.link_gb_s else policy.wc for policy in shares]

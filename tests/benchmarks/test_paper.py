@@ -102,6 +102,7 @@ def papers(model, compressed):
     return PaperProblem(config, with_page_cache(T4), workload, precision, 2, limits, endless=True)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("model, compressed, policy", SETTINGS)
 def test_the_search_is_at_least_as_good_as_the_papers_policy(model, compressed, policy):
     problem = papers(model, compressed)
@@ -126,6 +127,7 @@ def test_the_papers_frontier_is_met_within_the_models_error():
         assert found.prediction.tokens_per_s >= (0.9 if slack == 1.1 else 0.75) * float(row["tokens_per_s"]), row
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PAPER.is_dir(), reason="the paper's tables are not here (../shared/paper)")
 def test_four_gpus_decode_more_than_four_times_as_fast_as_one():
     table = evaluate_pipeline(PAPER, T4)

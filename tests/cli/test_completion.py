@@ -26,7 +26,7 @@ def complete(line: str) -> list[str]:
         ("flexgen-helm run --prec", ["--precision"]),
         ("flexgen-helm run -r x -m 5 --skip-c", ["--skip-completed-runs"]),
         ("flexgen-helm run --precision ", list(PRECISIONS)),
-        ("flexgen-helm run --precision fp16,4bit-", ["fp16,4bit-s"]),
+        ("flexgen-helm run --precision fp16,4bit-", ["fp16,4bit-cache", "fp16,4bit-s", "fp16,4bit-weights"]),
         ("flexgen-helm generate opt-125m --schedule ", ["auto", *SCHEDULES]),
         ("flexgen-helm run -r x --device c", ["cpu", "cuda"]),
         ("flexgen-helm plan --hardware ", ["measured", *shipped_profiles()]),

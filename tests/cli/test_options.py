@@ -27,6 +27,7 @@ COMMANDS = [
     "run",
     "generate",
     "perplexity",
+    "divergence",
     "batch",
     "plan",
     "models",
@@ -51,7 +52,7 @@ def test_help_imports_nothing_heavy(command):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Usage: flexgen-helm" in done.stdout and "\x1b[" not in done.stdout
-    if command in ("run", "generate", "perplexity", "batch", "bench"):
+    if command in ("run", "generate", "perplexity", "divergence", "batch", "bench"):
         for flag in ("--precision", "--policy", "--gpu-memory", "--no-cpu-attention", "--dummy-weights"):
             assert flag in done.stdout
     assert "kv-dtype" not in done.stdout  # every value of it is refused

@@ -17,6 +17,7 @@ from tests.helpers.console_script import HEAVY, Finished, run_script
 
 RUN = ("run", "-r", "x", "-m", "1")
 RUN_OPT = ("run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "--device", "cpu")
+DIVERGENCE = "divergence", "opt-125m", "--window", "9", "--text"
 GENERATE = ("generate", "opt-125m", "--dummy-weights", "--prompts")
 
 
@@ -38,6 +39,11 @@ GENERATE = ("generate", "opt-125m", "--dummy-weights", "--prompts")
         ((*GENERATE, "/dev/null", "--offload-dir", "/proc/x"), "--offload-dir /proc/x cannot be written: "),
         ((*GENERATE, "absent.jsonl"), "--prompts absent.jsonl cannot be read: No such file"),
         (("perplexity", "opt-125m", "--text", "absent", "--window", "9"), "--text absent cannot be read"),
+        ((*DIVERGENCE, "absent"), "--text absent cannot be read"),
+        ((*DIVERGENCE, "absent", "--precision", "4bits"), "precision '4bits' is not available"),
+        ((*DIVERGENCE, "absent", "--baseline", "fp15"), "precision 'fp15' is not available"),
+        ((*DIVERGENCE, "absent", "--precision", "fp16"), "--precision names only the baseline fp16"),
+        (("divergence", "opt-125m-4bit", "--window", "9", "--text", "absent"), "opt-125m-4bit already means 4bit"),
         (("bench", "offload", "--offload-dir", "/proc/x"), "--offload-dir /proc/x cannot be written: "),
         (("bench", "absent"), "there is no benchmark 'absent'"),
         (("plan", "--model", "opt-30b", "--prompt-len", "9", "--gen-len", "9", "--offload-dir", "/proc/x"), "/proc/x"),

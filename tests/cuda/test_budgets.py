@@ -111,6 +111,7 @@ LAUNCHES = {("opt", "fp16"): (6, 15), ("llama", "fp16"): (8, 25), ("opt", "4bit"
 OTHERS = 50
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(("variant", "precision"), LAUNCHES)
 def test_launches_of_a_decode_step(tiny, monkeypatch, variant, precision):
     """One block of sequences. The first use of a size launches as without graphs, so the fewest count.

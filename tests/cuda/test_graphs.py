@@ -164,6 +164,7 @@ def test_every_family_by_graphs(tiny, variant, dtype):
     assert bool(device.graph_kernels) == (experts is None or bool(experts.dense_layers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", ["4bit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("4bit-s", "fp16-s", "paper-4bit"))]
 )
@@ -179,6 +180,7 @@ def test_shared_prefixes_and_samples_by_graphs(tiny):
     assert_close(tiny("llama"), results, torch.float16)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "schedule, cpu_attention",
     [

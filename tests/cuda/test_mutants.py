@@ -174,6 +174,7 @@ def races_of_what_breaks_off(folder) -> int:
         return sum(device.races.values())
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("settings", RUNS)
 def test_the_code_as_it_is_has_no_race(tiny, tmp_path, settings):
     assert not races(tiny, tmp_path, RUNS[settings])

@@ -22,6 +22,7 @@ import pytest
 
 from tests.helpers import fake_slurm
 from tests.helpers.helm_runs import RUNTIMES
+from tests.helpers.shares import only_whole
 from tests.helpers.tiny_models import TinyModel
 
 pytestmark = pytest.mark.slow
@@ -193,6 +194,7 @@ def _listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+@only_whole
 def test_a_worker_is_killed_on_a_cluster_that_was_started_by_hand(
     ray_installed: None, alone: Suite, cluster: tuple[str, psutil.Process], model: Path, tmp_path: Path
 ) -> None:
@@ -223,6 +225,7 @@ def _a_worker(head: psutil.Process) -> psutil.Process | None:
     return None
 
 
+@only_whole
 def test_ctrl_c_says_what_is_stored_and_the_same_command_goes_on(
     alone: Suite, suite: Suite, ray_installed: None
 ) -> None:

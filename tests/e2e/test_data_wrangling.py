@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from helm.benchmark.presentation.run_entry import read_run_entries
 
 from tests.helpers.data_sets import write_hospital, write_table
@@ -38,6 +39,7 @@ def write_all(scenarios: Path) -> None:
     write_hospital(scenarios / "error_detection" / "data" / "Hospital")
 
 
+@pytest.mark.slow
 def test_all_six_tasks_run_in_one_suite(tmp_path: Path) -> None:
     write_all(tmp_path / "benchmark_output" / "scenarios")
     entries = [entry.description for entry in read_run_entries([str(CONF)]).entries]

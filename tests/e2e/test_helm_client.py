@@ -91,7 +91,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_both(folder, model, POSITIONS, job)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("pair", ENTRIES, ids=["raw", "chat"])
 def test_both_models_are_fed_the_same_token_ids(outcome: Outcome, pair: tuple[str, str]) -> None:
     ours, theirs = (outcome.fed[model] for model in pair)

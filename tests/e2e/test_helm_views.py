@@ -61,6 +61,7 @@ def models_of(folder: Path) -> dict[str, Any]:
     return {model["name"]: model for model in schema["models"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--auto-generate-schema",), pytest.param((), marks=pytest.mark.slow)])
 def test_a_summary_knows_models_of_both_commands_in_another_shell(
     ran: Path, flags: tuple[str, ...], request: pytest.FixtureRequest

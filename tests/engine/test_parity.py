@@ -39,7 +39,7 @@ def test_scores_and_greedy_tokens_equal_transformers(tiny, variant, batch):
         assert_equals_reference(model, prompt, request, result)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", ["llama", "opt-350m", "gemma2", "FalconH1ForCausalLM"])
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_vectors_in_float32_beside_matrices_in_16_bits_are_not_rounded(tiny, name, half, tmp_path):

@@ -148,6 +148,7 @@ def without_mask(monkeypatch):
     monkeypatch.setattr(interfaces, "_mask", lambda **given: interfaces.Mask())
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("take_away", "name"),
     [

@@ -36,10 +36,10 @@ TURNS = (
 PLAIN_TURNS = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
 
 
-def add_template(model: Path, folder: Path) -> Path:
-    """Copy a model's folder, with the template `TURNS`."""
+def add_template(model: Path, folder: Path, template: str = TURNS) -> Path:
+    """Copy a model's folder, with a template."""
     shutil.copytree(model, folder)
-    (folder / "chat_template.jinja").write_text(TURNS, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     return folder
 
 

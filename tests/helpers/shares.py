@@ -8,10 +8,14 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from typing import TypeVar
 
+import pytest
+
 from tests.helpers.paths import ROOT
 
 Case = TypeVar("Case")
 IS_WHOLE = bool(os.environ.get("TEST_ALL"))
+# Mark of a test that only `make test-all` runs.
+only_whole = pytest.mark.skipif(not IS_WHOLE, reason="make test-all runs it")
 
 
 def share(cases: Iterable[Case], of: int, seed: str = "") -> list[Case]:

@@ -197,7 +197,7 @@ def test_a_value_that_cannot_be_packed_fails_its_request_alone(tiny, tmp_path, m
         assert isinstance(failed.error, NumericalError)
 
 
-@pytest.mark.fast(8)
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", [*FORMATS, "4bit", "4bit-s", "paper-4bit"])
 @pytest.mark.parametrize("variant", ["llama", "gemma2", "bloom"])
 def test_decoding_sees_what_scoring_sees(tiny, tmp_path, variant, name):

@@ -65,6 +65,7 @@ def is_inseparable(config: DecoderConfig, name: str) -> bool:
     return kind == "factors" and name in ("rope.factors", "rope.dim", "rope.original_max_positions")
 
 
+@pytest.mark.fast(12)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_without_a_feature_the_numbers_change(tiny, monkeypatch, variant):
     """The inverse of the parity test: it would notice a feature that is ignored."""

@@ -341,7 +341,7 @@ def test_what_no_record_has_is_refused_by_name(name: str, changed: dict[str, Any
         read_config(folders(name))
 
 
-@pytest.mark.fast(11)
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("attention", [{}, {"factor": 5.0}, {"attention_factor": 0.6, "factor": 2.0}])
 @pytest.mark.parametrize("name", ROTARY)
 def test_longrope_is_served_up_to_the_original_context(name: str, attention: dict[str, float], folders: Any) -> None:

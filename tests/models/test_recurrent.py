@@ -52,7 +52,7 @@ def hybrid(tmp_path_factory):
     return saved(HYBRID, folder), folder
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "options", [{}, {"schedule": "row"}, {"schedule": "zigzag", "policy": Policy(2, 2, 0, 0.5, 0, 0)}]
 )

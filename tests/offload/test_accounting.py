@@ -74,6 +74,7 @@ def run(model, folder, requests, schedule, policy="3x2,0,0,0,100,0,100", **optio
         return results, engine.last_run
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("variant", ["llama", "opt-untied"])
 @pytest.mark.parametrize("schedule", ["zigzag", "row"])
@@ -210,6 +211,7 @@ def most_rows(prompt: int, steps: int, room: int, page: int, count: int = 800) -
     return most, passes, peak
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("prompt, steps", [(8, 64), (64, 64)])
 def test_the_diagonal_block_is_larger_by_the_papers_factor(prompt, steps):
     """2(s+n)/(2s+n), in the same memory; at least nine tenths of it with pages of 4."""

@@ -245,7 +245,7 @@ def test_killed_at_random_points_the_directory_serves_the_next_run(tiny, tmp_pat
     assert results == [[list(c.token_ids) for c in result.completions] for result in expected]
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("precision", ["fp16", "4bit", "paper-4bit"])
 @pytest.mark.parametrize("mib", [0.4, 0.8, 1.6])
 def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):

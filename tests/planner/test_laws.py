@@ -56,6 +56,7 @@ def check_scoring(model, machine, **limits):
     return True
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("model, machine", [("llama-3.1-70b-instruct", "rtx3090"), ("opt-30b", "t4")])
 def test_a_data_set_that_no_pass_can_hold_is_scored_in_blocks(model, machine):
     assert check_scoring(model, machine, cpu=64 * GIB, disk=2000 * GIB)

@@ -98,6 +98,7 @@ def _is_base(name: str) -> bool:
     return resolve(name.removeprefix("acme--") if name == "gpt2" else name).is_base
 
 
+@pytest.mark.fast(80)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ids_are_those_of_helms_client(pair: Pair, kind: str, text: str) -> None:
@@ -123,6 +124,7 @@ def test_the_ids_are_those_of_helms_client(pair: Pair, kind: str, text: str) -> 
     assert ours == theirs
 
 
+@pytest.mark.fast(2)
 @given(text=st.text(max_size=80))
 def test_the_ids_are_those_of_helms_client_for_any_text(pair: Pair, text: str) -> None:
     pair.helm._apply_chat_template = pair.model.applied

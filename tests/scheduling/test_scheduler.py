@@ -210,6 +210,7 @@ def test_the_youngest_are_preempted_where_more_was_expected_to_end():
     assert most > room // 64 and scheduler.num_preempted > 0 and not oldest.is_recomputed
 
 
+@pytest.mark.fast(40)
 @pytest.mark.parametrize("ends", range(1, 12))
 @pytest.mark.parametrize("room", range(63, 80))
 def test_a_preempted_sequence_that_is_left_alone_goes_on(room, ends):

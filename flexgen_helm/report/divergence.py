@@ -1,0 +1,183 @@
+"""What two runs that score the same tokens say of a precision: perplexities, the same top token, and KL divergence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexgen_helm.errors import UsageError
+from flexgen_helm.files import read_object
+from flexgen_helm.report.losses import LossChange
+from flexgen_helm.report.metrics import Vector
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """The scored tokens of one text in two precisions, in order.
+
+    documents: [tokens] number of the document that each token is in.
+    baseline, other: [tokens] log-probabilities of the tokens.
+    same_top: [tokens] whether both have the same most probable token.
+    bounds: [tokens] lower bounds of the KL divergence.
+    sampled: [rows] places of the tokens whose whole rows were compared.
+    exact: [rows] their KL divergence.
+    """
+
+    documents: NDArray[np.int64]
+    baseline: Vector
+    other: Vector
+    same_top: NDArray[np.bool_]
+    bounds: Vector
+    sampled: NDArray[np.int64]
+    exact: Vector
+
+
+@dataclass(frozen=True)
+class Spread:
+    """KL divergence over some tokens, in nats.
+
+    interval: of the mean, 95 %, resampled by document; None for a single document.
+    """
+
+    tokens: int
+    mean: float
+    interval: Interval | None
+    median: float
+    p99: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far a precision is from the baseline on a text.
+
+    baseline_perplexity, perplexity, ratio, interval: ratio = perplexity / baseline_perplexity with its 95 % interval,
+        resampled by document; None for a single document.
+    same_top: share of the tokens at which both have the same most probable token.
+    kl: KL(baseline ‖ precision) of the tokens whose whole rows were compared.
+    kl_bound: lower bounds of it for all tokens.
+    bound_share: sum of the bounds / sum of the KL divergence, where both are known; None if it is 0.
+    """
+
+    baseline: str
+    precision: str
+    tokens: int
+    documents: int
+    baseline_perplexity: float
+    perplexity: float
+    ratio: float
+    interval: Interval | None
+    same_top: float
+    kl: Spread
+    kl_bound: Spread
+    bound_share: float | None
+
+
+@dataclass(frozen=True)
+class TextDivergence:
+    """What `flexgen-helm divergence` found: divergences from one baseline on one text.
+
+    model, text: as the user named them. window: tokens of a window.
+    """
+
+    model: str
+    text: str
+    window: int
+    precisions: tuple[Divergence, ...]
+
+
+def read_divergence(path: Path, models: Collection[str], baseline: str) -> dict[str, TextDivergence]:
+    """Read what `flexgen-helm divergence --json` has printed, and return it by the model's name.
+
+    models: those that are compared. Raises `UsageError` for another file, model or baseline.
+    """
+    content = read_object(path)
+    try:
+        precisions = tuple(map(_divergence, content["precisions"]))
+        found = TextDivergence(str(content["model"]), str(content["text"]), int(content["window"]), precisions)
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(f"--divergence {path} is not what `flexgen-helm divergence --json` prints") from None
+    name = found.model.removeprefix("flexgen/")
+    if name not in models:
+        raise UsageError(f"--divergence {path} is of the model {name}, and the suite has {', '.join(models)}")
+    if others := {each.baseline for each in precisions} - {baseline}:
+        raise UsageError(f"--divergence {path} is from {', '.join(others)}, and the comparison is with {baseline}")
+    return {name: found}
+
+
+def _divergence(record: Mapping[str, Any]) -> Divergence:
+    """Return a divergence from JSON, where null stands for infinite. Raises `KeyError`, `TypeError` or `ValueError`."""
+    values = dict(record)
+    for name in ("baseline_perplexity", "perplexity", "ratio", "same_top"):
+        values[name] = _number(values[name])
+    for name in ("kl", "kl_bound"):
+        spread = values[name]
+        mean, *others = (_number(spread[key]) for key in ("mean", "median", "p99", "largest"))
+        values[name] = Spread(int(spread["tokens"]), mean, _pair(spread["interval"]), *others)
+    return Divergence(**{**values, "interval": _pair(values["interval"])})
+
+
+def _pair(interval: Any) -> Interval | None:
+    if interval is None:
+        return None
+    low, high = map(_number, interval)
+    return low, high
+
+
+def _number(value: Any) -> float:
+    return math.inf if value is None else float(value)
+
+
+def divergence_between(baseline: str, precision: str, scored: ScoredTokens) -> Divergence:
+    """Summarize what was scored; baseline, precision: their names."""
+    every = np.arange(len(scored.documents))
+    loss = _by_document(scored.baseline - scored.other, every, scored.documents)
+    interval = _interval(loss)
+    total = float(scored.exact.sum())
+    return Divergence(
+        baseline,
+        precision,
+        len(every),
+        len(loss.changes),
+        _exp(-math.fsum(scored.baseline) / len(every)),
+        _exp(-math.fsum(scored.other) / len(every)),
+        _exp(loss.value),
+        None if interval is None else (_exp(interval[0]), _exp(interval[1])),
+        float(scored.same_top.mean()),
+        _spread(scored.exact, scored.sampled, scored.documents),
+        _spread(scored.bounds, every, scored.documents),
+        float(scored.bounds[scored.sampled].sum()) / total if total > 0 else None,
+    )
+
+
+def _spread(values: Vector, places: NDArray[np.int64], documents: NDArray[np.int64]) -> Spread:
+    mean = _by_document(values, places, documents)
+    median, p99 = np.quantile(values, [0.5, 0.99])
+    return Spread(len(values), mean.value, _interval(mean), float(median), float(p99), float(values.max()))
+
+
+def _by_document(values: Vector, places: NDArray[np.int64], documents: NDArray[np.int64]) -> LossChange:
+    """Return the sum and the number of the values of each document that has any."""
+    own: Any = documents[places]
+    counts = np.bincount(own).astype(np.float64)
+    has_any = counts > 0
+    sums: Vector = np.bincount(own, weights=values).astype(np.float64)
+    return LossChange(sums[has_any], counts[has_any])
+
+
+def _interval(change: LossChange) -> Interval | None:
+    return change.interval() if len(change.changes) > 1 else None
+
+
+def _exp(exponent: float) -> float:
+    """Return e to a power, infinite where a float cannot hold it."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(exponent))

@@ -1,0 +1,111 @@
+"""`flexgen-helm lm-eval` on a tiny model: the harness's own arguments, results, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flexgen_helm import cli
+from tests.helpers.lm_eval_tasks import CHOICES, LAST_WORD, SUMS, invented_tasks
+from tests.helpers.paths import ROOT
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    return invented_tasks(tmp_path_factory.mktemp("tasks") / "tasks", 40)
+
+
+@pytest.fixture
+def few_tasks(tmp_path, monkeypatch):
+    """The harness reads all of its 14,000 task files at each start, 15 s of processor time; here it reads none."""
+    from lm_eval.tasks import TaskManager
+
+    make = TaskManager.__init__
+    monkeypatch.setattr(
+        TaskManager, "__init__", lambda self, *a, **k: make(self, *a, **{**k, "include_defaults": False})
+    )
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # what pip has installed: seconds
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+
+
+def arguments(model, tasks, out, *names):
+    return [
+        *("lm-eval", "--model_args", f"pretrained={model},cpu_memory=1GiB", "--include_path", str(tasks)),
+        *("--tasks", *names, "--output_path", str(out), "--log_samples"),
+    ]
+
+
+def results(out):
+    (file,) = out.rglob("results_*.json")
+    return json.loads(file.read_text())
+
+
+def samples(out):
+    """Task -> what was asked and answered."""
+    lines = [
+        json.loads(line) for file in sorted(out.rglob("samples_*.jsonl")) for line in file.read_text().splitlines()
+    ]
+    return [(line["arguments"], line["resps"]) for line in lines]
+
+
+def test_results_are_written_where_the_harness_writes_them(tiny, tasks, tmp_path, few_tasks, capfd):
+    out = tmp_path / "out"
+    command = arguments(tiny("llama").path, tasks, out, CHOICES, SUMS)
+    assert cli.main([*command, "--limit", "3"]) == 0
+    found = results(out)
+    assert found["config"]["model"] == "flexgen" and found["config"]["precision"] == "fp16"
+    assert found["config"]["fingerprint"] and set(found["results"]) == {CHOICES, SUMS}
+    assert len(samples(out)) == 6
+    assert "|choices|" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (["--tasks", "no-such-task"], "no-such-task"),
+        (["--tasks", LAST_WORD, "--model_args", "pretrained=llama,colour=1"], "colour=1"),
+        (["--tasks", LAST_WORD, "--model_args", "pretrained=no-such-model"], "no-such-model"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_one_sentence(tasks, few_tasks, capfd, words, why):
+    assert cli.main(["lm-eval", "--include_path", str(tasks), *words]) == 2
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("flexgen-helm: ") and why in last
+
+
+def test_a_missing_harness_is_named_with_the_command_that_brings_it(monkeypatch, capsys):
+    monkeypatch.setattr("flexgen_helm.cli.lm_eval.find_spec", lambda name: None)
+    assert cli.main(["lm-eval"]) == 2
+    assert "pip install 'flexgen-helm[lm-eval]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_process_that_is_ended_goes_on(tiny, tasks, tmp_path, number):
+    def started(home, out):
+        environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path / home), "OMP_NUM_THREADS": "1"}
+        command = arguments(tiny("llama").path, tasks, out, LAST_WORD, SUMS)
+        return subprocess.Popen(
+            [sys.executable, "-m", "flexgen_helm", *command], cwd=ROOT, env=environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    undisturbed = started("a", tmp_path / "undisturbed")
+    assert undisturbed.communicate(timeout=240) and undisturbed.returncode == 0
+    process, stored, deadline = started("b", tmp_path / "out"), tmp_path / "b" / "journal", time.monotonic() + 240
+    while process.poll() is None and time.monotonic() < deadline and not any(stored.glob("*")):
+        time.sleep(0.002)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    if number == signal.SIGINT and process.returncode:  # else it was done before
+        assert process.returncode == 130 and "the same command computes the rest" in errors.splitlines()[-1]
+    again = started("b", tmp_path / "out")
+    assert again.communicate(timeout=240) and again.returncode == 0
+    one, other = results(tmp_path / "undisturbed"), results(tmp_path / "out")
+    assert one["results"] == other["results"] and samples(tmp_path / "undisturbed") == samples(tmp_path / "out")

@@ -1,0 +1,158 @@
+"""The divergence of two runs equals the formula in float64 on whole rows of `transformers`."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm.engine.divergence import TOP_TOKENS, BaselineRows, RowDivergence, coarse_logprobs, kl_divergence
+from flexgen_helm.engine.predictions import PromptToken
+from flexgen_helm.errors import FlexgenError, UsageError
+from tests.helpers.parity import prompts
+from tests.helpers.small_disks import small_disk
+from tests.helpers.tiny_models import VOCABULARY
+
+FEW = 7
+
+
+def requests(texts):
+    return [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in texts]
+
+
+def texts_that_share():
+    """Random prompts: two equal, two with a common beginning, one with a single token."""
+    several = prompts(5, 40, seed=3)
+    beginning = [random.Random(1).randrange(2, VOCABULARY) for _ in range(20)]
+    return [*several, several[0], [*beginning, 5, 6], [*beginning, 9], [7]]
+
+
+def reference_rows(model, texts):
+    """Log-probabilities [tokens, V] in float64 that predict all tokens but each text's first."""
+    rows = [model.logprobs(ids).double()[: len(ids) - 1] for ids in texts]
+    return torch.cat(rows).log_softmax(-1)
+
+
+def direct_kl(base, other):
+    p, q = base.exp().numpy(), other.exp().numpy()
+    return (p * (np.log(p) - np.log(q))).sum(-1)
+
+
+def direct_bound(base, other):
+    """KL of the 64 most probable tokens of the baseline and of all others together."""
+    sums = []
+    for p, q in zip(base.exp().numpy(), other.exp().numpy()):
+        order = np.argsort(-p)
+        p, q = p[order], q[order]
+        p, q = (np.append(each[:TOP_TOKENS], each[TOP_TOKENS:].sum()) for each in (p, q))
+        sums.append((p * (np.log(p) - np.log(q))).sum())
+    return np.array(sums)
+
+
+def run(engine, texts, on_logits, share=True):
+    if share:
+        engine.share_every_beginning()
+    for result in engine.run(requests(texts), on_logits=on_logits):
+        assert result.error is None
+
+
+@pytest.mark.parametrize("num_rows", [10_000, FEW])
+def test_divergences_equal_the_formula_on_rows_of_transformers(tiny, tmp_path, num_rows):
+    models, texts = [tiny("llama"), tiny("llama-untied-biases")], texts_that_share()
+    base, other = (reference_rows(model, texts) for model in models)
+    num_tokens = sum(len(ids) - 1 for ids in texts)
+    with BaselineRows(tmp_path, [len(ids) for ids in texts], num_rows, VOCABULARY) as kept:
+        with Engine.from_pretrained(models[0].path) as engine:
+            run(engine, texts, kept)
+        found = RowDivergence(kept)
+        with Engine.from_pretrained(models[1].path) as engine:
+            run(engine, texts, found, share=False)  # the rows come in another order
+        found.require_all()
+    assert kept.num_tokens == num_tokens and len(kept.sampled) == min(num_rows, num_tokens)
+    exact, bounds = direct_kl(base, other), direct_bound(base, other)
+    assert exact.min() > 0.01  # or equal rows would do
+    np.testing.assert_allclose(found.exact, exact[kept.sampled], rtol=1e-4)
+    np.testing.assert_allclose(found.bounds, bounds, rtol=1e-4)
+    assert np.array_equal(found.same_top == 1, (base.argmax(-1) == other.argmax(-1)).numpy())
+    assert (found.bounds[kept.sampled] <= found.exact).all() and bounds.mean() < 0.99 * exact.mean()
+
+
+def test_a_model_does_not_differ_from_itself(tiny, tmp_path):
+    texts = texts_that_share()
+    with (
+        BaselineRows(tmp_path, [len(ids) for ids in texts], FEW, VOCABULARY) as kept,
+        Engine.from_pretrained(tiny("llama").path) as engine,
+    ):
+        run(engine, texts, kept)
+        run(engine, texts, kept)  # rows that come again, as after an out-of-memory
+        found = RowDivergence(kept)
+        run(engine, texts, found)
+    assert found.exact.max() == found.bounds.max() == 0 and found.same_top.min() == 1
+
+
+def test_a_row_that_never_comes_is_no_zero(tmp_path):
+    draw = torch.Generator().manual_seed(0)
+    tokens = [PromptToken((0,), index) for index in range(1, 4)]
+    logits = torch.randn(3, VOCABULARY, generator=draw)
+    with BaselineRows(tmp_path, [4], 3, VOCABULARY) as kept:
+        found = RowDivergence(kept)
+        kept(tokens[:2], logits[:2])
+        with pytest.raises(FlexgenError, match="the baseline has no row"):
+            found(tokens, logits)
+        kept(tokens[2:], logits[2:])
+        found(tokens[:2], logits[:2])
+        with pytest.raises(FlexgenError, match="2 of 6 divergences are not finite"):
+            found.require_all()
+        found(tokens[2:], logits[2:])
+        found.require_all()
+
+
+def test_a_coarse_row_is_a_distribution_whatever_is_left_over():
+    draw = torch.Generator().manual_seed(0)
+    for scale in (0.1, 5.0, 60.0):  # at 60 the others have about 1e-20 of the mass
+        logits = torch.randn(20, 500, generator=draw, dtype=torch.float64) * scale
+        ids = logits.topk(TOP_TOKENS).indices
+        coarse = coarse_logprobs(logits, ids)
+        assert torch.allclose(coarse.logsumexp(-1), torch.zeros(20, dtype=torch.float64), atol=1e-12)
+        rest = torch.log_softmax(logits, -1).scatter(1, ids, -torch.inf).logsumexp(-1)
+        assert torch.allclose(coarse[:, -1], rest, rtol=1e-9)
+    whole = coarse_logprobs(logits[:, :40], torch.arange(40).expand(20, -1))  # a vocabulary without others
+    assert torch.isneginf(whole[:, -1]).all() and (kl_divergence(whole, whole) == 0).all()
+
+
+def test_what_has_no_chance_in_the_baseline_adds_nothing():
+    base = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64).log()
+    other = torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float64).log()
+    assert kl_divergence(base, other).item() == pytest.approx(np.log(2))
+    assert kl_divergence(other, base).item() == np.inf
+
+
+def test_rows_that_the_disk_cannot_hold_are_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"the baseline's rows take .* free; name another folder"):
+        BaselineRows(tmp_path, [10**10], FEW, VOCABULARY)
+
+
+def test_a_disk_that_becomes_full_ends_it_with_one_sentence(tmp_path):
+    tokens, logits = [PromptToken((0,), index) for index in range(1, 101)], torch.zeros(100, 2_000)
+    with small_disk(tmp_path / "small", 1 << 20) as folder, BaselineRows(folder, [101], 100, 2_000) as kept:
+        (folder / "of another program").write_bytes(bytes(700_000))
+        with pytest.raises(FlexgenError, match="the baseline's rows cannot be written: "):
+            kept(tokens, logits)
+
+
+def test_memory_does_not_grow_with_the_vocabulary(tmp_path):
+    """Python's own memory: the kept rows are on the disk."""
+    import tracemalloc
+
+    def kept_bytes(vocabulary):
+        tracemalloc.start()
+        with BaselineRows(tmp_path, [401], 400, vocabulary) as kept:
+            kept([PromptToken((0,), index) for index in range(1, 401)], torch.zeros(400, vocabulary))
+            held = tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+        return held
+
+    assert kept_bytes(8_000) < kept_bytes(500) + 20_000

@@ -1,0 +1,288 @@
+"""lm-evaluation-harness on the engine equals its own `hf` backend in float32, and goes on behind an interruption."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import shutil
+from configparser import ConfigParser
+from types import SimpleNamespace
+
+import pytest
+from lm_eval.api.registry import get_model
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from flexgen_helm import Engine
+from flexgen_helm.errors import FlexgenError, RequestError, UsageError
+from flexgen_helm.harnesses.lm_eval import FlexgenLM, register
+from flexgen_helm.request import Completion
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.chat_models import CHATML, NO_SYSTEM, PLAIN_TURNS, add_template
+from tests.helpers.lm_eval_tasks import CHOICES, LAST_WORD, NAMES, SUMS, TURNS, invented_tasks, real_tasks
+from tests.helpers.paths import ROOT
+from tests.helpers.tokenizers_by_family import FAMILIES
+
+TOLERANCE = 1e-3  # relative
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    return invented_tasks(tmp_path_factory.mktemp("tasks") / "tasks", 4)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    return add_template(tiny("llama").path, tmp_path_factory.mktemp("lm-eval") / "model", CHATML)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
+
+
+def evaluate(model, tasks, names=NAMES, **settings):
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    return simple_evaluate(model=model, tasks=list(names), task_manager=manager, bootstrap_iters=0, **settings)
+
+
+def reference(folder, **arguments):
+    return HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=2, **arguments)
+
+
+def assert_equal(ours, theirs, names=NAMES):
+    for name in names:
+        scores = ours["results"][name]
+        assert scores.keys() == theirs["results"][name].keys()
+        for metric, value in theirs["results"][name].items():
+            if isinstance(value, float):
+                tolerance = 0 if metric.startswith(("acc", "exact_match")) else TOLERANCE
+                assert scores[metric] == pytest.approx(value, rel=tolerance, abs=0), (name, metric)
+        mine, hf = ours["samples"][name], theirs["samples"][name]
+        assert [sample["arguments"] for sample in mine] == [sample["arguments"] for sample in hf]
+        for one, other in zip(mine, hf, strict=True):
+            for a, b in zip(one["resps"], other["resps"], strict=True):
+                _assert_equal_answers(a, b)
+
+
+def _assert_equal_answers(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        if isinstance(b, tuple | list):  # log-probability and whether it is greedy
+            assert a[0] == pytest.approx(b[0], rel=TOLERANCE, abs=1e-4) and a[1] == b[1]
+        else:
+            assert a == (b if isinstance(b, str) else pytest.approx(b, rel=TOLERANCE))
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["text", "chat"])
+def test_scores_equal_those_of_the_hf_backend(folder, tasks, is_chat):
+    settings = dict(apply_chat_template=is_chat, system_instruction="Be short." if is_chat else None)
+    names = [CHOICES, TURNS] if is_chat else NAMES
+    with FlexgenLM(str(folder)) as lm:
+        ours = evaluate(lm, tasks, names, **settings)
+    assert_equal(ours, evaluate(reference(folder), tasks, names, **settings), names)
+    assert len({sample["resps"][0][0] for sample in ours["samples"][TURNS]}) > 1
+    if is_chat:  # few-shot examples are turns, and the answer is begun
+        prompt = ours["samples"][TURNS][0]["arguments"][0][0]
+        assert prompt.count("<|im_start|>user") == 3 and prompt.endswith("<|im_start|>assistant\nIt is")
+
+
+@pytest.mark.slow
+def test_another_number_would_be_found(folder, tasks):
+    with FlexgenLM(str(folder)) as lm:
+        first, second = (evaluate(lm, tasks, [LAST_WORD, SUMS]) for _ in range(2))
+    assert_equal(first, second, [LAST_WORD, SUMS])
+    (score,) = second["samples"][LAST_WORD][3]["resps"][0]
+    second["samples"][LAST_WORD][3]["resps"][0] = [(score[0] * 1.002, score[1])]
+    with pytest.raises(AssertionError):
+        assert_equal(first, second, [LAST_WORD])
+    second["samples"][SUMS][2]["resps"][0] = ["7"]
+    with pytest.raises(AssertionError):
+        assert_equal(first, second, [SUMS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["llama", "opt", "gpt2", "gemma2", "mistral", "qwen3", "pythia"])
+@pytest.mark.parametrize("max_length", [None, 33])
+def test_every_kind_of_model_scores_as_hf(tiny, tmp_path, variant, max_length):
+    tasks, path = invented_tasks(tmp_path / "tasks", 20, seed=3), tiny(variant).path
+    with FlexgenLM(str(path), max_length=max_length) as lm:
+        ours = evaluate(lm, tasks)
+    assert_equal(ours, evaluate(reference(path, max_length=max_length), tasks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_chat", [False, True], ids=["text", "chat"])
+def test_a_published_model_scores_as_hf(wheel_model, shared_data, tmp_path, is_chat):
+    tasks = real_tasks(tmp_path / "tasks", shared_data, 8)
+    with FlexgenLM(str(wheel_model)) as lm:
+        ours = evaluate(lm, tasks, apply_chat_template=is_chat)
+    hf = reference(wheel_model.parent, gguf_file=wheel_model.name)
+    for parameter in hf.model.parameters():
+        if parameter.ndim > 1:  # matrices have 16 bits in both
+            parameter.data = parameter.data.half().float()
+    theirs = evaluate(hf, tasks, apply_chat_template=is_chat)
+    assert_equal(ours, theirs)
+    assert ours["results"][LAST_WORD]["acc,none"] > 0 or is_chat
+
+
+def test_an_interrupted_evaluation_computes_the_rest_and_scores_the_same(folder, tasks, tmp_path, monkeypatch):
+    names = [LAST_WORD, SUMS]
+    with FlexgenLM(str(folder)) as lm:
+        undisturbed = evaluate(lm, tasks, names)
+    monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "other home"))
+    run, computed = Engine.run, []
+
+    def failing(self, requests, *, on_result, should_stop):
+        delivered = []
+
+        def deliver(index, result):
+            if not computed and len(delivered) == 3:
+                raise FlexgenError("the power is out")
+            delivered.append(index)
+            on_result(index, result)
+
+        try:
+            return run(self, requests, on_result=deliver, should_stop=should_stop)
+        finally:
+            computed.append((len(requests), len(delivered)))
+
+    monkeypatch.setattr(Engine, "run", failing)
+    with FlexgenLM(str(folder)) as lm, pytest.raises(FlexgenError, match="the power is out"):
+        evaluate(lm, tasks, names)
+    with FlexgenLM(str(folder)) as lm:
+        resumed = evaluate(lm, tasks, names)
+    assert computed[0][1] == 3 and computed[1][0] == computed[0][0] - 3
+    assert all(asked == delivered for asked, delivered in computed[1:])
+    num_runs = len(computed)
+    with FlexgenLM(str(folder)) as lm:
+        stored = evaluate(lm, tasks, names)
+    assert len(computed) == num_runs  # all is stored
+    for results in (resumed, stored):
+        assert results["results"] == undisturbed["results"]
+        assert [s["resps"] for name in names for s in results["samples"][name]] == [
+            s["resps"] for name in names for s in undisturbed["samples"][name]
+        ]
+
+
+@pytest.mark.slow
+def test_random_draws_are_the_same_in_every_run_and_differ_between_repeats_and_seeds(folder, tasks, tmp_path):
+    repeated = tmp_path / "repeated"
+    shutil.copytree(tasks, repeated)
+    file = repeated / f"{SUMS}.yaml"
+    file.write_text(file.read_text().replace('"num_fewshot": 2', '"num_fewshot": 2, "repeats": 3', 1))
+    settings = dict(gen_kwargs={"do_sample": True, "temperature": 1.0, "until": []})
+
+    def draws(lm, seed):
+        results = evaluate(lm, repeated, [SUMS], torch_random_seed=seed, **settings)
+        return [answer for sample in results["samples"][SUMS] for answer in sample["resps"][0]]
+
+    with FlexgenLM(str(folder)) as lm:
+        first, other = draws(lm, 1), draws(lm, 2)
+    with FlexgenLM(str(folder)) as lm:
+        assert draws(lm, 1) == first != other
+    assert len(first) == 12 and all(len(set(first[i : i + 3])) > 1 for i in range(0, 12, 3))
+
+
+@pytest.mark.fast(4)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_become_the_ids_of_the_hf_backend_and_back(family, tmp_path):
+    folder = FAMILIES[family].write(tmp_path / "tokenizer")
+    loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    theirs, own = loader.from_pretrained(folder), Tokenizer.from_path(folder)
+    prefix = next((i for i in (theirs.bos_token_id, theirs.eos_token_id) if i is not None), 0)
+    texts = ["Hello world", " 1998.\n", "", "Grüße 你好 🙂", f"{theirs.decode(prefix)}Hello"]
+    for add_bos in (None, False):
+        hf = SimpleNamespace(tokenizer=theirs, prefix_token_id=prefix, add_bos_token=add_bos)
+        ours = SimpleNamespace(tokenizer=own, _add_bos=add_bos)
+        for add in (None, False):
+            for text in texts:
+                expected = HFLM.tok_encode(hf, text, add_special_tokens=add)
+                assert FlexgenLM.tok_encode(ours, text, add_special_tokens=add) == expected
+    draw = random.Random(7)
+    for _ in range(20):
+        ids = [draw.randrange(own.vocab_size) for _ in range(6)]
+        assert own.decode_plain(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN_TURNS, NO_SYSTEM], ids=["plain", "turns", "trims"])
+def test_chats_become_the_texts_of_the_hf_backend(tiny, tmp_path, template):
+    folder = add_template(tiny("opt").path, tmp_path / "model", template)
+    hf = SimpleNamespace(tokenizer=PreTrainedTokenizerFast.from_pretrained(folder), chat_template_args={})
+    history = [{"role": "system", "content": "Be short."}, {"role": "user", "content": " 1 + 1 ="}]
+    with FlexgenLM(str(folder)) as lm:
+        assert lm.chat_template(True) == template and lm.chat_template(False) is None
+        assert lm.apply_chat_template(history) == HFLM.apply_chat_template(hf, history)
+        for begun in ("It is", "It is ", " ", "=", "1 + 1 ="):
+            open_chat = [*history, {"role": "assistant", "content": begun}]
+            expected = HFLM.apply_chat_template(hf, open_chat, add_generation_prompt=False)
+            assert lm.apply_chat_template(open_chat, add_generation_prompt=False) == expected
+
+
+def test_thinking_is_no_part_of_an_answer(tiny, tmp_path):
+    path = str(tiny("llama").path)
+    with FlexgenLM(path, think_end_token="</think>") as lm, FlexgenLM(path, think_end_token=9) as by_id:
+        for end, think in ((lm, lm.tokenizer.encode("</think>")), (by_id, [9])):
+            ids = [*lm.tokenizer.encode("one\ntwo"), *think, *lm.tokenizer.encode("\n\n3\n4")]
+            completion = Completion(lm.tokenizer.decode(ids), (), tuple(ids), (), "length")
+            assert end._text(completion, ["\n"]) == "3"
+            open_ended = tuple(lm.tokenizer.encode("one\ntwo"))
+            assert end._text(Completion("", (), open_ended, (), "length"), ["\n"]) == "one"
+        # Stop strings that may stand in thinking are no stop strings of the engine, or wait behind `</think>`.
+        settings = {"until": ["\n"], "max_gen_toks": 4}
+        assert by_id._generation("the", settings, "").request.stop == ()
+        request = lm._generation("the", settings, "").request
+        assert request.thinking is None or request.stop
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        ({"colour": 1}, "colour=1"),
+        ({"dtype": "float32"}, "precision"),
+        ({"precision": "5bit"}, "5bit"),
+        ({"cpu_memory": "much"}, "much"),
+        ({"max_length": 1000}, "max_length is 1000"),
+        ({"chat_template": True}, "--apply_chat_template"),
+        ({"system_prompt": "x"}, "--system_instruction"),
+        ({"thinking_budget": 9}, "think_end_token"),
+    ],
+)
+def test_arguments_that_mean_nothing_here_are_refused(folder, arguments, why):
+    with pytest.raises(UsageError, match=why):
+        FlexgenLM(str(folder), **arguments)
+
+
+def test_engine_options_arrive(folder):
+    with FlexgenLM(str(folder), precision="4bit", cpu_memory="1GiB", batch_size=8, trust_remote_code=True) as lm:
+        options = lm._model.config
+        assert str(options.precision) == "4bit" and options.limits.cpu == 2**30
+        assert lm.get_model_info() == {"precision": "4bit", "fingerprint": None}
+
+
+def test_the_harness_finds_the_model_by_its_name():
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    name, _, target = setup["options.entry_points"]["lm_eval.models"].strip().partition(" = ")
+    module, _, attribute = target.partition(":")
+    assert name == "flexgen" and getattr(importlib.import_module(module), attribute) is FlexgenLM
+    register()
+    register()
+    assert get_model("flexgen") is FlexgenLM
+
+
+def test_requests_that_cannot_be_answered_end_the_evaluation_by_name(folder, tasks):
+    with FlexgenLM(str(folder)) as lm:
+        with pytest.raises(UsageError, match="max_gen_toks is 96"):
+            evaluate(lm, tasks, [SUMS], gen_kwargs={"max_gen_toks": 96})
+        with pytest.raises(UsageError, match="num_beams=2"):
+            evaluate(lm, tasks, [SUMS], gen_kwargs={"num_beams": 2})
+        pair = SimpleNamespace(args=("the", ""), doc_id=3, task_name="words")
+        with pytest.raises(RequestError, match="document 3 of words"):
+            lm.loglikelihood([pair])
+        with pytest.raises(UsageError, match="not supported"):
+            lm.chat_template("other")
+    plain = SimpleNamespace(args=("the", " fox"))
+    with pytest.raises(FlexgenError, match="interrupted"):
+        lm.loglikelihood([plain])  # closed

@@ -1,0 +1,127 @@
+"""Tasks of lm-evaluation-harness from local files: one of each kind of request, and one in turns of a chat."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+WORDS = ["the", "of", "fox", "to", "in", "a", "is", "that", "dog", "was", "for", "on", "as", "with", "by", "he"]
+LAST_WORD, PAGES, CHOICES, SUMS, TURNS = NAMES = ["last_word", "pages", "choices", "sums", "turns"]
+_MEAN = {"aggregation": "mean", "higher_is_better": True}
+_SUMS = {
+    "output_type": "generate_until",
+    "doc_to_text": "{{a}} + {{b}} =",
+    "doc_to_target": "{{a + b}}",
+    "generation_kwargs": {"until": ["\n", " +"], "max_gen_toks": 6},
+    "metric_list": [{"metric": "exact_match", **_MEAN}],
+    "filter_list": [
+        {
+            "name": "number",
+            "filter": [{"function": "regex", "regex_pattern": "(-?[0-9]+)"}, {"function": "take_first"}],
+        }
+    ],
+}
+_TASKS: dict[str, dict[str, Any]] = {
+    LAST_WORD: {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{text.rsplit(' ', 1)[0]}}",
+        "doc_to_target": "{{' ' + text.rsplit(' ', 1)[1]}}",
+        "metric_list": [
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+            {"metric": "acc", **_MEAN},
+        ],
+    },
+    PAGES: {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+    },
+    CHOICES: {
+        "output_type": "multiple_choice",
+        "num_fewshot": 5,
+        "doc_to_text": "{{question}}\nA. {{A}}\nB. {{B}}\nC. {{C}}\nD. {{D}}\nAnswer:",
+        "doc_to_choice": ["A", "B", "C", "D"],
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc", **_MEAN}, {"metric": "acc_norm", **_MEAN}],
+    },
+    SUMS: {**_SUMS, "num_fewshot": 2},
+    # The answer is begun for the model.
+    TURNS: {**_SUMS, "num_fewshot": 2, "gen_prefix": "It is"},
+}
+
+
+def write_tasks(folder: Path, rows: Mapping[str, Rows], examples: Mapping[str, Rows]) -> Path:
+    """Write the tasks that `rows` has documents for, with `examples` to take few-shot examples from."""
+    folder.mkdir()
+    for name, documents in rows.items():
+        files = {"test": _write_rows(folder / f"{name}.jsonl", documents)}
+        task = {"task": name, **_TASKS[name], "test_split": "test", "dataset_path": "json"}
+        if name in examples:
+            files["dev"] = _write_rows(folder / f"{name}_dev.jsonl", examples[name])
+            task |= {"fewshot_split": "dev", "fewshot_config": {"sampler": "first_n"}}
+        task["dataset_kwargs"] = {"data_files": files, "cache_dir": str(folder / "cache")}
+        (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
+    return folder
+
+
+def _write_rows(path: Path, rows: Rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def invented_tasks(folder: Path, count: int, seed: int = 0) -> Path:
+    """Write all tasks with made-up documents, some longer than a tiny model's window."""
+    draw = random.Random(seed)
+
+    def text(words: int) -> str:
+        return " ".join(draw.choices(WORDS, k=words))
+
+    def question(_: int) -> dict[str, Any]:
+        return {"question": text(2), **{letter: text(1) for letter in "ABCD"}, "answer": draw.randrange(4)}
+
+    def numbers(_: int) -> dict[str, int]:
+        return {"a": draw.randrange(10), "b": draw.randrange(10)}
+
+    rows: dict[str, Rows] = {
+        LAST_WORD: [{"text": text(draw.randint(2, 40))} for _ in range(count)],
+        PAGES: [{"text": text(draw.randint(1, 120))} for _ in range(count)],
+        CHOICES: [question(i) for i in range(count)],
+        SUMS: [numbers(i) for i in range(count)],
+        TURNS: [numbers(i) for i in range(count)],
+    }
+    examples: dict[str, Rows] = {
+        CHOICES: [question(i) for i in range(5)],
+        SUMS: [numbers(i) for i in range(2)],
+        TURNS: [numbers(i) for i in range(2)],
+    }
+    return write_tasks(folder, rows, examples)
+
+
+def real_tasks(folder: Path, data: Path, count: int) -> Path:
+    """Write the tasks with the first documents of LAMBADA, WikiText and MMLU, and with sums."""
+    passages = (data / "lambada_openai_test.jsonl").read_text().splitlines()[:count]
+    page = (data / "wikitext-2-raw-test.txt").read_text()[: 1500 * max(1, count // 8)]
+    subject = "us_foreign_policy"
+    draw = random.Random(1)
+    sums = [{"a": draw.randrange(20), "b": draw.randrange(20)} for _ in range(count + 2)]
+    rows: dict[str, Rows] = {
+        LAST_WORD: [json.loads(line) for line in passages],
+        PAGES: [{"text": page[at : at + 1500]} for at in range(0, len(page), 1500)],
+        CHOICES: _questions(data / f"mmlu/test/{subject}_test.csv")[:count],
+        SUMS: sums[2:],
+        TURNS: sums[2:],
+    }
+    dev = _questions(data / f"mmlu/dev/{subject}_dev.csv")
+    return write_tasks(folder, rows, {CHOICES: dev, SUMS: sums[:2], TURNS: sums[:2]})
+
+
+def _questions(path: Path) -> list[dict[str, Any]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        keys = ("question", "A", "B", "C", "D")
+        return [{**dict(zip(keys, row)), "answer": "ABCD".index(row[5])} for row in csv.reader(file)]

@@ -1,0 +1,116 @@
+"""Figures of a divergence against direct sums; its intervals cover the truth in simulations."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from flexgen_helm import cli
+from flexgen_helm.errors import UsageError
+from flexgen_helm.report.divergence import ScoredTokens, TextDivergence, divergence_between, read_divergence
+from flexgen_helm.report.scores import finite
+from tests.helpers.suites import accuracies, write_run
+
+
+def draw_tokens(draw, documents, tokens, mean):
+    """Documents of random lengths with KL divergences of their own mean, and losses that change by as much."""
+    own = np.repeat(np.arange(documents), draw.integers(tokens // 2, tokens * 3 // 2, documents))
+    exact = draw.gamma(2.0, mean / 2, len(own)) * draw.gamma(20.0, 1 / 20, documents)[own]
+    sampled = np.sort(draw.choice(len(own), len(own) // 5, replace=False))
+    base = -draw.exponential(3.0, len(own))
+    same = draw.random(len(own)) < 0.9
+    return ScoredTokens(own, base, base - exact, same, exact * 0.75, sampled, exact[sampled]), exact
+
+
+def test_figures_are_direct_sums():
+    scored, exact = draw_tokens(np.random.default_rng(1), 30, 40, 0.1)
+    found = divergence_between("fp16", "4bit", scored)
+    assert (found.tokens, found.documents, found.same_top) == (len(exact), 30, scored.same_top.sum() / len(exact))
+    assert found.perplexity == pytest.approx(math.exp(-scored.other.mean()))
+    assert found.ratio == pytest.approx(found.perplexity / found.baseline_perplexity) == math.exp(exact.mean())
+    assert found.kl.mean == pytest.approx(exact[scored.sampled].mean()) and found.kl.tokens == len(exact) // 5
+    assert found.kl_bound.mean == pytest.approx(0.75 * exact.mean()) and found.bound_share == pytest.approx(0.75)
+    ordered = np.sort(0.75 * exact)
+    assert found.kl_bound.largest == ordered[-1] and found.kl_bound.median == pytest.approx(np.median(ordered))
+    assert ordered[int(0.99 * len(ordered)) - 1] <= found.kl_bound.p99 <= ordered[int(0.99 * len(ordered)) + 1]
+    for interval, value in ((found.interval, found.ratio), (found.kl.interval, found.kl.mean)):
+        assert interval[0] < value < interval[1]
+
+
+def test_one_document_has_no_interval_and_no_difference_has_no_share():
+    nothing = np.zeros(5)
+    scored = ScoredTokens(nothing.astype(int), nothing - 1, nothing - 1, nothing == 0, nothing, np.arange(5), nothing)
+    found = divergence_between("fp16", "8bit", scored)
+    assert found.interval is found.kl.interval is found.kl_bound.interval is found.bound_share is None
+    assert (found.ratio, found.same_top, found.kl.largest, found.documents) == (1.0, 1.0, 0.0, 1)
+
+
+def test_a_broken_precision_has_an_infinite_perplexity():
+    ones = np.ones(4)
+    scored = ScoredTokens(np.arange(4), -ones, -1e4 * ones, ones == 0, ones, np.arange(4), ones)
+    assert divergence_between("fp16", "4bit", scored).perplexity == math.inf
+
+
+def text_divergence(**changes):
+    scored, _ = draw_tokens(np.random.default_rng(1), 30, 40, 0.1)
+    divergence = replace(divergence_between("fp16", "4bit", scored), **changes)
+    return TextDivergence("flexgen/tiny", "books/book.txt", 64, (divergence,))
+
+
+def test_compare_shows_it_beside_the_verdicts(tmp_path, capsys):
+    suite, file = tmp_path / "runs" / "mine", tmp_path / "kl.json"
+    for precision in ("fp16", "4bit"):
+        write_run(suite, "lambada", precision, {"exact_match": 0.5}, accuracies([0, 1] * 20))
+    file.write_text(json.dumps(asdict(text_divergence())))
+    argv = ["compare", "-o", str(tmp_path), "--suite", "mine"]
+    assert (
+        cli.main([*argv, "--json"]) == 0 and "divergence" not in json.loads(capsys.readouterr().out)["models"]["tiny"]
+    )
+    assert cli.main([*argv, "--json", "--divergence", str(file)]) == 0
+    shown = json.loads(capsys.readouterr().out)["models"]["tiny"]["divergence"]
+    assert shown == json.loads(file.read_text())
+    assert cli.main([*argv, "--divergence", str(file)]) == 0
+    (kl,) = text_divergence().precisions
+    for text in (capsys.readouterr().out, (suite / "flexgen_compare.html").read_text()):
+        assert "Divergence from fp16 on book.txt, nats" in text and f"{kl.kl.mean:.6f}" in text
+
+
+@pytest.mark.parametrize(
+    "change, models, baseline, says",
+    [
+        ({"precisions": [{}]}, ["tiny"], "fp16", "is not what `flexgen-helm divergence --json` prints"),
+        ({"window": "many"}, ["tiny"], "fp16", "is not what `flexgen-helm divergence --json` prints"),
+        (None, ["tiny"], "fp16", "is not what `flexgen-helm divergence --json` prints"),
+        ({}, ["small", "large"], "fp16", "is of the model tiny, and the suite has small, large"),
+        ({}, ["tiny"], "8bit", "is from fp16, and the comparison is with 8bit"),
+    ],
+)
+def test_another_file_is_refused(tmp_path, change, models, baseline, says):
+    file = tmp_path / "kl.json"
+    if change is not None:
+        file.write_text(json.dumps({**asdict(text_divergence()), **change}))
+    with pytest.raises(UsageError, match=says):
+        read_divergence(file, models, baseline)
+
+
+def test_infinite_figures_survive_json(tmp_path):
+    found = text_divergence(perplexity=math.inf, ratio=math.inf, interval=(5.0, math.inf))
+    (tmp_path / "kl.json").write_text(json.dumps(finite(asdict(found)), allow_nan=False))
+    assert read_divergence(tmp_path / "kl.json", ["tiny"], "fp16") == {"tiny": found}
+
+
+@pytest.mark.slow
+def test_intervals_cover_the_mean_whose_documents_differ():
+    """Tokens of a document resemble each other; an interval over tokens would cover far less."""
+    draw, covered, covered_by_tokens = np.random.default_rng(2), 0, 0
+    for _ in range(400):
+        scored, exact = draw_tokens(draw, 30, 40, 0.1)
+        low, high = divergence_between("fp16", "4bit", scored).interval
+        covered += low < math.exp(0.1) < high
+        half = 1.96 * exact.std() / math.sqrt(len(exact))
+        covered_by_tokens += abs(exact.mean() - 0.1) < half
+    assert covered / 400 > 0.92 and covered_by_tokens / 400 < 0.75
