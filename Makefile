@@ -54,9 +54,9 @@ $(CURDIR)/build/transformers/%: | install
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part transformers==$*
 	mv $@.part $@
 
-# What depends on transformers, with each of these releases: parity, generic models, states, GGUF files, proofs.
+# What depends on transformers, with each of these releases: parity, the transformers backend, states, GGUF files, proofs.
 # With TEST_ALL every class runs with each release, else one in four, others for each; with the locked one all do.
-VERSION_TESTS := tests/engine/test_parity.py tests/engine/test_proof.py tests/models/test_generic.py \
+VERSION_TESTS := tests/engine/test_parity.py tests/engine/test_proof.py tests/models/test_transformers_backend.py \
     tests/models/test_recurrent.py tests/checkpoint/test_parity.py tests/checkpoint/test_gguf_families.py
 test-versions: install $(RELEASE_FOLDERS)
 	for folder in $(RELEASE_FOLDERS); do \
@@ -117,10 +117,10 @@ pages: install
 	$(BIN)/python docs/figures.py
 	$(BIN)/python docs/network.py
 
-# Rewrites the tables of docs/models.md and docs/explanation/generic-models.md from the tests' own tiny models.
+# Rewrites the tables of docs/models.md and docs/explanation/transformers-backend.md from the tests' own tiny models.
 model-table: install
 	$(BIN)/python -m tests.helpers.model_table
-	$(BIN)/python -m tests.helpers.generic_models
+	$(BIN)/python -m tests.helpers.backend_models
 
 # Traces the catalog's models that run by transformers' modules, so that plans need no PyTorch.
 catalog: install

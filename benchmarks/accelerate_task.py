@@ -113,9 +113,10 @@ def _model(name: str, device: str) -> Any:
         return model
 
     from flexgen_helm.checkpoint.open import open_checkpoint
+    from flexgen_helm.models.decoder_config import DecoderConfig
 
     model_config = open_checkpoint(name, weights="dummy").config
-    assert model_config.architecture == "opt", f"{name} is no OPT"
+    assert isinstance(model_config, DecoderConfig) and model_config.architecture == "opt", f"{name} is no OPT"
     config = OPTConfig(
         vocab_size=model_config.vocab_size,
         hidden_size=model_config.hidden_size,

@@ -7,6 +7,7 @@ changed value always does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, ClassVar
 
@@ -18,28 +19,43 @@ class Identified:
     name: what digests call the class.
     first_version: the first version's fields in order, separated by spaces: `field`, or `old_name=field` if the field
         was renamed since.
+    later: likewise those that were added since, in the order of their addition; needed only where a field was renamed
+        or moved. All others follow in the record's own order.
+    constants: first-version fields that the record has no more -> the value that all its records had.
     """
 
     _name_in_digests: ClassVar[str]
     _first_version: ClassVar[dict[str, str]]  # name in digests -> attribute
+    _later: ClassVar[dict[str, str]]
+    _constants: ClassVar[Mapping[str, object]]
 
-    def __init_subclass__(cls, name: str = "", first_version: str = "") -> None:
+    def __init_subclass__(
+        cls, name: str = "", first_version: str = "", later: str = "", constants: Mapping[str, object] | None = None
+    ) -> None:
         if name:  # else a subclass of a record, which keeps the record's
             cls._name_in_digests = name
-            words = (word.partition("=") for word in first_version.split())
-            cls._first_version = {old_name: field or old_name for old_name, _, field in words}
+            cls._first_version, cls._later = _attributes(first_version), _attributes(later)
+            cls._constants = constants or {}
 
     def identity_text(self) -> str:
         """Write the record as `Name(field=value, ...)`."""
-        names = dict(self._first_version)
         record: Any = self
-        for field in fields(record):
-            if field.name not in self._first_version.values():
-                assert field.default is not MISSING, f"{field.name} was added without a default"
-                if getattr(self, field.name) != field.default:
-                    names[field.name] = field.name
-        inside = ", ".join(f"{name}={text_of(getattr(self, attribute))}" for name, attribute in names.items())
+        defaults = {field.name: field.default for field in fields(record)}
+        values = {name: self._constants.get(name) for name in self._first_version}
+        values |= {name: getattr(self, own) for name, own in self._first_version.items() if name not in self._constants}
+        known = {*self._first_version.values(), *self._later.values()}
+        for name, own in (*self._later.items(), *((own, own) for own in defaults if own not in known)):
+            assert defaults[own] is not MISSING or own in self._later.values(), f"{own} was added without a default"
+            if getattr(self, own) != defaults[own]:
+                values[name] = getattr(self, own)
+        inside = ", ".join(f"{name}={text_of(value)}" for name, value in values.items())
         return f"{self._name_in_digests}({inside})"
+
+
+def _attributes(words: str) -> dict[str, str]:
+    """Return {name in digests: attribute} of words such as `field` and `old_name=field`."""
+    parts = (word.partition("=") for word in words.split())
+    return {old_name: field or old_name for old_name, _, field in parts}
 
 
 def text_of(value: object) -> str:

@@ -175,6 +175,21 @@ def test_a_circle_is_found():
     assert circle({**ours, low: ours[low] + f"\ndef f():\n    import {high}\n"}) is not None
 
 
+# Who may know by what a model is computed: what opens its files. All others see `ModelConfig`.
+KNOW_THE_KIND = {"catalog.py", "open.py", "state_dict_checkpoint.py"}
+
+
+def knows_the_kind(source: str) -> bool:
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
+    return any(alias.name in ("DecoderConfig", "TransformersConfig") for node in nodes for alias in node.names)
+
+
+def test_few_know_by_what_a_model_is_computed():
+    outside = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "models"]
+    assert {path.name for path in outside if knows_the_kind(path.read_text())} == KNOW_THE_KIND
+    assert knows_the_kind("def f():\n    from flexgen_helm.models.decoder_config import RopeConfig, DecoderConfig")
+
+
 def test_ray_is_imported_in_one_place():
     """The extra is optional, and the engine's own package knows nothing of it."""
     importers = [path.name for path in PACKAGE.rglob("*.py") if "ray" in map(top_level, imports(path.read_text()))]

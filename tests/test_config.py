@@ -10,6 +10,7 @@ import pytest
 from flexgen_helm import Engine, MemoryLimits, Policy
 from flexgen_helm.config import OPTIONS, EngineConfig
 from flexgen_helm.errors import UsageError
+from flexgen_helm.planner.schedules import SCHEDULES
 from flexgen_helm.plugin.model_names import ARGUMENTS, find_model
 from flexgen_helm.quant.precisions import PRECISIONS
 
@@ -86,7 +87,7 @@ def test_a_precision_may_be_a_record_of_formats():
         ({"policy": "4x1,50,50"}, "not of the form"),
         ({"policy": 4}, "not of the form"),
         ({"precision": 4}, "precision 4 is not available"),
-        ({"schedule": "spiral"}, "take auto, row, zigzag, diagonal or prefill-only"),
+        ({"schedule": "spiral"}, f"take {', '.join(('auto', *SCHEDULES)[:-1])} or {list(SCHEDULES)[-1]}"),
         ({"limits": MemoryLimits(cpu=-1)}, "the limit of the cpu tier, -1, is no size"),
         ({"limits": {"cpu": True}}, "the limit of the cpu tier, True, is no size"),
         ({"limits": 5}, "limits 5 must be sizes"),

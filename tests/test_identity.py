@@ -22,7 +22,7 @@ import pytest
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.identity import Identified, text_of
-from flexgen_helm.models.config import RopeConfig
+from flexgen_helm.models.decoder_config import RopeConfig
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
 from flexgen_helm.request import GenerationRequest
@@ -129,6 +129,24 @@ class Later(Identified, name="First", first_version="old_name=renamed"):
 def test_new_fields_count_only_where_they_say_something() -> None:
     assert Later(1).identity_text() == "First(old_name=1)"
     assert Later(1, 0.5).identity_text() == "First(old_name=1, added=0.5)"
+
+
+@dataclass(frozen=True)
+class Moved(
+    Identified, name="First", first_version="gone old_name=renamed", later="old=new first", constants={"gone": "x"}
+):
+    """A record whose later fields were renamed and moved, and one of whose first is the same in all."""
+
+    first: int = 0
+    renamed: int = 1
+    last: int = 0
+    new: tuple[int, ...] = ()
+
+
+def test_a_later_field_that_is_renamed_or_moved_keeps_its_name_and_place() -> None:
+    assert Moved().identity_text() == "First(gone='x', old_name=1)"
+    text = Moved(first=2, last=4, new=(3,)).identity_text()
+    assert text == "First(gone='x', old_name=1, old=(3,), first=2, last=4)"
 
 
 def test_values_without_a_text_of_their_own_are_refused() -> None:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.transformers_backend.config import TransformersConfig
 
 HalfType = Literal["float16", "bfloat16"]
 
@@ -52,7 +53,7 @@ class CatalogEntry:
             return ARCHITECTURES[self.architecture].read_config(self.published)
         import cattrs
 
-        return cattrs.structure(_traced()[self.name], ModelConfig)
+        return cattrs.structure(_traced()[self.name], TransformersConfig)
 
 
 def _lines(file: str) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import torch
 
 from flexgen_helm.checkpoint.stored_tensors import MatchedTensor, TensorT
 from flexgen_helm.errors import CheckpointError, Float16Error
-from flexgen_helm.models.config import ModelConfig, has_float32, tensor_shapes
+from flexgen_helm.models.config import ModelConfig, tensor_shapes
 
 # Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16 at all. Values from
 # 2^-17 on lose nothing, smaller ones at most 2^-25.
@@ -125,7 +125,7 @@ class Checkpoint(ABC):
 
     def _computed_dtype(self, name: str) -> torch.dtype:
         """Return the smallest dtype that a device computes with, whose range the tensor must fit."""
-        return torch.float32 if has_float32(self.config, name) else self.storage_dtype
+        return torch.float32 if self.config.has_float32(name) else self.storage_dtype
 
     def _require_finite(self, name: str, tile: torch.Tensor) -> None:
         # NaN propagates through minimum and maximum, and rounding is monotone: two numbers stand for all.

@@ -51,7 +51,7 @@ class DummyCheckpoint(Checkpoint):
         """Return mean and standard deviation."""
         owner, _, leaf = name.rpartition(".")
         if owner.endswith("norm"):
-            return (1.0 if leaf == "weight" and not self.config.norm_plus_one else 0.0), 0.0
+            return (self.config.neutral_norm_weight if leaf == "weight" else 0.0), 0.0
         if leaf == "bias":
             return 0.0, _STD / 10
         if owner.endswith(("attn.o", ".down")):

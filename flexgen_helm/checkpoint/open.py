@@ -16,6 +16,8 @@ from flexgen_helm.checkpoint.folder import read_config, tokenizer_folder
 from flexgen_helm.checkpoint.manifest import is_conversion
 from flexgen_helm.checkpoint.names import ResolvedModel, read_model_config, resolve
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.transformers_backend.config import TransformersConfig
 
 
 def open_checkpoint(
@@ -71,7 +73,12 @@ def _open_gguf(path: Path) -> Checkpoint:
 def _open_folder(path: Path, fingerprint: str | None = None) -> Checkpoint:
     """Open a folder of safetensors files, or one such file."""
     _, config, _ = read_config(path.parent if path.is_file() else path)
-    if config.generic is None:
+    return open_as(type(config), path, fingerprint)
+
+
+def open_as(kind: type[ModelConfig], path: Path, fingerprint: str | None = None) -> Checkpoint:
+    """Open a folder of safetensors files for a kind of record; the folder itself may lead to the other one."""
+    if not issubclass(kind, TransformersConfig):
         return SafetensorsCheckpoint(path, fingerprint)
     # Imported late: transformers takes seconds and 80 MB.
     from flexgen_helm.checkpoint.state_dict_checkpoint import StateDictCheckpoint

@@ -20,8 +20,9 @@ from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.models.architectures import architecture_by_modules
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.generic.code_digest import loading_digest
-from flexgen_helm.models.generic.empty_model import empty_model
+from flexgen_helm.models.transformers_backend.code_digest import loading_digest
+from flexgen_helm.models.transformers_backend.config import TransformersConfig
+from flexgen_helm.models.transformers_backend.empty_model import empty_model
 
 
 class StateDictCheckpoint(SafetensorsCheckpoint):
@@ -31,10 +32,10 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
         return read_config(folder, architecture_by_modules)
 
     def _find(self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
-        assert self.config.generic is not None
-        self._generic = self.config.generic
-        self._reader = StateDictReader(empty_model(self._generic.text), tensors, path, CONFIG)
-        head, table = self._generic.head_key, self._generic.table_key
+        assert isinstance(self.config, TransformersConfig)
+        self._modules = self.config.modules
+        self._reader = StateDictReader(empty_model(self._modules.text), tensors, path, CONFIG)
+        head, table = self._modules.head_key, self._modules.table_key
         if self._reader.has_own(head) and self._reader.has_own(table):
             self._untie_if_different(self._reader.tiles(head), self._reader.tiles(table))
         elements: Counter[str] = Counter()
@@ -53,10 +54,10 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
                 yield from tensor.parts
 
     def _title(self, name: str) -> str:
-        return self._reader.title(self._generic.key(name)[0])
+        return self._reader.title(self._modules.key(name)[0])
 
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
-        key, expert, _ = self._generic.key(name)
+        key, expert, _ = self._modules.key(name)
         if self._verifier is not None:
             for tensor in self._reader.tensors(key):
                 for part in tensor.parts:
@@ -65,6 +66,6 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
             yield tile if tile.is_floating_point() else tile.float()
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        if not self._generic.key(name)[2]:
+        if not self._modules.key(name)[2]:
             return None
         return lambda tensor: tensor.view(tensor.shape[::-1]).t().contiguous()

@@ -19,8 +19,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flexgen_helm.models.config import RopeConfig
 from flexgen_helm.models.decoder import Attend, Decoder, Rotary, StageWeights
+from flexgen_helm.models.decoder_config import RopeConfig
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.planner.constants import GRAPH_ROWS
 from flexgen_helm.planner.workspace import Workspace

@@ -41,9 +41,8 @@ from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory,
 from flexgen_helm.hardware.rates import compute_dtype
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.decoder import Decoder, LayerDecoder
-from flexgen_helm.models.generic.decoder import GenericDecoder
+from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.models.decoder_of import decoder_of
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.ledger import Ledger
@@ -152,7 +151,7 @@ class Engine:
         finally:
             if self._threads is not None:
                 self._threads.release()
-        self._decoder = _decoder(self._part, device, self._dtype)
+        self._decoder = decoder_of(self._part, device, self._dtype)
         self._graphs = self._layer_graphs() if options.cuda_graphs and device.type == "cuda" else None
         if device.type == "cpu":
             keep_freed_memory()
@@ -457,10 +456,6 @@ class Engine:
                 progress(event)
 
         return with_memory
-
-
-def _decoder(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LayerDecoder:
-    return Decoder(config, device, dtype) if config.generic is None else GenericDecoder(config, device, dtype)
 
 
 def _opened(resolved: ResolvedModel, config: EngineConfig) -> tuple[Checkpoint, Tokenizer | None]:

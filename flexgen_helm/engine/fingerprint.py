@@ -8,7 +8,6 @@ import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.engine.proof import values_digest
 from flexgen_helm.identity import text_of
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -30,7 +29,7 @@ def engine_fingerprint(
     Where modules of `transformers` compute, their files are part of it.
     """
     vocabulary = None if tokenizer is None else tokenizer.fingerprint
-    code = (digest,) if (digest := values_digest(checkpoint.config)) else ()
+    code = (digest,) if (digest := checkpoint.config.values_digest) else ()
     unverified = ("unverified",) if options.unverified else ()
     known = text_of(
         (RESULTS_VERSION, checkpoint.fingerprint, vocabulary, precision.label, device_type, *code, *unverified)

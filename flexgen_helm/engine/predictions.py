@@ -1,4 +1,4 @@
-"""What the head predicts for a batch: log-probabilities of given tokens, and tokens to draw. No torch."""
+"""Positions of a batch to score or to sample, and the outputs of its sequences. No torch."""
 
 from __future__ import annotations
 

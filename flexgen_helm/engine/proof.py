@@ -32,7 +32,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
-from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.open import open_as
 from flexgen_helm.checkpoint.paths import read_state, state_dir, update_state
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.exchange import Exchange
@@ -82,18 +82,7 @@ class ProofKey:
 
 def proof_key(content: Mapping[str, Any], config: ModelConfig) -> ProofKey:
     """content: of `config.json`."""
-    if config.generic is None:
-        return ProofKey(config.architecture, "", kind_text(content))
-    return ProofKey(config.generic.class_name, values_digest(config), kind_text(content))
-
-
-def values_digest(config: ModelConfig) -> str:
-    """Return the digest of the files of `transformers` that compute a model's values; "" if none does."""
-    if config.generic is None:
-        return ""
-    from flexgen_helm.models.generic.code_digest import code_digest
-
-    return code_digest(config.generic.class_name)
+    return ProofKey(config.class_name, config.values_digest, kind_text(content))
 
 
 @cache
@@ -205,7 +194,7 @@ def _difference_of_miniature(content: Mapping[str, Any], config: ModelConfig, se
         if _num_elements(cls, small) <= MAX_WEIGHTS:
             with torch.random.fork_rng(devices=[]), _scratch() as folder:
                 model = _reference(cls, small, seed, Path(folder))
-                return _difference(model, _opened(Path(folder), config), requests(seed), engine)
+                return _difference(model, open_as(type(config), Path(folder)), requests(seed), engine)
     raise FlexgenError(f"no small configuration has all {config.num_layers} layers' kinds")
 
 
@@ -255,15 +244,6 @@ def requests(seed: int) -> list[GenerationRequest]:
         GenerationRequest(prompt_token_ids=own, max_tokens=_STEPS, echo_logprobs=True, ignore_eos=True)
         for own in prompts
     ]
-
-
-def _opened(folder: Path, config: ModelConfig) -> Checkpoint:
-    """Open the small model's folder to be computed as the whole model is: by a record of ours, or by modules."""
-    if config.generic is None:
-        return open_checkpoint(folder)
-    from flexgen_helm.checkpoint.state_dict_checkpoint import StateDictCheckpoint
-
-    return StateDictCheckpoint(folder)
 
 
 def _difference(model: Any, checkpoint: Checkpoint, asked: Sequence[GenerationRequest], engine: type[Engine]) -> float:

@@ -413,6 +413,6 @@ def _depth(forest: abc.Sequence[PrefixNode | int]) -> int:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """PyTorch has a type of its own for its allocators of devices; the driver and the host's allocator use words."""
+    """Detect an out-of-memory error by its type, or by its message where driver or host have no type for it."""
     words = "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in words)

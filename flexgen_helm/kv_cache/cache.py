@@ -16,19 +16,12 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import KeysValues, Planes, make_codec
+from flexgen_helm.kv_cache.file_layout import file_layout
+from flexgen_helm.kv_cache.memory_planes import MemoryPlanes, SlotSource, joined
 from flexgen_helm.kv_cache.new_tokens import NewTokens
 from flexgen_helm.kv_cache.residual_window import ResidualWindow
 from flexgen_helm.kv_cache.states import BlockStates
-from flexgen_helm.kv_cache.storage import (
-    DeviceStorage,
-    DiskStorage,
-    HostStorage,
-    MemoryPlanes,
-    SlotSource,
-    Storage,
-    file_layout,
-    joined,
-)
+from flexgen_helm.kv_cache.storage import DeviceStorage, DiskStorage, HostStorage, Storage
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.sparse import TopK

@@ -1,4 +1,4 @@
-"""ModelConfig: everything that decoder, checkpoint reader and planner know of one model. No torch.
+"""ModelConfig: what planner, cache, offload and checkpoint reader know of one model, whoever computes it. No torch.
 
 A plan for OPT-175B is made from this record alone.
 """
@@ -6,55 +6,17 @@ A plan for OPT-175B is made from this record alone.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from flexgen_helm.identity import Identified
-from flexgen_helm.models.generic.config import GenericConfig
 
-Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
-ResidualKind = Literal["pre_norm", "post_norm", "sandwich", "parallel", "reordered_norm"]
-
-
-@dataclass(frozen=True)
-class RopeConfig(
-    Identified,
-    name="RopeSpec",
-    first_version="theta kind factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow "
-    "truncate factors magnitude dim",
-):
-    """Rotary position embedding of the first `dim` elements of a head; their two halves rotate against each other.
-
-    theta: base of the inverse frequencies.
-    kind: how the frequencies are stretched to contexts longer than `original_max_positions`.
-        'default': not at all.
-        'linear': all are divided by `factor`.
-        'llama3': low ones are divided by `factor`, with a ramp between the wavelengths original / low_freq_factor and
-            original / high_freq_factor.
-        'yarn': those with fewer than `beta_slow` turns in the original context are divided by `factor`, those with
-            more than `beta_fast` are not, with a ramp between.
-        'factors': each is divided by its own entry of `factors` (LongRoPE, GGUF files).
-    truncate: the ramp of 'yarn' begins and ends at whole elements.
-    magnitude: factor on cosines and sines.
-    dim: rotated elements of a head; None for all (GPT-NeoX and Phi-3 rotate a part).
-    """
-
-    theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3", "yarn", "factors"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    factors: tuple[float, ...] = ()
-    magnitude: float = 1.0
-    dim: int | None = None
+TensorShapes = Iterator[tuple[str, tuple[int, ...]]]  # canonical name, shape
 
 
 @dataclass(frozen=True)
@@ -96,45 +58,22 @@ class Window:
         return position + (1 - self.tokens)
 
 
-@dataclass(frozen=True)
-class Residual:
-    """Where a layer's norms are. f is one of its two blocks, attention ('attn') and feed-forward ('mlp').
-
-        x = f(norm(h))     if input_norm, else f(h)     tensor '<block>_norm'
-        x = norm(x)        if output_norm               tensor '<block>_post_norm'
-        h = h + x
-        h = norm(h)        if sum_norm                  tensor '<block>_norm'
-
-    parallel: both blocks read the same h, and both results are added to it.
-    """
-
-    input_norm: bool = True
-    output_norm: bool = False
-    sum_norm: bool = False
-    parallel: bool = False
+# The fields of the first version of both kinds of record, as digests name them.
+FIRST_VERSION = (
+    "family=architecture num_layers hidden_size num_heads num_kv_heads head_dim ffn_size vocab_size max_positions "
+    "embed_size norm norm_eps activation gated_mlp rope residual norm_affine final_norm qkv_bias out_bias mlp_bias "
+    "tied_head position_offset qk_norm windows local_rope alibi embed_norm embed_scale norm_plus_one attn_scale "
+    "attn_softcap final_softcap experts"
+)
 
 
-RESIDUALS: Mapping[ResidualKind, Residual] = {
-    "pre_norm": Residual(),  # all but the following
-    "post_norm": Residual(input_norm=False, sum_norm=True),  # OPT-350M
-    "sandwich": Residual(output_norm=True),  # Gemma 2 and 3
-    "parallel": Residual(parallel=True),  # GPT-NeoX
-    "reordered_norm": Residual(input_norm=False, output_norm=True),  # OLMo 2
-}
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Identified, ABC):
+    """One decoder-only model, as planner, cache, offload and checkpoint reader see it.
 
-
-@dataclass(frozen=True)
-class ModelConfig(
-    Identified,
-    name="ModelSpec",
-    first_version="family=architecture num_layers hidden_size num_heads num_kv_heads head_dim ffn_size vocab_size "
-    "max_positions embed_size norm norm_eps activation gated_mlp rope residual norm_affine final_norm qkv_bias "
-    "out_bias mlp_bias tied_head position_offset qk_norm windows local_rope alibi embed_norm embed_scale norm_plus_one "
-    "attn_scale attn_softcap final_softcap experts",
-):
-    """One decoder-only model, filled by the module of its architecture (`models.architectures`).
-
-    Sizes are in elements, positions in tokens. A new field comes last, with a default that leaves other models alone.
+    `DecoderConfig` adds the equations of a model that our own decoder computes, `TransformersConfig` the modules of one
+    that `transformers` computes. Sizes are in elements, positions in tokens. A new field has a default that leaves
+    other models alone.
     """
 
     architecture: str  # name of the `Architecture` that filled the record
@@ -143,39 +82,83 @@ class ModelConfig(
     num_heads: int  # query heads
     num_kv_heads: int  # key and value heads; fewer with grouped-query attention
     head_dim: int
-    ffn_size: int  # inner size of the MLP
+    ffn_size: int  # inner size of the MLP; of modules, rows of the widest matrix of a layer
     vocab_size: int
     max_positions: int  # context length
     embed_size: int  # width of the embedding table; another than `hidden_size` where the model projects (OPT-350M)
-    norm: Literal["layernorm", "rmsnorm"]  # of hidden states
-    norm_eps: float
-    activation: Activation
-    gated_mlp: bool  # down(act(gate(x)) up(x)), else down(act(up(x))) (OPT, GPT-2, GPT-NeoX, BLOOM)
-    rope: RopeConfig | None  # rotary positions; None with ALiBi or a learned table
-    residual: ResidualKind = "pre_norm"  # where norms are
-    norm_affine: bool = True  # norms have weights (not in some OPT fine-tunes)
-    final_norm: bool = True  # the head begins with a norm (not in OPT-350M)
-    qkv_bias: bool = False  # of q, k and v (OPT, GPT-2, GPT-NeoX, BLOOM, Qwen2)
-    out_bias: bool = False  # of the attention output (OPT, GPT-2, GPT-NeoX, BLOOM)
-    mlp_bias: bool = False  # (OPT, GPT-2, GPT-NeoX, BLOOM)
     tied_head: bool = True  # the embedding table is the head's matrix too
-    position_offset: int = 0  # rows of the table of learned positions before position 0 (OPT: 2)
-    qk_norm: bool = False  # RMS norm of each head's query and key before the rotation (Qwen3, Gemma 3)
     windows: tuple[int | None, ...] = ()  # by layer: positions that a token sees, itself included; None for all
-    local_rope: RopeConfig | None = None  # rotation of the layers with a window, where it differs (Gemma 3)
-    alibi: bool = False  # scores fall linearly with the distance (BLOOM)
-    embed_norm: bool = False  # embeddings are normed (BLOOM)
-    embed_scale: float = 1.0  # factor on embeddings (Gemma)
-    norm_plus_one: bool = False  # RMS norms multiply by 1 + weight (Gemma)
-    attn_scale: float | None = None  # factor on scores; None for head_dim ** -0.5 (Gemma, some GPT-2)
+    chunked: bool = False  # `windows` are chunks: a token sees those before it in its own one (Llama 4)
     attn_softcap: float | None = None  # scores become cap tanh(score / cap) (Gemma 2)
-    final_softcap: float | None = None  # the same of logits (Gemma 2)
     experts: MoEConfig | None = None  # instead of the MLP (Mixtral, Qwen3-MoE)
-    qk_norm_all_heads: bool = False  # `qk_norm` is of all heads together, not of each (OLMo 2)
     layers_before: int = 0  # layers of the model that come before these, on other ranks of a pipeline
     layers_after: int = 0  # layers of the model that come after these
-    generic: GenericConfig | None = None  # runs by transformers' own modules; features above are theirs
-    chunked: bool = False  # `windows` are chunks: a token sees those before it in its own one (Llama 4)
+
+    # What each kind of record says in its own way.
+
+    @property
+    @abstractmethod
+    def class_name(self) -> str:
+        """The class of `transformers` whose modules compute the model, or the architecture of our own decoder."""
+
+    @property
+    @abstractmethod
+    def values_digest(self) -> str:
+        """Digest of the files of `transformers` that compute the model's values; "" if none does."""
+
+    @abstractmethod
+    def stage_tensors(self, stage: str) -> TensorShapes:
+        """Yield canonical name and shape of one stage's tensors (`stage_tensor_shapes`)."""
+
+    @cached_property
+    @abstractmethod
+    def linear_flops_per_token(self) -> int:
+        """FLOPs (a multiply-add counts two) of the layers' products for one token; without attention and head."""
+
+    @cached_property
+    @abstractmethod
+    def expert_elements(self) -> int:
+        """Weights of one expert; 0 in a model without experts."""
+
+    @cached_property
+    @abstractmethod
+    def widest_ffn(self) -> int:
+        """Inner size of the widest MLP or expert."""
+
+    # What most models are like; the other kind of record overrides it.
+
+    @property
+    def num_streams(self) -> int:
+        """Hidden states of a token."""
+        return 1
+
+    @property
+    def has_score_bias(self) -> bool:
+        """Whether scores have a bias by distance (ALiBi)."""
+        return False
+
+    @property
+    def caps_logits(self) -> bool:
+        return False
+
+    @property
+    def num_rotations(self) -> int:
+        """Distinct rotary embeddings that the engine computes."""
+        return 0
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether CUDA graphs can have some of its layers: those without experts that our own decoder computes."""
+        return False
+
+    @property
+    def neutral_norm_weight(self) -> float:
+        """The stored weight with which a norm changes nothing further."""
+        return 1.0
+
+    def has_float32(self, name: str) -> bool:
+        """Return whether a vector is kept in float32 where others have the compute dtype."""
+        return False
 
     def part(self, layers: range) -> ModelConfig:
         """Return some layers of the model, as one rank of a pipeline has them.
@@ -199,10 +182,12 @@ class ModelConfig(
     @cached_property
     def state_size(self) -> int:
         """Elements of a token between two layers."""
-        if self.generic is None:
-            return self.hidden_size
-        streams = self.generic.streams * self.hidden_size
-        return streams + self.generic.layer_inputs_size + self.generic.shared_size
+        return self.hidden_size
+
+    @property
+    def key_layers(self) -> tuple[int | None, ...]:
+        """For each layer the layer of the whole model whose keys and values it attends with; None if it has none."""
+        return tuple(range(self.layers_before, self.layers_before + self.num_layers))
 
     @cached_property
     def cache_layers(self) -> tuple[int | None, ...]:
@@ -210,17 +195,8 @@ class ModelConfig(
 
         Most layers have their own. Some use those of an earlier one, the first of them here stores them.
         """
-        owners: dict[int, int] = {}  # layer of the whole model -> the one whose keys and values it has
-        for shared in self.generic.shared_keys if self.generic is not None else ():
-            owners |= dict.fromkeys(shared.readers, shared.layer)
         numbers: dict[int, int] = {}
-        layers = range(self.layers_before, self.layers_before + self.num_layers)
-        return tuple(
-            numbers.setdefault(owners.get(layer, layer), len(numbers))
-            if self.generic is None or self.generic.kind(layer).attends
-            else None
-            for layer in layers
-        )
+        return tuple(None if own is None else numbers.setdefault(own, len(numbers)) for own in self.key_layers)
 
     @cached_property
     def num_cache_layers(self) -> int:
@@ -230,16 +206,12 @@ class ModelConfig(
     @cached_property
     def layer_states(self) -> tuple[int, ...]:
         """For each layer the elements of the state that it keeps of a sequence, 0 in most models."""
-        if self.generic is None:
-            return (0,) * self.num_layers
-        kinds = (self.generic.kind(self.layers_before + layer) for layer in range(self.num_layers))
-        return tuple(0 if kind.mixer is None else kind.mixer.elements for kind in kinds)
+        return (0,) * self.num_layers
 
     @cached_property
     def mixer_width(self) -> int:
         """Elements of a token that the widest module with a state computes with; 0 without one."""
-        kinds = () if self.generic is None else self.generic.kinds
-        return max((kind.mixer.width for kind in kinds if kind.mixer is not None), default=0)
+        return 0
 
     @property
     def has_embedding(self) -> bool:
@@ -254,17 +226,9 @@ class ModelConfig(
         tokens = self.windows[layer] if self.windows else None
         return None if tokens is None else Window(tokens, self.chunked)
 
-    def layer_rope(self, layer: int) -> RopeConfig | None:
-        """Rotation of this layer's queries and keys."""
-        return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
-
     def moe(self, layer: int) -> MoEConfig | None:
         """The experts of this layer; None for an ordinary MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
-
-    @property
-    def learned_positions(self) -> bool:
-        return self.rope is None and not self.alibi
 
     @property
     def projects_embeddings(self) -> bool:
@@ -286,19 +250,6 @@ class ModelConfig(
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes of one position's keys and values in all layers."""
         return 2 * self.num_cache_layers * self.kv_size * bytes_per_element
-
-    @cached_property
-    def linear_flops_per_token(self) -> int:
-        """FLOPs (a multiply-add counts two) of the layers' products for one token; without attention and head."""
-        if self.generic is not None:
-            return 2 * sum(self.generic.kind(self.layers_before + i).weights_per_token for i in range(self.num_layers))
-        matrices = 3 if self.gated_mlp else 2
-        weights = self.num_layers * 2 * self.hidden_size * (self.q_size + self.kv_size)
-        for layer in range(self.num_layers):
-            moe = self.moe(layer)
-            width = self.ffn_size if moe is None else moe.per_token * moe.ffn_size
-            weights += self.hidden_size * (matrices * width + (0 if moe is None else moe.count))
-        return 2 * weights
 
     @cached_property
     def head_flops_per_token(self) -> int:
@@ -325,7 +276,6 @@ LAYER_INPUT_TABLE = "embed.layer_inputs.weight"
 # Queries of a prompt whose scores exist at once in unfused attention, and whose masks do: they bound the workspace.
 SCORE_TOKENS, QUERY_CHUNK_TOKENS = 1024, 256
 
-TensorShapes = Iterator[tuple[str, tuple[int, ...]]]  # canonical name, shape
 
 # Canonical names of an expert's tensors begin so: layers.{i}.mlp.experts.{e}.gate.weight and others.
 _EXPERT = re.compile(r"(.*\.experts\.\d+)\.")
@@ -361,13 +311,7 @@ def stage_tensor_shapes(config: ModelConfig, stage: str) -> dict[str, tuple[int,
 
     Matrices are [out, in] as in `torch.nn.Linear`, tables [rows, width], the rest vectors.
     """
-    if config.generic is not None:
-        return dict(_generic_tensors(config, config.generic, stage))
-    if stage == EMBED:
-        return dict(_embed_tensors(config))
-    if stage == HEAD:
-        return dict(_head_tensors(config))
-    return dict(_layer_tensors(config, stage))
+    return dict(config.stage_tensors(stage))
 
 
 @lru_cache(maxsize=2)  # those of one model are asked for again and again
@@ -375,102 +319,3 @@ def tensor_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Canonical name -> shape of all tensors of the model, in the order of a pass."""
     stages = (stage_tensor_shapes(config, stage) for stage in stage_names(config))
     return MappingProxyType({name: shape for stage in stages for name, shape in stage.items()})
-
-
-def has_float32(config: ModelConfig, name: str) -> bool:
-    """Return whether a vector is kept in float32 where others have the compute dtype."""
-    stage, _, own_name = name.partition(".")
-    if config.generic is None or stage != "layers":
-        return False
-    layer, _, own_name = own_name.partition(".")
-    return own_name in config.generic.kind(int(layer)).float32
-
-
-def _generic_tensors(config: ModelConfig, generic: GenericConfig, stage: str) -> TensorShapes:
-    """Tensors of a model that runs by transformers' modules; what is no matrix is flat."""
-    if stage not in (EMBED, HEAD):
-        for name, shape in generic.kind(int(stage.removeprefix("layers."))).shapes.items():
-            yield f"{stage}.{name}", shape
-        return
-    table = EMBED_TABLE, (generic.table_rows, config.embed_size)
-    for name, size in generic.embed if stage == EMBED else generic.head:
-        yield f"{stage}.{name}", (prod(size),)
-    if stage == EMBED:
-        yield table
-        if generic.layer_input_key:
-            yield LAYER_INPUT_TABLE, (generic.layer_input_rows, generic.layer_inputs_size)
-        return
-    if not config.tied_head:
-        yield HEAD_MATRIX, (config.vocab_size, config.hidden_size)
-    elif not config.has_embedding:
-        yield table
-    if generic.head_bias:
-        yield "head.lm.bias", (config.vocab_size,)
-
-
-def _embed_tensors(config: ModelConfig) -> TensorShapes:
-    yield EMBED_TABLE, (config.vocab_size, config.embed_size)
-    if config.learned_positions:
-        yield "embed.positions.weight", (config.max_positions + config.position_offset, config.hidden_size)
-    if config.embed_norm:
-        yield from _norm("embed.norm", config)
-    if config.projects_embeddings:
-        yield from _linear("embed.project_in", config.hidden_size, config.embed_size, False)
-
-
-def _head_tensors(config: ModelConfig) -> TensorShapes:
-    if config.final_norm:
-        yield from _norm("head.norm", config)
-    if config.projects_embeddings:
-        yield from _linear("head.project_out", config.embed_size, config.hidden_size, False)
-    if not config.tied_head:
-        yield from _linear("head.lm", config.vocab_size, config.embed_size, False)
-    elif not config.has_embedding:
-        yield EMBED_TABLE, (config.vocab_size, config.embed_size)
-
-
-def _layer_tensors(config: ModelConfig, stage: str) -> TensorShapes:
-    hidden, residual = config.hidden_size, RESIDUALS[config.residual]
-    if residual.input_norm or residual.sum_norm:
-        yield from _norm(f"{stage}.attn_norm", config)
-    yield from _linear(f"{stage}.attn.q", config.q_size, hidden, config.qkv_bias)
-    yield from _linear(f"{stage}.attn.k", config.kv_size, hidden, config.qkv_bias)
-    yield from _linear(f"{stage}.attn.v", config.kv_size, hidden, config.qkv_bias)
-    if config.qk_norm:
-        all_heads = config.qk_norm_all_heads
-        yield f"{stage}.attn.q_norm.weight", (config.q_size if all_heads else config.head_dim,)
-        yield f"{stage}.attn.k_norm.weight", (config.kv_size if all_heads else config.head_dim,)
-    yield from _linear(f"{stage}.attn.o", hidden, config.q_size, config.out_bias)
-    if residual.output_norm:
-        yield from _norm(f"{stage}.attn_post_norm", config)
-    if residual.input_norm or residual.sum_norm:
-        yield from _norm(f"{stage}.mlp_norm", config)
-    moe = config.moe(int(stage.removeprefix("layers.")) - config.layers_before)
-    if moe is None:
-        yield from _mlp(f"{stage}.mlp", config, config.ffn_size)
-    else:
-        yield from _linear(f"{stage}.mlp.router", moe.count, hidden, False)
-        for expert in range(moe.count):
-            yield from _mlp(f"{stage}.mlp.experts.{expert}", config, moe.ffn_size)
-    if residual.output_norm:
-        yield from _norm(f"{stage}.mlp_post_norm", config)
-
-
-def _norm(name: str, config: ModelConfig) -> TensorShapes:
-    if config.norm_affine:
-        yield f"{name}.weight", (config.hidden_size,)
-        if config.norm == "layernorm":
-            yield f"{name}.bias", (config.hidden_size,)
-
-
-def _linear(name: str, out_size: int, in_size: int, bias: bool) -> TensorShapes:
-    yield f"{name}.weight", (out_size, in_size)
-    if bias:
-        yield f"{name}.bias", (out_size,)
-
-
-def _mlp(name: str, config: ModelConfig, size: int) -> TensorShapes:
-    if config.gated_mlp:
-        yield from _linear(f"{name}.gate", size, config.hidden_size, config.mlp_bias)
-    yield from _linear(f"{name}.up", size, config.hidden_size, config.mlp_bias)
-    yield from _linear(f"{name}.down", config.hidden_size, size, config.mlp_bias)

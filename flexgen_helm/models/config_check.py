@@ -15,7 +15,8 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from flexgen_helm.models.architectures.fields import MAX_LAYERS
-from flexgen_helm.models.config import ModelConfig, MoEConfig, RopeConfig
+from flexgen_helm.models.config import ModelConfig, MoEConfig
+from flexgen_helm.models.decoder_config import DecoderConfig, RopeConfig
 
 # Many times what is published, and few enough to list their tensors in no time.
 MAX_EXPERTS = 4096
@@ -35,7 +36,7 @@ def check_config(config: ModelConfig) -> None:
         raise ValueError(f"{config.num_heads} heads share {config.num_kv_heads} key heads unevenly")
     if any(window is not None and window < 1 for window in config.windows):
         raise ValueError("a layer's attention window is below one token")
-    for rope in (config.rope, config.local_rope):
+    for rope in (config.rope, config.local_rope) if isinstance(config, DecoderConfig) else ():
         if rope is not None:
             _check_rope(rope, config.head_dim)
     if config.experts is not None:

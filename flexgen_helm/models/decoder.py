@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_helm.models.attention import AttentionConfig
-from flexgen_helm.models.config import RESIDUALS, ModelConfig, MoEConfig, RopeConfig
+from flexgen_helm.models.config import ModelConfig, MoEConfig
+from flexgen_helm.models.decoder_config import RESIDUALS, DecoderConfig, RopeConfig
+from flexgen_helm.models.routing import Routing
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +111,10 @@ class LayerDecoder(Protocol):
     attention: of layers that name no other.
     """
 
-    config: ModelConfig
     dtype: torch.dtype
+
+    @property
+    def config(self) -> ModelConfig: ...
 
     @property
     def attention(self) -> AttentionConfig: ...
@@ -148,7 +151,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Decoder:
     """The equations of one model."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
         self._attention = AttentionConfig(
             scale=config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
@@ -265,38 +268,21 @@ class Decoder:
         if moe is None:
             return None
         x = self._norm(weights, "mlp_norm", hidden) if RESIDUALS[self.config.residual].input_norm else hidden
-        expert_weights, selected = self._route(weights, moe, x)
-        return hidden.new_zeros(moe.count, dtype=torch.float32).scatter_reduce_(
-            0, selected.flatten(), expert_weights.flatten(), "amax"
-        )
+        return self._route(weights, moe, x).largest_weights()
 
     def _moe(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> Tensor:
-        """Each token through the experts of its K largest router probabilities (Shazeer et al., 2017).
+        """Each token x [T, H] through the experts of its K largest router probabilities."""
+        routing = self._route(weights, moe, x)
+        return routing.apply(
+            x, weights.use_experts, lambda expert, own: self._mlp(weights, f"mlp.experts.{expert}", own)
+        )
 
-        Tokens are sorted by expert, so that each expert multiplies its own in one product:
-
-            sorted   | tokens of expert 0 | of 1 |  | of 3 …        bounds: 0 … first of each expert … T K
-        """
-        expert_weights, selected = self._route(weights, moe, x)
-        sorted_experts, order = selected.flatten().sort(stable=True)  # [T K]: each token K times
-        tokens, token_weights = order // moe.per_token, expert_weights.flatten()[order, None].to(x.dtype)
-        experts = torch.arange(moe.count + 1, device=x.device)
-        bounds = torch.searchsorted(sorted_experts, experts).tolist()  # the one wait for a device
-        parts = [(expert, slice(*ends)) for expert, ends in enumerate(pairwise(bounds)) if ends[0] < ends[1]]
-        weights.use_experts([expert for expert, _ in parts])
-        out = torch.zeros_like(x)
-        for expert, part in parts:
-            y = self._mlp(weights, f"mlp.experts.{expert}", x.index_select(0, tokens[part]))
-            out.index_add_(0, tokens[part], y.mul_(token_weights[part]))
-        return out
-
-    def _route(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the numbers of each token's experts, both [T, K]."""
+    def _route(self, weights: StageWeights, moe: MoEConfig, x: Tensor) -> Routing:
         probabilities = torch.softmax(weights.linear("mlp.router", x).float(), dim=-1)  # [T, E]
         expert_weights, selected = torch.topk(probabilities, moe.per_token, dim=-1)
         if moe.normalize:
             expert_weights = expert_weights / expert_weights.sum(-1, keepdim=True)
-        return expert_weights, selected
+        return Routing(selected, expert_weights, moe.count)
 
     def _norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         weight = weights.vector(f"{name}.weight")

@@ -18,6 +18,8 @@ from typing import Any
 
 from flexgen_helm.models.architectures import architecture_by_modules, architecture_of_config
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
+from flexgen_helm.models.transformers_backend.config import TransformersConfig
 
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
 VOCABULARY, POSITIONS, WINDOW = 96, 128, 12
@@ -108,9 +110,9 @@ def miniatures(content: Mapping[str, Any], config: ModelConfig) -> Iterator[tupl
 
     content: of `config.json`.
     """
-    from flexgen_helm.models.generic.empty_model import class_and_config
+    from flexgen_helm.models.transformers_backend.empty_model import class_and_config
 
-    find = architecture_of_config if config.generic is None else architecture_by_modules
+    find = architecture_by_modules if isinstance(config, TransformersConfig) else architecture_of_config
     cls, own = class_and_config(json.dumps(content))
     full = own.to_dict()
     kinds = layer_kinds(config)
@@ -131,16 +133,17 @@ def layer_kinds(config: ModelConfig) -> frozenset[Any]:
 
 
 def _layer_kind(config: ModelConfig, layer: int) -> Any:
-    window, generic = config.window(layer), config.generic
+    window = config.window(layer)
     common = window is None, window is not None and window.is_chunked, config.moe(layer) is None
-    if generic is None:
+    if isinstance(config, DecoderConfig):
         return *common, config.layer_rope(layer) == config.rope
-    kind = generic.kind(layer)
+    assert isinstance(config, TransformersConfig)
+    kind = config.modules.kind(layer)
     mixer = (
         None if kind.mixer is None else (kind.mixer.path, kind.mixer.inputs, kind.mixer.output, kind.mixer.one_by_one)
     )
     names = tuple(name for name, _ in (*kind.matrices, *kind.others))
-    reads = any(layer in shared.readers for shared in generic.shared_keys)
+    reads = any(layer in shared.readers for shared in config.modules.shared_keys)
     return *common, names, tuple(own.path for own in kind.experts), mixer, kind.attends, reads
 
 

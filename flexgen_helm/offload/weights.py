@@ -33,7 +33,6 @@ from flexgen_helm.models.config import (
     ModelConfig,
     expert_number,
     expert_of,
-    has_float32,
     stage_names,
     stage_tensor_shapes,
     tensor_shapes,
@@ -274,7 +273,7 @@ class TieredWeights:
         if len(shape) > 1 and not compute_copies:
             self._claim(device_tier, "weights", loader.num_bytes(name))
             return Weight(shape[0], shape[-1], fmt, loader.to_device(name))
-        dtype = torch.float32 if has_float32(self._config, name) else self._dtype
+        dtype = torch.float32 if self._config.has_float32(name) else self._dtype
         self._claim(device_tier, "weights", prod(shape) * dtype.itemsize)
         tensor = loader.to_device(name, dtype)
         if fmt is not None:

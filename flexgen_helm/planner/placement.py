@@ -11,7 +11,6 @@ from typing import Literal
 from flexgen_helm.models.config import (
     ModelConfig,
     expert_of,
-    has_float32,
     stage_names,
     stage_tensor_shapes,
     tensor_shapes,
@@ -69,7 +68,7 @@ class StorageSizes:
         counts = [0, 0]
         for name, shape in tensor_shapes(self.config).items():
             if len(shape) == 1:
-                counts[has_float32(self.config, name)] += shape[0]
+                counts[self.config.has_float32(name)] += shape[0]
         return counts[0], counts[1]
 
     def stage_bytes(self, stage: str) -> int:

@@ -196,9 +196,9 @@ class PlanningProblem:
         experts = self.config.experts
         if experts is None:
             return 0.0
-        matrices, layers = 3 if self.config.gated_mlp else 2, self.config.num_layers
+        layers = self.config.num_layers
         with_experts = sum(self.config.moe(layer) is not None for layer in range(layers))
-        return with_experts / layers * experts.count * matrices * self.config.hidden_size * experts.ffn_size
+        return with_experts * experts.count * self.config.expert_elements / layers
 
     def experts_used(self, tokens: float) -> float:
         """Share of a layer's experts that `tokens` tokens select, on average; 1 without experts."""

@@ -33,15 +33,12 @@ def upcast_elements(matrix_elements: int, on_device: bool) -> int:
 
 
 @lru_cache(maxsize=8)
-def _largest_sizes(config: ModelConfig) -> tuple[int, int]:
-    """Return the inner size of the largest MLP or expert, and the elements of the largest matrix.
+def _largest_matrix(config: ModelConfig) -> int:
+    """Return the elements of the largest matrix.
 
     A mixture has thousands of matrices, and a search asks hundreds of times.
     """
-    shapes = tensor_shapes(config)
-    inner = (shape[0] for name, shape in shapes.items() if name.endswith(".up.weight"))
-    ffn_size = max(inner) if config.generic is None else config.ffn_size
-    return ffn_size, max(prod(shape) for shape in shapes.values() if len(shape) > 1)
+    return max(prod(shape) for shape in tensor_shapes(config).values() if len(shape) > 1)
 
 
 @dataclass(frozen=True)
@@ -81,18 +78,17 @@ class Workspace:
         # Fused kernels know no soft cap, and on a device no bias in float32 beside queries in 16 bits, and no heads
         # that are not whole 16 bytes.
         self._direct = config.attn_softcap is not None or not has_fused_attention
-        self._direct |= on_device and (config.alibi or config.head_dim * element % 16 > 0)
+        self._direct |= on_device and (config.has_score_bias or config.head_dim * element % 16 > 0)
         self._sampled_elements = SAMPLED_ELEMENTS[tier]
-        self._ffn_size, largest = _largest_sizes(config)
+        self._ffn_size = config.widest_ffn
         # On the CPU a product may pack a copy of the tile that was upcast.
         copies = 0 if not converts else 1 if on_device else 2
-        self._upcast_elements = copies * upcast_elements(largest, on_device)
+        self._upcast_elements = copies * upcast_elements(_largest_matrix(config), on_device)
         # The states, their norm with two temporaries and both branches' results; then the larger of: q, k, v, their
         # rotations with three temporaries and the outputs twice; gate, up, activation and a product joined from tiles.
         attention, ffn = 8 * config.q_size + 6 * config.kv_size, 5 * self._ffn_size
-        streams = 1 if config.generic is None else config.generic.streams
-        self._elements_per_token = 6 * streams * config.hidden_size + max(attention, ffn)
-        self._masks = config.alibi or any(window is not None for window in config.windows)
+        self._elements_per_token = 6 * config.num_streams * config.hidden_size + max(attention, ffn)
+        self._masks = config.has_score_bias or any(window is not None for window in config.windows)
 
     def layer(self, tokens: int, prompt: int, decoding: int, shared: tuple[int, int] = (0, 0)) -> int:
         """Bound the bytes of one layer over a batch of `tokens` tokens.
@@ -134,7 +130,7 @@ class Workspace:
         What is sampled at once takes float64 probabilities, their order and their sums.
         """
         vocabulary = self._config.vocab_size
-        copies = 5 if self._config.final_softcap is not None else 4
+        copies = 5 if self._config.caps_logits else 4
         logits = 4 * positions * (copies * vocabulary + 3 * self._config.hidden_size)
         logits += 5 * 8 * vocabulary * min(positions, max(1, self._sampled_elements // vocabulary))
         return logits + self._element * (tokens * self._config.state_size + self._upcast_elements)
@@ -145,8 +141,8 @@ class Workspace:
         The driver's own memory for them is not counted.
         """
         config = self._config
-        ropes = {config.rope, config.local_rope} - {None}
-        shared = config.hidden_size + 2 * config.q_size + 2 * config.kv_size + 2 * len(ropes) * config.head_dim
+        rotations = 2 * config.num_rotations * config.head_dim
+        shared = config.hidden_size + 2 * config.q_size + 2 * config.kv_size + rotations
         buffers = rows * (self._element * shared + 4 * config.num_layers)
         # Before attention the norm, q, k, v and their rotations; after it the states, norm, gate, up and activation.
         attention, ffn = 3 * config.q_size + 4 * config.kv_size, 3 * config.hidden_size + 3 * self._ffn_size
@@ -160,9 +156,7 @@ class Workspace:
 
         Layers with experts have no graphs, nor those that transformers' modules compute.
         """
-        if self._config.generic is not None:
-            return 0
-        if all(self._config.moe(layer) is not None for layer in range(self._config.num_layers)):
+        if not self._config.has_graphs:
             return 0
         sizes = [rows for rows in GRAPH_ROWS if rows <= most and self.graphs(rows).num_bytes <= GRAPHS_SHARE * room]
         return max(sizes, default=0)

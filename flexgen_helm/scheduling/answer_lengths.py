@@ -1,4 +1,4 @@
-"""How long answers become: a rate learnt from the run, and the cache that running answers come to need. No torch.
+"""Predict answer lengths and the cache that they need, from a rate learnt from the run. No torch.
 
 Nobody knows beforehand where an answer ends. Of requests with the same `max_tokens`, an answer that is still running is
 expected to end at the next token with the probability

@@ -18,11 +18,11 @@ def into_lanes(
     """Return the requests of each lane, and what a pass of one may hold. A single rank has one lane."""
     if num_ranks == 1:
         return [list(requests)], limits
-    lanes = divide(requests, num_lanes(requests, limits, num_ranks, schedule))
-    return lanes, lane_limits(limits, len(lanes))
+    lanes = divide(requests, _num_lanes(requests, limits, num_ranks, schedule))
+    return lanes, _lane_limits(limits, len(lanes))
 
 
-def num_lanes(requests: Sequence[Request], limits: SchedulerLimits, num_ranks: int, schedule: Schedule) -> int:
+def _num_lanes(requests: Sequence[Request], limits: SchedulerLimits, num_ranks: int, schedule: Schedule) -> int:
     """Return how many lanes there are: one for each rank, if each has room for the longest request."""
     if schedule.is_single_pass:
         return max(1, min(PREFILL_LANES * num_ranks, len(requests), limits.max_windows))
@@ -30,7 +30,7 @@ def num_lanes(requests: Sequence[Request], limits: SchedulerLimits, num_ranks: i
     return max(1, min(num_ranks, len(requests), limits.cache_tokens // longest, limits.max_sequences))
 
 
-def lane_limits(limits: SchedulerLimits, lanes: int) -> SchedulerLimits:
+def _lane_limits(limits: SchedulerLimits, lanes: int) -> SchedulerLimits:
     """Return what a pass of one lane may hold, beside the caches of the others."""
     return replace(
         limits,

@@ -289,7 +289,7 @@ class Sequence:
 
     @property
     def cache_tokens(self) -> int:
-        """Slot capacity that it can come to need: the last token that may be drawn is never fed."""
+        """Most cache positions that the sequence may need; the last token that may be drawn is never fed."""
         return self.prompt_len + max(0, self.max_new_tokens - 1)
 
     @property

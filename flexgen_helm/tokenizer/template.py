@@ -1,4 +1,4 @@
-"""Render a chat template: an untrusted template, in the sandbox of `transformers` and for a bounded time.
+"""Render an untrusted chat template in the sandbox of `transformers`, for a bounded time.
 
 The sandbox keeps the template from attributes, files and modules. It does not keep it from looping for ever, and a
 template whose loop depends on the messages does so in the middle of a run. What remains is memory: a template can ask

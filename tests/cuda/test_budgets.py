@@ -64,7 +64,7 @@ def test_a_layer_with_experts_waits_once_more(tiny, tmp_path, monkeypatch, place
     layers = tiny("mixtral").reference.config.num_hidden_layers
     waits = [place for place in costs.waits if not place.startswith("offload/experts.py")]
     assert len(waits) <= costs.batches * (1 + layers), Counter(waits)
-    assert {place.split(":")[0] for place in waits} <= {"engine/executor.py", "models/decoder.py"}, waits
+    assert {place.split(":")[0] for place in waits} <= {"engine/executor.py", "models/routing.py"}, waits
     assert bool(guesses) == (placement != "resident") and threading.get_ident() not in guesses
     assert not costs.pageable
     assert_close(tiny("mixtral"), results, torch.float16)

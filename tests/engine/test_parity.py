@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.models import attention
-from tests.helpers.generic_models import saved
+from tests.helpers.backend_models import saved
 from tests.helpers.parity import TOLERANCE, assert_equals_reference, prompts
 from tests.helpers.tiny_models import VARIANTS, TinyModel
 

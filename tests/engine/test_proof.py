@@ -19,13 +19,13 @@ from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.engine import proof
 from flexgen_helm.errors import UnprovedModelError
 from flexgen_helm.models.architectures import architecture_of_config
-from flexgen_helm.models.generic import interfaces
-from flexgen_helm.models.generic.code_digest import code_digest
-from flexgen_helm.models.generic.decoder import GenericDecoder
 from flexgen_helm.models.miniature import kind_text, layer_kinds, miniatures
+from flexgen_helm.models.transformers_backend import interfaces
+from flexgen_helm.models.transformers_backend.code_digest import code_digest
+from flexgen_helm.models.transformers_backend.decoder import TransformersDecoder
 from flexgen_helm.progress import ModelInUse, ProgressPhase, observed_by
-from tests.helpers.generic_models import saved
-from tests.helpers.proofs import catalog_content, generic_content, generic_names, key_of, native_content
+from tests.helpers.backend_models import saved
+from tests.helpers.proofs import backend_content, backend_names, catalog_content, key_of, native_content
 from tests.helpers.tiny_models import VARIANTS
 
 TESTED = proof.proved_table()["tested"]
@@ -60,7 +60,7 @@ def is_in_the_table(content):
 @of_tested_releases
 @pytest.mark.parametrize("name", FAST)
 def test_the_table_has_classes_of_transformers(name):
-    assert is_in_the_table(generic_content(name)), "models/ or transformers has changed: make proofs"
+    assert is_in_the_table(backend_content(name)), "models/ or transformers has changed: make proofs"
 
 
 @of_tested_releases
@@ -74,7 +74,7 @@ def test_the_table_has_the_records_and_the_catalog():
 @of_tested_releases
 @pytest.mark.slow
 def test_the_table_has_every_class():
-    assert [name for name in generic_names() if not is_in_the_table(generic_content(name))] == []
+    assert [name for name in backend_names() if not is_in_the_table(backend_content(name))] == []
 
 
 def test_the_releases_that_are_tested_are_those_of_the_lock_and_the_lower_bound():
@@ -117,29 +117,31 @@ def test_kinds_are_told_by_features_and_not_by_sizes():
 
 
 def without_states(monkeypatch):
-    honest = GenericDecoder._mix
+    honest = TransformersDecoder._mix
 
     def from_nothing(self, *given, **named):
         groups = self._state_groups
         self._state_groups = lambda: (replace(group, states=None) for group in groups())
         return honest(self, *given, **named)
 
-    monkeypatch.setattr(GenericDecoder, "_mix", from_nothing)
+    monkeypatch.setattr(TransformersDecoder, "_mix", from_nothing)
 
 
 def without_positions(monkeypatch):
-    honest = GenericDecoder.rotary
-    monkeypatch.setattr(GenericDecoder, "rotary", lambda self, positions: honest(self, torch.zeros_like(positions)))
+    honest = TransformersDecoder.rotary
+    monkeypatch.setattr(
+        TransformersDecoder, "rotary", lambda self, positions: honest(self, torch.zeros_like(positions))
+    )
 
 
 def without_router(monkeypatch):
-    honest = GenericDecoder._run_experts
+    honest = TransformersDecoder._run_experts
 
     def next_experts(self, kind, call):
         call.selected = (call.selected + 1) % kind.num_experts
         return honest(self, kind, call)
 
-    monkeypatch.setattr(GenericDecoder, "_run_experts", next_experts)
+    monkeypatch.setattr(TransformersDecoder, "_run_experts", next_experts)
 
 
 def without_mask(monkeypatch):
@@ -159,7 +161,7 @@ def without_mask(monkeypatch):
     ],
 )
 def test_a_part_that_is_missing_is_seen(take_away, name, monkeypatch):
-    content = generic_content(name)
+    content = backend_content(name)
     assert difference(content) < proof.TOLERANCE
     take_away(monkeypatch)
     assert difference(content) > 100 * proof.TOLERANCE
@@ -257,7 +259,7 @@ def test_a_proof_leaves_the_random_numbers_of_the_program_alone(home, tmp_path):
 
 
 def test_the_key_names_every_part_that_decides(monkeypatch):
-    key = key_of(generic_content("SmolLM3ForCausalLM"))
+    key = key_of(backend_content("SmolLM3ForCausalLM"))
     others = [
         proof.ProofKey("Other", key.code, key.kind).digest,
         proof.ProofKey(key.class_name, "0", key.kind).digest,

@@ -15,7 +15,7 @@ from pathlib import Path
 from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.names import CATALOG
 from flexgen_helm.models.architectures import ARCHITECTURES
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "docs/models.md"
@@ -50,7 +50,7 @@ WORDS = {
 }
 
 
-def features(config: ModelConfig) -> Iterator[str]:
+def features(config: DecoderConfig) -> Iterator[str]:
     """What this model switches on, in the field's words."""
     if config.num_kv_heads < config.num_heads:
         yield "grouped keys"
@@ -76,7 +76,7 @@ def features(config: ModelConfig) -> Iterator[str]:
     yield "tied head" if config.tied_head else "own head"
 
 
-def table(differences: dict[str, float], tested: dict[str, list[ModelConfig]]) -> str:
+def table(differences: dict[str, float], tested: dict[str, list[DecoderConfig]]) -> str:
     """Markdown; every architecture must have a tiny model."""
     lines = [HEAD, "|---|---|---|---|---|"]
     for name, architecture in ARCHITECTURES.items():
@@ -91,7 +91,7 @@ def table(differences: dict[str, float], tested: dict[str, list[ModelConfig]]) -
     return "\n".join(lines)
 
 
-def measure() -> tuple[dict[str, float], dict[str, list[ModelConfig]]]:
+def measure() -> tuple[dict[str, float], dict[str, list[DecoderConfig]]]:
     """Largest difference and records by architecture, over all tiny models."""
     import torch
 
@@ -101,7 +101,7 @@ def measure() -> tuple[dict[str, float], dict[str, list[ModelConfig]]]:
 
     torch.set_num_threads(1)
     differences: dict[str, float] = {}
-    tested: dict[str, list[ModelConfig]] = {}
+    tested: dict[str, list[DecoderConfig]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for variant in VARIANTS:
             model = build_tiny(Path(scratch) / variant, variant)
@@ -121,9 +121,9 @@ def measure() -> tuple[dict[str, float], dict[str, list[ModelConfig]]]:
     return differences, tested
 
 
-def tested_configs(folders: Iterable[Path]) -> dict[str, list[ModelConfig]]:
+def tested_configs(folders: Iterable[Path]) -> dict[str, list[DecoderConfig]]:
     """Records by architecture, read from the tiny models' folders."""
-    tested: dict[str, list[ModelConfig]] = {}
+    tested: dict[str, list[DecoderConfig]] = {}
     for folder in folders:
         architecture, config, _ = read_config(folder)
         tested.setdefault(architecture.name, []).append(config)

@@ -19,7 +19,7 @@ from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.engine import proof
 from flexgen_helm.models.architectures import ARCHITECTURES, architecture_of_config
 from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES
-from tests.helpers.generic_models import REFUSED, supported
+from tests.helpers.backend_models import REFUSED, supported
 from tests.helpers.tiny_causal_models import causal_classes, tiny_config
 from tests.helpers.tiny_models import VARIANTS
 
@@ -30,14 +30,14 @@ def content_of(config: Any, class_name: str) -> dict[str, Any]:
     return {**content, "architectures": [class_name]}
 
 
-def generic_content(name: str) -> dict[str, Any]:
+def backend_content(name: str) -> dict[str, Any]:
     config = tiny_config(name)
     if name in causal_classes() and name not in MULTI_PART_CLASSES:
         config = config.get_text_config()
     return content_of(config, name)
 
 
-def generic_names() -> list[str]:
+def backend_names() -> list[str]:
     return [name for name in supported() if name not in REFUSED]
 
 
@@ -57,8 +57,8 @@ def catalog_content(name: str) -> dict[str, Any]:
 
 def contents() -> Iterator[tuple[str, dict[str, Any]]]:
     """All that tests run, and the catalog."""
-    for name in generic_names():
-        yield name, generic_content(name)
+    for name in backend_names():
+        yield name, backend_content(name)
     for variant in VARIANTS:
         yield variant, native_content(variant)
     for name in CATALOG:

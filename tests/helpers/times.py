@@ -67,10 +67,10 @@ def of_processes() -> float:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from tests.helpers import generic_models, tiny_models
+    from tests.helpers import backend_models, tiny_models
 
     tiny_models.save_random = counted("models", tiny_models.save_random)
-    generic_models.saved = counted("models", generic_models.saved)
+    backend_models.saved = counted("models", backend_models.saved)
     builtins.__import__ = counted("imports", builtins.__import__)
 
 

@@ -96,7 +96,7 @@ LLAMA3: dict[str, Any] = dict(
 )  # fmt: skip
 YARN: dict[str, Any] = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=24)
 # Name -> configuration. The tests compare each variant with `transformers`, and check that every field of its
-# `ModelConfig` that differs from the default matters.
+# `DecoderConfig` that differs from the default matters.
 VARIANTS: dict[str, Callable[[], Any]] = {
     "llama": llama_config,
     "llama-untied-biases": lambda: llama_config(

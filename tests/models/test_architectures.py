@@ -16,7 +16,8 @@ import torch
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.checkpoint import folder, safetensors_checkpoint
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.models.config import ModelConfig, tensor_shapes
+from flexgen_helm.models.config import tensor_shapes
+from flexgen_helm.models.decoder_config import DecoderConfig
 from tests.helpers.parity import TOLERANCE, prompts
 from tests.helpers.tiny_models import VARIANTS
 
@@ -34,7 +35,7 @@ def switched_off(record: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{field.name}.{name}", replace(record, **{field.name: changed})
 
 
-def difference(monkeypatch: pytest.MonkeyPatch, model: Any, config: ModelConfig) -> float:
+def difference(monkeypatch: pytest.MonkeyPatch, model: Any, config: DecoderConfig) -> float:
     """Largest difference of a log-probability from `transformers` if the folder's record were `config`.
 
     Infinite if the checkpoint is refused, as it is if the record wants tensors that it lacks or stores in other shapes.
@@ -52,7 +53,7 @@ def difference(monkeypatch: pytest.MonkeyPatch, model: Any, config: ModelConfig)
     return max(abs(score - reference[i, token].item()) for i, (score, token) in enumerate(zip(scores, PROMPT[1:])))
 
 
-def is_inseparable(config: ModelConfig, name: str) -> bool:
+def is_inseparable(config: DecoderConfig, name: str) -> bool:
     """Whether a field cannot be switched off alone.
 
     LongRoPE has a factor for each pair of `dim`; its original context bounds the prompt and enters no equation. A head
@@ -91,9 +92,9 @@ def test_with_another_feature_the_numbers_change(tiny, monkeypatch, variant, par
 
 
 def test_every_field_of_the_record_is_on_in_a_tiny_model(tiny):
-    optional = {field.name for field in fields(ModelConfig) if field.default is not MISSING}
+    optional = {field.name for field in fields(DecoderConfig) if field.default is not MISSING}
     optional -= {"layers_before", "layers_after"}  # of a rank of a pipeline, never of a checkpoint
-    optional -= {"generic", "chunked"}  # of models without a record of ours
+    optional -= {"chunked"}  # of models that run by the modules of transformers
     configs = [folder.read_config(tiny(variant).path)[1] for variant in VARIANTS]
     assert optional == {name for config in configs for name, _ in switched_off(config) if "." not in name}
 

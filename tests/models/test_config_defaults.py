@@ -11,14 +11,14 @@ import pytest
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.models.architectures import architecture_of_config
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 from tests.helpers.tiny_models import VARIANTS
 
 # Every published file has them, and our reader requires them.
 ALWAYS_THERE = {"model_type", "architectures", "vocab_size", "transformers_version", "torch_dtype", "dtype"}
 
 
-def read(config: dict[str, Any]) -> ModelConfig | str:
+def read(config: dict[str, Any]) -> DecoderConfig | str:
     """Our record of a configuration, or the kind of error that refuses it."""
     try:
         return architecture_of_config(config).read_config(config)

@@ -13,8 +13,9 @@ from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import MemoryLimitError, UnsupportedArchitectureError
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.states import BlockStates
-from flexgen_helm.models.generic import trace
-from tests.helpers.generic_models import largest_difference, saved
+from flexgen_helm.models.transformers_backend import trace
+from flexgen_helm.models.transformers_backend.read_config import read_transformers_config
+from tests.helpers.backend_models import largest_difference, saved
 from tests.helpers.offload import MIB
 from tests.helpers.parity import TOLERANCE
 from tests.helpers.tiny_causal_models import tiny_config
@@ -139,7 +140,7 @@ def test_a_scan_that_drops_the_state_before_goes_on_token_by_token(monkeypatch, 
     if not one_by_one:
         monkeypatch.setattr(trace, "_drops_states", lambda *others: False)
     difference, config = largest_difference("JambaForCausalLM", tmp_path, {})
-    assert [kind.mixer.one_by_one for kind in config.generic.kinds if kind.mixer is not None] == [one_by_one]
+    assert [kind.mixer.one_by_one for kind in config.modules.kinds if kind.mixer is not None] == [one_by_one]
     assert (difference < TOLERANCE) == one_by_one
 
 
@@ -147,7 +148,7 @@ def test_a_state_that_nobody_goes_on_from_is_refused(monkeypatch):
     monkeypatch.setattr(trace, "_drops_states", lambda *others: True)
     config = tiny_config(HYBRID).to_dict() | {"architectures": [HYBRID]}
     with pytest.raises(UnsupportedArchitectureError, match="does not go on from the states"):
-        trace.read_generic_config(config)
+        read_transformers_config(config)
 
 
 @pytest.mark.one_release

@@ -10,7 +10,7 @@ import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.hardware.profile import Curve, load_profile
-from tests.helpers.generic_models import requests, saved
+from tests.helpers.backend_models import requests, saved
 from tests.helpers.offload import MIB, workload
 from tests.helpers.parity import assert_same, prompts
 from tests.helpers.pipeline_ranks import Case, Job, run_ranks

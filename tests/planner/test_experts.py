@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import prod
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.models.config import expert_of
+from flexgen_helm.models.config import expert_of, tensor_shapes
+from flexgen_helm.models.transformers_backend.config import ExpertTensors, LayerKind, TransformersConfig
 from flexgen_helm.planner.affine import WD, fraction_vector
 from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.experts import expected_experts, fitted_skew
@@ -123,6 +126,22 @@ def test_a_pass_reads_the_experts_that_its_tokens_use():
 
 def test_counted_skew_lowers_what_is_read():
     assert decode_reads(replace(problem(), expert_skew=1.5), 8) < 0.8 * decode_reads(problem(), 8)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in CATALOG.items() if entry.config.experts is not None])
+def test_an_expert_has_the_weights_of_its_tensors(name):
+    model = CATALOG[name].config
+    shapes = tensor_shapes(model)
+    first = next(expert for own in shapes if (expert := expert_of(own)) is not None)
+    assert model.expert_elements == sum(prod(shape) for own, shape in shapes.items() if own.startswith(f"{first}."))
+
+
+def test_experts_without_a_gate_have_two_matrices():
+    kind = LayerKind((), (), (ExpertTensors("mlp.experts", (("up_proj", (6, 4)), ("down_proj", (4, 6)))),), 8, 2)
+    traced = CATALOG["gpt-oss-20b"].config
+    assert isinstance(traced, TransformersConfig)
+    modules = replace(traced.modules, kinds=(kind,), layer_kinds=(0,) * traced.num_layers)
+    assert replace(traced, modules=modules).expert_elements == 2 * 6 * 4
 
 
 def test_a_dense_model_is_planned_as_before():

@@ -20,7 +20,7 @@ from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.scheduler_limits import SchedulerLimits
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.scheduling.lanes import common_limits, divide, lane_limits, num_lanes
+from flexgen_helm.scheduling.lanes import common_limits, divide, into_lanes
 from flexgen_helm.scheduling.sequence import Request
 
 MODELS = (
@@ -148,15 +148,25 @@ def test_common_beginnings_share_a_lane():
     assert [sorted(r.tokens[0] for r in lane) for lane in divide(requests, 2)] == [[1] * 5, [2] * 5]
 
 
-def test_a_lane_has_room_for_the_longest_request():
-    requests = [Request(GenerationRequest(prompt_token_ids=[1], max_tokens=500), [1] * 1000, 0, None) for _ in range(9)]
-    assert num_lanes(requests, LIMITS, 4, ZIGZAG) == 2  # 4,000 positions hold two of 1,501
-    assert num_lanes(requests, replace(LIMITS, cache_tokens=100_000), 4, ZIGZAG) == 4
-    assert num_lanes(requests[:3], replace(LIMITS, cache_tokens=100_000), 4, ZIGZAG) == 3
-    assert num_lanes(requests, replace(LIMITS, cache_tokens=10), 4, ZIGZAG) == 1
-    assert num_lanes(requests * 9, LIMITS, 2, PREFILL_ONLY) == 8
-    assert num_lanes([], LIMITS, 4, ROW) == 1
-    assert lane_limits(LIMITS, 3).cache_tokens == 1333 and lane_limits(LIMITS, 3).max_sequences == 33
+@pytest.mark.parametrize(
+    ("num_requests", "cache_tokens", "num_ranks", "schedule", "expected"),
+    [
+        (9, 4000, 4, ZIGZAG, 2),  # 4,000 positions hold two of 1,501
+        (9, 100_000, 4, ZIGZAG, 4),
+        (3, 100_000, 4, ZIGZAG, 3),
+        (9, 10, 4, ZIGZAG, 1),
+        (9, 10, 1, ZIGZAG, 1),
+        (81, 4000, 2, PREFILL_ONLY, 8),
+        (0, 4000, 4, ROW, 1),
+    ],
+)
+def test_a_lane_has_room_for_the_longest_request(num_requests, cache_tokens, num_ranks, schedule, expected):
+    request = GenerationRequest(prompt_token_ids=[1], max_tokens=500)
+    requests = [Request(request, [1] * 1000, 0, None) for _ in range(num_requests)]
+    limits = replace(LIMITS, cache_tokens=cache_tokens)
+    lanes, own = into_lanes(requests, limits, num_ranks, schedule)
+    assert len(lanes) == expected and sum(map(len, lanes)) == num_requests
+    assert own.cache_tokens == cache_tokens // expected and own.max_sequences == 100 // expected
 
 
 def test_common_limits_suit_every_rank():

@@ -49,14 +49,14 @@ def architecture_by_modules(config: Mapping[str, Any]) -> Architecture:
     """
     named = config.get("architectures") or ()
     names = named if isinstance(named, (list, tuple)) else (named,)
-    if (generic := generic_architecture(names)) is not None:
-        return generic
+    if (found := transformers_architecture(names)) is not None:
+        return found
     wanted = ", ".join(map(str, names)) or config.get("model_type") or "(none named)"
     supported = ", ".join(architecture.hf_names[0] for architecture in ARCHITECTURES.values())
     raise UnsupportedArchitectureError(f"architecture {wanted} is not supported; supported are {supported}")
 
 
-def generic_architecture(names: Sequence[Any]) -> Architecture | None:
+def transformers_architecture(names: Sequence[Any]) -> Architecture | None:
     """Return the architecture of a class of `transformers`; None for names that it does not know.
 
     Of a model that also sees or hears, it is that of its language model.
@@ -68,7 +68,7 @@ def generic_architecture(names: Sequence[Any]) -> Architecture | None:
     known = MULTI_PART_CLASSES | UNLISTED_CLASSES
     if names[0] not in known and names[0] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return None
-    return Architecture(names[0], tuple(names), _read_generic, {}, overflows_float16=True)
+    return Architecture(names[0], tuple(names), _read_by_modules, {}, overflows_float16=True)
 
 
 def overflows_float16(architecture: str) -> bool:
@@ -76,10 +76,10 @@ def overflows_float16(architecture: str) -> bool:
     return architecture not in ARCHITECTURES or ARCHITECTURES[architecture].overflows_float16
 
 
-def _read_generic(config: Mapping[str, Any]) -> ModelConfig:
-    from flexgen_helm.models.generic.trace import read_generic_config
+def _read_by_modules(config: Mapping[str, Any]) -> ModelConfig:
+    from flexgen_helm.models.transformers_backend.read_config import read_transformers_config
 
-    return read_generic_config(config)
+    return read_transformers_config(config)
 
 
 def architecture_of_gguf(name: str) -> Architecture:

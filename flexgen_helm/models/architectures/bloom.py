@@ -8,7 +8,7 @@ from typing import Any
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
 from flexgen_helm.models.architectures.fields import gpt_config, with_own_names
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 # ALiBi sets no context length; the models were trained with this one.
 _TRAINED_POSITIONS = 2048
@@ -18,7 +18,7 @@ _TRAINED_POSITIONS = 2048
 _NAMES = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     config = with_own_names(config, _NAMES)
     if config.get("apply_residual_connection_post_layernorm"):
         raise UnsupportedArchitectureError("BLOOM with apply_residual_connection_post_layernorm is not supported")

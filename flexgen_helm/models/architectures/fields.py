@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.config import Activation, ModelConfig, RopeConfig
+from flexgen_helm.models.decoder_config import Activation, DecoderConfig, RopeConfig
 
 # Ten times the deepest model that is published. A config could say billions, and each layer is listed.
 MAX_LAYERS = 10_000
@@ -27,10 +27,10 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-def gpt_config(config: Mapping[str, Any], architecture: str, hidden: int, heads: int, **features: Any) -> ModelConfig:
+def gpt_config(config: Mapping[str, Any], architecture: str, hidden: int, heads: int, **features: Any) -> DecoderConfig:
     """Fill the record of a decoder like GPT-2: layer norms, biases, no gate, and keys and values for every query head.
 
-    features: the other fields of `ModelConfig`, and those in which the architecture differs.
+    features: the other fields of `DecoderConfig`, and those in which the architecture differs.
     """
     refuse_unread(config, architecture)
     gpt: dict[str, Any] = dict(
@@ -49,7 +49,7 @@ def gpt_config(config: Mapping[str, Any], architecture: str, hidden: int, heads:
         mlp_bias=True,
         tied_head=config.get("tie_word_embeddings", True),
     )
-    return within_original_context(ModelConfig(**{**gpt, **features}))
+    return within_original_context(DecoderConfig(**{**gpt, **features}))
 
 
 def activation_of(architecture: str, name: str) -> Activation:
@@ -85,7 +85,7 @@ def layer_indices(config: Mapping[str, Any]) -> range:
 
 
 def read_windows(config: Mapping[str, Any], slides: Callable[[int], bool] | None = None) -> tuple[int | None, ...]:
-    """Read `ModelConfig.windows`.
+    """Read `DecoderConfig.windows`.
 
     slides: whether a layer has a window, if `layer_types` does not say; None if every layer has it, and the
         architecture ignores that entry.
@@ -172,7 +172,7 @@ def read_rope(
     )
 
 
-def within_original_context(config: ModelConfig) -> ModelConfig:
+def within_original_context(config: DecoderConfig) -> DecoderConfig:
     """Limit the context length of a record with LongRoPE to the original context.
 
     LongRoPE has a second set of factors for longer texts, which would change the keys of all earlier tokens.

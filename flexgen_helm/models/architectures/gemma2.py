@@ -10,14 +10,14 @@ from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures import llama
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
 from flexgen_helm.models.architectures.fields import activation_of, read_windows
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 
 def alternating_windows(config: Mapping[str, Any], full_every: int) -> tuple[int | None, ...]:
     return read_windows(config, lambda layer: (layer + 1) % full_every != 0)
 
 
-def read_config(config: Mapping[str, Any], architecture: str = "gemma2", **features: Any) -> ModelConfig:
+def read_config(config: Mapping[str, Any], architecture: str = "gemma2", **features: Any) -> DecoderConfig:
     config = {"num_key_value_heads": 4, "sliding_window": 4096, **config}  # the defaults of `transformers`
     if config.get("use_bidirectional_attention"):
         raise UnsupportedArchitectureError(f"{architecture} with use_bidirectional_attention generates nothing")
@@ -38,9 +38,9 @@ def read_config(config: Mapping[str, Any], architecture: str = "gemma2", **featu
 
 def read_gguf(
     config: Mapping[str, Any],
-    read: Callable[[Mapping[str, Any]], ModelConfig] = read_config,
+    read: Callable[[Mapping[str, Any]], DecoderConfig] = read_config,
     layers_of_27b: int = 46,
-) -> ModelConfig:
+) -> DecoderConfig:
     """Read the metadata as `gguf_config` returns them; the files store 1 + weight of every norm.
 
     layers_of_27b: the files lack the attention scale, which is another for the 27B size, known by its layers.

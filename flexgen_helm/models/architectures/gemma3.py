@@ -12,7 +12,7 @@ from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures import gemma2, qwen3
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.architectures.fields import GGUF_ROTATED, read_rope
-from flexgen_helm.models.config import ModelConfig, RopeConfig
+from flexgen_helm.models.decoder_config import DecoderConfig, RopeConfig
 
 # Entries that published configurations of the text model omit.
 _DEFAULTS = {
@@ -26,7 +26,7 @@ _DEFAULTS = {
 }
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     tied = config.get("tie_word_embeddings", True)  # of the text model alone the entry is not asked
     text = {**_DEFAULTS, **(config.get("text_config") or config), "tie_word_embeddings": tied}
     if text.get("attn_logit_softcapping") is not None:
@@ -76,7 +76,7 @@ def _read_ropes(text: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     )
 
 
-def read_gguf(config: Mapping[str, Any]) -> ModelConfig:
+def read_gguf(config: Mapping[str, Any]) -> DecoderConfig:
     return gemma2.read_gguf(config, read_config, layers_of_27b=62)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
 from flexgen_helm.models.architectures.fields import activation_of, gpt_config, with_own_names
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 # Words of other architectures that `transformers` takes too.
 _NAMES = {
@@ -19,7 +19,7 @@ _NAMES = {
 }
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     config = with_own_names(config, _NAMES)
     for flag in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if config.get(flag):

@@ -8,10 +8,10 @@ from typing import Any
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
 from flexgen_helm.models.architectures.fields import activation_of, gpt_config, read_rope
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if config.get("head_dim") not in (None, hidden // heads):
         raise UnsupportedArchitectureError("GPT-NeoX with a head_dim of its own is not supported")

@@ -8,11 +8,12 @@ from typing import Any
 
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
 from flexgen_helm.models.architectures.fields import activation_of, read_rope, refuse_unread, within_original_context
-from flexgen_helm.models.config import ModelConfig, MoEConfig
+from flexgen_helm.models.config import MoEConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 
-def read_config(config: Mapping[str, Any], architecture: str = "llama", **features: Any) -> ModelConfig:
-    """Read Llama's `config.json`. features: fields of `ModelConfig` in which another architecture differs."""
+def read_config(config: Mapping[str, Any], architecture: str = "llama", **features: Any) -> DecoderConfig:
+    """Read Llama's `config.json`. features: fields of `DecoderConfig` in which another architecture differs."""
     refuse_unread(config, architecture)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = features.get("head_dim") or config.get("head_dim") or hidden // heads
@@ -38,10 +39,10 @@ def read_config(config: Mapping[str, Any], architecture: str = "llama", **featur
         mlp_bias=architecture == "llama" and config.get("mlp_bias", False),
         tied_head=config.get("tie_word_embeddings", False),
     )
-    return within_original_context(ModelConfig(**{**llama, **features}))
+    return within_original_context(DecoderConfig(**{**llama, **features}))
 
 
-def read_gguf(config: Mapping[str, Any]) -> ModelConfig:
+def read_gguf(config: Mapping[str, Any]) -> DecoderConfig:
     """Read the metadata of Llama's files, which are also Mixtral's, as `gguf_config` returns them."""
     experts = None
     if "num_experts" in config:

@@ -7,13 +7,14 @@ from typing import Any
 
 from flexgen_helm.models.architectures import llama, mistral
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
-from flexgen_helm.models.config import ModelConfig, MoEConfig
+from flexgen_helm.models.config import MoEConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 # What `transformers` takes for entries that a `config.json` leaves out, where Llama's default is another.
 _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     experts = MoEConfig(
         count=config["num_local_experts"],
         per_token=config["num_experts_per_tok"],

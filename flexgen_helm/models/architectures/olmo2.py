@@ -7,10 +7,10 @@ from typing import Any
 
 from flexgen_helm.models.architectures import llama
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     config = {"rms_norm_eps": 1e-5, **config}  # the default of `transformers`
     return llama.read_config(config, "olmo2", residual="reordered_norm", qk_norm=True, qk_norm_all_heads=True)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
 from flexgen_helm.models.architectures.fields import activation_of, gpt_config
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     norm_before = config.get("do_layer_norm_before", True)
     bias = config.get("enable_bias", True)

@@ -9,13 +9,13 @@ from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures import llama
 from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources
 from flexgen_helm.models.architectures.fields import read_rope, read_windows
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 # What `transformers` takes for entries that a `config.json` leaves out, where Llama's default is another.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     config = {**_DEFAULTS, **config}
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -26,7 +26,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     return read_gguf(config)
 
 
-def read_gguf(config: Mapping[str, Any]) -> ModelConfig:
+def read_gguf(config: Mapping[str, Any]) -> DecoderConfig:
     """Read the metadata as `gguf_config` returns them, or a completed `config.json`."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return llama.read_config(

@@ -8,7 +8,7 @@ from typing import Any
 from flexgen_helm.models.architectures import llama
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.architectures.fields import read_windows
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 # What `transformers` takes for entries that a `config.json` leaves out, where Llama's default is another.
 DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
@@ -21,7 +21,7 @@ def upper_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     return read_windows(config, lambda layer: layer >= config.get("max_window_layers", 28))
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     config = {**DEFAULTS, **config}
     return llama.read_config(config, "qwen2", qkv_bias=True, out_bias=False, windows=upper_windows(config))
 

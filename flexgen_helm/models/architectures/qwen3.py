@@ -7,10 +7,10 @@ from typing import Any
 
 from flexgen_helm.models.architectures import llama, qwen2
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 
-def read_config(config: Mapping[str, Any], architecture: str = "qwen3", **features: Any) -> ModelConfig:
+def read_config(config: Mapping[str, Any], architecture: str = "qwen3", **features: Any) -> DecoderConfig:
     config = {**qwen2.DEFAULTS, **config}
     qwen3 = {"head_dim": config.get("head_dim") or 128, "qk_norm": True, "windows": qwen2.upper_windows(config)}
     return llama.read_config(config, architecture, **{**qwen3, **features})

@@ -8,10 +8,11 @@ from typing import Any
 from flexgen_helm.models.architectures import qwen3
 from flexgen_helm.models.architectures.base import Architecture, TensorSource
 from flexgen_helm.models.architectures.fields import layer_indices, read_windows
-from flexgen_helm.models.config import ModelConfig, MoEConfig
+from flexgen_helm.models.config import MoEConfig
+from flexgen_helm.models.decoder_config import DecoderConfig
 
 
-def read_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     config = {"num_key_value_heads": 4, "sliding_window": 4096, **config}  # the defaults of `transformers`
     dense, step = set(config.get("mlp_only_layers") or ()), config.get("decoder_sparse_step", 1)
     experts = MoEConfig(

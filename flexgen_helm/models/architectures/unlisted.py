@@ -1,8 +1,8 @@
 """Classes of `transformers` besides those that it lists as causal language models."""
 
 # They also see or hear, and their language model alone gives their answers to text. Each is compared with its own
-# forward pass (`tests/models/test_generic.py`). Others may compute logits in another way than their language model:
-# those of Cohere's vision models are not scaled.
+# forward pass (`tests/models/test_transformers_backend.py`). Others may compute logits in another way than their
+# language model: those of Cohere's vision models are not scaled.
 MULTI_PART_CLASSES = frozenset({
     "AriaForConditionalGeneration", "DeepseekVLForConditionalGeneration", "DeepseekVLHybridForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",

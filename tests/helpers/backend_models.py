@@ -1,6 +1,6 @@
 """Causal classes of transformers that run by their own modules: tiny models, and how far the engine is from them.
 
-`python -m tests.helpers.generic_models` rewrites the table of docs/explanation/generic-models.md.
+`python -m tests.helpers.backend_models` rewrites the table of docs/explanation/transformers-backend.md.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import transformers
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES
-from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from flexgen_helm.planner.constants import UNLIMITED
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_causal_models import causal_classes, tiny_config
 
-PAGE = ROOT / "docs/explanation/generic-models.md"
+PAGE = ROOT / "docs/explanation/transformers-backend.md"
 BEGIN, END = "<!-- table: make model-table -->", "<!-- end of the table -->"
 NATIVE = {name for architecture in ARCHITECTURES.values() for name in architecture.hf_names}
 # Layers that keep a state, or call attention in another way than once with causal masks, by what the refusal says.
@@ -113,7 +113,7 @@ def requests() -> list[GenerationRequest]:
 
 def largest_difference(
     name: str, folder: Path, options: Mapping[str, Any], model: Any = None
-) -> tuple[float, ModelConfig]:
+) -> tuple[float, TransformersConfig]:
     """Answer the requests, in blocks of which one shares the prompts' common beginning; return the largest difference
     of a log-probability from the model's own forward pass.
 
@@ -142,11 +142,10 @@ def largest_difference(
     return largest, config
 
 
-def features(config: ModelConfig) -> str:
+def features(config: TransformersConfig) -> str:
     """What distinguishes the model for the engine."""
-    assert config.generic is not None
     found = []
-    others = [name for kind in config.generic.kinds for name, _ in kind.others]
+    others = [name for kind in config.modules.kinds for name, _ in kind.others]
     if any(name.endswith("kv_b_proj.weight") for name in others):
         found.append("latents")
     elif config.num_kv_heads < config.num_heads:
@@ -160,11 +159,11 @@ def features(config: ModelConfig) -> str:
         found.append("soft caps")
     if any(config.layer_states):
         found.append("states in all layers" if all(config.layer_states) else "states in some layers")
-    if config.generic.streams > 1:
+    if config.modules.streams > 1:
         found.append("streams")
-    if config.generic.layer_input_size:
+    if config.modules.layer_input_size:
         found.append("inputs of layers")
-    if config.generic.shared_keys:
+    if config.modules.shared_keys:
         found.append("shared keys")
     if any(name.endswith("sinks") for name in others):
         found.append("attention sinks")

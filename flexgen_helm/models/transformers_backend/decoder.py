@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexgen_helm.models.attention import AttentionConfig
-from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Attend, StageWeights, StateGroup, TableRows
-from flexgen_helm.models.generic.config import LayerKind, expert_name
-from flexgen_helm.models.generic.interfaces import AttentionCall, ExpertsCall
-from flexgen_helm.models.generic.layered_model import LayerArguments, LayeredModel
-from flexgen_helm.models.generic.norms import rms_norm_of
-from flexgen_helm.models.generic.recurrent import MixerRunner
-from flexgen_helm.models.generic.token_state import TokenState
+from flexgen_helm.models.routing import Routing
+from flexgen_helm.models.transformers_backend.config import LayerKind, TransformersConfig, expert_name
+from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, ExpertsCall
+from flexgen_helm.models.transformers_backend.layered_model import LayerArguments, LayeredModel
+from flexgen_helm.models.transformers_backend.norms import rms_norm_of
+from flexgen_helm.models.transformers_backend.recurrent import MixerRunner
+from flexgen_helm.models.transformers_backend.token_state import TokenState
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,12 @@ class _OwnTensor:
     zeros: Tensor
 
 
-class GenericDecoder:
+class TransformersDecoder:
     """The modules of one model, or of a pipeline rank's part of it; used by one thread. See `LayerDecoder`."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        assert config.generic is not None
-        self.config, self.dtype, self._generic = config, dtype, config.generic
-        self._model = LayeredModel(config.generic.text, device, has_states=any(config.layer_states))
+    def __init__(self, config: TransformersConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.dtype, self._modules = config, dtype, config.modules
+        self._model = LayeredModel(config.modules.text, device, has_states=any(config.layer_states))
         self._weights: StageWeights | None = None
         self._state_groups: Callable[[], Iterable[StateGroup]] | None = None
         self._attention: dict[tuple[float, float | None], AttentionConfig] = {}
@@ -63,17 +61,17 @@ class GenericDecoder:
         # not depend on its values.
         self._outside = {
             stage: self._tensors_of(self._model.model, others)
-            for stage, others in (("embed", config.generic.embed), ("head", config.generic.head))
+            for stage, others in (("embed", config.modules.embed), ("head", config.modules.head))
         }
         self._inside = [
-            self._tensors_of(module, config.generic.kind(layer).others)
+            self._tensors_of(module, config.modules.kind(layer).others)
             for layer, module in enumerate(self._model.layers)
         ]
         self._paths: dict[int, str] = {}  # of modules within their layer
         for layer, module in enumerate(self._model.layers):
             modules = dict(module.named_modules())
             self._paths |= {id(part): path for path, part in modules.items()}
-            kind = self._generic.kind(layer)
+            kind = self._modules.kind(layer)
             runner = None
             if kind.mixer is not None:
                 runner = MixerRunner(kind.mixer, modules[kind.mixer.path])
@@ -105,7 +103,7 @@ class GenericDecoder:
             # A table consists of the rows that are looked up, in their order: a class of its own may scale them.
             self._table._parameters["weight"] = weights.lookup("tokens", token_ids)
             if self._layer_inputs is not None:
-                known = token_ids.below(self._generic.layer_input_rows)
+                known = token_ids.below(self._modules.layer_input_rows)
                 self._layer_inputs._parameters["weight"] = weights.lookup("layer_inputs", known)
             rows = torch.arange(len(token_ids.on_device), device=self._device)[None]
             hidden, layers = self._model.before({"input_ids": rows, "position_ids": positions.on_device[None]})
@@ -119,7 +117,7 @@ class GenericDecoder:
     ) -> Tensor:
         """Decoder layer number `layer`: hidden [T, state size] -> the same."""
         layer += self.config.layers_before
-        kind, arguments = self._generic.kind(layer), self._state.arguments(hidden, layer, rotary[layer])
+        kind, arguments = self._modules.kind(layer), self._state.arguments(hidden, layer, rotary[layer])
         with (
             self._stage(weights, self._inside[layer]),
             self._model.bound(partial(self._attend, attend), partial(self._run_experts, kind)),
@@ -137,7 +135,7 @@ class GenericDecoder:
     def likely_experts(self, weights: StageWeights, layer: int, hidden: Tensor) -> Tensor | None:
         """Guess which experts a layer will select (`Decoder.likely_experts`); None where its router is unknown."""
         layer += self.config.layers_before
-        kind, modules = self._generic.kind(layer), self._model.layers[layer]
+        kind, modules = self._modules.kind(layer), self._model.layers[layer]
         if not kind.router:
             return None
         x = self._state.hidden(hidden)
@@ -148,11 +146,8 @@ class GenericDecoder:
             try:
                 modules.get_submodule(kind.router)(modules.get_submodule(kind.router_norm)(x))
             except _SelectionError as end:
-                selected, expert_weights = end.call.selected, end.call.weights
-            else:
-                return None
-        scores = hidden.new_zeros(kind.num_experts, dtype=torch.float32)
-        return scores.scatter_reduce_(0, selected.flatten(), expert_weights.flatten().float(), "amax")
+                return Routing(end.call.selected, end.call.weights, kind.num_experts).largest_weights()
+        return None
 
     def _tensors_of(self, module: nn.Module, others: Sequence[tuple[str, tuple[int, ...]]]) -> list[_OwnTensor]:
         """Find where a stage's tensors belong, and put zeros there."""
@@ -215,25 +210,12 @@ class GenericDecoder:
         return self._attention[key]
 
     def _run_experts(self, kind: LayerKind, call: ExpertsCall) -> Tensor:
-        """Each token x [T, H] through its experts: sorted by expert, so that each multiplies its own in one product."""
+        """Each token x [T, H] through its experts."""
         assert self._weights is not None
-        module, per_token = call.module, call.selected.shape[1]
-        path = self._paths[id(module)]
-        sorted_experts, order = call.selected.flatten().sort(stable=True)  # [T K]: each token K times
-        tokens = order // per_token
-        token_weights = call.weights.flatten()[order, None].to(call.x.dtype)
-        bounds = torch.searchsorted(sorted_experts, torch.arange(kind.num_experts + 1, device=call.x.device)).tolist()
-        parts = [(expert, slice(*ends)) for expert, ends in enumerate(pairwise(bounds)) if ends[0] < ends[1]]
-        self._weights.use_experts([expert for expert, _ in parts])
-        out = torch.zeros_like(call.x)
-        for expert, part in parts:
-            x, own_weights = call.x.index_select(0, tokens[part]), token_weights[part]
-            if call.weighs_input:
-                y = self._expert(module, path, expert, x * own_weights)
-            else:
-                y = self._expert(module, path, expert, x) * own_weights
-            out.index_add_(0, tokens[part], y)
-        return out
+        path = self._paths[id(call.module)]
+        return Routing(call.selected, call.weights, kind.num_experts).apply(
+            call.x, self._weights.use_experts, partial(self._expert, call.module, path), call.weighs_input
+        )
 
     def _expert(self, module: Any, path: str, expert: int, x: Tensor) -> Tensor:
         first = "gate_up_proj" if module.has_gate else "up_proj"

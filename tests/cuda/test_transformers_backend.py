@@ -12,7 +12,7 @@ from flexgen_helm import GenerationRequest
 from tests.cuda.costs import check, counted
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import PLACEMENTS, ROOMY, assert_close, run, selected_and_slow
-from tests.helpers.generic_models import saved
+from tests.helpers.backend_models import saved
 from tests.helpers.tiny_models import TinyModel
 
 # Norms with biases and a parallel MLP, biased experts with attention sinks, latent attention with experts, chunks with
@@ -53,7 +53,7 @@ def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, place
     with cuda_in_host_memory() as device, counted(device) as costs:
         results, _ = run(model.path, asked, torch.float16, **settings)
     device.check()
-    routed = [place for place in costs.waits if place.startswith("models/generic/decoder.py")]
+    routed = [place for place in costs.waits if place.startswith("models/routing.py")]
     assert bool(routed) == (name in WITH_EXPERTS)
     guessed = [place for place in costs.waits if place.startswith("offload/experts.py")]
     costs.waits = [place for place in costs.waits if place not in (*routed, *guessed)]

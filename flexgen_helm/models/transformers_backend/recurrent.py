@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from flexgen_helm.models.decoder import StateGroup
-from flexgen_helm.models.generic.config import Mixer, SequenceState
-from flexgen_helm.models.generic.layered_model import PastOfTokens
+from flexgen_helm.models.transformers_backend.config import Mixer, SequenceState
+from flexgen_helm.models.transformers_backend.layered_model import PastOfTokens
 
 # States that one module may have of each kind.
 _MAX_STATES = 8

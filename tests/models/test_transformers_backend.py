@@ -15,8 +15,9 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.architectures.unlisted import MULTI_PART_CLASSES
-from flexgen_helm.models.generic import empty_model
-from tests.helpers.generic_models import (
+from flexgen_helm.models.transformers_backend import empty_model
+from flexgen_helm.models.transformers_backend.config import TransformersConfig
+from tests.helpers.backend_models import (
     NATIVE,
     REFUSED,
     largest_difference,
@@ -50,7 +51,7 @@ def check(name, folder):
     model = saved(name, folder)
     for options in ({}, {**OFFLOADED, "offload_dir": folder / "tiers"}):
         difference, config = largest_difference(name, folder, options, model)
-        assert config.generic is not None and difference < TOLERANCE
+        assert isinstance(config, TransformersConfig) and difference < TOLERANCE
     asked = requests()
     with Engine.from_pretrained(folder, precision="4bit") as engine:
         together = engine.run(asked)
@@ -136,12 +137,17 @@ def test_latents_are_cached_instead_of_keys_of_every_head(tmp_path):
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 1, 24)
     assert config.kv_bytes_per_token(2) == 2 * 2 * 24 * 2
     expands = ("self_attn.kv_b_proj.weight", (4 * (8 + 8), 16))
-    assert all(expands in kind.others and expands not in kind.matrices for kind in config.generic.kinds)
+    assert all(expands in kind.others and expands not in kind.matrices for kind in config.modules.kinds)
 
 
 def test_attention_to_latents_equals_attention_to_their_expansion():
     """The module's own code, eager and in float64, is the reference; heads in another order would be found."""
-    from flexgen_helm.models.generic.interfaces import IMPLEMENTATION, Bindings, attend_to_latents, register
+    from flexgen_helm.models.transformers_backend.interfaces import (
+        IMPLEMENTATION,
+        Bindings,
+        attend_to_latents,
+        register,
+    )
 
     register()
     config = tiny_config("DeepseekV3ForCausalLM")
@@ -181,7 +187,7 @@ def test_biases_that_choose_experts_keep_float32(tmp_path):
     (asked, *_) = requests()[2:]
     with Engine.from_pretrained(tmp_path / "exact") as engine:
         result = engine.run([asked])[0]
-        kept = engine.config.generic.kind(1).float32
+        kept = engine.config.modules.kind(1).float32
     assert "mlp.gate.e_score_correction_bias" in kept  # from 5.24 on, the router's weights too
     ids = torch.tensor([list(asked.prompt_token_ids)])
     for rounded in (False, True):
@@ -204,7 +210,7 @@ def test_every_class_equals_its_own_forward_pass(name, tmp_path):
         check(name, tmp_path)
     else:
         difference, config = largest_difference(name, tmp_path, {**OFFLOADED, "offload_dir": tmp_path / "tiers"})
-        assert config.generic is not None and difference < TOLERANCE
+        assert isinstance(config, TransformersConfig) and difference < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["Mistral3ForConditionalGeneration"])
@@ -229,8 +235,8 @@ def test_a_language_model_that_transformers_does_not_list(tmp_path):
     content = {**outer.to_dict(), "text_config": text.to_dict(), "architectures": ["Mistral3ForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(content, default=str))
     with Engine.from_pretrained(tmp_path, weights="dummy") as engine:
-        assert engine.config.generic.class_name == "Mistral4ForCausalLM"
-        assert engine.config.generic.layers_path == "model.layers"
+        assert engine.config.modules.class_name == "Mistral4ForCausalLM"
+        assert engine.config.modules.layers_path == "model.layers"
 
 
 def test_a_model_of_several_parts_with_logits_of_its_own_is_refused(tmp_path):

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.unlisted import UNLISTED_CLASSES
-from flexgen_helm.models.generic.interfaces import (
+from flexgen_helm.models.transformers_backend.interfaces import (
     EXPERTS_OF_THEIR_OWN,
     IMPLEMENTATION,
     attend_to_latents,

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.generic.empty_model import empty_model
-from flexgen_helm.models.generic.interfaces import AttentionCall, Bindings, ExpertsCall
+from flexgen_helm.models.transformers_backend.empty_model import empty_model
+from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, Bindings, ExpertsCall
 
 
 @dataclass
@@ -304,7 +304,7 @@ _UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+)")
 
 
 class _AllRecordedError(Exception):
-    """The last stand-in has recorded its arguments: what follows the layers is not wanted."""
+    """Stop the forward pass after the last layer, whose stand-in has recorded its arguments."""
 
 
 @dataclass

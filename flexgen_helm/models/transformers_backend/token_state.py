@@ -15,21 +15,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.generic.layered_model import LayerArguments
+from flexgen_helm.models.transformers_backend.config import TransformersConfig
+from flexgen_helm.models.transformers_backend.layered_model import LayerArguments
 
 
 class TokenState:
     """The columns of a token's row; `ModelConfig.state_size` is their number."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        assert config.generic is not None
-        self._generic, self._hidden_size = config.generic, config.hidden_size
-        self._streams_end = config.generic.streams * config.hidden_size
-        self._inputs_end = self._streams_end + config.generic.layer_inputs_size
+    def __init__(self, config: TransformersConfig) -> None:
+        self._modules, self._hidden_size = config.modules, config.hidden_size
+        self._streams_end = config.modules.streams * config.hidden_size
+        self._inputs_end = self._streams_end + config.modules.layer_inputs_size
         self._shared_at: dict[str, tuple[int, int, int]] = {}  # ends of keys, and of their values
         first = self._inputs_end
-        for own in config.generic.shared_keys:
+        for own in config.modules.shared_keys:
             keys_end = first + own.heads * own.key_dim
             end = keys_end + own.heads * own.value_dim
             self._shared_at[own.name] = first, keys_end, end
@@ -47,7 +46,7 @@ class TokenState:
 
     def hidden(self, state: Tensor) -> Tensor:
         """Rows [T, …] -> hidden states as the model's layers take them, [1, T, H] or [S, 1, T, H]."""
-        streams = self._generic.streams
+        streams = self._modules.streams
         if streams == 1:
             return state[None, :, : self._streams_end]
         return state[:, : self._streams_end].view(len(state), streams, -1).transpose(0, 1)[:, None]
@@ -55,11 +54,11 @@ class TokenState:
     def arguments(self, state: Tensor, layer: int, arguments: LayerArguments) -> LayerArguments:
         """Return what a layer is passed, with what these tokens carry for it."""
         if self._inputs_end > self._streams_end:
-            size = self._generic.layer_input_size
+            size = self._modules.layer_input_size
             first = self._streams_end + layer * size
             arguments = arguments.with_layer_input(state[None, :, first : first + size])
         if self._shared_at:
-            stored = [own for own in self._generic.shared_keys if own.layer < layer]
+            stored = [own for own in self._modules.shared_keys if own.layer < layer]
             arguments = arguments.with_shared_keys({own.name: self._keys_values(state, own.name) for own in stored})
         return arguments
 
@@ -69,7 +68,7 @@ class TokenState:
         if self._end == self._streams_end:
             return rows
         after = torch.cat((rows, state[:, self._streams_end :]), 1)
-        for own in self._generic.shared_keys:
+        for own in self._modules.shared_keys:
             if own.layer == layer:
                 keys, values = (part.squeeze(0).transpose(0, 1).flatten(1) for part in arguments.shared_keys[own.name])
                 first, keys_end, end = self._shared_at[own.name]
@@ -77,14 +76,14 @@ class TokenState:
         return after
 
     def _rows(self, hidden: Tensor) -> Tensor:
-        if self._generic.streams == 1:
+        if self._modules.streams == 1:
             return hidden.squeeze(0)
         return hidden.squeeze(1).transpose(0, 1).flatten(1)
 
     def _keys_values(self, state: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Keys and values as attention modules exchange them, [1, heads, T, elements]."""
         first, keys_end, end = self._shared_at[name]
-        (heads,) = (own.heads for own in self._generic.shared_keys if own.name == name)
+        (heads,) = (own.heads for own in self._modules.shared_keys if own.name == name)
         parts = state[:, first:keys_end], state[:, keys_end:end]
         keys, values = (part.reshape(len(state), heads, -1).transpose(0, 1)[None] for part in parts)
         return keys, values

@@ -1,14 +1,25 @@
-"""GenericConfig: what is known of a model that runs by `transformers`' modules, without them. No torch."""
+"""TransformersConfig: what is known of a model that runs by `transformers`' modules, without them. No torch."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Literal
 
 from flexgen_helm.identity import Identified
+from flexgen_helm.models.config import (
+    EMBED,
+    EMBED_TABLE,
+    FIRST_VERSION,
+    HEAD,
+    HEAD_MATRIX,
+    LAYER_INPUT_TABLE,
+    ModelConfig,
+    TensorShapes,
+)
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # names within a stage, and shapes
 
@@ -132,12 +143,12 @@ class SharedKeys(Identified, name="SharedKeys", first_version="name layer heads 
 
 
 @dataclass(frozen=True)
-class GenericConfig(
+class ModulesConfig(
     Identified,
     name="GenericConfig",
     first_version="class_name text layers_path kinds layer_kinds embed head head_bias table_key head_key table_rows",
 ):
-    """One model.
+    """The modules of one model, as a trace finds them.
 
     class_name: of `transformers`.
     text: the configuration, as JSON in a canonical order.
@@ -207,3 +218,103 @@ _EXPERT = re.compile(r"(?P<path>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<entry>.+
 def expert_name(path: str, expert: int, entry: str) -> str:
     """Return the name within a layer of one expert's matrix: 'mlp.experts.7.gate_up_proj.weight'."""
     return f"{path}.{expert}.{entry}.weight"
+
+
+# What digests have said of every such model since before it had a record of its own.
+_NO_EQUATIONS: Mapping[str, object] = {
+    "norm": "rmsnorm", "norm_eps": 0.0, "activation": "silu", "gated_mlp": True, "rope": None, "residual": "pre_norm",
+    "norm_affine": True, "final_norm": True, "qkv_bias": False, "out_bias": False, "mlp_bias": False,
+    "position_offset": 0, "qk_norm": False, "local_rope": None, "alibi": False, "embed_norm": False,
+    "embed_scale": 1.0, "norm_plus_one": False, "attn_scale": None, "final_softcap": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersConfig(
+    ModelConfig,
+    name="ModelSpec",
+    first_version=FIRST_VERSION,
+    later="layers_before layers_after generic=modules chunked",
+    constants=_NO_EQUATIONS,
+):
+    """One model that runs by the modules of `transformers`; `transformers_backend.read_config` fills it."""
+
+    modules: ModulesConfig
+
+    @property
+    def class_name(self) -> str:
+        return self.modules.class_name
+
+    @property
+    def values_digest(self) -> str:
+        from flexgen_helm.models.transformers_backend.code_digest import code_digest
+
+        return code_digest(self.class_name)
+
+    @cached_property
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(self.modules.kind(self.layers_before + layer) for layer in range(self.num_layers))
+
+    def stage_tensors(self, stage: str) -> TensorShapes:
+        """Yield names and shapes; what is no matrix is flat."""
+        if stage not in (EMBED, HEAD):
+            for name, shape in self.modules.kind(int(stage.removeprefix("layers."))).shapes.items():
+                yield f"{stage}.{name}", shape
+            return
+        table = EMBED_TABLE, (self.modules.table_rows, self.embed_size)
+        for name, size in self.modules.embed if stage == EMBED else self.modules.head:
+            yield f"{stage}.{name}", (prod(size),)
+        if stage == EMBED:
+            yield table
+            if self.modules.layer_input_key:
+                yield LAYER_INPUT_TABLE, (self.modules.layer_input_rows, self.modules.layer_inputs_size)
+            return
+        if not self.tied_head:
+            yield HEAD_MATRIX, (self.vocab_size, self.hidden_size)
+        elif not self.has_embedding:
+            yield table
+        if self.modules.head_bias:
+            yield "head.lm.bias", (self.vocab_size,)
+
+    def has_float32(self, name: str) -> bool:
+        stage, _, own_name = name.partition(".")
+        layer, _, own_name = own_name.partition(".")
+        return stage == "layers" and own_name in self.modules.kind(int(layer)).float32
+
+    @property
+    def num_streams(self) -> int:
+        return self.modules.streams
+
+    @cached_property
+    def state_size(self) -> int:
+        return self.num_streams * self.hidden_size + self.modules.layer_inputs_size + self.modules.shared_size
+
+    @property
+    def key_layers(self) -> tuple[int | None, ...]:
+        owners: dict[int, int] = {}
+        for shared in self.modules.shared_keys:
+            owners |= dict.fromkeys(shared.readers, shared.layer)
+        layers = enumerate(self._kinds, self.layers_before)
+        return tuple(owners.get(layer, layer) if kind.attends else None for layer, kind in layers)
+
+    @cached_property
+    def layer_states(self) -> tuple[int, ...]:
+        return tuple(0 if kind.mixer is None else kind.mixer.elements for kind in self._kinds)
+
+    @cached_property
+    def mixer_width(self) -> int:
+        return max((kind.mixer.width for kind in self.modules.kinds if kind.mixer is not None), default=0)
+
+    @cached_property
+    def linear_flops_per_token(self) -> int:
+        return 2 * sum(kind.weights_per_token for kind in self._kinds)
+
+    @cached_property
+    def expert_elements(self) -> int:
+        experts = next((kind.experts for kind in self.modules.kinds if kind.experts), ())
+        return sum(prod(shape) for own in experts for _, shape in own.matrices)
+
+    @cached_property
+    def widest_ffn(self) -> int:
+        return self.ffn_size

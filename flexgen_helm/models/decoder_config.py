@@ -1,0 +1,238 @@
+"""DecoderConfig: the equations of a model that our own decoder computes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from flexgen_helm.identity import Identified
+from flexgen_helm.models.config import EMBED, EMBED_TABLE, FIRST_VERSION, HEAD, ModelConfig, TensorShapes, tensor_shapes
+
+Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
+ResidualKind = Literal["pre_norm", "post_norm", "sandwich", "parallel", "reordered_norm"]
+
+
+@dataclass(frozen=True)
+class RopeConfig(
+    Identified,
+    name="RopeSpec",
+    first_version="theta kind factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow "
+    "truncate factors magnitude dim",
+):
+    """Rotary position embedding of the first `dim` elements of a head; their two halves rotate against each other.
+
+    theta: base of the inverse frequencies.
+    kind: how the frequencies are stretched to contexts longer than `original_max_positions`.
+        'default': not at all.
+        'linear': all are divided by `factor`.
+        'llama3': low ones are divided by `factor`, with a ramp between the wavelengths original / low_freq_factor and
+            original / high_freq_factor.
+        'yarn': those with fewer than `beta_slow` turns in the original context are divided by `factor`, those with
+            more than `beta_fast` are not, with a ramp between.
+        'factors': each is divided by its own entry of `factors` (LongRoPE, GGUF files).
+    truncate: the ramp of 'yarn' begins and ends at whole elements.
+    magnitude: factor on cosines and sines.
+    dim: rotated elements of a head; None for all (GPT-NeoX and Phi-3 rotate a part).
+    """
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3", "yarn", "factors"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    factors: tuple[float, ...] = ()
+    magnitude: float = 1.0
+    dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Where a layer's norms are. f is one of its two blocks, attention ('attn') and feed-forward ('mlp').
+
+        x = f(norm(h))     if input_norm, else f(h)     tensor '<block>_norm'
+        x = norm(x)        if output_norm               tensor '<block>_post_norm'
+        h = h + x
+        h = norm(h)        if sum_norm                  tensor '<block>_norm'
+
+    parallel: both blocks read the same h, and both results are added to it.
+    """
+
+    input_norm: bool = True
+    output_norm: bool = False
+    sum_norm: bool = False
+    parallel: bool = False
+
+
+RESIDUALS: Mapping[ResidualKind, Residual] = {
+    "pre_norm": Residual(),  # all but the following
+    "post_norm": Residual(input_norm=False, sum_norm=True),  # OPT-350M
+    "sandwich": Residual(output_norm=True),  # Gemma 2 and 3
+    "parallel": Residual(parallel=True),  # GPT-NeoX
+    "reordered_norm": Residual(input_norm=False, output_norm=True),  # OLMo 2
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(
+    ModelConfig,
+    name="ModelSpec",
+    first_version=FIRST_VERSION,
+    later="qk_norm_all_heads layers_before layers_after chunked",
+):
+    """One model by its equations, filled by the module of its architecture (`models.architectures`)."""
+
+    norm: Literal["layernorm", "rmsnorm"]  # of hidden states
+    norm_eps: float
+    activation: Activation
+    gated_mlp: bool  # down(act(gate(x)) up(x)), else down(act(up(x))) (OPT, GPT-2, GPT-NeoX, BLOOM)
+    rope: RopeConfig | None  # rotary positions; None with ALiBi or a learned table
+    residual: ResidualKind = "pre_norm"  # where norms are
+    norm_affine: bool = True  # norms have weights (not in some OPT fine-tunes)
+    final_norm: bool = True  # the head begins with a norm (not in OPT-350M)
+    qkv_bias: bool = False  # of q, k and v (OPT, GPT-2, GPT-NeoX, BLOOM, Qwen2)
+    out_bias: bool = False  # of the attention output (OPT, GPT-2, GPT-NeoX, BLOOM)
+    mlp_bias: bool = False  # (OPT, GPT-2, GPT-NeoX, BLOOM)
+    position_offset: int = 0  # rows of the table of learned positions before position 0 (OPT: 2)
+    qk_norm: bool = False  # RMS norm of each head's query and key before the rotation (Qwen3, Gemma 3)
+    local_rope: RopeConfig | None = None  # rotation of the layers with a window, where it differs (Gemma 3)
+    alibi: bool = False  # scores fall linearly with the distance (BLOOM)
+    embed_norm: bool = False  # embeddings are normed (BLOOM)
+    embed_scale: float = 1.0  # factor on embeddings (Gemma)
+    norm_plus_one: bool = False  # RMS norms multiply by 1 + weight (Gemma)
+    attn_scale: float | None = None  # factor on scores; None for head_dim ** -0.5 (Gemma, some GPT-2)
+    final_softcap: float | None = None  # logits become cap tanh(logit / cap) (Gemma 2)
+    qk_norm_all_heads: bool = False  # `qk_norm` is of all heads together, not of each (OLMo 2)
+
+    @property
+    def class_name(self) -> str:
+        return self.architecture
+
+    @property
+    def values_digest(self) -> str:
+        return ""
+
+    def stage_tensors(self, stage: str) -> TensorShapes:
+        if stage == EMBED:
+            return _embed_tensors(self)
+        return _head_tensors(self) if stage == HEAD else _layer_tensors(self, stage)
+
+    def layer_rope(self, layer: int) -> RopeConfig | None:
+        """Rotation of this layer's queries and keys."""
+        return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.rope is None and not self.alibi
+
+    @property
+    def has_score_bias(self) -> bool:
+        return self.alibi
+
+    @property
+    def caps_logits(self) -> bool:
+        return self.final_softcap is not None
+
+    @property
+    def num_rotations(self) -> int:
+        return len({self.rope, self.local_rope} - {None})
+
+    @property
+    def has_graphs(self) -> bool:
+        return any(self.moe(layer) is None for layer in range(self.num_layers))
+
+    @property
+    def neutral_norm_weight(self) -> float:
+        return 0.0 if self.norm_plus_one else 1.0
+
+    @cached_property
+    def linear_flops_per_token(self) -> int:
+        matrices = 3 if self.gated_mlp else 2
+        weights = self.num_layers * 2 * self.hidden_size * (self.q_size + self.kv_size)
+        for layer in range(self.num_layers):
+            moe = self.moe(layer)
+            width = self.ffn_size if moe is None else moe.per_token * moe.ffn_size
+            weights += self.hidden_size * (matrices * width + (0 if moe is None else moe.count))
+        return 2 * weights
+
+    @cached_property
+    def expert_elements(self) -> int:
+        matrices = 3 if self.gated_mlp else 2
+        return 0 if self.experts is None else matrices * self.hidden_size * self.experts.ffn_size
+
+    @cached_property
+    def widest_ffn(self) -> int:
+        return max(shape[0] for name, shape in tensor_shapes(self).items() if name.endswith(".up.weight"))
+
+
+def _embed_tensors(config: DecoderConfig) -> TensorShapes:
+    yield EMBED_TABLE, (config.vocab_size, config.embed_size)
+    if config.learned_positions:
+        yield "embed.positions.weight", (config.max_positions + config.position_offset, config.hidden_size)
+    if config.embed_norm:
+        yield from _norm("embed.norm", config)
+    if config.projects_embeddings:
+        yield from _linear("embed.project_in", config.hidden_size, config.embed_size, False)
+
+
+def _head_tensors(config: DecoderConfig) -> TensorShapes:
+    if config.final_norm:
+        yield from _norm("head.norm", config)
+    if config.projects_embeddings:
+        yield from _linear("head.project_out", config.embed_size, config.hidden_size, False)
+    if not config.tied_head:
+        yield from _linear("head.lm", config.vocab_size, config.embed_size, False)
+    elif not config.has_embedding:
+        yield EMBED_TABLE, (config.vocab_size, config.embed_size)
+
+
+def _layer_tensors(config: DecoderConfig, stage: str) -> TensorShapes:
+    hidden, residual = config.hidden_size, RESIDUALS[config.residual]
+    if residual.input_norm or residual.sum_norm:
+        yield from _norm(f"{stage}.attn_norm", config)
+    yield from _linear(f"{stage}.attn.q", config.q_size, hidden, config.qkv_bias)
+    yield from _linear(f"{stage}.attn.k", config.kv_size, hidden, config.qkv_bias)
+    yield from _linear(f"{stage}.attn.v", config.kv_size, hidden, config.qkv_bias)
+    if config.qk_norm:
+        all_heads = config.qk_norm_all_heads
+        yield f"{stage}.attn.q_norm.weight", (config.q_size if all_heads else config.head_dim,)
+        yield f"{stage}.attn.k_norm.weight", (config.kv_size if all_heads else config.head_dim,)
+    yield from _linear(f"{stage}.attn.o", hidden, config.q_size, config.out_bias)
+    if residual.output_norm:
+        yield from _norm(f"{stage}.attn_post_norm", config)
+    if residual.input_norm or residual.sum_norm:
+        yield from _norm(f"{stage}.mlp_norm", config)
+    moe = config.moe(int(stage.removeprefix("layers.")) - config.layers_before)
+    if moe is None:
+        yield from _mlp(f"{stage}.mlp", config, config.ffn_size)
+    else:
+        yield from _linear(f"{stage}.mlp.router", moe.count, hidden, False)
+        for expert in range(moe.count):
+            yield from _mlp(f"{stage}.mlp.experts.{expert}", config, moe.ffn_size)
+    if residual.output_norm:
+        yield from _norm(f"{stage}.mlp_post_norm", config)
+
+
+def _norm(name: str, config: DecoderConfig) -> TensorShapes:
+    if config.norm_affine:
+        yield f"{name}.weight", (config.hidden_size,)
+        if config.norm == "layernorm":
+            yield f"{name}.bias", (config.hidden_size,)
+
+
+def _linear(name: str, out_size: int, in_size: int, bias: bool) -> TensorShapes:
+    yield f"{name}.weight", (out_size, in_size)
+    if bias:
+        yield f"{name}.bias", (out_size,)
+
+
+def _mlp(name: str, config: DecoderConfig, size: int) -> TensorShapes:
+    if config.gated_mlp:
+        yield from _linear(f"{name}.gate", size, config.hidden_size, config.mlp_bias)
+    yield from _linear(f"{name}.up", size, config.hidden_size, config.mlp_bias)
+    yield from _linear(f"{name}.down", config.hidden_size, size, config.mlp_bias)
