@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import MemoryLimitError, OffloadError
-from flexgen_helm.kv_cache import residual_window, storage
+from flexgen_helm.kv_cache import file_layout, memory_planes, residual_window
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.offload import weights
 from flexgen_helm.offload.disk import DirectFile
@@ -268,20 +268,26 @@ def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
 
 
 @pytest.mark.fast(3)
+@pytest.mark.parametrize("precision", ["fp16", "paper-4bit", "4bit"])
 @pytest.mark.parametrize(
-    "precision, module",
-    [("fp16", storage), ("paper-4bit", storage), ("4bit", residual_window)],
-    ids=["16", "4", "window"],
+    "policy, place",
+    [
+        ("6x2,0,100,0,100,0,100", (HostPool, "take")),
+        ("6x2,0,100,100,0,100,0", (memory_planes, "zeros")),
+        ("6x2,0,0,0,0,100,0", (file_layout, "zeros")),
+    ],
+    ids=["host", "device", "disk"],
 )
-@pytest.mark.parametrize("policy", ["6x2,0,100,0,100,0,100", "6x2,0,100,100,0,100,0", "6x2,0,0,0,0,100,0"])
-def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatch, precision, module, policy):
+def test_a_cache_that_finds_no_memory_leaves_no_claim(tiny, tmp_path, monkeypatch, precision, policy, place):
     """Beside the computing, in host memory, on the disk; the room is the next attempt's, and closing balances."""
+    if precision == "4bit":  # keeps its newest tokens beside the computing
+        place = (residual_window, "zeros")
+    elif precision == "fp16" and place[0] is file_layout:  # what was joined on its way to the disk needs no pages
+        place = (memory_planes, "zeros")
     with offloaded(tiny, tmp_path, policy=policy, precision=precision, device="sim", cpu_attention=False) as engine:
         expected = engine.run(workload())
         for at in (0, 1, 2, 5):
             with monkeypatch.context() as patch:
-                in_pool = module is storage and policy == "6x2,0,100,0,100,0,100"
-                place = (HostPool, "take") if in_pool else (module, "zeros")
                 once = replaced(patch, *place, at, MemoryError)
                 try:
                     results = engine.run(workload())
