@@ -105,7 +105,7 @@ def test_a_process_that_is_ended_goes_on(tiny, tasks, tmp_path, number):
     _, errors = process.communicate(timeout=60)
     if number == signal.SIGINT and process.returncode:  # else it was done before
         assert process.returncode == 130 and "the same command computes the rest" in errors.splitlines()[-1]
-    again = started("b", tmp_path / "out")
+    again = started("b", tmp_path / "again")  # another folder, as the first may have ended before the signal
     assert again.communicate(timeout=240) and again.returncode == 0
-    one, other = results(tmp_path / "undisturbed"), results(tmp_path / "out")
-    assert one["results"] == other["results"] and samples(tmp_path / "undisturbed") == samples(tmp_path / "out")
+    one, other = results(tmp_path / "undisturbed"), results(tmp_path / "again")
+    assert one["results"] == other["results"] and samples(tmp_path / "undisturbed") == samples(tmp_path / "again")

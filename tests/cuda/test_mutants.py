@@ -37,7 +37,7 @@ _ORDERING = {
 # wait for fetches are ordered by chance in most runs; tests/kv_cache/test_transfers.py covers them.
 _THREADS = {"self._changed.wait()", "unit.ready.wait()", "self._wake.wait()", "reading[0].exception()"}
 
-_ROUNDS = 6
+_ROUNDS = 20
 
 
 def statements() -> Iterator[tuple[str, str, str, int]]:
