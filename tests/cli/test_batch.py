@@ -11,8 +11,8 @@ import time
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, cli
-from flexgen_helm.errors import FlexgenError
 from tests.helpers.chat_models import add_template
+from tests.helpers.faults import fails_once
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 
@@ -177,23 +177,7 @@ def test_a_second_start_computes_the_rest_and_writes_the_same(folder, tmp_path, 
     undisturbed = (tmp_path / "out").read_bytes()
     (tmp_path / "out").unlink()
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "other home"))
-    run, computed = Engine.run, []
-
-    def failing(self, requests, *, on_result, should_stop):
-        delivered = []
-
-        def deliver(index, result):
-            if not computed and len(delivered) == 5:
-                raise FlexgenError("the power is out")
-            delivered.append(index)
-            on_result(index, result)
-
-        try:
-            return run(self, requests, on_result=deliver, should_stop=should_stop)
-        finally:
-            computed.append((len(requests), len(delivered)))
-
-    monkeypatch.setattr(Engine, "run", failing)
+    computed = fails_once(monkeypatch, after=5)
     # Draws without a seed differ between lines, and stay what they were.
     assert cli.main(command) == 1 and not (tmp_path / "out").exists()
     assert "the power is out" in capsys.readouterr().err

@@ -15,12 +15,12 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from flexgen_helm import Engine
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
 from flexgen_helm.harnesses.lm_eval import FlexgenLM, register
 from flexgen_helm.request import Completion
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import CHATML, NO_SYSTEM, PLAIN_TURNS, add_template
+from tests.helpers.faults import fails_once
 from tests.helpers.lm_eval_tasks import CHOICES, LAST_WORD, NAMES, SUMS, TURNS, invented_tasks, real_tasks
 from tests.helpers.paths import ROOT
 from tests.helpers.tokenizers_by_family import FAMILIES
@@ -132,23 +132,7 @@ def test_an_interrupted_evaluation_computes_the_rest_and_scores_the_same(folder,
     with FlexgenLM(str(folder)) as lm:
         undisturbed = evaluate(lm, tasks, names)
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "other home"))
-    run, computed = Engine.run, []
-
-    def failing(self, requests, *, on_result, should_stop):
-        delivered = []
-
-        def deliver(index, result):
-            if not computed and len(delivered) == 3:
-                raise FlexgenError("the power is out")
-            delivered.append(index)
-            on_result(index, result)
-
-        try:
-            return run(self, requests, on_result=deliver, should_stop=should_stop)
-        finally:
-            computed.append((len(requests), len(delivered)))
-
-    monkeypatch.setattr(Engine, "run", failing)
+    computed = fails_once(monkeypatch, after=3)
     with FlexgenLM(str(folder)) as lm, pytest.raises(FlexgenError, match="the power is out"):
         evaluate(lm, tasks, names)
     with FlexgenLM(str(folder)) as lm:

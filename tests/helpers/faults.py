@@ -27,3 +27,28 @@ def replaced(patch, owner, name: str, at: int, error, after: bool = False) -> On
     once = Once(getattr(owner, name), at, error, after)
     patch.setattr(owner, name, (lambda *a, **k: once(*a, **k)) if isinstance(owner, type) else once)
     return once
+
+
+def fails_once(patch, after: int) -> list[tuple[int, int]]:
+    """Let the first run of an engine fail after so many answers; return (asked, delivered) of each run, as they end."""
+    from flexgen_helm import Engine
+    from flexgen_helm.errors import FlexgenError
+
+    run, computed = Engine.run, []
+
+    def failing(self, requests, *, on_result, should_stop):
+        delivered = []
+
+        def deliver(index, result):
+            if not computed and len(delivered) == after:
+                raise FlexgenError("the power is out")
+            delivered.append(index)
+            on_result(index, result)
+
+        try:
+            return run(self, requests, on_result=deliver, should_stop=should_stop)
+        finally:
+            computed.append((len(requests), len(delivered)))
+
+    patch.setattr(Engine, "run", failing)
+    return computed
