@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
 from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.schedules import SCHEDULES, Schedule
-from flexgen_helm.quant.precisions import PRECISIONS, Precision, precision_named
+from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision, precision_named
 from flexgen_helm.request import MemoryLimits
 from flexgen_helm.tokenizer.chat import ChatOptions, TemplateChoice
 
@@ -360,6 +360,12 @@ class EngineConfig:
         return ChatOptions(
             self.apply_chat_template, self.chat_template_kwargs or {}, self.system_prompt, self.thinking_budget
         )
+
+    @property
+    def chosen_precision(self) -> Precision:
+        """The precision as a record; FP16 without a choice."""
+        chosen = self.precision or FP16
+        return precision_named(chosen) if isinstance(chosen, str) else chosen
 
     @property
     def fixed_policy(self) -> Policy | None:

@@ -99,11 +99,10 @@ def test_engine_fingerprints_andrequest_keys_are_those_of_0_1_0(monkeypatch: pyt
     monkeypatch.setattr(module, "RESULTS_VERSION", 4)  # values have changed since, and texts have not
     checkpoint: Any = SimpleNamespace(fingerprint="w" * 64, config=CATALOG["opt-125m"].config)
     tokenizer: Any = SimpleNamespace(fingerprint="t" * 64)
-    on_cpu = PRECISIONS["4bit"], "cpu", torch.float32
-    assert module.engine_fingerprint(checkpoint, None, EngineConfig(), *on_cpu) == GOLDEN["engine"]
-    on_gpu = PRECISIONS["fp16"], "cuda", torch.float16
+    on_cpu, on_gpu = ("cpu", torch.float32), ("cuda", torch.float16)
+    assert module.engine_fingerprint(checkpoint, None, EngineConfig(precision="4bit"), *on_cpu) == GOLDEN["engine"]
     assert module.engine_fingerprint(checkpoint, tokenizer, EngineConfig(), *on_gpu) == GOLDEN["engine_cuda"]
-    unverified = module.engine_fingerprint(checkpoint, None, EngineConfig(unverified=True), *on_cpu)
+    unverified = module.engine_fingerprint(checkpoint, None, EngineConfig(precision="4bit", unverified=True), *on_cpu)
     assert unverified != GOLDEN["engine"]
     sampled = GenerationRequest(
         prompt_token_ids=(7,), max_tokens=0, temperature=0.7, top_p=0.9, seed=11, stop=("\n", "x"), n=3,

@@ -20,7 +20,6 @@ from flexgen_helm.engine.fingerprint import engine_fingerprint
 from flexgen_helm.engine.results import OnResult
 from flexgen_helm.errors import Interrupted, UsageError, WorkerError
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
-from flexgen_helm.quant.precisions import FP16, precision_named
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
@@ -51,9 +50,7 @@ class ClusterEngine:
         self._failures: dict[str, Failure] = {}
         self._told = False
         config = model.config
-        precision = config.precision or FP16
-        self._precision = precision_named(precision) if isinstance(precision, str) else precision
-        report(ModelInUse(model.name, self._precision.name))
+        report(ModelInUse(model.name, config.chosen_precision.name))
         report(ProgressPhase("load"))
         try:
             checkpoint = open_checkpoint(resolve(model.path, config.revision), weights=config.weights, seed=config.seed)
@@ -153,7 +150,7 @@ class ClusterEngine:
             return f"its tokenizer of {self._model.name} differs from the driver's; copy or fetch the model there anew"
         dtype = getattr(torch, identity.dtype)
         expected = engine_fingerprint(
-            self._checkpoint, self._tokenizer, self._model.config, self._precision, identity.device_type, dtype
+            self._checkpoint, self._tokenizer, self._model.config, identity.device_type, dtype
         )
         if identity.fingerprint != expected:
             return (

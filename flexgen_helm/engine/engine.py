@@ -15,18 +15,16 @@ from typing import Any
 import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
-from flexgen_helm.checkpoint.names import ResolvedModel, resolve
-from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.paths import state_dir
-from flexgen_helm.concurrency import stop_point
 from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
-from flexgen_helm.engine.device import compute_device, dtype_reason, open_device, prefer_float16, tier_capacities
+from flexgen_helm.engine.device import device_name, dtype_reason, tier_capacities
 from flexgen_helm.engine.engine_profile import EngineProfile
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.executor import Executor
-from flexgen_helm.engine.fingerprint import engine_fingerprint
-from flexgen_helm.engine.layer_division import divide_among_ranks
+from flexgen_helm.engine.layer_division import RankDevice, divide_among_ranks
+from flexgen_helm.engine.opening import OpenedModel, open_model
 from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, process_exchange
 from flexgen_helm.engine.plan_of_ranks import plan_for_all_ranks
 from flexgen_helm.engine.predictions import OnLogits
@@ -41,10 +39,10 @@ from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory,
 from flexgen_helm.hardware.rates import compute_dtype
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
+from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.models.decoder_of import decoder_of
 from flexgen_helm.offload.activations import ActivationStore
-from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.weights import TieredWeights
@@ -55,15 +53,12 @@ from flexgen_helm.planner.planner import Planner
 from flexgen_helm.planner.policy import Choices
 from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.workspace import Workspace
-from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
-from flexgen_helm.quant.precisions import FP16, Precision, precision_named
+from flexgen_helm.progress import ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.lanes import into_lanes
 from flexgen_helm.scheduling.prefix_cost import prefix_cost
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from flexgen_helm.scheduling.prepare import drawn_workload, prepare, run_size
-from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
-from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # What to do about values that are not finite where float16 stands in for bfloat16.
 _FLOAT16_ADVICE = (
@@ -75,96 +70,47 @@ _FLOAT16_ADVICE = (
 class Engine:
     """A loaded model. Results do not depend on what else is in the run (tolerances: docs/explanation/exactness.md)."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        tokenizer: Tokenizer | None,
-        options: EngineConfig,
-        *,
-        name: str,
-        precision: Precision,
-        device: torch.device,
-        link: CopyEngine | None,
-        exchange: Exchange,
-        chat: ChatFormat | None = None,
-        why_not_float16: str = "",
-        is_proved: bool | None = None,
-    ) -> None:
-        """Load the weights.
+    def __init__(self, model: OpenedModel, exchange: Exchange, is_proved: bool | None = None) -> None:
+        """Place the weights, and load them.
 
         exchange: with the ranks that have the model's other layers.
         is_proved: a small model of this kind equals `transformers` here; None where nothing was compared.
-        why_not_float16: what keeps a bfloat16 checkpoint from being computed in float16, on a GPU without bfloat16.
         """
         began = time.perf_counter()
+        checkpoint, options, device = model.checkpoint, model.options, model.device
         self._exchange, self.number = exchange, exchange.num_engines
-        self.name, self.config, self.tokenizer, self.precision = name, checkpoint.config, tokenizer, precision.name
-        self.chat = chat  # how prompts and messages are rendered, None without a tokenizer
+        self.name, self.config = model.name, checkpoint.config
+        self.tokenizer, self.chat = model.tokenizer, model.chat
+        self.precision, self._cache_format = model.precision.name, model.precision.cache
         self.last_run: dict[str, Any] = {}
-        self._options = options
-        self._cache_format = precision.cache
+        self._options, self._device = options, device
+        self._dtype = compute_dtype(device, checkpoint.storage_dtype)
         self._reads_bfloat16_as_float16 = checkpoint.as_float16
+        self._prefix_cost = prefix_cost(self.config, device.type)
         self._threads = ThreadGovernor() if device.type == "cpu" else None
-        self._device, self._dtype = device, compute_dtype(device, checkpoint.storage_dtype)
-        compute_tier: Tier = "cpu" if link is None else "gpu"
-        simulated = link is not None and device.type == "cpu"
-        folder = Path(options.offload_dir) if options.offload_dir is not None else state_dir() / "offload"
-        if options.offload_dir is not None:
-            require_writable(folder, "offload_dir")
+        folder = _offload_folder(options)
         capacities = tier_capacities(options.limits, device, folder, exchange.rank.local_size)
         self._resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
-        profile = EngineProfile(
-            capacities,
-            folder,
-            "cpu" if link is None else "sim" if simulated else "cuda",
-            options.link_gb_s,
-            pins_host_memory=lambda: link is None or link.pins,
-        )
-        dtype = str(self._dtype).removeprefix("torch.")
-        machine = Machine(capacities, compute_tier, dtype, options.overlap, options.cpu_attention)
-        choices = Choices(options.fixed_policy, options.fixed_schedule, options.max_latency)
-        self._planner = Planner(self.config, precision, machine, choices, profile)
-        self._prefix_cost = prefix_cost(self.config, device.type)
-        ranges = divide_among_ranks(self.config, options, exchange, self._planner, profile.name, device, capacities)
-        self._part = self.config.part(ranges[exchange.rank.number])
-        self._planner.take_layers(self._part)
-        self.placement = self._planner.place(name)
+        self._planner, self._part = self._planner_and_part(model, capacities, folder)
+        self.placement = self._planner.place(self.name)
         ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
-        self._tiers = TransferManager(device, compute_tier, ledgers, link, folder, options.overlap)
-        self.ledger = ledgers[compute_tier]
-        try:
-            self._weights = TieredWeights(
-                checkpoint,
-                self._tiers,
-                self.placement.weights,
-                self._dtype,
-                compute_copies=self.placement.compute_copies,
-                staging_bytes=self.placement.staging_bytes,
-                expert_bytes=self.placement.expert_bytes,
-                precision=precision,
-                threads=self._threads,
-                part=self._part,
-            )
-        except BaseException:
-            self._tiers.close()
-            raise
-        finally:
-            if self._threads is not None:
-                self._threads.release()
+        self._tiers = TransferManager(device, model.compute_tier, ledgers, model.link, folder, options.overlap)
+        self.ledger = ledgers[model.compute_tier]
+        self._weights = self._load_weights(checkpoint)
         self._decoder = decoder_of(self._part, device, self._dtype)
         self._graphs = self._layer_graphs() if options.cuda_graphs and device.type == "cuda" else None
         if device.type == "cpu":
             keep_freed_memory()
-        self.fingerprint = engine_fingerprint(checkpoint, tokenizer, options, precision, device.type, self._dtype)
+        self.fingerprint = model.fingerprint(self._dtype)
         self.identity = EngineIdentity(
-            name,
+            self.name,
             checkpoint.origin,
             self.fingerprint,
-            precision.name,
+            self.precision,
             device,
             self._dtype,
-            why_not_float16 or dtype_reason(device, self._dtype, checkpoint),
-            simulated,
+            model.why_not_float16 or dtype_reason(device, self._dtype, checkpoint),
+            model.is_simulated,
             time.perf_counter() - began,
             self._part.experts,
             is_proved,
@@ -225,47 +171,14 @@ class Engine:
 
     @classmethod
     def _open(
-        cls,
-        name_or_path: str | os.PathLike[str],
-        config: EngineConfig,
-        name: str | None,
-        exchange: Exchange,
+        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, exchange: Exchange
     ) -> "Engine":
-        precision = config.precision or FP16
-        if isinstance(precision, str):
-            precision = precision_named(precision)
-        resolved = resolve(name_or_path, config.revision)
-        name = name or resolved.name
-        report(ModelInUse(name, precision.name))
-        device, link = open_device(config.device, config.link_gb_s, exchange.rank)
-        checkpoint, tokenizer = _opened(resolved, config)
-        if tokenizer is None and config.apply_chat_template is True:
-            raise UsageError(f"the model {name} has no tokenizer files, and so no chat template")
-        chat = None if tokenizer is None else chat_format(tokenizer, config.chat, name, resolved.is_base)
-        is_proved = require_proof(checkpoint, name, cls, config.unverified)
-
-        def load(link: CopyEngine | None, why_not_float16: str) -> "Engine":
-            return cls(
-                checkpoint,
-                tokenizer,
-                config,
-                name=name,
-                precision=precision,
-                device=device,
-                link=link,
-                exchange=exchange,
-                chat=chat,
-                why_not_float16=why_not_float16,
-                is_proved=is_proved,
-            )
-
+        model = open_model(name_or_path, config, name, exchange.rank)
+        is_proved = require_proof(model.checkpoint, model.name, cls, config.unverified)
         try:
-            return load(link, prefer_float16(device, checkpoint))
+            return cls(model, exchange, is_proved)
         except Float16Error as error:  # found while the weights were read
-            checkpoint.read_as_float16(False)
-            report(Message(f"products are in float32, which takes longer: {error}"))
-            _, link = open_device(config.device, config.link_gb_s, exchange.rank)
-            return load(link, f"the GPU has no bfloat16 products, and {error}")
+            return cls(model.in_float32(error, exchange.rank), exchange, is_proved)
 
     def share_every_beginning(self) -> None:
         """Share what prompts have in common however short it is: for comparisons, not for speed."""
@@ -426,6 +339,39 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def _planner_and_part(
+        self, model: OpenedModel, capacities: Mapping[Tier, int], folder: Path
+    ) -> tuple[Planner, ModelConfig]:
+        """Return the planner, and the layers of this rank, for which it plans."""
+        options, link, exchange = model.options, model.link, self._exchange
+        profile = EngineProfile(
+            capacities,
+            folder,
+            "cpu" if link is None else "sim" if model.is_simulated else "cuda",
+            options.link_gb_s,
+            pins_host_memory=lambda: link is None or link.pins,
+        )
+        dtype = str(self._dtype).removeprefix("torch.")
+        machine = Machine(capacities, model.compute_tier, dtype, options.overlap, options.cpu_attention)
+        choices = Choices(options.fixed_policy, options.fixed_schedule, options.max_latency)
+        planner = Planner(self.config, model.precision, machine, choices, profile)
+        own = RankDevice(profile.name or device_name(model.device), (capacities["gpu"], capacities["cpu"]))
+        ranges = divide_among_ranks(self.config, options.pipeline_layers, exchange, planner, own)
+        part = self.config.part(ranges[exchange.rank.number])
+        planner.take_layers(part)
+        return planner, part
+
+    def _load_weights(self, checkpoint: Checkpoint) -> TieredWeights:
+        """Load the weights as they are placed; after an error the tiers are closed."""
+        try:
+            return TieredWeights(checkpoint, self._tiers, self.placement, self._dtype, self._threads)
+        except BaseException:
+            self._tiers.close()
+            raise
+        finally:
+            if self._threads is not None:
+                self._threads.release()
+
     def _layer_graphs(self) -> LayerGraphs | None:
         """Return graphs for batches up to the size that their share of the free memory allows; None if none fits."""
         room, workspace = self.ledger.free, Workspace(self._part, self._dtype.itemsize, "gpu")
@@ -458,28 +404,13 @@ class Engine:
         return with_memory
 
 
-def _opened(resolved: ResolvedModel, config: EngineConfig) -> tuple[Checkpoint, Tokenizer | None]:
-    """Open a checkpoint and its tokenizer; no weights are read."""
-    report(ProgressPhase("open", resolved.name))
-    checkpoint = open_checkpoint(resolved, weights=config.weights, seed=config.seed)
-    stop_point()
-    tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
-    stop_point()
-    return checkpoint, tokenizer
-
-
-def fingerprint_before_loading(name_or_path: str | os.PathLike[str], config: EngineConfig) -> str | None:
-    """Return the fingerprint of the engine that would be loaded, without its weights.
-
-    None where only the engine knows: on a GPU, whose dtype is measured, and on the ranks of a pipeline.
-    """
-    if not process_exchange().is_whole or compute_device(config.device).type != "cpu":
-        return None
-    precision = config.precision or FP16
-    precision = precision_named(precision) if isinstance(precision, str) else precision
-    checkpoint, tokenizer = _opened(resolve(name_or_path, config.revision), config)
-    dtype = compute_dtype(torch.device("cpu"), checkpoint.storage_dtype)
-    return engine_fingerprint(checkpoint, tokenizer, config, precision, "cpu", dtype)
+def _offload_folder(options: EngineConfig) -> Path:
+    """Return the folder of the disk tier. Raises `UsageError` for one that was named and cannot be written."""
+    if options.offload_dir is None:
+        return state_dir() / "offload"
+    folder = Path(options.offload_dir)
+    require_writable(folder, "offload_dir")
+    return folder
 
 
 def _fractions(placed: Mapping[Tier, int], planned: Mapping[Tier, float]) -> Mapping[Tier, float]:

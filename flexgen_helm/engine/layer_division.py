@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from flexgen_helm.config import EngineConfig
-from flexgen_helm.engine.device import device_name
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.layers import divide_by_speed, divide_layers
-from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.planner import Planner
 
 # Devices of one name count as equal if none has less than this share of another's memory.
@@ -21,34 +16,31 @@ _EQUAL_SHARE = 0.8
 
 @dataclass(frozen=True)
 class RankDevice:
-    """What tells the device of a rank from others: its name, and the bytes of its tiers in memory."""
+    """What tells the device of a rank from others.
+
+    name: of the device, or of the profile that the user has named for it.
+    memory: bytes of its tiers in memory.
+    """
 
     name: str
     memory: tuple[int, ...]
 
 
 def divide_among_ranks(
-    config: ModelConfig,
-    options: EngineConfig,
-    exchange: Exchange,
-    planner: Planner,
-    profile_name: str | None,
-    device: torch.device,
-    capacities: Mapping[Tier, int],
+    config: ModelConfig, asked: Sequence[int] | None, exchange: Exchange, planner: Planner, own: RankDevice
 ) -> list[range]:
     """Return the layers of each rank, the same on all ranks.
 
-    profile_name: of the profile that the user has named, which stands for the device.
+    asked: how many layers the user wants on each.
 
     Equal devices need no profile, and one process none. Raises what `divide_layers` raises.
     """
     size = exchange.rank.size
     if exchange.is_whole:
         return [range(config.num_layers)]
-    if options.pipeline_layers is not None:
-        return divide_layers(config, size, options.pipeline_layers)
+    if asked is not None:
+        return divide_layers(config, size, asked)
     even = divide_layers(config, size)
-    own = RankDevice(profile_name or device_name(device), (capacities["gpu"], capacities["cpu"]))
     if _are_equal(exchange.agree(own)):
         return even
     seconds = exchange.agree(planner.seconds_by_layers(exchange.rank.number, size))

@@ -36,12 +36,12 @@ from flexgen_helm.checkpoint.open import open_as
 from flexgen_helm.checkpoint.paths import read_state, state_dir, update_state
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.exchange import Exchange
+from flexgen_helm.engine.opening import OpenedModel
 from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
-from flexgen_helm.quant.precisions import FP16
 from flexgen_helm.request import GenerationRequest
 
 if TYPE_CHECKING:
@@ -249,10 +249,8 @@ def requests(seed: int) -> list[GenerationRequest]:
 def _difference(model: Any, checkpoint: Checkpoint, asked: Sequence[GenerationRequest], engine: type[Engine]) -> float:
     with _proving():
         options = EngineConfig(policy=_BLOCK, device="cpu")
-        device = torch.device("cpu")
-        with engine(
-            checkpoint, None, options, name="", precision=FP16, device=device, link=None, exchange=Exchange()
-        ) as small:
+        opened = OpenedModel("", options, checkpoint, tokenizer=None, chat=None, device=torch.device("cpu"), link=None)
+        with engine(opened, Exchange()) as small:
             small.share_every_beginning()
             results = small.run(asked)
     largest = 0.0

@@ -30,7 +30,6 @@ from flexgen_helm.models.config import (
     EMBED_TABLE,
     HEAD,
     HEAD_MATRIX,
-    ModelConfig,
     expert_number,
     expert_of,
     stage_names,
@@ -53,10 +52,10 @@ from flexgen_helm.offload.staging import StagingRing, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.constants import ALL_EXPERTS_FROM, UNLIMITED
 from flexgen_helm.planner.placement import Tier
+from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into, most_fused_rows
-from flexgen_helm.quant.precisions import FP16, Precision
 from flexgen_helm.scheduling.work_items import StageVisit
 
 # Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller ones only if they
@@ -91,7 +90,7 @@ class Weight:
 
 
 class TieredWeights:
-    """The weights of a model, each matrix on the tier that `placement` names (default: the compute device's).
+    """The weights of a model, each matrix on the tier that its placement names.
 
     tensors: by canonical name.
 
@@ -102,33 +101,24 @@ class TieredWeights:
         self,
         checkpoint: Checkpoint,
         tiers: TransferManager,
-        placement: Mapping[str, Tier],
+        placement: Placement,
         dtype: torch.dtype,
-        *,
-        compute_copies: bool = False,
-        staging_bytes: int = 0,
-        expert_bytes: int = 0,
-        precision: Precision = FP16,
         threads: ThreadGovernor | None = None,
-        part: ModelConfig | None = None,
     ) -> None:
-        """dtype: the compute dtype.
+        """placement: of the layers to load.
 
-        compute_copies: resident matrices are kept in the compute dtype, which has all values of 16-bit dtypes.
-        staging_bytes: of the staging ring on the compute device; used only if a matrix is offloaded.
-        expert_bytes: of the slots for offloaded experts there, at least one; used only if there are any.
+        dtype: the compute dtype, which has all values of 16-bit dtypes.
         threads: chooses the threads that quantize; None where a device computes.
-        part: the layers to load; None for all.
 
         Raises `MemoryLimitError`, `CheckpointError` and `OffloadError`, and then holds nothing.
         """
-        self._config, self._tiers, self._dtype = part or checkpoint.config, tiers, dtype
+        self._config, self._tiers, self._dtype = placement.model.config, tiers, dtype
         self.tensors: dict[str, Weight] = {}
         self._resources = ExitStack()  # closed in reverse: the prefetcher, then each matrix before its claim
         self._prefetcher: WeightPrefetcher | None = None
         self._streamer: ExpertStreamer | None = None
         self._experts: dict[str, OffloadedMatrix] = {}  # the offloaded ones, as pages of bytes
-        loader = MatrixLoader(checkpoint, tiers, precision)
+        loader = MatrixLoader(checkpoint, tiers, placement.model.precision)
         shapes = tensor_shapes(self._config)
         # In bytes of 16 bits, whatever the format: a packed matrix takes no less time.
         done, total = 0, sum(2 * prod(shape) for shape in shapes.values())
@@ -139,9 +129,9 @@ class TieredWeights:
                 done += 2 * prod(shape)
                 if threads is not None:
                     threads.adapt()
-                tier = placement.get(name, tiers.compute_tier)
+                tier = placement.weights.get(name, tiers.compute_tier)
                 if tier == tiers.compute_tier or len(shape) == 1:
-                    self.tensors[name] = self._load_resident(loader, name, shape, compute_copies)
+                    self.tensors[name] = self._load_resident(loader, name, shape, placement.compute_copies)
                 elif (expert := expert_of(name)) is not None:
                     self.tensors[name] = self._load_expert(loader, name, shape, expert, tier)
                 else:
@@ -150,12 +140,12 @@ class TieredWeights:
             if self._config.tied_head and self._config.has_head:
                 self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
             if any(weight.offloaded is not None for weight in self.tensors.values()):
-                self._prefetcher = self._start_prefetcher(staging_bytes)
+                self._prefetcher = self._start_prefetcher(placement.staging_bytes)
             if self._experts:
-                self._streamer = self._start_streamer(expert_bytes)
+                self._streamer = self._start_streamer(placement.expert_bytes)
             self._stages = stage_names(self._config)
             self._stage_experts = {stage: self._experts_of(stage) for stage in self._stages}
-            self._staged = {stage: self._staged_matrices(stage, staging_bytes) for stage in self._stages}
+            self._staged = {stage: self._staged_matrices(stage, placement.staging_bytes) for stage in self._stages}
             if buffers := self._loader_buffer_bytes():
                 self._claim("cpu", "buffers", buffers)
         except BaseException:

@@ -39,7 +39,7 @@ class EngineLoader:
     def fingerprint(self, model: ModelArguments) -> str | None:
         """Return the fingerprint of the engine that `load` returns; None where only the engine knows."""
         self.import_modules(model)
-        from flexgen_helm.engine.engine import fingerprint_before_loading
+        from flexgen_helm.engine.opening import fingerprint_before_loading
 
         return fingerprint_before_loading(model.path, model.engine_key.config)
 

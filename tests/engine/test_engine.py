@@ -12,7 +12,7 @@ import torch
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.engine.engine import fingerprint_before_loading
+from flexgen_helm.engine.opening import fingerprint_before_loading
 from flexgen_helm.errors import (
     Interrupted,
     MemoryLimitError,

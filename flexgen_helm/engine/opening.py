@@ -1,0 +1,108 @@
+"""Open a model: its files, its tokenizer, and the device that will compute. No weights are read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.checkpoint.names import ResolvedModel, resolve
+from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.concurrency import stop_point
+from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.device import compute_device, open_device, prefer_float16
+from flexgen_helm.engine.fingerprint import engine_fingerprint
+from flexgen_helm.engine.pipeline import process_exchange
+from flexgen_helm.errors import Float16Error, UsageError
+from flexgen_helm.hardware.ranks import Rank
+from flexgen_helm.hardware.rates import compute_dtype
+from flexgen_helm.offload.copy_engine import CopyEngine
+from flexgen_helm.planner.placement import Tier
+from flexgen_helm.progress import Message, ModelInUse, ProgressPhase, report
+from flexgen_helm.quant.precisions import Precision
+from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model whose weights can be loaded.
+
+    name: what the user calls it.
+    chat: how prompts and messages are rendered; None without a tokenizer.
+    link: copies to and from the device; None where the host computes.
+    why_not_float16: what keeps a bfloat16 checkpoint from being computed in float16, on a GPU without bfloat16.
+    """
+
+    name: str
+    options: EngineConfig
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    chat: ChatFormat | None
+    device: torch.device
+    link: CopyEngine | None
+    why_not_float16: str = ""
+
+    @property
+    def precision(self) -> Precision:
+        return self.options.chosen_precision
+
+    @property
+    def compute_tier(self) -> Tier:
+        return "cpu" if self.link is None else "gpu"
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether a gpu in host memory computes."""
+        return self.link is not None and self.device.type == "cpu"
+
+    def fingerprint(self, dtype: torch.dtype) -> str:
+        """Return the digest of all that a result depends on besides the request; dtype: of products."""
+        return engine_fingerprint(self.checkpoint, self.tokenizer, self.options, self.device.type, dtype)
+
+    def in_float32(self, reason: Float16Error, rank: Rank) -> OpenedModel:
+        """Return the model as it is loaded after values were met that float16 does not have."""
+        self.checkpoint.read_as_float16(False)
+        report(Message(f"products are in float32, which takes longer: {reason}"))
+        _, link = open_device(self.options.device, self.options.link_gb_s, rank)
+        return replace(self, link=link, why_not_float16=f"the GPU has no bfloat16 products, and {reason}")
+
+
+def open_model(
+    name_or_path: str | os.PathLike[str], options: EngineConfig, name: str | None, rank: Rank
+) -> OpenedModel:
+    """Open a model; name: what the user calls it, None for its own name."""
+    resolved = resolve(name_or_path, options.revision)
+    name = name or resolved.name
+    report(ModelInUse(name, options.chosen_precision.name))
+    device, link = open_device(options.device, options.link_gb_s, rank)
+    checkpoint, tokenizer = _open_files(resolved, options)
+    if tokenizer is None and options.apply_chat_template is True:
+        raise UsageError(f"the model {name} has no tokenizer files, and so no chat template")
+    chat = None if tokenizer is None else chat_format(tokenizer, options.chat, name, resolved.is_base)
+    why_not_float16 = prefer_float16(device, checkpoint)
+    return OpenedModel(name, options, checkpoint, tokenizer, chat, device, link, why_not_float16)
+
+
+def fingerprint_before_loading(name_or_path: str | os.PathLike[str], options: EngineConfig) -> str | None:
+    """Return the fingerprint of the engine that would be loaded, without its weights.
+
+    None where only the engine knows: on a GPU, whose dtype is measured, and on the ranks of a pipeline.
+    """
+    if not process_exchange().is_whole or compute_device(options.device).type != "cpu":
+        return None
+    checkpoint, tokenizer = _open_files(resolve(name_or_path, options.revision), options)
+    dtype = compute_dtype(torch.device("cpu"), checkpoint.storage_dtype)
+    return engine_fingerprint(checkpoint, tokenizer, options, "cpu", dtype)
+
+
+def _open_files(resolved: ResolvedModel, options: EngineConfig) -> tuple[Checkpoint, Tokenizer | None]:
+    """Open a checkpoint and its tokenizer."""
+    report(ProgressPhase("open", resolved.name))
+    checkpoint = open_checkpoint(resolved, weights=options.weights, seed=options.seed)
+    stop_point()
+    tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
+    stop_point()
+    return checkpoint, tokenizer
