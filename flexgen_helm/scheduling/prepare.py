@@ -46,47 +46,28 @@ def prepare(
     chat: renders messages, and plain prompts that generate if it applies; None without a tokenizer.
     """
     refused: dict[int, Exception] = {}
-    texts: dict[str, None] = {}
+    plain: dict[int, str] = {}
     rendered: dict[int, str] = {}
     for place, request in enumerate(requests):
         try:
-            request.validate()
-            if tokenizer is None and (request.prompt_token_ids is None or request.stop):
-                what = "stop strings" if request.prompt_token_ids is not None else "a text prompt"
-                raise RequestError(
-                    f"this model has no tokenizer files, so {what} cannot be used; give prompt_token_ids"
-                )
+            _require_texts(request, tokenizer, chat)
             if chat is not None and (text := chat.render(request)) is not None:
                 rendered[place] = text
-            elif request.messages is not None:
-                raise RequestError("this model has no chat template; send a prompt instead of messages")
+            elif request.prompt is not None:
+                plain[place] = request.prompt
         except RequestError as error:
             refused[place] = error
-            continue
-        if request.prompt is not None and place not in rendered:
-            texts[request.prompt] = None
-    encoded = _encode(list(texts), tokenizer.encode_batch) if tokenizer else {}
-    encoded_chats = _encode(list(dict.fromkeys(rendered.values())), chat.encode_batch) if chat else {}
-
+    encoded = _encode_places(plain, tokenizer.encode_batch) if tokenizer else {}
+    encoded |= _encode_places(rendered, chat.encode_batch) if chat else {}
     distinct: dict[tuple[object, ...], Request] = {}
-    token_bytes = tokenizer.token_bytes if tokenizer else None
     for place, request in enumerate(requests):
         if place in refused:
             continue
+        if chat is not None and place in rendered:
+            request = replace(request, thinking=chat.thinking(rendered[place]))
         try:
-            if chat is not None and place in rendered:
-                ids: list[int] | RequestError = encoded_chats[rendered[place]]
-                request = replace(request, thinking=chat.thinking(rendered[place]))
-            elif request.prompt is not None:
-                ids = encoded[request.prompt]
-            else:
-                ids = list(request.prompt_token_ids or ())
-            if isinstance(ids, RequestError):
-                raise ids
-            prepared = Request(request, *_with_context(ids, request, tokenizer), token_bytes)
+            prepared = _prepare_one(request, encoded.get(place, request.prompt_token_ids), tokenizer)
             _check(prepared, config, schedule)
-            if not request.ignore_eos and (request.stop or (tokenizer is not None and tokenizer.eos_ids)):
-                prepared.length_group = request.max_tokens
         except RequestError as error:
             refused[place] = error
             continue
@@ -256,6 +237,37 @@ def _renumbered(members: abc.Sequence[PrefixNode | int], places: abc.Sequence[in
         else:
             renumbered.append(places[member])
     return renumbered
+
+
+def _require_texts(request: GenerationRequest, tokenizer: Tokenizer | None, chat: ChatFormat | None) -> None:
+    """Raise `RequestError` for a request that is not valid, or has texts that this model cannot encode."""
+    request.validate()
+    if tokenizer is None and (request.prompt_token_ids is None or request.stop):
+        what = "stop strings" if request.prompt_token_ids is not None else "a text prompt"
+        raise RequestError(f"this model has no tokenizer files, so {what} cannot be used; give prompt_token_ids")
+    if chat is None and request.messages is not None:
+        raise RequestError("this model has no chat template; send a prompt instead of messages")
+
+
+def _prepare_one(
+    request: GenerationRequest, ids: abc.Sequence[int] | RequestError | None, tokenizer: Tokenizer | None
+) -> Request:
+    """Make the request of a run; ids: of the prompt, or why its text has none."""
+    if isinstance(ids, RequestError):
+        raise ids
+    token_bytes = tokenizer.token_bytes if tokenizer else None
+    prepared = Request(request, *_with_context(list(ids or ()), request, tokenizer), token_bytes)
+    if not request.ignore_eos and (request.stop or (tokenizer is not None and tokenizer.eos_ids)):
+        prepared.length_group = request.max_tokens
+    return prepared
+
+
+def _encode_places(
+    texts: Mapping[int, str], encode_batch: Callable[[list[str]], list[list[int]]]
+) -> dict[int, list[int] | RequestError]:
+    """Return the token ids of the text at every place, or why it has none; equal texts are encoded once."""
+    encoded = _encode(list(dict.fromkeys(texts.values())), encode_batch)
+    return {place: encoded[text] for place, text in texts.items()}
 
 
 def _encode(
