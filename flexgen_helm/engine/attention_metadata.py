@@ -52,7 +52,7 @@ class PromptAttention:
         """q [t, Hq, D], k and v [t, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq]; stores k and v."""
         out = self._attend(self.sequence.start, window, config, cache.codec, q, k, v)
         if self.sequence.needs_cache:
-            cache.write(self.sequence, layer, k, v)
+            cache.write(*self.sequence.seat, layer, k, v)
         return out
 
     @staticmethod
@@ -150,21 +150,21 @@ class PrefixAttention:
         self, layer: int, window: Window | None, config: AttentionConfig, cache: KVCache, q: Tensor
     ) -> Iterator[PartialAttention]:
         """q [t, Hq, D] -> for each part output [t, Hq, D] and log-sum-exp [t, Hq]."""
-        assert self.prefix.block is not None
-        positions, keys_on_host = self.positions, cache.attends_on_host(self.prefix.block)
+        block, slot = self.prefix.seat
+        positions, keys_on_host = self.positions, cache.attends_on_host(block)
         on_host = keys_on_host and len(positions) < _COPY_KEYS_FROM
         if on_host:
             (q,) = cache.copy_to_host("activations", q)
             config, positions = config.on_host, self.host_positions
         for part in self.parts:
-            keys, values = cache.read_prefix(self.prefix, layer, part)
+            keys, values = cache.read_prefix(block, slot, layer, part)
             if keys.device != q.device or (keys_on_host and not on_host):
                 keys, values = cache.copy_to_device("cache", keys, values)
             visible = part.visible(positions, window, mask_dtype(q.device, q.dtype))
             own_positions = positions - part.first if part.first and config.slopes is not None else positions
             partial = attention.attend_prefix(q, keys, values, config, own_positions, visible.mask, visible.sees_none)
             yield _to_device(cache, partial) if on_host else partial
-        cache.done(self.prefix.block, layer)
+        cache.done(block, layer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,8 +217,8 @@ class AttentionMetadata:
         """Divide the tokens for a layer that keeps states: prompts one by one, decoding sequences block by block."""
         for own in self.prompts:
             sequence = own.sequence
-            before = cache.state_behind(sequence.prefixes[-1], layer) if sequence.prefixes else None
-            keep = partial(cache.write_state, sequence, layer) if sequence.needs_cache else _forget
+            before = cache.state_behind(*sequence.prefixes[-1].seat, layer) if sequence.prefixes else None
+            keep = partial(cache.write_state, *sequence.seat, layer) if sequence.needs_cache else _forget
             yield StateGroup(own.tokens, False, before, keep, sequence.kind is SequenceKind.SHARED_PREFIX)
         for decoding in self.decodes:
             states = cache.read_states(decoding.block, layer)
@@ -257,8 +257,7 @@ class AttentionMetadata:
         for own in self.decodes:
             yield own.block
         for prefix in self.prefixes:
-            assert prefix.prefix.block is not None
-            yield prefix.prefix.block
+            yield prefix.prefix.seat[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,8 +313,8 @@ def build_attention_metadata(
         if sequence.is_prefill:
             prompts.append(PromptAttention(sequence, tokens))
         else:
-            assert sequence.block is not None and item.count == 1
-            blocks.setdefault(sequence.block, first)
+            assert item.count == 1
+            blocks.setdefault(sequence.seat[0], first)
         for prefix in sequence.prefixes:
             users.setdefault(prefix, []).extend(range(tokens.start, tokens.stop))
 
@@ -342,7 +341,7 @@ def build_attention_metadata(
         (own_on_host, own), (_, tokens_on_device) = next(pairs), next(pairs)
         adjacent = index[-1] - index[0] == len(index) - 1  # ascending, no token twice
         where = slice(index[0], index[-1] + 1) if adjacent else tokens_on_device
-        parts = prefix_parts(prefix, own_positions, cache.codec)
+        parts = prefix_parts(prefix.start, prefix.prompt_len, own_positions, cache.codec)
         prefixes.append(PrefixAttention(prefix, where, own, own_on_host, parts))
 
     rows = TableRows(ids, host_ids), TableRows(at, host_at)

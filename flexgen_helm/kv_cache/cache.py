@@ -32,7 +32,7 @@ from flexgen_helm.offload.transfer_stats import Kind
 from flexgen_helm.planner.cache_sizes import state_bytes
 from flexgen_helm.planner.placement import TIERS, Tier, most_underfilled
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
+from flexgen_helm.scheduling.sequence import CacheBlock
 
 
 @dataclass(eq=False)
@@ -114,20 +114,19 @@ class KVCache:
 
     # Writing
 
-    def write(self, sequence: Sequence, layer: int, k: Tensor, v: Tensor) -> None:
+    def write(self, block: CacheBlock, slot: int, layer: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values [S, Hk, D] of a whole prompt."""
-        assert sequence.block is not None
         if not self._writes(layer):
             return
-        layer, codec, cache = self._stored_layer(layer), self.codec, self._open(sequence.block)
+        layer, codec, cache = self._stored_layer(layer), self.codec, self._open(block)
         if cache.window is not None:
-            cache.window.write(sequence.slot, layer, k, v)
+            cache.window.write(slot, layer, k, v)
         tokens = k.shape[0] // codec.group_tokens * codec.group_tokens
         if tokens:
             planes = codec.encode(k[:tokens], v[:tokens])
             if cache.attends_on_host:
                 planes = self.copy_to_host("cache", *planes)
-            cache.storage.write(layer, sequence.slot, planes)
+            cache.storage.write(layer, slot, planes)
 
     def append(self, block: CacheBlock, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """Store one token [B, Hk, D] of each sequence."""
@@ -148,22 +147,20 @@ class KVCache:
 
     # States of layers that keep them
 
-    def write_state(self, sequence: Sequence, layer: int, state: Tensor) -> None:
+    def write_state(self, block: CacheBlock, slot: int, layer: int, state: Tensor) -> None:
         """Store the state [1, elements] behind a whole prompt."""
-        assert sequence.block is not None
-        self._open(sequence.block).states.begin(layer, sequence.slot, state)
+        self._open(block).states.begin(layer, slot, state)
 
-    def state_behind(self, sequence: Sequence, layer: int) -> Tensor:
-        """Return the state [1, elements] behind a sequence that others go on from."""
-        assert sequence.block is not None
-        return self._blocks[sequence.block].states.newest(layer, sequence.slot)
+    def state_behind(self, block: CacheBlock, slot: int, layer: int) -> Tensor:
+        """Return the state [1, elements] behind a prompt that others go on from."""
+        return self._blocks[block].states.newest(layer, slot)
 
     def read_states(self, block: CacheBlock, layer: int) -> Tensor:
         """Return the states [B, elements] before the next token of each sequence; the same until all have one more."""
         states = self._open(block).states.before(layer)
         for slot, sequence in enumerate(block.sequences):
             if not sequence.num_computed:  # it goes on from another's prompt
-                states[slot] = self.state_behind(sequence.prefixes[-1], layer)[0]
+                states[slot] = self.state_behind(*sequence.prefixes[-1].seat, layer)[0]
         return states
 
     def write_states(self, block: CacheBlock, layer: int, states: Tensor) -> None:
@@ -192,16 +189,15 @@ class KVCache:
         storage = self._blocks[block].storage
         return self.codec.decode_selected(storage.select(self._stored_layer(layer), part.sequences, selected.tokens))
 
-    def read_prefix(self, prefix: Sequence, layer: int, part: PrefixPart) -> KeysValues:
+    def read_prefix(self, block: CacheBlock, slot: int, layer: int, part: PrefixPart) -> KeysValues:
         """Return keys and values [Hk, n, D] of a part of a shared sequence."""
-        assert prefix.block is not None
-        layer, cache, size = self._stored_layer(layer), self._blocks[prefix.block], self.codec.group_tokens
+        layer, cache, size = self._stored_layer(layer), self._blocks[block], self.codec.group_tokens
         if not part.stored:
             assert cache.window is not None
-            keys, values = cache.window.read_tokens(prefix.slot, layer, part.first, part.last)
+            keys, values = cache.window.read_tokens(slot, layer, part.first, part.last)
             return keys[0], values[0]
         first, last = part.first // size, -(-part.last // size)
-        planes = self._read(cache, layer, slice(prefix.slot, prefix.slot + 1), slice(first, last))
+        planes = self._read(cache, layer, slice(slot, slot + 1), slice(first, last))
         tokens = slice(part.first - first * size, part.last - first * size)
         return self.codec.decode_keys(planes)[0, :, tokens], self.codec.decode_values(planes)[0, :, tokens]
 

@@ -23,7 +23,6 @@ from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.kernels import dequantize_into
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.scheduling.sequence import Sequence
 
 KeysValues = tuple[Tensor, Tensor]
 Planes = tuple[Tensor, ...]
@@ -101,11 +100,6 @@ class Codec(ABC):
     @abstractmethod
     def num_stored(self, position: int) -> int:
         """Return how many tokens the query at `position` reads from the storage; those behind are in the window."""
-
-    def num_visible_units(self, sequence: Sequence) -> int:
-        """Return how many stored units the sequence's next query reads, or, of a shared one, its readers do."""
-        tokens = sequence.prompt_len if sequence.is_shared else self.num_stored(sequence.num_computed)
-        return tokens // self.group_tokens
 
     def round_trip(self, k: Tensor, v: Tensor) -> KeysValues:
         """Return what encoding leaves of tokens [n * cache_format.group_tokens, Hk, D]."""

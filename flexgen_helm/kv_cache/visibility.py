@@ -27,7 +27,7 @@ from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, Window
 from flexgen_helm.models.sparse import num_selected, num_selected_tensor
 from flexgen_helm.planner.constants import KEPT_MASK_BYTES
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
+from flexgen_helm.scheduling.sequence import CacheBlock
 
 # Elements of keys and values that are dequantized at once: 16 MiB in float32.
 _DEQUANTIZED_ELEMENTS = 4 << 20
@@ -58,8 +58,10 @@ class Extent:
 
 def stored_extent(block: CacheBlock, codec: Codec) -> Extent:
     """Return what the next queries of a block's sequences read, or, of shared sequences, their readers do."""
-    room = 0 if codec.window_tokens or block.sequences[0].is_shared else 1
-    return Extent([codec.num_visible_units(sequence) - room for sequence in block.sequences], room)
+    is_shared, size = block.sequences[0].is_shared, codec.group_tokens
+    room = 0 if codec.window_tokens or is_shared else 1
+    tokens = [own.prompt_len if is_shared else codec.num_stored(own.num_computed) for own in block.sequences]
+    return Extent([count // size - room for count in tokens], room)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,17 +237,17 @@ class PrefixPart:
         return VisibleKeys(mask, lower.clamp_min_(self.first) >= upper if some_see_none else None)
 
 
-def prefix_parts(prefix: Sequence, positions: SequenceOf[int], codec: Codec) -> tuple[PrefixPart, ...]:
-    """Divide what queries see of a prefix.
+def prefix_parts(start: int, end: int, positions: SequenceOf[int], codec: Codec) -> tuple[PrefixPart, ...]:
+    """Divide what queries see of a prefix of `end` tokens.
 
         tokens    0 … low | low … high | low … end      low, high: the first and the last border of the queries
                   stored    stored       newest
         seen by   all       some         the others
 
+    start: absolute position of its first token.
     positions: of the queries, from the prefix's first token on.
     """
-    fmt, end, span = codec.cache_format, prefix.prompt_len, (min(positions), max(positions))
-    start = prefix.start
+    fmt, span = codec.cache_format, (min(positions), max(positions))
     if fmt is None:
         return (PrefixPart(start, 0, end, True, span),)
     low, high = (min(end, fmt.num_quantized(position)) for position in span)

@@ -267,6 +267,12 @@ class Sequence:
         return self.requests[0]
 
     @property
+    def seat(self) -> tuple[CacheBlock, int]:
+        """Its cache block, and its slot there."""
+        assert self.block is not None
+        return self.block, self.slot
+
+    @property
     def is_shared(self) -> bool:
         """Whether other sequences attend to its cache; then it does not decode itself."""
         return self.kind is SequenceKind.SHARED_PREFIX or self.num_continuations > 0

@@ -159,7 +159,9 @@ def races_of_what_breaks_off(folder) -> int:
         for breaks_off in ("store", "fetch", "activations", ""):
             sequence = Sequence(SequenceKind.PROMPT, (), [1] * 9, 9, max_new_tokens=2, num_draws=1, needs_cache=True)
             block = sequence.block = CacheBlock(10, 1, [sequence])
-            cache.write(sequence, 0, *(torch.ones(9, *keys, dtype=torch.float16, device=cuda) for _ in range(2)))
+            cache.write(
+                block, sequence.slot, 0, *(torch.ones(9, *keys, dtype=torch.float16, device=cuda) for _ in range(2))
+            )
             sequence.num_computed = 9
             if breaks_off == "fetch":
                 cache.prefetch(block, 0)

@@ -125,7 +125,7 @@ def test_decoding_reads_what_was_written(
         for sequence in sequences:
             for layer in range(LAYERS):
                 k, v = reference.new(sequence.prompt_len)
-                cache.write(sequence, layer, k, v)
+                cache.write(*sequence.seat, layer, k, v)
                 reference.add(sequence, layer, k, v)
             sequence.num_computed = sequence.prompt_len
         for step in range(steps):
@@ -205,12 +205,12 @@ def test_readers_of_a_prefix_see_what_was_written(tmp_path, name, place, groups,
     try:
         for layer in range(LAYERS):
             k, v = reference.new(length)
-            cache.write(prefix, layer, k, v)
+            cache.write(*prefix.seat, layer, k, v)
             reference.add(prefix, layer, k, v)
         for layer in range(LAYERS):
             seen: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = [{} for _ in positions]
-            for part in prefix_parts(prefix, positions, cache.codec):
-                keys, values = cache.read_prefix(prefix, layer, part)
+            for part in prefix_parts(prefix.start, length, positions, cache.codec):
+                keys, values = cache.read_prefix(*prefix.seat, layer, part)
                 assert keys.shape == (HEADS, part.last - part.first, DIM)
                 mask = part.visible(torch.tensor(positions), None, torch.float32).mask
                 for query in range(len(positions)):
@@ -240,7 +240,7 @@ def test_a_slot_that_was_not_moved_would_be_noticed(tmp_path):
     for slot, sequence in enumerate(sequences):
         sequence.block, sequence.slot, sequence.num_computed = block, slot, 3
         k, v = reference.new(3)
-        cache.write(sequence, 0, k, v)
+        cache.write(*sequence.seat, 0, k, v)
         reference.add(sequence, 0, k, v)
     block.sequences[:] = [sequences[1]]
     cache.append(block, 0, placed(cache, block), *reference.new(1))
@@ -255,7 +255,7 @@ def test_storages_are_chosen_by_the_plan(tmp_path, place):
     cache, tiers = open_cache(tmp_path, place, None, True)
     prompt = Sequence(SequenceKind.PROMPT, (), [1] * 3, 3, max_new_tokens=3, num_draws=1, needs_cache=True)
     prompt.block, prompt.slot = CacheBlock(5, 1, [prompt]), 0
-    cache.write(prompt, 0, *Reference(0).new(3))
+    cache.write(*prompt.seat, 0, *Reference(0).new(3))
     tier = PLACES[place][0]
     assert cache.placed[tier] > 0 and sum(cache.placed.values()) == cache.placed[tier]
     assert tiers.ledgers[tier].by_kind() == {"cache": cache.placed[tier]}
