@@ -51,6 +51,7 @@ from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.planner import Planner
 from flexgen_helm.planner.policy import Choices
+from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import ModelInUse, PlanLine, ProgressPhase, report
@@ -59,6 +60,7 @@ from flexgen_helm.scheduling.lanes import into_lanes
 from flexgen_helm.scheduling.prefix_cost import prefix_cost
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel
 from flexgen_helm.scheduling.prepare import drawn_workload, prepare, run_size
+from flexgen_helm.scheduling.sequence import Request
 
 # What to do about values that are not finite where float16 stands in for bfloat16.
 _FLOAT16_ADVICE = (
@@ -244,10 +246,7 @@ class Engine:
         self._tiers.reset()
         schedule = self._options.fixed_schedule or ZIGZAG
         prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
-        size = run_size(prepared.distinct, self._prefix_cost, self._planner.searches, self._cache_format)
-        free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
-        plan, exchange = plan_for_all_ranks(self._exchange, partial(self._planner.plan, size, free)), self._exchange
-        report(PlanLine(plan.describe(len(prepared.distinct))))
+        plan, exchange = self._plan(prepared.distinct), self._exchange
         cache = KVCache(
             self._part,
             self._tiers,
@@ -269,7 +268,9 @@ class Engine:
             answers = ResultCollector(len(requests), on_result, self._reporter(progress))
             for place, error in prepared.refused.items():
                 answers.deliver(place, GenerationResult(error=error))
-            lanes, limits = into_lanes(prepared.distinct, plan.limits, exchange.rank.size, plan.schedule)
+            lanes, limits = [prepared.distinct], plan.limits
+            if not exchange.is_whole:
+                lanes, limits = into_lanes(prepared.distinct, limits, exchange.rank.size, plan.schedule)
             runs = [
                 Run(self.config, executor, cache, limits, plan.schedule, eos_ids, self._prefix_cost, own, answers)
                 for own in lanes
@@ -297,7 +298,7 @@ class Engine:
             self.identity,
             plan,
             self._tiers,
-            results,
+            [result.cost for result in results],
             num_unique=len(prepared.distinct),
             seconds=time.perf_counter() - began,
             placement=placement,
@@ -338,6 +339,14 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _plan(self, requests: Sequence[Request]) -> RunPlan:
+        """Plan a run of distinct requests, within what all ranks have room for."""
+        size = run_size(requests, self._prefix_cost, self._planner.searches, self._cache_format)
+        free: dict[Tier, int] = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
+        plan = plan_for_all_ranks(self._exchange, partial(self._planner.plan, size, free))
+        report(PlanLine(plan.describe(len(requests))))
+        return plan
 
     def _planner_and_part(
         self, model: OpenedModel, capacities: Mapping[Tier, int], folder: Path

@@ -20,7 +20,7 @@ from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.predict import CostEstimate
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.report.throughput import throughput, versions
-from flexgen_helm.request import GenerationResult
+from flexgen_helm.request import Cost
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def run_record(
     engine: EngineIdentity,
     plan: RunPlan,
     tiers: TransferManager,
-    results: Sequence[GenerationResult],
+    costs: Sequence[Cost],
     *,
     num_unique: int,
     seconds: float,
@@ -62,12 +62,13 @@ def run_record(
 ) -> dict[str, Any]:
     """Return the record as plain values; bytes, seconds and fractions.
 
+    costs: of each request.
     num_unique: distinct requests.
     placement: fractions by tier that weights, cache and activations really had.
     halvings: how often batches were halved because memory ran out.
     preemptions: how often a sequence gave its cache back and was computed again.
     """
-    figures = throughput((result.cost for result in results), seconds)
+    figures = throughput(costs, seconds)
     rate = matmul_flops(engine.device, engine.dtype)
     transfer_s = tiers.stats.seconds()
     wait_s = sum(spent for kind, spent in transfer_s.items() if kind.startswith("wait_"))
@@ -86,7 +87,7 @@ def run_record(
         },
         "schedule": plan.schedule.name,
         **figures,
-        "workload": {"num_requests": len(results), "num_unique": num_unique, **figures["workload"]},
+        "workload": {"num_requests": len(costs), "num_unique": num_unique, **figures["workload"]},
         "wall_s": {"load": engine.load_s, "generate": seconds},
         "bytes": tiers.stats.bytes(),
         "time_s": {

@@ -15,9 +15,7 @@ from flexgen_helm.scheduling.sequence import Request
 def into_lanes(
     requests: Sequence[Request], limits: SchedulerLimits, num_ranks: int, schedule: Schedule
 ) -> tuple[list[list[Request]], SchedulerLimits]:
-    """Return the requests of each lane, and what a pass of one may hold. A single rank has one lane."""
-    if num_ranks == 1:
-        return [list(requests)], limits
+    """Return the requests of each lane, and what a pass of one may hold. One process alone has no use for several."""
     lanes = divide(requests, _num_lanes(requests, limits, num_ranks, schedule))
     return lanes, _lane_limits(limits, len(lanes))
 

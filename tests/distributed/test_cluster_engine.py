@@ -188,7 +188,7 @@ def test_machines_of_two_kinds_do_not_share_a_suite(model: ModelToLoad, monkeypa
         return dataclasses.replace(honest(*given), device_type=kind, fingerprint=kind)
 
     monkeypatch.setattr(worker_module, "_identity", identity)
-    monkeypatch.setattr(engine_module, "engine_fingerprint", lambda *given: given[4])
+    monkeypatch.setattr(engine_module, "engine_fingerprint", lambda *given: given[3])
     messages: list[Event] = []
     with observed_by(messages.append):
         cluster, workers = start(model)  # which may hear of both already
