@@ -122,13 +122,6 @@ def test_modules_that_the_docs_name_exist() -> None:
     assert {page: modules for page, modules in absent.items() if modules} == {}
 
 
-@pytest.mark.parametrize(("title", "most"), [("The life of a weight", 8), ("The life of a cache block", 9)])
-def test_a_life_can_be_followed_in_few_files(title: str, most: int) -> None:
-    text = (DOCS / "developers" / "architecture.md").read_text()
-    section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
-    assert 1 <= len(modules_named(section)) <= most
-
-
 def test_every_environment_variable_is_described() -> None:
     listed = set(re.findall(r"^\| `(FLEXGEN_HELM_\w+)`", (DOCS / "reference/environment.md").read_text(), re.MULTILINE))
     shipped = ("flexgen_helm/", "scenarios/", "benchmarks/")

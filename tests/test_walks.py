@@ -1,4 +1,4 @@
-"""The life of a request in docs/developers/architecture.md names every file that a request is handed through."""
+"""The lives of requests, weights and cached tokens in docs/developers/architecture.md name the files that they pass."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+import pytest
+import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor
+from flexgen_helm.offload.matrices import OffloadedMatrix
+from flexgen_helm.offload.prefetcher import StagedMatrix
+from flexgen_helm.offload.staging import RingSlot
+from flexgen_helm.offload.weights import Weight
 from flexgen_helm.planner.placement import StorageSizes
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
@@ -30,6 +42,7 @@ PROGRAM = """
 import json, sys, threading
 from helm.common.request import Request
 import flexgen_helm
+from flexgen_helm import GenerationRequest
 from flexgen_helm.plugin.client import FlexgenClient
 
 forms, root = set(json.loads(sys.argv[2])), flexgen_helm.__path__[0] + "/"
@@ -59,13 +72,26 @@ request = Request("flexgen/tiny", "flexgen/tiny", prompt="the quick fox", temper
 result = client.make_request(request)
 sys.setprofile(None)
 assert result.success, result.error
+
+# What requests can meet besides: shared prefixes, several completions, caches on the disk, quantized ones.
+prompts = [[*range(2, 62), 70 + number] for number in range(4)]
+asked = [GenerationRequest(prompt_token_ids=ids, max_tokens=9, n=2, temperature=1.0, seed=1) for ids in prompts]
+for precision, computed in (("fp16", 60 + 4), ("4bit-cache", 8 * 61)):
+    options = {"device": "cpu", "policy": "2x2,0,100,0,0,0,0", "precision": precision}
+    with flexgen_helm.Engine.from_pretrained(sys.argv[1], **options) as engine:
+        engine.share_every_beginning()
+        sys.setprofile(profile)
+        results = engine.run(asked)
+        sys.setprofile(None)
+        assert engine.last_run["bytes"]["cpu_to_disk"]["cache"] and not any(result.error for result in results)
+        assert round(engine.last_run["workload"]["prompt_tokens_computed"]) == computed, engine.last_run["workload"]
 print(json.dumps([sorted(files), sorted(met)]))
 """
 
 
-def listed(page: str) -> set[str]:
+def listed(page: str, life: str = "request") -> set[str]:
     """The files in the table of the section."""
-    section = page.split("## The life of a request")[1].split("\n## ")[0]
+    section = page.split(f"## The life of a {life}")[1].split("\n## ")[0]
     return set(re.findall(r"^\| `(\S+)` \|", section, flags=re.MULTILINE))
 
 
@@ -84,6 +110,65 @@ def test_the_page_lists_the_files_that_a_request_passes(tiny: Callable[[str], Ti
 def test_a_file_that_is_not_listed_is_missed() -> None:
     page = PAGE.read_text()
     assert len(listed(page)) == len(listed(page.replace("| `service/service.py` |", "| service |"))) + 1
+
+
+def files_given(holds: Callable[[object], bool], work: Callable[[], object]) -> set[str]:
+    """The files of functions that are given a value, or return one, while `work` runs, in whatever thread."""
+    root, files = f"{ROOT}/flexgen_helm/", set()
+
+    def has(value: object, depth: int = 2) -> bool:
+        items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        return holds(value) or (depth > 0 and any(has(item, depth - 1) for item in items[:3]))
+
+    def profile(frame: FrameType, event: str, returned: object) -> None:
+        code = frame.f_code
+        if event in ("call", "return") and code.co_filename.startswith(root):
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if event == "call" else ()
+            if any(map(has, (*map(frame.f_locals.get, names), returned))):
+                files.add(code.co_filename.removeprefix(root))
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return files
+
+
+HANDLES = (StoredTensor, LogicalTensor, OffloadedMatrix, StagedMatrix, RingSlot, Weight)  # what stands for a weight
+ASKED = [GenerationRequest(prompt_token_ids=[*range(2, 62), 70 + n], max_tokens=9, n=2, seed=1) for n in range(3)]
+
+
+def compute(path: Path, **options: Any) -> None:
+    with Engine.from_pretrained(path, device="cpu", **options) as engine:
+        engine.share_every_beginning()
+        assert not any(result.error for result in engine.run(ASKED))
+
+
+@pytest.mark.parametrize("life", ["weight", "cached token"])
+def test_the_page_lists_the_files_that_carry_a_weight_and_a_cached_token(tiny, tmp_path, life) -> None:
+    """Told by their sizes: MLP matrices of 48 x 80 values in 16 bits, keys and values of 2 heads with 8 elements."""
+
+    def is_weight(value: object) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.numel() == 48 * 80 or (value.dtype == torch.uint8 and value.numel() in (7680, 8192))
+        return isinstance(value, HANDLES)
+
+    def is_cached_token(value: object) -> bool:
+        is_tensor = isinstance(value, torch.Tensor) and value.dim() >= 3
+        return is_tensor and value.shape[-1] == 8 and 2 in value.shape[:-1]
+
+    path = tiny("llama").path
+    if life == "weight":
+        files = files_given(is_weight, lambda: compute(path, offload_dir=tmp_path, policy="2x2,0,0,0,100,0,100"))
+    else:
+        files = set()
+        for more in ({}, {"precision": "4bit-cache"}):
+            on_disk = partial(compute, path, offload_dir=tmp_path, policy="2x2,0,100,0,0,0,0", **more)
+            files |= files_given(is_cached_token, on_disk)
+    assert listed(PAGE.read_text(), life) == files, " ".join(sorted(files))
 
 
 def order_of_packages(page: str) -> list[str]:

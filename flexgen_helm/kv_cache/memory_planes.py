@@ -150,7 +150,7 @@ def joined(sources: SequenceOf[SlotSource]) -> list[SlotSource]:
 
 def put_units(specs: SequenceOf[Plane], stored: SequenceOf[Tensor], places: UnitPlaces, planes: Planes) -> None:
     """Put one unit into each of n slots; planes: the new units [n, *shape]."""
-    slots, units = places.beside(stored[0])
+    slots, units = places.on(stored[0].device)
     for plane, data, new in zip(specs, stored, planes):
         plane.by_unit(data)[slots, units] = new
 

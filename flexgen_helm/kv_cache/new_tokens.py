@@ -29,9 +29,9 @@ class UnitPlaces:
     on_host: tuple[Tensor, Tensor]
     on_device: tuple[Tensor, Tensor]
 
-    def beside(self, data: Tensor) -> tuple[Tensor, Tensor]:
-        """Return slots and units where `data` is."""
-        return self.on_host if data.device.type == "cpu" else self.on_device
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return slots and units as tensors of this device."""
+        return self.on_host if device.type == "cpu" else self.on_device
 
 
 @dataclass(frozen=True, eq=False)
