@@ -11,8 +11,12 @@ from flexgen_helm.errors import RequestError
 
 # More than any evaluation draws; each takes memory before the first token.
 MAX_COMPLETIONS = 10_000
+# What OpenAI's chats allow; each is kept and stored for every token.
+MAX_TOP_LOGPROBS = 20
 
 FinishReason = Literal["length", "stop", "endoftext"]
+# The most probable tokens at one place and their log-probabilities; the first is what a temperature of 0 draws.
+TopLogprobs = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class GenerationRequest:
     echo_greedy: also say of each of the prompt's tokens whether it is the most probable one; with `echo_logprobs`.
     ignore_eos: generate through EOS, for throughput work with random weights.
     thinking: set by whoever renders a prompt for a model that thinks.
+    top_logprobs: also return so many of the most probable tokens at each drawn token, and with `echo_logprobs` at each
+        of the prompt's.
     """
 
     prompt: str | None = None
@@ -61,6 +67,7 @@ class GenerationRequest:
     ignore_eos: bool = False
     thinking: ThinkingFormat | None = None
     echo_greedy: bool = False
+    top_logprobs: int = 0
 
     def validate(self) -> None:
         """Raise `RequestError` if the request contradicts itself; needs no model."""
@@ -83,6 +90,8 @@ class GenerationRequest:
             raise RequestError("every stop string must be a non-empty string")
         if self.echo_greedy and not self.echo_logprobs:
             raise RequestError("echo_greedy needs echo_logprobs")
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_TOP_LOGPROBS}")
 
 
 # The fields that are computed with, as any library's numbers may be.
@@ -99,6 +108,7 @@ _KINDS: Mapping[str, tuple[Any, str]] = {
     "echo_logprobs": (Integral, "true or false"),
     "echo_greedy": (Integral, "true or false"),
     "ignore_eos": (Integral, "true or false"),
+    "top_logprobs": (Integral, "a whole number"),
 }
 
 
@@ -111,6 +121,7 @@ class Completion:
         trimmed. A token that is not whole UTF-8 is written `bytes:\\xNN`, and does not join.
     token_ids, logprobs: parallel to `tokens`; natural logarithms of the raw softmax, temperature 1.
     finish_reason: length, stop or endoftext.
+    top_logprobs: parallel to `tokens` where the request wants them, else empty.
     """
 
     text: str
@@ -118,6 +129,7 @@ class Completion:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
     @property
     def logprob(self) -> float:
@@ -158,6 +170,7 @@ class GenerationResult:
     error: the exception of this request alone, or None.
     prompt_greedy: parallel to `prompt_logprobs`, whether each token is the most probable one, as a temperature of 0
         draws it; None without `echo_greedy`.
+    prompt_top_logprobs: parallel to `prompt_logprobs`; None unless `top_logprobs` and `echo_logprobs` are asked for.
     """
 
     completions: tuple[Completion, ...] = ()
@@ -166,6 +179,7 @@ class GenerationResult:
     error: Exception | None = None
     cost: Cost = field(default_factory=Cost)
     prompt_greedy: tuple[bool | None, ...] | None = None
+    prompt_top_logprobs: tuple[TopLogprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True)

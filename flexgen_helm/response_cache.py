@@ -15,13 +15,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.progress import Message, report
-from flexgen_helm.request import Completion, Cost, GenerationResult
+from flexgen_helm.request import Completion, Cost, GenerationResult, TopLogprobs
 
 SCHEMA_VERSION = "1"
 BUSY_TIMEOUT_S = 60.0
@@ -53,19 +54,25 @@ class _Row:
     prompt_logprobs: tuple[float | None, ...] | None
     cost: Cost
     prompt_greedy: tuple[bool | None, ...] | None = None
+    prompt_top_logprobs: tuple[TopLogprobs | None, ...] | None = None
 
 
 _ROW = TypeAdapter(_Row)
+_STORED = object()
+# Fields that are left out at these values: rows of versions without them stay what they were.
+_LEFT_OUT = {"error": None, "prompt_greedy": None, "prompt_top_logprobs": None, "top_logprobs": ()}
 
 
 def encode_result(result: GenerationResult) -> str:
     """Return the JSON of a successful result. Raises `ValueError` for an error or a value that is not finite."""
     if result.error is not None:
         raise ValueError("a failed request has no result to store")
-    fields = {name: value for name, value in vars(result).items() if name != "error"}
-    if result.prompt_greedy is None:  # rows without it stay what they were
-        del fields["prompt_greedy"]
-    return json.dumps(fields, default=vars, allow_nan=False, separators=(",", ":"))
+    return json.dumps(result, default=_fields, allow_nan=False, separators=(",", ":"))
+
+
+def _fields(record: object) -> dict[str, Any]:
+    """Return what is stored of a result, a completion, or a cost."""
+    return {name: value for name, value in vars(record).items() if value != _LEFT_OUT.get(name, _STORED)}
 
 
 def decode_result(text: object) -> GenerationResult:
@@ -76,8 +83,9 @@ def decode_result(text: object) -> GenerationResult:
     for completion in row.completions:
         if not len(completion.tokens) == len(completion.token_ids) == len(completion.logprobs):
             raise ValueError("tokens, ids and log-probabilities differ in number")
-    scores, greedy = row.prompt_logprobs, row.prompt_greedy
-    return GenerationResult(row.completions, row.prompt_token_ids, scores, cost=row.cost, prompt_greedy=greedy)
+        if len(completion.top_logprobs) not in (0, len(completion.tokens)):
+            raise ValueError("tokens and their alternatives differ in number")
+    return GenerationResult(**vars(row))
 
 
 class ResponseCache:

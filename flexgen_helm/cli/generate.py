@@ -89,7 +89,8 @@ def _line_model() -> type[BaseModel]:
     from pydantic import ConfigDict, create_model
 
     kinds = get_type_hints(GenerationRequest)
-    del kinds["thinking"], kinds["echo_greedy"]  # the chat template decides it; lines out have no place for it
+    # The chat template decides the first; lines out have no place for the others.
+    del kinds["thinking"], kinds["echo_greedy"], kinds["top_logprobs"]
     keys: dict[str, Any] = {key: (kind | None, None) for key, kind in kinds.items()}
     return create_model("Line", __config__=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False), **keys)
 

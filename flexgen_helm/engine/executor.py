@@ -24,9 +24,10 @@ from flexgen_helm.engine.predictions import (
     ScoredPosition,
     SequenceOutput,
     num_predictions,
+    num_top,
     predictions_of,
 )
-from flexgen_helm.engine.sampler import sample_tokens
+from flexgen_helm.engine.sampler import most_probable, sample_tokens
 from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.host_memory import ResidentMemory
@@ -201,7 +202,7 @@ class Executor:
         head = self.pending_heads.pop(batch, None)
         if head is None:
             head = predictions_of(batch, sampling)
-            head.values = self._exchange.receive_values(batch.num_tokens + 2 * len(head.predictions))
+            head.values = self._exchange.receive_values(head.num_values(batch, self._head_positions))
         since, self._collected_at = self._collected_at, time.perf_counter()
         return self._finish(batch, head, self._collected_at - since)
 
@@ -340,10 +341,8 @@ class Executor:
         positions = sum(num_predictions(item.sequence) for item in batch.scheduled)
         return -(-positions // self._head_positions)
 
-    def _predict(
-        self, weights: StageWeights, hidden: Tensor, predictions: list[ScoredPosition]
-    ) -> tuple[Tensor, Tensor]:
-        """Return tokens and log-probabilities of the raw logits, both in float64, which has all their values."""
+    def _predict(self, weights: StageWeights, hidden: Tensor, predictions: list[ScoredPosition]) -> list[Tensor]:
+        """Return the values of a slice of predictions (`HeadOutput.values`), in float64, which has them all."""
         positions = [prediction.position for prediction in predictions]
         targets = [prediction.target or 0 for prediction in predictions]
         drawn = {i: p.sampling for i, p in enumerate(predictions) if p.sampling is not None}
@@ -357,11 +356,16 @@ class Executor:
             tokens = sample_tokens(logits, [*drawn.values()])
         elif drawn:
             tokens[rows] = sample_tokens(logits.index_select(0, rows), [*drawn.values()])
-        logprobs = logits.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
+        normalizers = torch.logsumexp(logits, dim=-1, keepdim=True)
+        logprobs = (logits.gather(1, tokens[:, None]) - normalizers)[:, 0]
+        top: tuple[Tensor, ...] = ()
+        if count := num_top(predictions):
+            most, ids = most_probable(logits, count)
+            top = ids.flatten(), (most - normalizers).flatten()
         if any(prediction.needs_argmax for prediction in predictions):
             greedy = logits.argmax(dim=-1)  # as drawn at temperature 0; drawn tokens are kept
             tokens = greedy if not drawn else greedy.index_copy(0, rows, tokens.index_select(0, rows))
-        return tokens.double(), logprobs.double()
+        return [values.double() for values in (tokens, logprobs, *top)]
 
     def _finish(self, batch: Batch, head: HeadOutput, seconds: float) -> BatchOutput:
         """Advance a batch's sequences by what was computed."""

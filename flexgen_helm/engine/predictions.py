@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from flexgen_helm.models.config import HEAD, layer_stage
+from flexgen_helm.request import TopLogprobs
 from flexgen_helm.scheduling.sampling import SamplingParams
-from flexgen_helm.scheduling.sequence import Batch, Sequence
+from flexgen_helm.scheduling.sequence import Batch, DrawnToken, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,13 +43,15 @@ class SequenceOutput:
 
     prompt_logprobs: log-probabilities of the prompt's tokens 1, 2, ….
     prompt_greedy: whether each of them is the most probable token, where that is wanted.
-    drawn: tokens with their log-probabilities.
+    prompt_top: the most probable tokens in their places, where they are wanted.
+    drawn: the tokens that were drawn.
     nonfinite_stage: the first stage after which a value was not finite; None if all were.
     """
 
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_greedy: list[bool] = field(default_factory=list)
-    drawn: list[tuple[int, float]] = field(default_factory=list)
+    prompt_top: list[TopLogprobs] = field(default_factory=list)
+    drawn: list[DrawnToken] = field(default_factory=list)
     nonfinite_stage: str | None = None
 
 
@@ -56,6 +60,7 @@ class ScoredPosition:
     """One prediction to make: the log-probability of `target` at a position of the batch, or a token drawn there.
 
     needs_argmax: the token that is filled in is the most probable one, also beside a target.
+    num_top: the most probable tokens that are filled in.
     sequence, index: of the target: the sequence that scores it, and its place in the prompt.
     """
 
@@ -64,6 +69,7 @@ class ScoredPosition:
     target: int | None
     sampling: SamplingParams | None
     needs_argmax: bool = False
+    num_top: int = 0
     sequence: Sequence | None = None
     index: int = 0
 
@@ -73,18 +79,20 @@ class ScoredPosition:
         assert self.sequence is not None
         return PromptToken(tuple(place for each in self.sequence.requests for place in each.places), self.index)
 
-    def fill(self, token: int, logprob: float) -> None:
+    def fill(self, token: int, logprob: float, top: TopLogprobs) -> None:
         output = self.output
         if not math.isfinite(logprob):
             output.nonfinite_stage = output.nonfinite_stage or HEAD
         elif output.nonfinite_stage is not None:
             return
         elif self.target is None:
-            output.drawn.append((token, logprob))
+            output.drawn.append(DrawnToken(token, logprob, top))
         else:
             output.prompt_logprobs.append(logprob)
             if self.needs_argmax:
                 output.prompt_greedy.append(token == self.target)
+            if self.num_top:
+                output.prompt_top.append(top)
 
 
 @dataclass(eq=False)
@@ -93,13 +101,22 @@ class HeadOutput:
 
     outputs: one for each sequence of the batch.
     predictions: those of all sequences, in order.
-    values: for each token of the batch the first layer after which a value was not finite, or -1; then the tokens and
-        the log-probabilities of each slice of predictions.
+    values: for each token of the batch the first layer after which a value was not finite, or -1; then of each slice of
+        predictions the tokens, the log-probabilities, and as many of the most probable tokens, with their
+        log-probabilities, as one of its predictions wants.
     """
 
     outputs: list[SequenceOutput]
     predictions: list[ScoredPosition]
     values: list[float] = field(default_factory=list)
+
+    def num_values(self, batch: Batch, slice_size: int) -> int:
+        """Return how many values there are; slice_size: predictions of a slice."""
+        return batch.num_tokens + sum(2 * len(part) * (1 + num_top(part)) for part in self._slices(slice_size))
+
+    def _slices(self, size: int) -> Iterator[list[ScoredPosition]]:
+        for first in range(0, len(self.predictions), size):
+            yield self.predictions[first : first + size]
 
     def fill(self, batch: Batch, slice_size: int) -> None:
         """Fill the values into the outputs; slice_size: predictions of a slice."""
@@ -108,13 +125,14 @@ class HeadOutput:
             bad = [layer for layer in self.values[first : first + item.count] if layer >= 0]
             output.nonfinite_stage = layer_stage(int(min(bad))) if bad else None
             first += item.count
-        values = self.values[first:]
-        for first in range(0, len(self.predictions), slice_size):
-            part = self.predictions[first : first + slice_size]
-            tokens = values[2 * first : 2 * first + len(part)]
-            logprobs = values[2 * first + len(part) : 2 * (first + len(part))]
-            for prediction, token, logprob in zip(part, tokens, logprobs):
-                prediction.fill(int(token), logprob)
+        values = iter(self.values[first:])
+        for part in self._slices(slice_size):
+            most = num_top(part)
+            tokens, logprobs = [*islice(values, len(part))], [*islice(values, len(part))]
+            ids, scores = ([*islice(values, len(part) * most)] for _ in range(2))
+            for i, (prediction, token, logprob) in enumerate(zip(part, tokens, logprobs)):
+                own = slice(i * most, i * most + prediction.num_top)
+                prediction.fill(int(token), logprob, tuple(zip(map(int, ids[own]), scores[own])))
 
 
 def predictions_of(batch: Batch, sampling: Sampling) -> HeadOutput:
@@ -127,13 +145,22 @@ def predictions_of(batch: Batch, sampling: Sampling) -> HeadOutput:
         sequence, last = item.sequence, first + item.count - 1
         next_index = sequence.start + sequence.num_computed + 1
         predictions += [
-            ScoredPosition(output, first + i, target, None, sequence.needs_greedy, sequence, next_index + i)
+            ScoredPosition(
+                output, first + i, target, None, sequence.needs_greedy, sequence.num_top, sequence, next_index + i
+            )
             for i, target in enumerate(_scored_targets(sequence))
         ]
         if sequence.num_draws:
-            predictions += [ScoredPosition(output, last, None, params) for params in sampling(sequence)]
+            predictions += [
+                ScoredPosition(output, last, None, params, num_top=sequence.num_top) for params in sampling(sequence)
+            ]
         first += item.count
     return HeadOutput(outputs, predictions)
+
+
+def num_top(predictions: abc.Sequence[ScoredPosition]) -> int:
+    """Return how many of the most probable tokens are found for each prediction of a slice."""
+    return max((prediction.num_top for prediction in predictions), default=0)
 
 
 def num_predictions(sequence: Sequence) -> int:

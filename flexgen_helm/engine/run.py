@@ -175,6 +175,7 @@ class Run:
             needs_cache=True,
             needs_scores=scored,
             needs_greedy=needs_greedy,
+            num_top=max(user.request.top_logprobs for user in users),
             next_token=users[0].tokens[node.end] if scored else None,
         )
         index = len(waiting)
@@ -289,6 +290,7 @@ class Run:
         if output.prompt_logprobs:  # assigned: a shared prefix may be computed again
             sequence.prompt_logprobs = output.prompt_logprobs
             sequence.prompt_greedy = output.prompt_greedy
+            sequence.prompt_top = output.prompt_top
         if sequence.kind is SequenceKind.SHARED_PREFIX:
             return
         request = sequence.request
@@ -298,12 +300,12 @@ class Run:
             self._end(sequence)
             return
         alive = []  # completions that go on, with their newest token
-        for offset, (token, logprob) in enumerate(output.drawn):
+        for offset, drawn in enumerate(output.drawn):
             index = sequence.completion + offset
             completion = request.completions[index]
             self._lengths.count_token(request.length_group)
-            if not completion.push(token, logprob, self._eos_ids):
-                alive.append((index, token))
+            if not completion.push(drawn, self._eos_ids):
+                alive.append((index, drawn.token))
             elif completion.finish_reason != "length":
                 self._lengths.count_end(request.length_group)
         if sequence.is_shared:
@@ -328,6 +330,7 @@ class Run:
                 num_draws=1,
                 completion=index,
                 needs_cache=True,
+                num_top=prompt.num_top,
                 length_group=prompt.length_group,
             )
             for index, token in alive

@@ -16,6 +16,17 @@ from flexgen_helm.scheduling.sampling import SamplingParams
 _NO_CHANCE = -1e4
 
 
+def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the largest logits of each row and their tokens, [R, count]; logits [R, V].
+
+    The first is the token that a temperature of 0 draws, also where two are equally probable.
+    """
+    values, tokens = logits.topk(min(count, logits.shape[1]), dim=-1)
+    greedy = logits.argmax(dim=-1, keepdim=True)
+    tokens = tokens.where(tokens != greedy, tokens[:, :1])
+    return values, torch.cat((greedy, tokens[:, 1:]), dim=-1)
+
+
 def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Draw one token for each row; logits [R, V] in float32 -> token ids [R].
 

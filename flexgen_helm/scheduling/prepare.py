@@ -212,6 +212,7 @@ def make_sequences(
             needs_cache=asked.max_tokens > 1,
             needs_scores=asked.echo_logprobs and first == 0,
             needs_greedy=asked.echo_greedy and first == 0,
+            num_top=asked.top_logprobs,
             length_group=request.length_group,
         )
         for first, num_draws in draws
@@ -306,6 +307,10 @@ def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
             f"the prompt has {len(tokens)} tokens and max_tokens is {max_tokens}, together beyond the model's window "
             f"of {config.max_positions} tokens; shorten the prompt or lower max_tokens"
         )
+    if request.request.top_logprobs > config.vocab_size:
+        raise RequestError(
+            f"top_logprobs is {request.request.top_logprobs}; the vocabulary has {config.vocab_size} tokens"
+        )
     for token in tokens:
         if not isinstance(token, (int, Integral)):  # `int` first: the other is slow
             raise RequestError(f"the prompt has {repr(token)[:60]} among its ids, which is no token id")
@@ -319,5 +324,5 @@ def _identity(request: Request) -> tuple[object, ...]:
     randomness = (r.top_p, r.seed) if r.temperature else ()
     return (
         tuple(request.tokens), request.num_context, r.max_tokens, r.temperature, randomness, tuple(r.stop), r.n,
-        r.echo_logprobs, r.ignore_eos, r.thinking, r.echo_greedy,
+        r.echo_logprobs, r.ignore_eos, r.thinking, r.echo_greedy, r.top_logprobs,
     )  # fmt: skip

@@ -13,12 +13,28 @@ import enum
 from collections import abc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from flexgen_helm.planner.placement import Tier
-from flexgen_helm.request import Completion, Cost, FinishReason, GenerationRequest, GenerationResult
+from flexgen_helm.request import (
+    Completion,
+    Cost,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    TopLogprobs,
+)
 from flexgen_helm.scheduling.sampling import SamplingParams, uniform_draw
 from flexgen_helm.tokenizer.stop_strings import StopMatcher
 from flexgen_helm.tokenizer.thinking import ThinkingTracker
+
+
+class DrawnToken(NamedTuple):
+    """A token that was drawn; top: the most probable ones, where they are wanted."""
+
+    token: int
+    logprob: float
+    top: TopLogprobs = ()
 
 
 class CompletionState:
@@ -34,6 +50,7 @@ class CompletionState:
         self._index = index
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._top: list[TopLogprobs] = []
         self._thinking = ThinkingTracker(request.thinking.begins_inside) if request.thinking and token_bytes else None
         self._forced_from: int | None = None  # the draw from which on the end of thinking is forced
         self._matcher = StopMatcher(token_bytes, request.stop, self._thinking) if token_bytes else None
@@ -60,14 +77,17 @@ class CompletionState:
         place = len(thinking.end_ids) if self._forced_from is None else self.num_drawn - self._forced_from
         return thinking.end_ids[place] if place < len(thinking.end_ids) else None
 
-    def push(self, token: int, logprob: float, eos_ids: Collection[int]) -> bool:
+    def push(self, drawn: DrawnToken, eos_ids: Collection[int]) -> bool:
         """Append a drawn token; return whether the completion has ended."""
+        token, logprob, top = drawn
         self.num_drawn += 1
         if token in eos_ids and not self._request.ignore_eos:
             self.finish_reason = "stop" if self._matcher is not None and self._matcher.finish() else "endoftext"
             return True
         self._ids.append(token)
         self._logprobs.append(logprob)
+        if top:
+            self._top.append(top)
         if self._matcher is not None and self._matcher.push(token):
             self.finish_reason = "stop"
         elif self.num_drawn == self._request.max_tokens:
@@ -77,9 +97,12 @@ class CompletionState:
     def result(self) -> Completion:
         reason = self.finish_reason or "length"
         if self._matcher is None:
-            return Completion("", ("",) * len(self._ids), tuple(self._ids), tuple(self._logprobs), reason)
+            ids, logprobs, top = tuple(self._ids), tuple(self._logprobs), tuple(self._top)
+            return Completion("", ("",) * len(ids), ids, logprobs, reason, top)
         kept = self._matcher.result()
-        return Completion(kept.text, kept.tokens, kept.token_ids, tuple(self._logprobs[: len(kept.tokens)]), reason)
+        count = len(kept.tokens)
+        logprobs, top = tuple(self._logprobs[:count]), tuple(self._top[:count])
+        return Completion(kept.text, kept.tokens, kept.token_ids, logprobs, reason, top)
 
 
 class Request:
@@ -151,6 +174,11 @@ class Request:
         if request.echo_greedy:
             ranked = [is_greedy for sequence in self.scored for is_greedy in sequence.prompt_greedy]
             greedy = (None, *ranked)[self.num_context :] if asked else ()
+        top: tuple[TopLogprobs | None, ...] | None = None
+        if request.echo_logprobs and (count := request.top_logprobs):
+            # A shared prefix has as many as the user who wants most.
+            found = [most[:count] for sequence in self.scored for most in sequence.prompt_top]
+            top = (None, *found)[self.num_context :] if asked else ()
         share = 1.0 / len(self.places)
         num_drawn = sum(completion.num_drawn for completion in self.completions)
         output = num_drawn * (request.n if len(done) == 1 else 1)
@@ -165,7 +193,7 @@ class Request:
             decode_s=self._decode_s * share,
             batch_size=self._batch_size,
         )
-        return [GenerationResult(tuple(completions), asked, logprobs, None, cost, greedy) for _ in self.places]
+        return [GenerationResult(tuple(completions), asked, logprobs, None, cost, greedy, top) for _ in self.places]
 
 
 class SequenceKind(enum.Enum):
@@ -227,10 +255,11 @@ class Sequence:
     needs_cache: whether later tokens attend to this sequence.
     needs_scores: log-probabilities of the prompt's tokens are wanted, and of `next_token`.
     needs_greedy: whether each of these tokens is the most probable one is wanted too.
+    num_top: the most probable tokens that are wanted at each token that is scored or drawn.
     next_token: the token that follows a shared prefix in all its users.
     num_computed: leading tokens that have passed through the model.
     block, slot: where its cache lies, while it has one.
-    prompt_logprobs, prompt_greedy: the scores, once they are there.
+    prompt_logprobs, prompt_greedy, prompt_top: the scores, once they are there.
     num_readers: unfinished sequences that attend to this one's cache.
     length_group: answers of one group are expected to become equally long (`AnswerLengths`); None: it never ends early.
     is_recomputed: it was preempted, and its tokens so far are computed again.
@@ -250,12 +279,14 @@ class Sequence:
     needs_cache: bool = False
     needs_scores: bool = False
     needs_greedy: bool = False
+    num_top: int = 0
     next_token: int | None = None
     num_computed: int = 0
     block: CacheBlock | None = None
     slot: int = -1
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_greedy: list[bool] = field(default_factory=list)
+    prompt_top: list[TopLogprobs] = field(default_factory=list)
     num_readers: int = 0
     length_group: int | None = None
     is_recomputed: bool = False

@@ -62,6 +62,7 @@ def request_key(r: GenerationRequest, chat: str | None = None) -> str:
     others = [r.prompt, r.messages and [*map(dict, r.messages)], r.ignore_eos, r.thinking if chat is None else None]
     fields += [others] if any(others) else []
     fields += ["echo_greedy"] if r.echo_greedy else []
+    fields += ["top_logprobs", r.top_logprobs] if r.top_logprobs else []
     return hashlib.sha256(json.dumps(fields, default=vars).encode()).hexdigest()
 
 

@@ -85,7 +85,7 @@ def split_thinking(completion: Completion, begins_inside: bool) -> tuple[str | N
         return None, completion
     if end < 0:
         return _text(data[start:]).removeprefix("\n"), replace(
-            completion, text="", tokens=(), token_ids=(), logprobs=()
+            completion, text="", tokens=(), token_ids=(), logprobs=(), top_logprobs=()
         )
     answer = data[end + len(END) :].lstrip(b"\n")
     answer_start = len(data) - len(answer)
@@ -100,6 +100,7 @@ def split_thinking(completion: Completion, begins_inside: bool) -> tuple[str | N
         tokens=tokens,
         token_ids=completion.token_ids[first:],
         logprobs=completion.logprobs[first:],
+        top_logprobs=completion.top_logprobs[first:],
     )
     return _text(data[start:end]).removeprefix("\n").removesuffix("\n"), answered
 

@@ -37,3 +37,5 @@ def assert_same(found, expected, tolerance=TOLERANCE):
             assert all(abs(x - y) <= tolerance for x, y in zip(a.logprobs, b.logprobs, strict=True))
         for x, y in zip((ours.prompt_logprobs or ())[1:], (theirs.prompt_logprobs or ())[1:], strict=True):
             assert abs(x - y) <= tolerance
+        for x, y in zip((ours.prompt_top_logprobs or ())[1:], (theirs.prompt_top_logprobs or ())[1:], strict=True):
+            assert all(abs(a - b) <= tolerance for (_, a), (_, b) in zip(x, y, strict=True))

@@ -81,8 +81,8 @@ def test_two_ranks_give_the_answers_of_one_process(tmp_path, model):
 
 def scoring(folder):
     shared = prompts(1, 30, seed=5)[0]
-    asked = [GenerationRequest(prompt_token_ids=shared + own, max_tokens=0, echo_logprobs=True)
-             for own in prompts(24, 30)]  # fmt: skip
+    asked = [GenerationRequest(prompt_token_ids=shared + own, max_tokens=0, echo_logprobs=True, top_logprobs=place % 3)
+             for place, own in enumerate(prompts(24, 30))]  # fmt: skip
     return Case(folder, {**ZIGZAG, "schedule": "prefill-only"}, asked)
 
 

@@ -34,7 +34,7 @@ def keyed(prompt: str) -> KeyedRequest:
 CHANGES: dict[str, Any] = dict(
     prompt="a", prompt_token_ids=(2,), messages=[{"role": "user", "content": "a"}], max_tokens=5, temperature=0.5,
     top_p=0.5, seed=1, stop=("b",), n=2, echo_logprobs=True, ignore_eos=True, thinking=ThinkingFormat(budget=3),
-    echo_greedy=True,
+    echo_greedy=True, top_logprobs=2,
 )  # fmt: skip
 
 
