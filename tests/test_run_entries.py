@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 from argparse import Namespace
@@ -40,6 +41,7 @@ from flexgen_helm.run_entries import (
     run_spec_names,
 )
 from tests.helpers.data_sets import write_legalbench_settings
+from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 from tests.helpers.shares import share
 from tests.helpers.tiny_models import TinyModel
@@ -385,7 +387,7 @@ def pasted(message: str, folder: Path, **variables: str) -> str:
     lines = [line.strip() for line in message.splitlines()[1:]]
     name = message.splitlines()[0].rpartition("model=flexgen/")[2].removesuffix(":")
     look_up = f"from flexgen_helm.plugin.model_names import find_model as f; print(f('flexgen/{name}').path)"
-    script = "set -e\n" + "\n".join([*lines, f'{sys.executable} -c "{look_up}"'])
+    script = "set -e\n" + "\n".join([*lines, f'{shlex.join(python("all"))} -c "{look_up}"'])
     environment = {key: value for key, value in os.environ.items() if key != "FLEXGEN_HELM_MODELS"} | variables
     done = subprocess.run(
         ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=120

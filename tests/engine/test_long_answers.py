@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.kv_cache.cache import KVCache
+from tests.helpers.forks import python
 from tests.helpers.tiny_models import VOCABULARY, llama_config, save_random, save_tokenizer
 
 MOST = 200
@@ -181,18 +181,18 @@ def test_a_killed_process_loses_only_answers_in_progress(model, tmp_path):
     lines = [{key: value for key, value in asdict(request).items() if value != unset[key]} for request in asked]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = [
-        sys.executable, "-m", "flexgen_helm", "generate", str(model), "--prompts", str(tmp_path / "in.jsonl"),
+        *python("all"), "-m", "flexgen_helm", "generate", str(model), "--prompts", str(tmp_path / "in.jsonl"),
         "--out", str(out), "--cpu-memory", f"{sizes['weights'] + sizes['cache']}B",
     ]  # fmt: skip
     partial = tmp_path / "out.jsonl.partial"
     for _ in range(10):  # a kill that comes too late is tried again
         for file in (out, partial):
             file.unlink(missing_ok=True)
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         while process.poll() is None and num_lines(partial) < 3:
             time.sleep(0.001)
         process.kill()
-        process.wait()
+        process.communicate()  # until the fork, too, has ended
         if 3 <= num_lines(partial) < len(asked):
             break
     assert 3 <= num_lines(partial) < len(asked), "it was to be killed before the end"

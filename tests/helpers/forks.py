@@ -95,7 +95,7 @@ def _serve(path: str, packages: str) -> None:
     import_packages(packages)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
-    gc.freeze()  # else each fork's collections copy the pages of all that is imported: half a second of its processor time
+    gc.freeze()  # else collections of each fork copy the pages of all that is imported: half a second of its time
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)

@@ -18,7 +18,10 @@ from typing import Any
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest, GenerationResult, MemoryLimits
 from flexgen_helm.hardware.ranks import Rank, rank_of_process
+from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
+
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,11 @@ class Ended:
 
 
 def run_ranks(folder: Path, num_ranks: int, job: Job) -> Ended:
-    """Run a job on so many ranks, in `folder`."""
+    """Run a job on so many ranks, in `folder`; torchrun and its ranks are forks."""
     (folder / "job.pickle").write_bytes(pickle.dumps(job))
     done = subprocess.run(
-        torchrun(num_ranks, __file__, str(folder)),
+        [*python("all"), *_TORCHRUN, f"--nproc-per-node={num_ranks}", "--no-python"]
+        + [*python("all"), __file__, str(folder)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -85,7 +89,7 @@ def run_ranks(folder: Path, num_ranks: int, job: Job) -> Ended:
 
 def torchrun(num_ranks: int, *command: str) -> list[str]:
     """The command line of torchrun for a script, or for '-m' and a module, with a free port of its own."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *command]
+    return [sys.executable, *_TORCHRUN, f"--nproc-per-node={num_ranks}", *command]
 
 
 def _outcome(case: Case) -> Outcome:

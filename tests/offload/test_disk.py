@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -154,7 +153,7 @@ where.close()
 def holder(folder: Path, value: int = 1) -> tuple[subprocess.Popen[str], str]:
     """A process that holds a run in the directory, and the run's name."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder), str(value)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [*python("all"), "-c", HOLDER, str(folder), str(value)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True, cwd=ROOT,
     )  # fmt: skip
     return process, process.stdout.readline().strip()
@@ -168,7 +167,7 @@ def test_a_dead_run_is_swept_away_and_a_living_one_stays(tmp_path):
     dead, dead_run = holder(tmp_path)
     living, living_run = holder(tmp_path, 2)
     dead.send_signal(signal.SIGKILL)
-    dead.wait(30)
+    dead.communicate(timeout=30)  # until the fork, too, has ended
     assert names(tmp_path) >= {dead_run, f"{dead_run}.lock"}
     (tmp_path / "run-1-0").mkdir()  # its lock was lost: nobody holds it
     mine = OffloadDirectory(tmp_path)

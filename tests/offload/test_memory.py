@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.placement import TIERS, StorageSizes
 from flexgen_helm.planner.staging import loader_buffer_bytes
 from flexgen_helm.planner.weight_placement import place_weights
+from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 
 MIB = 1 << 20
@@ -66,7 +66,7 @@ def model_folder(folder: Path, **sizes) -> Path:
 def measured(folder: Path, *runs) -> list[list]:
     """[peak resident bytes of the process so far, reported workspace, peak bytes by tier] of each run, in turn."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder / "offload"), json.dumps(runs)], capture_output=True, text=True,
+        [*python("all"), "-c", SCRIPT, str(folder / "offload"), json.dumps(runs)], capture_output=True, text=True,
         timeout=120, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "2"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -85,7 +85,7 @@ def test_a_model_three_times_the_limit_stays_below_it(tmp_path, record_property)
         tmp_path, (str(large), LIMIT, "prefill-only", 56, 40), (str(large), 2000 * MIB, "row", 2, 1)
     )
     for name, (peak, workspace, tiers) in (("zigzag", zigzag), ("prefill-only", scoring)):
-        bound = LIMIT + empty + workspace + 64 * MIB
+        bound = LIMIT + empty + workspace + 32 * MIB
         record_property(name, f"{peak / MIB:.0f} of {bound / MIB:.0f} MiB")
         print(f"{name}: peak {peak / MIB:.0f} MiB, bound {bound / MIB:.0f}, empty {empty / MIB:.0f}, "
               f"workspace {workspace / MIB:.0f}, ledger {tiers['cpu'] / MIB:.0f}")  # fmt: skip

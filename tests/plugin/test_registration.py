@@ -29,6 +29,7 @@ from flexgen_helm.plugin.context import PluginContext
 from flexgen_helm.plugin.model_names import find_model
 from flexgen_helm.request import MemoryLimits
 from flexgen_helm.service.loaders import EngineLoader
+from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
 
@@ -327,7 +328,7 @@ def test_a_model_is_not_preloaded_before_its_tokenizer_can_be_imported(tiny: Cal
 
 def test_helm_as_a_module_says_what_is_wrong_with_a_name_and_nothing_else(tmp_path: Path) -> None:
     arguments = ["-r", "simple_mcqa:model=flexgen/opt126m", "--suite", "s", "-m", "1"]
-    command = [sys.executable, "-m", "helm.benchmark.run", *arguments]
+    command = [*python("all"), "-m", "helm.benchmark.run", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("flexgen_helm: model 'opt126m' is not known; did you mean opt-125m?")

@@ -22,16 +22,20 @@ LLAMA_70B = [(8192, 8192), (1024, 8192), (28672, 8192), (8192, 28672)]
 PRODUCTS = ["matvec_in", "matvec_out", "tiles_in", "tiles_out"]
 
 
-def interpreted(*arguments):
-    command = [sys.executable, "-m", "tests.helpers.triton_interpreter", *arguments]
+def interpreted(*names):
+    command = [sys.executable, "-m", "tests.helpers.triton_interpreter", *names]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
 
 
-def check_values(amount, dequantized, products):
-    found = interpreted("values", amount)
-    assert found.returncode == 0, found.stderr[-2000:]
-    counts = json.loads(found.stdout)
+@pytest.fixture(scope="module")
+def found():
+    return interpreted("quick", "spoiled", "bytes")
+
+
+def check_values(counts, dequantized, products):
     assert (counts["dequantized"], counts["products"]) == (dequantized, products)
     assert set(counts["formats"]) == {
         f"{bits} {axis} {group}"
@@ -43,25 +47,23 @@ def check_values(amount, dequantized, products):
     assert set(counts["kernels"]) == {*PRODUCTS, *(f"{name} split" for name in PRODUCTS)}
 
 
-def test_kernels_give_the_numbers_of_plain_torch():
+def test_kernels_give_the_numbers_of_plain_torch(found):
     """Dequantizing bit for bit; products as dequantizing and multiplying in float64, within a sum's rounding."""
-    check_values("quick", dequantized=36, products=34)
+    check_values(found["quick"], dequantized=36, products=34)
 
 
 @pytest.mark.slow
 @only_whole
 def test_kernels_give_the_numbers_of_plain_torch_in_all_formats():
-    check_values("full", dequantized=140, products=660)
+    check_values(interpreted("full")["full"], dequantized=140, products=660)
 
 
-def test_the_comparison_notices_a_single_code():
-    assert "AssertionError" in interpreted("values", "spoiled").stderr
+def test_the_comparison_notices_a_single_code(found):
+    assert found["spoiled"]
 
 
-def test_each_packed_byte_is_read_once():
-    found = interpreted("bytes")
-    assert found.returncode == 0, found.stderr[-2000:]
-    counts = json.loads(found.stdout)
+def test_each_packed_byte_is_read_once(found):
+    counts = found["bytes"]
     assert len(counts) == 18 and all(case["least"] == case["most"] == 1 for case in counts), counts
 
 

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,18 +24,20 @@ PROMPTS = [[5 + i, 6, 7, 8] * 12 for i in range(4)]
 ENGINE = """
 import json, os, sys
 from flexgen_helm import Engine, FlexgenError, GenerationRequest, MemoryLimits
-model, folder, policy, fail = sys.argv[1:]
+model, folder, policy, *faults = sys.argv[1:]
 asked = [GenerationRequest(prompt_token_ids=ids, max_tokens=8, ignore_eos=True) for ids in json.load(sys.stdin)]
-limits = MemoryLimits(cpu=64 << 20, disk=256 << 20)
-try:
-    with Engine.from_pretrained(model, policy=policy, schedule="zigzag", offload_dir=folder, limits=limits) as engine:
-        if fail:
-            os.environ["FAIL_HOW"] = fail
-        results = engine.run(asked)
-    print(json.dumps([result.completions[0].token_ids for result in results]))
-except FlexgenError as error:
-    print(type(error).__name__, error)
-    sys.exit(error.exit_code)
+options = dict(schedule="zigzag", offload_dir=folder, limits=MemoryLimits(cpu=64 << 20, disk=256 << 20))
+for fault in faults:
+    said = {}
+    try:
+        with Engine.from_pretrained(model, policy=policy, **options) as engine:
+            if fault:
+                os.environ["FAIL_HOW"], os.environ["FAIL_AFTER"] = fault.split()
+            said["answers"] = [result.completions[0].token_ids for result in engine.run(asked)]
+    except FlexgenError as error:
+        said["error"], said["exit code"] = f"{type(error).__name__} {error}", error.exit_code
+    os.environ.pop("FAIL_HOW", None)
+    print(json.dumps({**said, "left": [name for name in os.listdir(folder) if name.startswith("run-")]}))
 """
 WEIGHTS, CACHE = "4x1,0,0,0,100,0,100", "4x1,0,100,0,0,0,100"
 
@@ -51,15 +55,24 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def run_engine(
-    model: Path, folder: Path, policy: str, how: str = "", after: int = 0, shim: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    variables = {"OMP_NUM_THREADS": "1", "FAIL_PATH": str(folder), "FAIL_AFTER": str(after)}
-    variables |= {"LD_PRELOAD": str(shim)} if shim else {}
-    return subprocess.run(
-        [sys.executable, "-c", ENGINE, str(model), str(folder), policy, how], input=json.dumps(PROMPTS), text=True,
-        capture_output=True, timeout=120, cwd=ROOT, env={**os.environ, **variables},
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def run_engines(
+    tiny: Callable[[str], TinyModel], tmp_path_factory: pytest.TempPathFactory, shim: Path
+) -> Callable[[str], tuple[Path, list[dict[str, Any]]]]:
+    """Three engines of one process, by policy: with errors, on a disk that is well again, and with short reads."""
+
+    @cache
+    def run(policy: str) -> tuple[Path, list[dict[str, Any]]]:
+        folder = tmp_path_factory.mktemp("disk")
+        done = subprocess.run(
+            [sys.executable, "-c", ENGINE, str(tiny("llama").path), str(folder), policy, "eio 5", "", "short 0"],
+            input=json.dumps(PROMPTS), text=True, capture_output=True, timeout=120, cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "FAIL_PATH": str(folder), "LD_PRELOAD": str(shim)},
+        )  # fmt: skip
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        return folder, [json.loads(line) for line in done.stdout.splitlines()]
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -74,26 +87,23 @@ def expected(tiny: Callable[[str], TinyModel]) -> list[list[int]]:
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("policy", [WEIGHTS, CACHE], ids=["weights", "cache"])
 def test_a_disk_error_ends_the_run_with_the_files_name(
-    tiny: Callable[[str], TinyModel], tmp_path: Path, shim: Path, expected: list[list[int]], policy: str
+    run_engines: Callable[[str], Any], expected: list[list[int]], policy: str
 ) -> None:
-    done = run_engine(tiny("llama").path, tmp_path, policy, "eio", 5, shim)
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert done.stdout.startswith("OffloadError") and str(tmp_path) in done.stdout, done.stdout
-    assert "Input/output error" in done.stdout and done.stdout.count("\n") == 1
-    assert not list(tmp_path.glob("run-*"))
+    folder, (failed, well, _) = run_engines(policy)
+    assert failed["error"].startswith("OffloadError") and str(folder) in failed["error"], failed
+    assert "Input/output error" in failed["error"] and "\n" not in failed["error"] and failed["exit code"] == 1
+    assert failed["left"] == []
     # The same folder serves once the disk is well, and without the shim's orders the run is as any other.
-    done = run_engine(tiny("llama").path, tmp_path, policy, shim=shim)
-    assert json.loads(done.stdout) == expected
+    assert well["answers"] == expected
 
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("policy", [WEIGHTS, CACHE], ids=["weights", "cache"])
 def test_short_reads_and_writes_change_no_token(
-    tiny: Callable[[str], TinyModel], tmp_path: Path, shim: Path, expected: list[list[int]], policy: str
+    run_engines: Callable[[str], Any], expected: list[list[int]], policy: str
 ) -> None:
-    done = run_engine(tiny("llama").path, tmp_path, policy, "short", 0, shim)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout) == expected
+    _, (_, _, short) = run_engines(policy)
+    assert "error" not in short and short["answers"] == expected, short
 
 
 def test_a_full_disk_below_the_response_cache_costs_no_score(tmp_path: Path, shim: Path) -> None:
