@@ -20,12 +20,14 @@ from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from tests.helpers.backend_models import (
     NATIVE,
     REFUSED,
+    UNDECLARED,
     largest_difference,
     requests,
     saved,
     supported,
     without_interface,
 )
+from tests.helpers.backend_models import OTHERS as OTHER_CLASSES
 from tests.helpers.offload import MIB
 from tests.helpers.parity import TOLERANCE
 from tests.helpers.shares import IS_WHOLE, share, share_of_release
@@ -60,6 +62,15 @@ def check(name, folder):
         assert one.completions[0].token_ids == other.completions[0].token_ids
         pairs = zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True)
         assert all(abs(x - y) < TOLERANCE for x, y in pairs)
+
+
+@pytest.mark.releases
+@pytest.mark.slow
+def test_classes_are_those_that_declare_the_interface():
+    """Tests read the modules' text; classes say it by an attribute, which they may inherit."""
+    flag, names = "_supports_attention_backend", set(causal_classes())
+    declaring = {name for name in names if getattr(getattr(transformers, name), flag, False)}
+    assert set(supported()) == (declaring | names & UNDECLARED) - NATIVE - OTHER_CLASSES
 
 
 @pytest.mark.fast(3)
@@ -220,9 +231,7 @@ def test_a_language_model_among_several_parts(name, tmp_path):
 
 @pytest.mark.releases
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", share_of_release(sorted(name for name in MULTI_PART_CLASSES if hasattr(transformers, name)), 4)
-)
+@pytest.mark.parametrize("name", share_of_release(sorted(MULTI_PART_CLASSES & set(dir(transformers))), 4))
 def test_every_language_model_among_several_parts(name, tmp_path):
     if name == "Llama4ForConditionalGeneration" and transformers.__version__.startswith("5.24."):
         pytest.skip("of text alone, the class itself fails there: its output has no image_outputs")
