@@ -40,7 +40,7 @@ _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", sta
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 # Commands that send prompts.
 _PROMPTING = ("run", "generate")
-_CHATTING = (*_PROMPTING, "batch")
+_CHATTING = (*_PROMPTING, "batch", "serve")
 _DEVICE = re.compile(r"auto|sim|(cpu|cuda)(:\d+)?")
 
 

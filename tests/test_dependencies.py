@@ -26,6 +26,7 @@ BY_EXTRA = {
     "bench": ("benchmarks",),
     "lm-eval": ("flexgen_helm",),
     "ray": ("flexgen_helm",),
+    "serve": ("flexgen_helm",),
     "docs": ("docs",),
     "dev": ("tests", "examples"),
 }
@@ -48,6 +49,7 @@ TOOLS = {
     "pytest-xdist": "plugin of pytest",
     "ruff": "make lint",
     "setuptools": "builds the wheel in tests",
+    "tenacity": "lm-eval's local-completions, which asks the server in tests",
     "types-psutil": "types for mypy",
     "types-pyyaml": "types for mypy",
     "uv": "make lock",

@@ -31,6 +31,7 @@ from flexgen_helm.cli.quickstart import quickstart
 from flexgen_helm.cli.report import compare, report
 from flexgen_helm.cli.run import run
 from flexgen_helm.cli.screen import Screen
+from flexgen_helm.cli.serve import serve
 from flexgen_helm.errors import Interrupted
 
 app = typer.Typer(
@@ -84,6 +85,7 @@ _add(
     context_settings=_PASSED_ON,
 )
 _add("Evaluate", lm_eval, context_settings=_PASSED_ON)
+_add("Evaluate", with_engine_flags(serve), has_screen=False)  # it has one while it loads
 _add("Evaluate", report)
 _add("Evaluate", compare)
 _add("Plan", with_engine_flags(plan))

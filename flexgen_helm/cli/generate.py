@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
@@ -20,7 +19,7 @@ from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.files import replace_text
 from flexgen_helm.progress import Message, report
-from flexgen_helm.request import GenerationRequest, GenerationResult
+from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
 from flexgen_helm.units import count
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ class _Output:
     def add(self, place: int, result: GenerationResult) -> None:
         number = self._numbers[place]
         line = {
-            "completions": [asdict(completion) for completion in result.completions],
+            "completions": [_fields(completion) for completion in result.completions],
             "prompt_token_ids": result.prompt_token_ids,
             "prompt_logprobs": result.prompt_logprobs,
             "error": None if result.error is None else f"line {number}: {result.error}",
@@ -188,3 +187,7 @@ class _Output:
             path = Path(self._partial.name)
             if not self._lines or not path.stat().st_size:  # finished, or refused before the first line
                 path.unlink()
+
+
+def _fields(completion: Completion) -> dict[str, Any]:
+    return {name: value for name, value in vars(completion).items() if name != "top_logprobs"}

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from flexgen_helm.errors import RequestError, UsageError
-from flexgen_helm.request import MAX_COMPLETIONS, Completion, GenerationRequest, GenerationResult
+from flexgen_helm.request import (
+    MAX_COMPLETIONS,
+    MAX_TOP_LOGPROBS,
+    Completion,
+    GenerationRequest,
+    GenerationResult,
+    TopLogprobs,
+)
 from flexgen_helm.service.service import KeyedRequest, request_key
 
 if TYPE_CHECKING:
@@ -65,7 +72,7 @@ class Asked:
 
     prompts: texts or token ids; of a chat its messages alone.
     max_tokens: None for all that the window has room for.
-    logprobs: alternatives to each token, 0 or 1; None without log-probabilities.
+    logprobs: how many of the most probable tokens are wanted at each place; None without log-probabilities.
     seed: None where the body has none.
     """
 
@@ -122,13 +129,6 @@ def parse_body(url: str, body: Any) -> Asked:
     alternatives = given.get("top_logprobs" if is_chat else "logprobs", 0)
     if alternatives and not given.get("logprobs"):
         raise ApiError("top_logprobs needs logprobs", "top_logprobs")
-    # At temperature 0 the token that is drawn is the most probable one, so it is known.
-    if alternatives > 1 or (alternatives and (temperature or echo)):
-        name = "top_logprobs" if is_chat else "logprobs"
-        raise ApiError(
-            f"{name} is {alternatives}; it must be 0, or 1 at temperature 0 without echo, for alternatives to a token "
-            "are not computed", name
-        )  # fmt: skip
     if is_chat:
         prompts: tuple[Any, ...] = (_messages(given),)
     else:
@@ -184,6 +184,7 @@ def to_requests(
             echo_logprobs=asked.echo and asked.logprobs is not None,
             ignore_eos=asked.ignore_eos,
             thinking=thinking,
+            top_logprobs=asked.logprobs or 0,
         )
         request.validate()
         identity = chat.identity if thinking is not None and chat is not None else None
@@ -243,13 +244,29 @@ def to_body(
 def _message(asked: Asked, completion: Completion, tokenizer: Tokenizer) -> Json:
     logprobs = None
     if asked.logprobs is not None:
-        content: list[Json] = []
-        for text, token, logprob in zip(completion.tokens, completion.token_ids, completion.logprobs):
-            drawn = {"token": text, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token))}
-            content.append({**drawn, "top_logprobs": [drawn] * asked.logprobs})
-        logprobs = {"content": content}
+        tokens = [*zip(completion.tokens, completion.token_ids, completion.logprobs)]
+        tops = completion.top_logprobs or [()] * len(tokens)
+        logprobs = {
+            "content": [
+                {
+                    **_token(text, token, logprob, tokenizer),
+                    "top_logprobs": [
+                        _token(_text_of(other, tokenizer), other, value, tokenizer) for other, value in top
+                    ],
+                }
+                for (text, token, logprob), top in zip(tokens, tops, strict=True)
+            ]
+        }
     message = {"role": "assistant", "content": completion.text, "refusal": None}
     return {"message": message, "logprobs": logprobs}
+
+
+def _token(text: str, token: int, logprob: float, tokenizer: Tokenizer) -> Json:
+    return {"token": text, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token))}
+
+
+def _text_of(token: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.token_texts((token,))[0]
 
 
 def _text(
@@ -260,17 +277,47 @@ def _text(
         return {"text": text, "logprobs": None}
     ids, tokens = [*completion.token_ids], [*completion.tokens]
     scores: list[float | None] = [*completion.logprobs]
+    tops: list[TopLogprobs | None] = [*(completion.top_logprobs or [()] * len(ids))]
     if asked.echo:
         length = len(prompt.ids)
         ids, tokens = [*prompt.ids, *ids], [*tokenizer.token_texts(prompt.ids), *tokens]
-        scores = [*(result.prompt_logprobs or ())[len(result.prompt_token_ids) - length :], *scores]
+        first = len(result.prompt_token_ids) - length
+        scores = [*(result.prompt_logprobs or ())[first:], *scores]
+        tops = [*(result.prompt_top_logprobs or [()] * (first + length))[first:], *tops]
     logprobs = {
         "tokens": tokens,
         "token_logprobs": scores,
-        "top_logprobs": [None if s is None else {token: s} for token, s in zip(tokens, scores)],
+        "top_logprobs": [
+            None if score is None else _top(text, score, top or (), tokenizer)
+            for text, score, top in zip(tokens, scores, tops, strict=True)
+        ],
         "text_offset": _offsets(ids, tokenizer),
     }
     return {"text": text, "logprobs": logprobs}
+
+
+def _top(text: str, logprob: float, top: TopLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
+    """Return log-probabilities by text, of the token itself too; of tokens with one text the most probable one's."""
+    found: dict[str, float] = {}
+    for token, value in top:
+        found.setdefault(_text_of(token, tokenizer), value)
+    found.setdefault(text, logprob)
+    return found
+
+
+def to_events(asked: Asked, body: Json, with_usage: bool) -> list[Json]:
+    """Return the events of a stream that sends a body in one piece; with_usage: and its usage in a last one."""
+    is_chat = asked.endpoint == "chat"
+    common = {name: body[name] for name in ("id", "created", "model")}
+    common["object"] = "chat.completion.chunk" if is_chat else "text_completion"
+    common |= {"usage": None} if with_usage else {}
+    events = []
+    for choice in body["choices"]:
+        if is_chat:
+            message = {name: value for name, value in choice["message"].items() if value is not None}
+            choice = {name: value for name, value in choice.items() if name != "message"} | {"delta": message}
+        events.append({**common, "choices": [choice]})
+    return [*events, {**common, "choices": [], "usage": body["usage"]}] if with_usage else events
 
 
 def _offsets(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
@@ -336,14 +383,14 @@ _FIELDS: Mapping[str, Callable[[str, Any], None]] = {
 _TEXT_FIELDS: Mapping[str, Callable[[str, Any], None]] = {
     "prompt": _anything,
     "echo": _flag,
-    "logprobs": _whole(0),
+    "logprobs": _whole(0, MAX_TOP_LOGPROBS),
     "best_of": _whole(1),
 }
 _CHAT_FIELDS: Mapping[str, Callable[[str, Any], None]] = {
     "messages": _anything,
     "max_completion_tokens": _whole(0),
     "logprobs": _flag,
-    "top_logprobs": _whole(0),
+    "top_logprobs": _whole(0, MAX_TOP_LOGPROBS),
 }
 # What changes nothing at these values, and is refused at others.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {

@@ -16,7 +16,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -122,6 +122,21 @@ class SubmittedBlock:
         for job in self._jobs:
             self._service._wait(job)
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call once every request has a result or an error, from whichever thread has the last."""
+        lock, left = threading.Lock(), len(self._jobs)
+
+        def one_is_done(_: Future[Response]) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                is_last = not left
+            if is_last:
+                call()
+
+        for job in self._jobs:
+            job.future.add_done_callback(one_is_done)
+
     def responses(self) -> dict[str, Response]:
         """Return the responses so far, by key."""
         done = (job for job in self._jobs if job.future.done() and job.future.exception() is None)
@@ -177,12 +192,20 @@ class Service:
             self._to_preload = model, use_cache
             self._wake_worker()
 
-    def submit(self, model: ModelArguments, requests: Sequence[KeyedRequest], use_cache: bool = True) -> SubmittedBlock:
+    def submit(
+        self,
+        model: ModelArguments,
+        requests: Sequence[KeyedRequest],
+        use_cache: bool = True,
+        *,
+        gathers: bool = False,
+    ) -> SubmittedBlock:
         """Queue `requests` as one block.
 
         use_cache: the response cache may hold the results and must store them.
+        gathers: others may join the block until none arrives any more, as those of `respond`.
         """
-        jobs = self._enqueue(model, requests, use_cache, is_block=True)
+        jobs = self._enqueue(model, requests, use_cache, is_block=not gathers)
         return SubmittedBlock(self, model, requests, jobs)
 
     @contextmanager

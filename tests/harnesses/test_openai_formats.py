@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -96,11 +97,12 @@ class Words:
         return [self.words[token].decode() for token in ids]
 
 
-def body_of(url, result=RESULT, prompts=1, **fields):
+def body_of(url, result=RESULT, prompts=1, ids=(5, 6), tokenizer=None, **fields):
     asked = parse_body(url, {"messages" if url == CHAT else "prompt": MESSAGES if url == CHAT else "x", **fields})
     request = GenerationRequest(prompt_token_ids=(0, 5, 6))
-    prompt = EncodedPrompt("the quick", (5, 6), KeyedRequest(request, "key"))
-    return to_body(asked, [prompt] * prompts, [result] * prompts, Words(), model="m", identity="1", created=9)
+    prompt = EncodedPrompt("the quick", ids, KeyedRequest(request, "key"))
+    tokenizer = tokenizer or Words()
+    return to_body(asked, [prompt] * prompts, [result] * prompts, tokenizer, model="m", identity="1", created=9)
 
 
 def test_results_become_the_body_of_a_completion():
@@ -131,18 +133,50 @@ def test_results_become_the_body_of_a_completion():
 
 
 def test_results_become_the_body_of_a_chat():
-    body = body_of(CHAT, logprobs=True, top_logprobs=1, temperature=0, n=2)
+    first, second = RESULT.completions
+    tops = replace(first, top_logprobs=(((7, -0.5), (5, -1.5)), ((8, -0.25), (6, -2.5))))
+    body = body_of(CHAT, replace(RESULT, completions=(tops, second)), logprobs=True, top_logprobs=2, n=2)
+    others = [
+        {"token": "the", "logprob": -1.5, "bytes": [*b"the"]},
+        {"token": " quick", "logprob": -2.5, "bytes": [*b" quick"]},
+    ]
     fox = {"token": " fox", "logprob": -0.5, "bytes": [32, 102, 111, 120]}
     dot = {"token": ".", "logprob": -0.25, "bytes": [46]}
     assert body["id"] == "chatcmpl-1" and body["object"] == "chat.completion"
     assert body["choices"][0] == {
         "index": 0,
         "message": {"role": "assistant", "content": " fox.", "refusal": None},
-        "logprobs": {"content": [{**fox, "top_logprobs": [fox]}, {**dot, "top_logprobs": [dot]}]},
+        "logprobs": {"content": [{**fox, "top_logprobs": [fox, others[0]]}, {**dot, "top_logprobs": [dot, others[1]]}]},
         "finish_reason": "stop",
     }
+    assert body["choices"][1]["logprobs"] == {"content": []}
     assert body_of(CHAT)["choices"][0]["logprobs"] is None
     assert body_of(CHAT, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_alternatives_are_given_by_text_and_the_token_itself_is_always_among_them():
+    tops = (None, ((6, -0.125), (5, -1.0)), ((7, -1.0), (8, -1.5)))
+    result = replace(RESULT, prompt_token_ids=(5, 5, 6), prompt_top_logprobs=tops)
+    drawn = replace(RESULT.completions[0], top_logprobs=(((7, -0.5), (5, -1.5)), ((5, -0.125), (6, -2.5))))
+    body = body_of(TEXT, replace(result, completions=(drawn,)), ids=(5, 5, 6), echo=True, logprobs=2, max_tokens=2)
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [
+        None,
+        {" quick": -0.125, "the": -1.0},
+        {" fox": -1.0, ".": -1.5, " quick": -2.0},  # of the prompt
+        {" fox": -0.5, "the": -1.5},
+        {"the": -0.125, " quick": -2.5, ".": -0.25},  # drawn
+    ]
+
+
+def test_tokens_with_one_text_give_the_most_probable_ones_score():
+    tops = (((7, -0.125), (8, -0.25)), ((8, -0.25), (7, -0.5)))
+
+    class OneText(Words):
+        words = {5: b"the", 6: b" quick", 7: b"x", 8: b"x"}
+
+    drawn = Completion("xx", ("x", "x"), (8, 8), (-0.25, -0.25), "stop", tops)
+    body = body_of(TEXT, replace(RESULT, completions=(drawn,)), tokenizer=OneText(), logprobs=2, max_tokens=2)
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"x": -0.125}, {"x": -0.25}]
 
 
 @pytest.mark.parametrize(
@@ -174,9 +208,8 @@ def test_results_become_the_body_of_a_chat():
         (TEXT, {"prompt": "x", "stop": ["a"] * 5}, "up to 4 texts"),
         (TEXT, {"prompt": "x", "echo": 1}, "echo is 1"),
         (TEXT, {"prompt": "x", "logprobs": True}, "logprobs is True"),
-        (TEXT, {"prompt": "x", "logprobs": 5}, "alternatives to a token are not computed"),
-        (TEXT, {"prompt": "x", "logprobs": 1}, "alternatives to a token are not computed"),
-        (TEXT, {"prompt": "x", "logprobs": 1, "temperature": 0, "echo": True}, "alternatives to a token"),
+        (TEXT, {"prompt": "x", "logprobs": 21}, "from 0 to 20"),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
         (TEXT, {"prompt": "x", "best_of": 3}, "best_of is 3"),
         (TEXT, {"prompt": "x", "stream": True}, "stream is True"),
         (TEXT, {"prompt": "x", "presence_penalty": 0.5}, "presence_penalty is 0.5"),

@@ -1,0 +1,141 @@
+"""`flexgen-helm serve`: OpenAI's API for one model, for harnesses that ask over HTTP."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import time
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flexgen_helm.cli.console import say
+from flexgen_helm.cli.engine_flags import check_engine_flags
+from flexgen_helm.cli.flags import ModelName
+from flexgen_helm.cli.screen import Screen
+from flexgen_helm.config import EngineOptions
+from flexgen_helm.errors import Interrupted, UsageError
+from flexgen_helm.units import count
+
+KEY_VARIABLE = "FLEXGEN_HELM_SERVE_KEY"
+_MIN_KEY_CHARACTERS = 16
+
+
+def serve(
+    model: ModelName,
+    engine: EngineOptions,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; one beyond this machine needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help=f"File with the key that requests must bring. Default: {KEY_VARIABLE}."),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name that requests give. Default: MODEL.")
+    ] = None,
+) -> None:
+    """Serve a model to other harnesses, in OpenAI's formats.
+
+    Answers `/v1/completions`, `/v1/chat/completions`, `/v1/models` and `/health`. Requests are gathered until none
+    arrives for 50 ms, and computed as one block. Ctrl-C ends the server; what was computed stays in the response cache,
+    so the same requests go on with the next one.
+
+    Needs the extra `serve`: pip install 'flexgen-helm[serve]'.
+
+    Example:
+      flexgen-helm serve smollm2-135m-instruct-q4_1
+      curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+          -d '{"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}'
+    """
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise UsageError("starlette and uvicorn are not installed; run pip install 'flexgen-helm[serve]'")
+    check_engine_flags(engine)
+    key = _read_key(key_file)
+    if key is None and not _is_loopback(host):
+        raise UsageError(
+            f"--host {host} lets other machines ask, so a key is needed; write one into a file for --key-file, "
+            f"or set {KEY_VARIABLE}"
+        )
+    listener = _listener(host, port)
+    from flexgen_helm.harnesses.openai_server import OpenAIServer, ServedModel
+    from flexgen_helm.request import GenerationRequest
+    from flexgen_helm.service import process
+    from flexgen_helm.service.loaders import EngineLoader
+    from flexgen_helm.service.models import ModelReader, model_arguments
+    from flexgen_helm.service.service import KeyedRequest, Service, request_key
+
+    arguments, reader, service = model_arguments(model, engine), ModelReader("serve"), Service(EngineLoader())
+    name = served_model_name or model
+    try:
+        with Screen():
+            tokenizer = reader.encoder(arguments).tokenizer
+            # Shows what is wrong with the model before a client does.
+            first = GenerationRequest(prompt_token_ids=(tokenizer.first_id or 0,), max_tokens=1)
+            answer = service.respond(arguments, KeyedRequest(first, request_key(first)), use_cache=False)
+            if answer.result.error is not None:
+                raise answer.result.error
+        server = OpenAIServer(service, reader, ServedModel(name, arguments, int(time.time())), key, tell=say)
+        listener.listen(1024)
+        say(f"serving {name} at {_url(listener)}/v1; Ctrl-C ends")
+        server.serve(listener)
+        say(f"{count(server.num_answered, 'request')} answered; what was computed is stored")
+    except KeyboardInterrupt:  # while the model was loaded
+        raise Interrupted("interrupted") from None
+    finally:
+        listener.close()
+        if not service.close():  # in the middle of something: the process ends without it
+            atexit.register(process.close_at_exit, service.close, 0)
+
+
+def _read_key(file: Path | None) -> str | None:
+    if file is None:
+        key, source = os.environ.get(KEY_VARIABLE, "").strip(), KEY_VARIABLE
+        if not key:
+            return None
+    else:
+        try:
+            key, source = file.read_text(encoding="utf-8").strip(), f"--key-file {file}"
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--key-file {file} cannot be read: {error}") from error
+    if len(key) < _MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
+        raise UsageError(
+            f"the key of {source} has {len(key)} characters; it needs {_MIN_KEY_CHARACTERS} or more, printable ASCII "
+            "without blanks, as `openssl rand -hex 32` prints"
+        )
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Return a socket that has the address; nobody is answered before it listens."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise UsageError(f"--host {host} is no address of this machine: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"--host {host} --port {port} cannot be taken: {error.strerror}; choose another --port"
+        ) from error
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,457 @@
+"""OpenAI's API for one model, over HTTP. This module alone imports starlette and uvicorn.
+
+    POST /v1/completions, /v1/chat/completions    body -> requests of ours (`openai_formats`) -> results -> body
+    GET  /v1/models, /v1/models/NAME, /health
+
+A request passes three gates before it is computed: who asks (key, Host, Origin), how much (bytes and seconds of its
+body), and how many wait already. What is admitted is gathered by the service with all others, computed as a block, and
+stored in the response cache, also where its client has gone. An equal request joins it.
+
+A text that is drawn without a seed draws anew at each request. The draws depend on how many equal ones the server has
+had, so a server that was started again repeats them from the cache, in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from socket import socket
+from types import FrameType
+from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack
+from urllib.parse import urlsplit
+
+import uvicorn
+from anyio import CapacityLimiter, to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from flexgen_helm.errors import FlexgenError
+from flexgen_helm.harnesses.openai_formats import (
+    ENDPOINTS,
+    ApiError,
+    Asked,
+    EncodedPrompt,
+    Json,
+    error_body,
+    error_status,
+    parse_body,
+    to_body,
+    to_events,
+    to_requests,
+)
+from flexgen_helm.request import GenerationResult
+from flexgen_helm.service.models import ModelArguments, ModelReader
+from flexgen_helm.service.service import Service
+from flexgen_helm.units import size
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_Arguments = TypeVarTuple("_Arguments")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Seconds that the headers of a request may take, and then its body.
+HEADERS_S, BODY_S = 20.0, 60.0
+MAX_BODY_BYTES = 16 * 2**20
+MAX_READING_BYTES = 256 * 2**20  # of all bodies that are being read
+MAX_WAITING = 20_000  # sequences: prompts times n
+MAX_CONNECTIONS = 1_000
+TELL_EVERY_S = 30.0
+RETRY_AFTER_S = 5
+_GRACE_S = 2.0  # for answers that are on their way when the server is stopped
+_STOPPING = "the server is being stopped; finished answers are stored, and the same request to the next server goes on"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as clients see it; name: the one that requests may give."""
+
+    name: str
+    arguments: ModelArguments
+    created: int
+
+
+class OpenAIServer:
+    """The API of one model. `serve` returns once it is interrupted; after that the service may be closed.
+
+    key: what requests must bring as `Authorization: Bearer KEY`; without one, only requests to this machine by its
+        loopback names are answered, which no page of a browser can send.
+    max_waiting: sequences that may wait or be computed at once; a request beyond is answered 429.
+    tell: shows a line to whoever watches the server, now and then while requests come.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        reader: ModelReader,
+        model: ServedModel,
+        key: str | None = None,
+        max_waiting: int = MAX_WAITING,
+        tell: Callable[[str], None] = _log.info,
+    ) -> None:
+        self._service, self._reader, self._model = service, reader, model
+        self._key, self._max_waiting, self._tell = key, max_waiting, tell
+        self.num_answered = self.num_refused = 0
+        self._num_waiting = self._num_reading = 0
+        self._draws: Counter[bytes] = Counter()  # by digest of a body that draws without a seed
+        self._is_stopping = False
+        self._waiters: set[asyncio.Event] = set()
+        # Parsing and encoding take memory and the interpreter: a few at once.
+        self._limiter = CapacityLimiter(2)
+
+    def serve(self, listener: socket) -> None:
+        """Answer requests until SIGINT or SIGTERM."""
+        config = uvicorn.Config(
+            self.app(), http=_Connection, ws="none", lifespan="on", loop="asyncio", log_config=None,
+            log_level="error", access_log=False, server_header=False, proxy_headers=False,
+            limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=int(_GRACE_S),
+        )  # fmt: skip
+        _Server(config, self._stop).run(sockets=[listener])
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        return Starlette(
+            routes=[
+                *(Route(url, self._answered(self._complete), methods=["POST"]) for url in ENDPOINTS),
+                Route("/v1/models", self._answered(self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", self._answered(self._one_model), methods=["GET"]),
+                Route("/health", self._answered(self._health), methods=["GET"]),
+            ],
+            exception_handlers={HTTPException: _http_error},
+            lifespan=self._watched,
+        )
+
+    @asynccontextmanager
+    async def _watched(self, app: Starlette) -> AsyncIterator[None]:
+        """Tell every `TELL_EVERY_S` how it goes, where something has changed."""
+
+        async def watch() -> None:
+            told = ""
+            while True:
+                await asyncio.sleep(TELL_EVERY_S)
+                counts = f"{self.num_answered:,} answered, {self.num_refused:,} refused, {self._num_waiting:,} wait"
+                if counts != told and (self.num_answered or self.num_refused or self._num_waiting):
+                    self._tell(f"{time.strftime('%H:%M:%S')}  {counts}")
+                told = counts
+
+        task = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    def _stop(self) -> None:
+        """Send waiting clients away. Called by a signal handler, between two steps of the event loop."""
+        self._is_stopping = True
+        self._service.interrupt()
+        for waiter in self._waiters:
+            waiter.set()
+
+    # Endpoints
+
+    def _answered(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """Return an endpoint that checks who asks, and whose errors are in OpenAI's form."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                self._check_asker(request)
+                response: Response = await endpoint(request)
+                return response
+            except ClientDisconnect:
+                return Response(status_code=400)  # nobody reads it
+            except FlexgenError as error:
+                self.num_refused += 1
+                return _error(error)
+            except Exception as error:  # the last resort
+                self.num_refused += 1
+                self._tell(f"a request failed: unexpected {type(error).__name__}: {error}")
+                return _error(ApiError(f"unexpected {type(error).__name__}; the server's output has more", status=500))
+
+        return answer
+
+    async def _health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model_record()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return _json(self._model_record())
+
+    def _model_record(self) -> Json:
+        window = self._reader.facts(self._model.arguments).max_positions
+        name, created = self._model.name, self._model.created
+        return {
+            "id": name, "object": "model", "created": created, "owned_by": "flexgen_helm", "max_model_len": window,
+        }  # fmt: skip
+
+    async def _complete(self, request: Request) -> Response:
+        content = await self._read(request)
+        body = await self._in_thread(_parse, content)
+        stream = _Stream.taken_from(body)
+        asked = parse_body(request.url.path, body)
+        self._check_model(asked.model)
+        identity = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
+        self._draws[identity] += bool(asked.temperature and asked.seed is None)
+        unseeded = f"{identity.hex()}/{self._draws[identity]}"
+        del content, body
+        async with self._admitted(asked):
+            prompts = await self._in_thread(self._encode, asked, unseeded)
+            results = await self._results(prompts)
+            return await self._in_thread(self._respond, asked, prompts, results, stream)
+
+    async def _in_thread(self, function: Callable[[Unpack[_Arguments]], _T], *arguments: *_Arguments) -> _T:
+        return await to_thread.run_sync(function, *arguments, limiter=self._limiter)
+
+    def _encode(self, asked: Asked, unseeded: str) -> list[EncodedPrompt]:
+        model, reader = self._model.arguments, self._reader
+        chat = reader.chat(model) if asked.endpoint == "chat" else None
+        return to_requests(asked, reader.encoder(model), chat, reader.facts(model).max_positions, unseeded)
+
+    async def _results(self, prompts: Sequence[EncodedPrompt]) -> list[GenerationResult]:
+        """Wait for the results of a request; all of them are computed, whether or not somebody still waits."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the server has been stopped, and its loop is closed
+                loop.call_soon_threadsafe(done.set)
+
+        keyed = [prompt.request for prompt in prompts]
+        with self._service.submit(self._model.arguments, keyed, gathers=True) as block:
+            block.when_done(wake)
+            self._waiters.add(done)
+            try:
+                if not self._is_stopping:
+                    await done.wait()
+            finally:
+                self._waiters.discard(done)
+            responses = block.responses()
+            if len(responses) < len(set(block.keys)):
+                if self._is_stopping:
+                    raise ApiError(_STOPPING, code="stopping", status=503)
+                error = block.error()
+                assert error is not None
+                raise error
+        results = [responses[request.key].result for request in keyed]
+        if failed := next((result.error for result in results if result.error is not None), None):
+            raise failed
+        return results
+
+    def _respond(
+        self, asked: Asked, prompts: Sequence[EncodedPrompt], results: Sequence[GenerationResult], stream: _Stream
+    ) -> Response:
+        tokenizer = self._reader.encoder(self._model.arguments).tokenizer
+        identity = hashlib.sha256("".join(prompt.request.key for prompt in prompts).encode()).hexdigest()[:24]
+        body = to_body(
+            asked, prompts, results, tokenizer, model=self._model.name, identity=identity, created=int(time.time())
+        )
+        self.num_answered += 1
+        if not stream.wanted:
+            return _json(body)
+        events = [json.dumps(event, allow_nan=False) for event in to_events(asked, body, stream.with_usage)]
+        text = "".join(f"data: {event}\n\n" for event in (*events, "[DONE]"))
+        return Response(text, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    # Gates
+
+    def _check_asker(self, request: Request) -> None:
+        """Raise `ApiError` for who may not ask."""
+        headers = request.headers
+        host = headers.get("host", "")
+        if self._key is not None:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._key.encode()):
+                raise ApiError("the request has no valid key; send 'Authorization: Bearer KEY'",
+                               code="invalid_api_key", status=401)  # fmt: skip
+        elif _host_name(host) not in LOOPBACK:
+            raise ApiError(f"the request is for the host {host[:60]!a}, and without a key this server answers for "
+                           f"{', '.join(LOOPBACK)} only", status=403)  # fmt: skip
+        origin = headers.get("origin")
+        if origin is not None and _netloc(origin) != host.lower():
+            raise ApiError(f"pages of {origin[:60]!a} may not ask this server", status=403)
+        if request.method != "POST":
+            return
+        kind = headers.get("content-type", "")
+        if kind.partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(f"Content-Type is {kind[:60]!a}; it must be application/json", status=415)
+        if (coding := headers.get("content-encoding", "identity")) != "identity":
+            raise ApiError(f"Content-Encoding is {coding[:60]!a}, which is not supported; leave it out", status=415)
+
+    async def _read(self, request: Request) -> bytes:
+        """Return the body. Raises `ApiError` where it is too long, too slow, or too many are being read."""
+        chunks: list[bytes] = []
+        num_bytes = 0
+        declared = request.headers.get("content-length", "")
+        try:
+            if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+                raise _too_long()
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    chunks.append(chunk)
+                    num_bytes += len(chunk)
+                    self._num_reading += len(chunk)
+                    if num_bytes > MAX_BODY_BYTES:
+                        raise _too_long()
+                    if self._num_reading > MAX_READING_BYTES:
+                        raise _busy(f"bodies of {size(self._num_reading)} are being read")
+        except TimeoutError:
+            raise ApiError(f"the body has not come within {BODY_S:.0f} seconds", status=408) from None
+        finally:
+            self._num_reading -= num_bytes
+        return b"".join(chunks)
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._model.name):
+            raise ApiError(f"the model {name!a} is not served here; {self._model.name!a} is", "model",
+                           "model_not_found", 404)  # fmt: skip
+
+    @asynccontextmanager
+    async def _admitted(self, asked: Asked) -> AsyncIterator[None]:
+        """Count a request's sequences among those that wait. Raises `ApiError` where there are too many."""
+        count = len(asked.prompts) * asked.n
+        if count > self._max_waiting:
+            raise ApiError(f"the request asks for {count:,} completions; at most {self._max_waiting:,} may wait", "n")
+        if self._num_waiting + count > self._max_waiting:
+            raise _busy(f"{self._num_waiting:,} completions wait already")
+        self._num_waiting += count
+        try:
+            yield
+        finally:
+            self._num_waiting -= count
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """How the answer is sent; what is wanted as a stream comes in one piece."""
+
+    wanted: bool = False
+    with_usage: bool = False
+
+    @classmethod
+    def taken_from(cls, body: Any) -> _Stream:
+        """Take `stream` and `stream_options` out of a body."""
+        if not isinstance(body, dict):
+            return cls()
+        wanted, options = body.pop("stream", None), body.pop("stream_options", None)
+        if wanted not in (None, False, True) or type(wanted) is int:
+            raise ApiError(f"stream is {str(wanted)[:60]!a}; it must be true or false", "stream")
+        given = options or {}
+        known = {"include_usage", "include_obfuscation"}
+        if not isinstance(given, Mapping) or set(given) - known or not all(type(v) is bool for v in given.values()):
+            raise ApiError("stream_options has more than include_usage, true or false", "stream_options")
+        return cls(bool(wanted), given.get("include_usage", False))
+
+
+class _Connection(H11Protocol):
+    """A connection whose request must begin in time: uvicorn waits for its headers for ever."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_answering and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        elif not self._is_answering:
+            self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _await_request(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(HEADERS_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        if not self._is_answering:
+            self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """A server that is stopped by its first signal; the process goes on behind it."""
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._call_stop = stop
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit  # a second signal does not wait
+        self.should_exit = True
+        self._call_stop()
+
+
+def _parse(content: bytes) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise ApiError(f"the body is not JSON: {why}") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _host_name(host: str) -> str:
+    """Return the name in a Host header, without its port."""
+    with suppress(ValueError):
+        return urlsplit(f"//{host}").hostname or ""
+    return ""
+
+
+def _netloc(origin: str) -> str:
+    """Return host and port of an Origin header; empty for `null` and what is no origin."""
+    with suppress(ValueError):
+        return urlsplit(origin).netloc.lower()
+    return ""
+
+
+def _too_long() -> ApiError:
+    return ApiError(f"the body is longer than {size(MAX_BODY_BYTES)}; send fewer prompts at once", status=413)
+
+
+def _busy(why: str) -> ApiError:
+    return ApiError(f"{why}; ask again later", code="rate_limit_exceeded", status=429)
+
+
+def _json(body: Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json.dumps(body, allow_nan=False), status, headers, "application/json")
+
+
+def _error(error: Exception) -> Response:
+    status = error_status(error)
+    # A body that was not read to its end would be taken for the next request.
+    headers = {"Connection": "close"} if status in (401, 403, 408, 413, 415, 429) else {}
+    if status == 429:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    return _json(error_body(error), status, headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Return what starlette refuses (an unknown path, a method) in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    urls = ", ".join((*ENDPOINTS, "/v1/models", "/health"))
+    message = f"{request.method[:20]!a} {request.url.path[:60]!a}: {error.detail}; the server has {urls}"
+    return _error(ApiError(message, status=error.status_code))

@@ -1,0 +1,426 @@
+"""`flexgen-helm serve`, asked by the clients of other harnesses, and by whoever means it ill."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import signal
+import socket
+import sqlite3
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import psutil
+import pytest
+
+from flexgen_helm import Engine, GenerationRequest, cli
+from tests.helpers.chat_models import add_template
+from tests.helpers.servers import serving
+
+KEY = "0123456789abcdef"
+MESSAGES = [{"role": "user", "content": "the quick"}]
+URL = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    return add_template(tiny("llama").path, tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    with Engine.from_pretrained(folder) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    settings = "server.BODY_S, server.HEADERS_S, server.MAX_BODY_BYTES = 2.0, 2.0, 2**20"
+    home = tmp_path_factory.mktemp("home")
+    with serving(folder, home, "--served-model-name", "tiny", settings=settings) as served:
+        yield served
+        assert served.process.poll() is None
+    assert served.process.returncode == 0 and "Traceback" not in served.output
+    assert served.lines[-1].endswith("answered; what was computed is stored\n")
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+# Harnesses' own clients
+
+
+def test_openais_client_gets_what_the_engine_computes(client, engine):
+    drawn = dict(max_tokens=5, n=2, seed=4, temperature=0.9, top_p=0.9)
+    texts, ids, said, sampled = engine.run(
+        [
+            GenerationRequest(prompt="the quick", max_tokens=3, echo_logprobs=True, top_logprobs=2),
+            GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=3),
+            GenerationRequest(messages=MESSAGES, max_tokens=4, top_logprobs=2),
+            GenerationRequest(prompt="fox", **drawn),
+        ]
+    )
+    answer = client.completions.create(
+        model="tiny", prompt=["the quick", "fox"], max_tokens=3, temperature=0, echo=True, logprobs=2
+    )
+    first = answer.choices[0]
+    assert first.text == "the quick" + texts.completions[0].text and len(answer.choices) == 2
+    scores = [*texts.prompt_logprobs[1:], *texts.completions[0].logprobs]
+    assert first.logprobs.token_logprobs[1:] == pytest.approx(scores, abs=1e-5)
+    tops = [*texts.prompt_top_logprobs[1:], *texts.completions[0].top_logprobs]
+    for own, score, top in zip(first.logprobs.top_logprobs[1:], scores, tops, strict=True):
+        # The most probable ones, and the token that is there.
+        assert sorted(own.values())[-2:] == pytest.approx(sorted(value for _, value in top), abs=1e-5)
+        assert min(abs(value - score) for value in own.values()) < 1e-5
+    answer = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=3, temperature=0)
+    assert answer.choices[0].text == ids.completions[0].text and answer.usage.prompt_tokens == 3
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=4, temperature=0, logprobs=True, top_logprobs=2
+    )
+    (choice,), (expected,) = answer.choices, said.completions
+    assert choice.message.content == expected.text
+    for token, logprob, top in zip(choice.logprobs.content, expected.logprobs, expected.top_logprobs, strict=True):
+        assert token.logprob == pytest.approx(logprob, abs=1e-5)
+        assert [other.logprob for other in token.top_logprobs] == pytest.approx([value for _, value in top], abs=1e-5)
+    answer = client.completions.create(model="tiny", prompt="fox", **drawn)
+    assert [choice.text for choice in answer.choices] == [one.text for one in sampled.completions]
+    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+
+
+def test_a_stream_comes_in_one_piece(client):
+    asked = dict(model="tiny", max_tokens=4, seed=1)
+    whole = client.chat.completions.create(messages=MESSAGES, n=2, **asked)
+    events = [*client.chat.completions.create(
+        messages=MESSAGES, n=2, stream=True, stream_options={"include_usage": True}, **asked
+    )]  # fmt: skip
+    assert [event.choices[0].delta.content for event in events[:-1]] == [c.message.content for c in whole.choices]
+    assert events[-1].choices == [] and events[-1].usage == whole.usage
+    text = client.completions.create(prompt="the", **asked).choices[0]
+    (event,) = client.completions.create(prompt="the", stream=True, **asked)
+    assert (event.choices[0].text, event.choices[0].finish_reason) == (text.text, text.finish_reason)
+
+
+@pytest.mark.slow  # importing the harness takes as long as all others
+def test_local_completions_of_lm_evaluation_harness_scores_as_the_engine(server, engine, folder):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    model = LocalCompletionsAPI(
+        model="tiny", base_url=f"{server.url}/completions", tokenizer_backend="huggingface", tokenizer=str(folder),
+        num_concurrent=4, max_length=96,
+    )  # fmt: skip
+    draw = random.Random(3)
+    words = ["the", " quick", " brown", " fox", " jumps"]
+    pairs = [("".join(draw.choices(words, k=4)), draw.choice(words)) for _ in range(12)]
+    # Continuations that are greedy, too.
+    prompts = [GenerationRequest(prompt=context, max_tokens=1) for context, _ in pairs[:6]]
+    pairs += [(context, result.completions[0].text) for (context, _), result in zip(pairs, engine.run(prompts))
+              if result.completions[0].text.strip().isprintable() and result.completions[0].text.strip()]  # fmt: skip
+    scored = model.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+    expected = engine.score(pairs)
+    assert [logprob for logprob, _ in scored] == pytest.approx([score.logprob for score in expected], abs=1e-4)
+    assert [is_greedy for _, is_greedy in scored] == [score.is_greedy for score in expected]
+    assert {True, False} == {is_greedy for _, is_greedy in scored}
+    settings = {"until": ["x"], "max_gen_toks": 4}
+    texts = model.generate_until([Instance("generate_until", {}, ("the quick", settings), 0)])
+    (result,) = engine.run([GenerationRequest(prompt="the quick", max_tokens=4, stop=("x",))])
+    assert texts == [result.completions[0].text]
+
+
+def test_helms_legacy_client_gets_what_ours_gets(server, folder):
+    from helm.clients.openai_client import OpenAILegacyCompletionsClient
+    from helm.common.cache import BlackHoleCacheConfig
+    from helm.common.request import Request
+
+    from flexgen_helm.plugin.client import FlexgenClient
+
+    theirs = OpenAILegacyCompletionsClient(
+        BlackHoleCacheConfig(), api_key="none", base_url=server.url, openai_model_name="tiny"
+    )
+    ours = FlexgenClient("flexgen/tiny", path=str(folder), device="cpu", apply_chat_template=False)
+    asked = dict(model="flexgen/tiny", model_deployment="flexgen/tiny", temperature=0.0)
+    for request in (
+        Request(prompt="the quick", max_tokens=4, **asked),
+        Request(prompt="the quick brown", max_tokens=0, echo_prompt=True, **asked),
+        Request(prompt="fox", max_tokens=6, stop_sequences=["e"], num_completions=2, **asked),
+    ):
+        expected, found = ours.make_request(request), theirs.make_request(request)
+        assert expected.success and found.success, found.error
+        for a, b in zip(found.completions, expected.completions, strict=True):
+            assert a.text == b.text and a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert [token.text for token in a.tokens] == [token.text for token in b.tokens]
+
+
+# Who may ask, and what
+
+
+@pytest.mark.parametrize(
+    "headers, status, why",
+    [
+        ({"Host": "evil.example"}, 403, "is for the host 'evil.example'"),
+        ({"Host": "127.0.0.1.evil.example:8000"}, 403, "is for the host"),
+        ({"Origin": "http://evil.example"}, 403, "pages of 'http://evil.example'"),
+        ({"Origin": "null"}, 403, "pages of 'null'"),
+        ({"Origin": "http://localhost:1"}, 403, "pages of"),  # another program of this machine
+        ({"Content-Type": "text/plain"}, 415, "must be application/json"),
+        ({"Content-Type": "multipart/form-data"}, 415, "must be application/json"),
+        ({"Content-Encoding": "gzip"}, 415, "Content-Encoding is 'gzip'"),
+    ],
+)
+def test_another_sites_page_is_refused(server, headers, status, why):
+    found, answer = server.request("POST", URL, {"prompt": "the", "max_tokens": 1}, headers)
+    assert found == status and why in answer["error"]["message"], answer
+
+
+def test_own_pages_and_names_of_this_machine_are_answered(server):
+    own = f"localhost:{server.port}"
+    for headers in ({}, {"Host": own}, {"Host": "[::1]:80"}, {"Host": own, "Origin": f"http://{own}"}):
+        assert server.request("GET", "/health", headers=headers) == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize(
+    "body, status, why",
+    [
+        (b"{not json", 400, "not JSON"),
+        (b"", 400, "not JSON"),
+        (b"\xff\xfe{", 400, "not JSON"),
+        (b"[" * 100_000, 400, "nested too deeply"),
+        (b'{"prompt": NaN}', 400, "NaN is no number"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", 400, "not JSON"),
+        (b"[1]", 400, "must be an object"),
+        (b'{"prompt": "\\ud800"}', 400, "not valid Unicode"),
+        (b'{"prompt": "the", "user": "' + b"x" * 2**20 + b'"}', 413, "longer than"),
+        ({"prompt": {"a": 1}}, 400, "prompt is"),
+        ({"prompt": [10**9]}, 400, "outside the vocabulary"),
+        ({"prompt": "the", "n": True}, 400, "n is True"),
+        ({"prompt": "the", "n": 10**30}, 400, "n is 1000"),
+        ({"prompt": ["the"] * 30, "n": 1000}, 400, "at most 20,000 may wait"),
+        ({"prompt": "the", "max_tokens": 10**9}, 400, "window"),
+        ({"prompt": "the", "logprobs": 21}, 400, "logprobs is 21"),
+        ({"prompt": "the", "stop": ["a"] * 5}, 400, "stop is"),
+        ({"prompt": "the", "stream": "yes"}, 400, "stream is"),
+        ({"prompt": "the", "stream_options": {"a": True}}, 400, "stream_options"),
+        ({"prompt": "the", "chat_template": "{{ 1 }}"}, 400, "'chat_template' is not supported"),
+        ({"prompt": "the", "model": "gpt-4o"}, 404, "is not served here"),
+        ({"prompt": "the", "temperature": "hot"}, 400, "temperature is"),
+    ],
+)
+def test_a_hostile_body_is_refused_by_one_sentence(server, body, status, why):
+    found, answer = server.request("POST", URL, body)
+    error = answer["error"]
+    assert found == status and why in error["message"], answer
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert "\n" not in error["message"] and len(error["message"]) < 400
+    assert server.request("GET", "/health")[0] == 200
+
+
+def test_unknown_paths_and_methods_are_refused_in_openais_form(server):
+    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", URL, 405), ("POST", "/v1/models", 405)):
+        found, answer = server.request(method, path)
+        assert found == status and "the server has /v1/completions" in answer["error"]["message"]
+
+
+def raw(server, *pieces, pause=0.0):
+    """Send bytes over a connection; return what comes back until the server closes it, and the seconds."""
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        received = b""
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(pause)
+            while data := connection.recv(65536):
+                received += data
+        except OSError:  # closed while we send
+            pass
+    return received, time.monotonic() - began
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def test_what_never_ends_is_closed_within_its_deadline(server):
+    answer, seconds = raw(server, HEAD + b"Content-Length: 100\r\n\r\n{")
+    assert b" 408 " in answer and b"within 2 seconds" in answer and seconds < 8
+    answer, seconds = raw(server, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *[b"1\r\n \r\n"] * 60, pause=0.1)
+    assert seconds < 10 and answer[:13] in (b"", b"HTTP/1.1 408 ")  # closed while we send
+    _, seconds = raw(server, HEAD)  # headers that never end
+    assert seconds < 8
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    answer, seconds = raw(server, health, *[b"G", b"E", b"T"], pause=1.0)  # and those of a second request
+    assert b'"ok"' in answer and seconds < 10
+    assert server.request("GET", "/health")[0] == 200
+
+
+def test_floods_are_refused(server):
+    answer, _ = raw(server, HEAD + b"".join(b"X-%d: %s\r\n" % (i, b"y" * 1000) for i in range(200)) + b"\r\n")
+    assert answer == b"" or b" 400 " in answer
+    answer, _ = raw(server, HEAD + b"Content-Length: 104857600\r\n\r\n" + b" " * 100_000)
+    assert b" 413 " in answer and b"longer than" in answer
+    answer, _ = raw(server, HEAD + b"Content-Length: -1\r\n\r\n")
+    assert answer == b"" or b" 400 " in answer
+    assert server.request("GET", "/health")[0] == 200
+
+
+def test_beyond_this_machine_a_key_is_needed(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("FLEXGEN_HELM_SERVE_KEY", raising=False)
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    with serving(folder, tmp_path / "home", "--host", "0.0.0.0", "--key-file", str(file)) as served:
+        for headers in ({}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": KEY}, {"Authorization": "Bearer é"}):
+            status, answer = served.request("GET", "/v1/models", headers={k: v.encode() for k, v in headers.items()})
+            assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+        for headers in ({}, {"Host": "server.example"}):
+            assert served.request("GET", "/health", headers={"Authorization": f"Bearer {KEY}", **headers})[0] == 200
+        (model,) = openai.OpenAI(base_url=served.url, api_key=KEY).models.list()
+        assert model.id == str(folder) and KEY not in served.output
+        assert cli.main(["serve", str(folder), "--port", str(served.port)]) == 2
+        assert "cannot be taken" in capsys.readouterr().err
+    file.write_text("short")
+    for arguments, why in (
+        (["--host", "0.0.0.0"], "a key is needed"),
+        (["--key-file", str(file)], "has 5 characters"),
+        (["--key-file", str(tmp_path / "none")], "cannot be read"),
+        (["--host", "no host", "--key-file", str(file)], "has 5 characters"),
+    ):
+        assert cli.main(["serve", str(folder), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert why in error and len(error.strip().splitlines()) == 1
+
+
+# Waiting, leaving, ending
+
+
+def rows(home):
+    """Answers in the response cache."""
+    count = 0
+    for file in home.glob("journal/*.sqlite"):
+        with sqlite3.connect(file) as connection:
+            count += connection.execute("SELECT count(*) FROM answers").fetchone()[0]
+    return count
+
+
+def eventually(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+# An answer takes as long as the test says: the file appears.
+SLOW = """
+from pathlib import Path
+from flexgen_helm.engine.engine import Engine
+run = Engine.run
+def slow(self, requests, **named):
+    while len(requests[0].prompt_token_ids) > 1 and not Path({gate!r}).exists():
+        if named["should_stop"]():
+            from flexgen_helm.errors import Interrupted
+            raise Interrupted("stopped")
+        server.time.sleep(0.01)
+    return run(self, requests, **named)
+Engine.run = slow
+"""
+
+
+def test_what_was_admitted_is_computed_though_its_client_has_gone_and_the_rest_is_refused(folder, tmp_path):
+    gate, home = tmp_path / "open", tmp_path / "home"
+    settings = "server.MAX_WAITING = 4\nserver.OpenAIServer.__init__.__defaults__ = (None, 4, print)\n"
+    with serving(folder, home, settings=settings + SLOW.format(gate=str(gate))) as served:
+        body = json.dumps({"prompt": "the quick", "max_tokens": 2, "temperature": 0}).encode()
+        with socket.create_connection(("127.0.0.1", served.port)) as leaving:
+            leaving.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            time.sleep(0.5)
+        with ThreadPoolExecutor(1) as pool:
+            same = pool.submit(served.complete, prompt="the quick", max_tokens=2, temperature=0)
+            time.sleep(0.5)
+            assert served.request("GET", "/health")[0] == 200  # also while all computes
+            status, answer = served.request("POST", URL, {"prompt": ["a", "b", "c"], "max_tokens": 1})
+            assert status == 429 and "2 completions wait already" in answer["error"]["message"]
+            gate.touch()
+            assert same.result()["usage"]["completion_tokens"] == 2
+        assert eventually(lambda: rows(home) == 1)  # both were one
+        served.complete(prompt=["a", "b", "c"], max_tokens=1)  # there is room again
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_server_and_what_waits_is_told_so(folder, tmp_path, number):
+    settings = SLOW.format(gate=str(tmp_path / "never"))
+    with serving(folder, tmp_path / "home", settings=settings) as served, ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(served.request, "POST", URL, {"prompt": "the " * i}) for i in (2, 3, 4)]
+        time.sleep(1.0)
+        assert served.stop(number) < 10
+        for one in waiting:
+            status, answer = one.result()
+            assert status == 503 and "the server is being stopped" in answer["error"]["message"]
+    assert served.process.returncode == 0 and "Traceback" not in served.output
+
+
+def test_draws_without_a_seed_differ_and_are_repeated_by_the_next_server(folder, tmp_path):
+    asked = dict(prompt="the quick", max_tokens=12, temperature=1.0)
+    found = []
+    for _ in range(2):
+        with serving(folder, tmp_path / "home") as served:
+            found.append([served.complete(**asked)["choices"][0]["text"] for _ in range(4)])
+            assert served.complete(**asked, seed=1)["choices"] == served.complete(**asked, seed=1)["choices"]
+    assert len(set(found[0])) == 4 and found[0] == found[1]
+    assert rows(tmp_path / "home") == 5
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_of_sixty_four_clients(folder, engine, tmp_path):
+    """50 are bad, and the clients of 20 go away; memory is as it was."""
+    draw = random.Random(0)
+    kinds = ["bad"] * 50 + ["leaves"] * 20 + ["good"] * 930
+    draw.shuffle(kinds)
+    bodies = [
+        {"prompt": [draw.randint(5, 200) for _ in range(draw.randint(1, 40))], "max_tokens": draw.randint(1, 5),
+         "temperature": 0, "logprobs": 0, **({"n": 0} if kind == "bad" else {})}
+        for kind in kinds
+    ]  # fmt: skip
+    results = engine.run([
+        GenerationRequest(prompt_token_ids=body["prompt"], max_tokens=body["max_tokens"]) for body in bodies
+    ])  # fmt: skip
+    with serving(folder, tmp_path / "home") as served:
+        (process,) = (own for own in psutil.process_iter() if _listens(own, served.port))
+
+        def ask(place):
+            body = bodies[place]
+            if kinds[place] == "leaves":
+                content = json.dumps(body).encode()
+                with socket.create_connection(("127.0.0.1", served.port)) as leaving:
+                    leaving.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+                return None
+            return served.request("POST", URL, body)
+
+        def everything():
+            with ThreadPoolExecutor(64) as pool:
+                return list(pool.map(ask, range(1000)))
+
+        answers, first = everything(), process.memory_info().rss
+        for _ in range(4):
+            again = everything()
+        assert eventually(lambda: rows(tmp_path / "home") == len({json.dumps(b) for b, k in zip(bodies, kinds)
+                                                                 if k != "bad"}))  # fmt: skip
+        assert process.memory_info().rss < 1.05 * first + 2**24
+    for given in (answers, again):
+        for kind, answer, result in zip(kinds, given, results):
+            if kind == "bad":
+                assert answer[0] == 400 and answer[1]["error"]["message"].startswith("n is 0")
+            elif kind == "good":
+                status, body = answer
+                (choice,), (expected,) = body["choices"], result.completions
+                assert status == 200 and choice["text"] == expected.text
+                assert math.fsum(choice["logprobs"]["token_logprobs"]) == pytest.approx(expected.logprob, abs=1e-4)
+    assert "Traceback" not in served.output
+
+
+def _listens(process, port):
+    try:
+        return any(each.status == "LISTEN" and each.laddr.port == port for each in process.net_connections("tcp"))
+    except psutil.Error:
+        return False
