@@ -26,6 +26,7 @@ from flexgen_helm.report.divergence import Divergence
 from flexgen_helm.report.throughput import versions
 
 if TYPE_CHECKING:
+    from flexgen_helm.engine.divergence import ComparedPrompts
     from flexgen_helm.engine.engine import Engine
 
 MODEL = "smollm2-135m-instruct-q4_1"
@@ -72,7 +73,7 @@ def evaluate(
 ) -> tuple[dict[str, list[LastWord]], dict[str, Divergence]]:
     """Return the answers of each precision, FP16's too, and the divergence of each from FP16."""
     from flexgen_helm import Engine
-    from flexgen_helm.cli.divergence import describe, measure
+    from flexgen_helm.cli.divergence import describe, measure, text_windows
 
     answers: dict[str, list[LastWord]] = {}
 
@@ -83,8 +84,11 @@ def evaluate(
             options.tell(f"{precision}, LAMBADA: {flips(answers[FP16.name], answers[precision])}")
             yield engine
 
+    def prompts(engine: Engine) -> list[ComparedPrompts]:
+        return [text_windows(engine, text, WINDOW, windows)]
+
     found = {}
-    for divergence in measure(load, FP16.name, MEASURED, text, WINDOW, windows, folder=scratch):
+    for _, divergence in measure(load, FP16.name, MEASURED, prompts, folder=scratch):
         options.tell(describe(divergence))
         found[divergence.precision] = divergence
     return answers, found

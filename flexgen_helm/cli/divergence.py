@@ -1,8 +1,8 @@
-"""`flexgen-helm divergence`: how far precisions are from a baseline on a text, by KL divergence and perplexity."""
+"""`flexgen-helm divergence`: how far precisions are from a baseline, on a text or on the runs of a suite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -10,45 +10,48 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexgen_helm.cli.console import print_json
+from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.cli.console import print_json, say
 from flexgen_helm.cli.engine_flags import check_engine_flags, load_engine
-from flexgen_helm.cli.flags import JsonFlag, ModelName
-from flexgen_helm.cli.perplexity import (
-    MaxWindows,
-    TextFile,
-    WindowTokens,
-    read_text,
-    scored_logprobs,
-    scoring_requests,
-)
+from flexgen_helm.cli.flags import DEFAULT_OUTPUT, JsonFlag, ModelName, OutputPath
+from flexgen_helm.cli.perplexity import MaxWindows, read_text, scoring_requests
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 from flexgen_helm.units import count
 
 if TYPE_CHECKING:
+    from flexgen_helm.engine.divergence import ComparedPrompts
     from flexgen_helm.engine.engine import Engine
+    from flexgen_helm.engine.predictions import OnLogits
     from flexgen_helm.report.divergence import Divergence, Spread
+    from flexgen_helm.report.metrics import Vector
 
 DEFAULT_ROWS = 400
 
 
 def divergence(
     model: ModelName,
-    text: TextFile,
-    window: WindowTokens,
     engine: EngineOptions,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Text in UTF-8; - reads stdin.")] = None,
+    window: Annotated[int | None, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window of the text.")] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Compare on the prompts and answers of this suite's runs instead."),
+    ] = None,
+    output_path: OutputPath = DEFAULT_OUTPUT,
     baseline: Annotated[str, typer.Option(help="The precision that the others are compared with.")] = "fp16",
     max_windows: MaxWindows = None,
     rows: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Tokens whose whole distributions are compared.")
+        int, typer.Option(min=2, metavar="N", help="Tokens whose whole distributions are compared, of each run entry.")
     ] = DEFAULT_ROWS,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure how far other precisions are from FP16 on a text: KL divergence, same top token, perplexity.
+    """Measure how far other precisions are from FP16: KL divergence, same top token, perplexity.
 
-    --precision may name several, with commas between; 4bit is the default. Windows are those of `perplexity`. The
-    baseline's distributions wait on the disk, in the folder of --offload-dir.
+    It compares on a text, in the windows of `perplexity`, or on the tokens that make the scores of a suite: the answers
+    of the baseline's runs, or what these runs scored. --precision may name several, with commas between; 4bit is the
+    default. The baseline's distributions wait on the disk, in the folder of --offload-dir.
 
     Example:
       flexgen-helm divergence smollm2-135m-instruct-q4_1 --text book.txt --window 1024 \\
@@ -61,14 +64,29 @@ def divergence(
     if not others:
         raise UsageError(f"--precision names only the baseline {baseline}; add another one, such as --precision 4bit")
     _refuse_precision_in_name(model)
-    content = read_text(text)
 
     def load(precision: str) -> Engine:
         return load_engine(model, {**engine, "precision": precision})
 
     folder = None if engine.get("offload_dir") is None else Path(str(engine["offload_dir"]))
+    if suite is not None:
+        if given := [
+            flag
+            for flag, value in (("--text", text), ("--window", window), ("--max-windows", max_windows))
+            if value is not None
+        ]:
+            raise UsageError(f"--suite and {given[0]} exclude each other; leave one of them out")
+        _compare_on_suite(model, load, baseline, others, output_path / "runs" / suite, rows, folder, as_json)
+        return
+    if text is None or window is None:
+        raise UsageError("divergence needs a text and its --window, or a --suite; see flexgen-helm divergence --help")
+    content = read_text(text)
+
+    def prompts(engine: Engine) -> list[ComparedPrompts]:
+        return [text_windows(engine, content, window, max_windows)]
+
     found: list[Divergence] = []
-    for each in measure(load, baseline, others, content, window, max_windows, rows, folder):
+    for _, each in measure(load, baseline, others, prompts, rows, folder):
         if not as_json:
             print("\n" * bool(found) + describe(each), flush=True)
         found.append(each)
@@ -79,22 +97,67 @@ def divergence(
         print_json(finite(asdict(TextDivergence(model, str(text), window, tuple(found)))))
 
 
+def _compare_on_suite(
+    model: str,
+    load: Callable[[str], AbstractContextManager[Engine]],
+    baseline: str,
+    others: Sequence[str],
+    suite: Path,
+    rows: int,
+    folder: Path | None,
+    as_json: bool,
+) -> None:
+    from flexgen_helm.report.divergence import EntryDivergence, SuiteDivergence
+    from flexgen_helm.report.scores import finite, read_finished_runs
+
+    name = model.removeprefix(PREFIX).replace("/", "--")
+    every = [run for run in read_finished_runs(suite) if run.precision == baseline]
+    runs = [run for run in every if run.model == name]
+    if not runs:
+        there = ", ".join(dict.fromkeys(run.model for run in every)) or "no run"
+        raise UsageError(f"the suite in {suite} has no run of {name} in {baseline}; in {baseline} it has {there}")
+    from flexgen_helm.plugin.run_answers import read_compared_prompts  # imports HELM
+
+    prompts = {run.entry: read_compared_prompts(run) for run in runs}
+    for entry in [entry for entry, own in prompts.items() if not any(own.compared)]:
+        say(f"{entry}: no answer has a token to compare, so it is left out")
+        del prompts[entry]
+    if not prompts:
+        raise UsageError(f"no answer of {name} in {suite} has a token to compare")
+    entries = list(prompts)
+    found: dict[str, list[Divergence]] = {entry: [] for entry in entries}
+    for place, each in measure(load, baseline, others, lambda _: list(prompts.values()), rows, folder):
+        if not as_json:
+            print("\n" * any(found.values()) + describe(each, entries[place], "instance"), flush=True)
+        found[entries[place]].append(each)
+    if as_json:
+        parts = tuple(EntryDivergence(entry, tuple(each)) for entry, each in found.items())
+        print_json(finite(asdict(SuiteDivergence(model, suite.name, parts))))
+
+
+def text_windows(engine: Engine, text: str, window: int, max_windows: int | None = None) -> ComparedPrompts:
+    """Return the windows of a text. Raises `UsageError` as `perplexity.measure` does."""
+    from flexgen_helm.engine.divergence import ComparedPrompts
+
+    ids = [request.prompt_token_ids or () for request in scoring_requests(engine, text, window, max_windows)]
+    return ComparedPrompts([*map(tuple, ids)], [range(1, len(own)) for own in ids], range(len(ids)))
+
+
 def measure(
     load: Callable[[str], AbstractContextManager[Engine]],
     baseline: str,
     others: Sequence[str],
-    text: str,
-    window: int,
-    max_windows: int | None = None,
+    prompts: Callable[[Engine], Sequence[ComparedPrompts]],
     rows: int = DEFAULT_ROWS,
     folder: Path | None = None,
-) -> Iterator[Divergence]:
-    """Yield the divergence of each precision from the baseline over the windows of a text.
+) -> Iterator[tuple[int, Divergence]]:
+    """Yield the divergence of each precision from the baseline over each of several sets of prompts, with its place.
 
     load: opens the model in a precision; one is open at a time.
-    rows: tokens whose whole distributions are compared.
+    prompts: returns the sets, given the baseline's engine.
+    rows: tokens of a set whose whole distributions are compared.
     folder: where the baseline's rows wait; None for the folder of offloaded weights.
-    Raises what `perplexity.measure` raises, and `UsageError` if the disk has no room.
+    Raises what `prompts` raises, and `UsageError` if the disk has no room.
     """
     import numpy as np
 
@@ -105,26 +168,49 @@ def measure(
     folder = state_dir() / "offload" if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as resources:
+        kept, base = [], []
         with load(baseline) as engine:
-            requests = scoring_requests(engine, text, window, max_windows)
-            lengths = [len(request.prompt_token_ids or ()) for request in requests]
-            kept = resources.enter_context(BaselineRows(folder, lengths, rows, engine.config.vocab_size))
-            base = np.array(scored_logprobs(engine.run(requests, on_logits=kept)))
-        documents = np.repeat(np.arange(len(lengths)), [length - 1 for length in lengths])
+            sets = prompts(engine)
+            for own in sets:
+                rows_of = BaselineRows(folder, own.compared, rows, engine.config.vocab_size)
+                kept.append(resources.enter_context(rows_of))
+                base.append(_compared_logprobs(engine, own, rows_of))
         for precision in others:
-            found = RowDivergence(kept)
             with load(precision) as engine:
-                own = np.array(scored_logprobs(engine.run(requests, on_logits=found)))
-            found.require_all()
-            scored = ScoredTokens(documents, base, own, found.same_top == 1, found.bounds, kept.sampled, found.exact)
-            yield divergence_between(baseline, precision, scored)
+                for place, own in enumerate(sets):
+                    found = RowDivergence(kept[place])
+                    other = _compared_logprobs(engine, own, found)
+                    found.require_all()
+                    scored = ScoredTokens(
+                        np.repeat(_numbers(own.documents), list(map(len, own.compared))),
+                        base[place], other, found.same_top == 1, found.bounds, kept[place].sampled, found.exact,
+                    )  # fmt: skip
+                    yield place, divergence_between(baseline, precision, scored)
 
 
-def describe(found: Divergence) -> str:
-    """Return a divergence as text for people."""
-    windows = count(found.documents, "window")
+def _compared_logprobs(engine: Engine, prompts: ComparedPrompts, on_logits: OnLogits) -> Vector:
+    """Return the log-probabilities of the tokens that are compared. Raises the error of a result."""
+    import numpy as np
+
+    logprobs: list[float | None] = []
+    for result, places in zip(engine.run(prompts.requests(), on_logits=on_logits), prompts.compared):
+        if result.error is not None:
+            raise result.error
+        logprobs += (result.prompt_logprobs or ())[places.start : places.stop]
+    return np.array(logprobs, np.float64)
+
+
+def _numbers(documents: Sequence[Hashable]) -> list[int]:
+    """Number documents in the order in which they first appear."""
+    places = {document: place for place, document in enumerate(dict.fromkeys(documents))}
+    return [places[document] for document in documents]
+
+
+def describe(found: Divergence, entry: str = "", document: str = "window") -> str:
+    """Return a divergence as text for people; document: what it calls a part of what was compared."""
     lines = [
-        f"{found.precision} against {found.baseline}: {count(found.tokens, 'token')} in {windows}",
+        f"{entry + ': ' if entry else ''}{found.precision} against {found.baseline}: "
+        f"{count(found.tokens, 'token')} in {count(found.documents, document)}",
         f"  perplexity {found.perplexity:.4f}, {found.ratio:.4f} times {found.baseline_perplexity:.4f}"
         + ("" if found.interval is None else f" (95 %: {found.interval[0]:.4f} to {found.interval[1]:.4f})"),
         f"  same top token at {found.same_top:.2%}",

@@ -105,7 +105,7 @@ def compare(
     models = compare_runs(runs, folder, baseline, margin / 100)
     choices = choose_precisions(models, runs, baseline, margin / 100, by) if choose else None
     names = [model.model for model in models]
-    divergences = None if divergence is None else read_divergence(divergence, names, baseline)
+    divergences = None if divergence is None else read_divergence(divergence, names, baseline, suite)
     page = comparison_page(models, suite, baseline, runs, choices, divergences)
     if flips is not None:
         every = [flip for group in flip_groups(models, runs, baseline) for flip in group.flips]

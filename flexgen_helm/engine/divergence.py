@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from flexgen_helm.engine.predictions import PromptToken
 from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.request import GenerationRequest
 from flexgen_helm.units import size
 
 # Most probable tokens of the baseline that are kept of every row.
@@ -28,24 +30,41 @@ _SLICE_ELEMENTS = 1 << 20
 _SEED = 0
 
 
+@dataclass(frozen=True)
+class ComparedPrompts:
+    """Prompts, some of whose tokens are compared.
+
+    token_ids: of each prompt.
+    compared: for each prompt, the places of its tokens that are compared, from 1 on.
+    documents: for each prompt, what it is a part of; intervals resample them.
+    """
+
+    token_ids: Sequence[Sequence[int]]
+    compared: Sequence[range]
+    documents: Sequence[Hashable]
+
+    def requests(self) -> list[GenerationRequest]:
+        return [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in self.token_ids]
+
+
 class BaselineRows:
     """What the disk keeps of the baseline's logits. An `OnLogits`: give it to `Engine.run`.
 
     sampled: [rows] numbers of the tokens whose whole rows are kept, drawn with a fixed seed.
 
-    Tokens are numbered through the prompts; the first token of a prompt is not scored. A row that comes again is
-    written again, the same.
+    Tokens that are compared are numbered through the prompts. A row that comes again is written again, the same.
     """
 
-    def __init__(self, folder: Path, prompt_lengths: Sequence[int], num_sampled: int, vocab_size: int) -> None:
+    def __init__(self, folder: Path, compared: Sequence[range], num_sampled: int, vocab_size: int) -> None:
         """folder: of the files, which are unnamed and so end with the process.
 
-        num_sampled: whole rows to keep; all if there are fewer tokens.
+        compared: as in `ComparedPrompts`. num_sampled: whole rows to keep; all if there are fewer tokens.
         Raises `UsageError` if the disk has no room.
         """
-        scored = [max(0, length - 1) for length in prompt_lengths]
-        self._first = np.concatenate([[0], np.cumsum(scored)])[:-1]
-        self.num_tokens = sum(scored)
+        self._compared = compared
+        counts = list(map(len, compared))
+        self._first = np.concatenate([[0], np.cumsum(counts)])[:-1]
+        self.num_tokens = sum(counts)
         draw = np.random.default_rng(_SEED)
         self.sampled = np.sort(draw.choice(self.num_tokens, min(num_sampled, self.num_tokens), replace=False))
         self._slots = {int(number): slot for slot, number in enumerate(self.sampled)}
@@ -57,13 +76,13 @@ class BaselineRows:
         self._rows, self._whole = _RowFile(folder, row), _RowFile(folder, whole)
 
     def __call__(self, tokens: Sequence[PromptToken], logits: Tensor) -> None:
-        for own, part in slices(tokens, logits):
+        for numbers, part in self.slices(tokens, logits):
             argmax, ids = part.argmax(-1), part.topk(self.top_tokens).indices
-            rows = np.empty(len(own), self._rows.dtype)
+            rows = np.empty(len(numbers), self._rows.dtype)
             rows["argmax"], rows["ids"] = argmax.cpu(), ids.cpu()
             rows["logprobs"] = coarse_logprobs(part.double(), ids).cpu()
-            for place, token in enumerate(own):
-                for number in self.numbers(token):
+            for place, own in enumerate(numbers):
+                for number in own:
                     self._rows.write(number, rows[place])
                     self._has_come[number] = True
                     if (slot := self._slots.get(number)) is not None:
@@ -73,12 +92,25 @@ class BaselineRows:
     def top_tokens(self) -> int:
         return int(self._rows.dtype["ids"].shape[0])
 
-    def numbers(self, token: PromptToken) -> list[int]:
-        return [int(self._first[place]) + token.index - 1 for place in token.places]
+    def slices(self, tokens: Sequence[PromptToken], logits: Tensor) -> Iterator[tuple[list[list[int]], Tensor]]:
+        """Return the numbers and the rows of the tokens that are compared, some at a time."""
+        numbers = [self._numbers(token) for token in tokens]
+        wanted = [place for place, own in enumerate(numbers) if own]
+        rows = max(1, _SLICE_ELEMENTS // logits.shape[1])
+        for first in range(0, len(wanted), rows):
+            places = wanted[first : first + rows]
+            yield [numbers[place] for place in places], logits[places]
 
-    def slots(self, token: PromptToken) -> list[int]:
-        """Return the places in `sampled` of a token."""
-        return [slot for number in self.numbers(token) if (slot := self._slots.get(number)) is not None]
+    def _numbers(self, token: PromptToken) -> list[int]:
+        return [
+            int(self._first[place]) + self._compared[place].index(token.index)
+            for place in token.places
+            if token.index in self._compared[place]
+        ]
+
+    def slots(self, numbers: Sequence[int]) -> list[int]:
+        """Return the places in `sampled` of those tokens that it has."""
+        return [slot for number in numbers if (slot := self._slots.get(number)) is not None]
 
     def read(self, numbers: Sequence[int]) -> NDArray[Any]:
         """Return what is kept of tokens: their argmax, the ids of the most probable, and their coarse row.
@@ -121,8 +153,7 @@ class RowDivergence:
 
     def __call__(self, tokens: Sequence[PromptToken], logits: Tensor) -> None:
         baseline = self._baseline
-        for own, part in slices(tokens, logits):
-            numbers = [baseline.numbers(token) for token in own]
+        for numbers, part in baseline.slices(tokens, logits):
             kept = baseline.read([each[0] for each in numbers])
             ids = torch.from_numpy(kept["ids"].astype(np.int64)).to(part.device)
             coarse = torch.from_numpy(kept["logprobs"].copy()).to(part.device)
@@ -130,7 +161,7 @@ class RowDivergence:
             same = part.argmax(-1).cpu().numpy() == kept["argmax"]
             for place, each in enumerate(numbers):
                 self.bounds[each], self.same_top[each] = bounds[place], same[place]
-            pairs = [(place, slot) for place, token in enumerate(own) for slot in baseline.slots(token)]
+            pairs = [(place, slot) for place, each in enumerate(numbers) for slot in baseline.slots(each)]
             if pairs:
                 places, slots_ = map(list, zip(*pairs))
                 whole = baseline.read_whole(slots_).to(part.device)
@@ -164,12 +195,6 @@ def kl_divergence(baseline: Tensor, other: Tensor) -> Tensor:
     """
     terms = baseline.exp() * (baseline - other)
     return torch.where(baseline == -torch.inf, 0.0, terms).sum(-1).clamp_min(0.0)  # rounding goes below 0
-
-
-def slices(tokens: Sequence[PromptToken], logits: Tensor) -> Iterator[tuple[Sequence[PromptToken], Tensor]]:
-    rows = max(1, _SLICE_ELEMENTS // logits.shape[1])
-    for first in range(0, len(tokens), rows):
-        yield tokens[first : first + rows], logits[first : first + rows]
 
 
 class _RowFile:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from flexgen_helm.report.choice import Choice
-    from flexgen_helm.report.divergence import TextDivergence
+    from flexgen_helm.report.divergence import SuiteDivergence, TextDivergence
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def comparison_to_json(
     suite: str,
     baseline: str,
     choices: Mapping[str, Choice] | None = None,
-    divergences: Mapping[str, TextDivergence] | None = None,
+    divergences: Mapping[str, TextDivergence | SuiteDivergence] | None = None,
 ) -> dict[str, Any]:
     """Return what `compare --json` prints; choices, divergences: by model, null for a model without one."""
 

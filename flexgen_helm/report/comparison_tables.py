@@ -11,7 +11,7 @@ import pandas as pd
 
 from flexgen_helm.report.choice import Choice
 from flexgen_helm.report.comparison import Comparison, ModelComparison
-from flexgen_helm.report.divergence import TextDivergence
+from flexgen_helm.report.divergence import Divergence, SuiteDivergence, TextDivergence
 from flexgen_helm.report.metrics import metric_named
 from flexgen_helm.report.scores import precision_rank
 from flexgen_helm.report.tables import Mark, Table, bars, score_text, seconds_text, whole_text
@@ -109,15 +109,24 @@ def choice_table(choice: Choice) -> Table:
     return Table(pd.DataFrame(cells), f"Which precision, by {choice.by}")
 
 
-def divergence_table(found: TextDivergence, baseline: str) -> Table:
-    """Return a row per precision whose distributions on a text were compared with the baseline's."""
-    own = found.precisions
-    cells = {
+def divergence_table(found: TextDivergence | SuiteDivergence, baseline: str) -> Table:
+    """Return a row per precision whose distributions were compared with the baseline's; of a suite, per run entry."""
+    if isinstance(found, TextDivergence):
+        on, cells = Path(found.text).name, _divergence_cells(found.precisions, "window")
+    else:
+        every = [each for entry in found.entries for each in entry.precisions]
+        entries = [entry.entry for entry in found.entries for _ in entry.precisions]
+        on, cells = "what the scores are made of", {"run entry": entries, **_divergence_cells(every, "instance")}
+    return Table(pd.DataFrame(cells), f"Divergence from {baseline} on {on}, nats")
+
+
+def _divergence_cells(own: Sequence[Divergence], document: str) -> dict[str, list[str]]:
+    return {
         "precision": [each.precision for each in own],
         "tokens": [f"{each.tokens:,}" for each in own],
         "perplexity": [f"×{each.ratio:.4f}" for each in own],
         "95 % interval": [
-            "none (1 window)" if each.interval is None else " … ".join(f"×{end:.4f}" for end in each.interval)
+            f"none (1 {document})" if each.interval is None else " … ".join(f"×{end:.4f}" for end in each.interval)
             for each in own
         ],
         "same top": [f"{each.same_top:.2%}" for each in own],
@@ -125,7 +134,6 @@ def divergence_table(found: TextDivergence, baseline: str) -> Table:
         "median": [f"{each.kl.median:.6f}" for each in own],
         "99 %": [f"{each.kl.p99:.6f}" for each in own],
     }
-    return Table(pd.DataFrame(cells), f"Divergence from {baseline} on {Path(found.text).name}, nats")
 
 
 def _flips(comparison: Comparison) -> str:

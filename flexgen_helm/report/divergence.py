@@ -94,23 +94,56 @@ class TextDivergence:
     precisions: tuple[Divergence, ...]
 
 
-def read_divergence(path: Path, models: Collection[str], baseline: str) -> dict[str, TextDivergence]:
+@dataclass(frozen=True)
+class EntryDivergence:
+    """Divergences from one baseline on the runs of one run entry."""
+
+    entry: str
+    precisions: tuple[Divergence, ...]
+
+
+@dataclass(frozen=True)
+class SuiteDivergence:
+    """What `flexgen-helm divergence --suite` found; model: as the user named it. suite: its name."""
+
+    model: str
+    suite: str
+    entries: tuple[EntryDivergence, ...]
+
+
+def read_divergence(
+    path: Path, models: Collection[str], baseline: str, suite: str
+) -> dict[str, TextDivergence | SuiteDivergence]:
     """Read what `flexgen-helm divergence --json` has printed, and return it by the model's name.
 
-    models: those that are compared. Raises `UsageError` for another file, model or baseline.
+    models, suite: what is compared. Raises `UsageError` for another file, model, suite or baseline.
     """
     content = read_object(path)
+    found: TextDivergence | SuiteDivergence
     try:
-        precisions = tuple(map(_divergence, content["precisions"]))
-        found = TextDivergence(str(content["model"]), str(content["text"]), int(content["window"]), precisions)
+        if "suite" in content:
+            entries = [EntryDivergence(str(each["entry"]), _divergences(each)) for each in content["entries"]]
+            found = SuiteDivergence(str(content["model"]), str(content["suite"]), tuple(entries))
+            precisions = [each for entry in entries for each in entry.precisions]
+        else:
+            precisions = [*_divergences(content)]
+            found = TextDivergence(
+                str(content["model"]), str(content["text"]), int(content["window"]), tuple(precisions)
+            )
     except (KeyError, TypeError, ValueError):
         raise UsageError(f"--divergence {path} is not what `flexgen-helm divergence --json` prints") from None
-    name = found.model.removeprefix("flexgen/")
+    name = found.model.removeprefix("flexgen/").replace("/", "--")
     if name not in models:
         raise UsageError(f"--divergence {path} is of the model {name}, and the suite has {', '.join(models)}")
+    if isinstance(found, SuiteDivergence) and found.suite != suite:
+        raise UsageError(f"--divergence {path} is of the suite {found.suite}, and the comparison is of {suite}")
     if others := {each.baseline for each in precisions} - {baseline}:
         raise UsageError(f"--divergence {path} is from {', '.join(others)}, and the comparison is with {baseline}")
     return {name: found}
+
+
+def _divergences(content: Mapping[str, Any]) -> tuple[Divergence, ...]:
+    return tuple(map(_divergence, content["precisions"]))
 
 
 def _divergence(record: Mapping[str, Any]) -> Divergence:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from flexgen_helm.report import comparison_tables, tables
 from flexgen_helm.report.choice import Choice
 from flexgen_helm.report.comparison import Comparison, ModelComparison
-from flexgen_helm.report.divergence import TextDivergence
+from flexgen_helm.report.divergence import SuiteDivergence, TextDivergence
 from flexgen_helm.report.flips import FlipGroup, flip_groups
 from flexgen_helm.report.scores import (
     RunScores,
@@ -195,7 +195,7 @@ def comparison_page(
     baseline: str,
     runs: Sequence[RunScores] = (),
     choices: Mapping[str, Choice] | None = None,
-    divergences: Mapping[str, TextDivergence] | None = None,
+    divergences: Mapping[str, TextDivergence | SuiteDivergence] | None = None,
 ) -> Page:
     """Build the page of `flexgen-helm compare`.
 

@@ -44,6 +44,12 @@ GENERATE = ("generate", "opt-125m", "--dummy-weights", "--prompts")
         ((*DIVERGENCE, "absent", "--baseline", "fp15"), "precision 'fp15' is not available"),
         ((*DIVERGENCE, "absent", "--precision", "fp16"), "--precision names only the baseline fp16"),
         (("divergence", "opt-125m-4bit", "--window", "9", "--text", "absent"), "opt-125m-4bit already means 4bit"),
+        (("divergence", "opt-125m", "--suite", "s", "--text", "absent"), "--suite and --text exclude each other"),
+        (
+            ("divergence", "opt-125m", "--suite", "s", "--max-windows", "2"),
+            "--suite and --max-windows exclude each other",
+        ),
+        (("divergence", "opt-125m", "--text", "absent"), "divergence needs a text and its --window, or a --suite"),
         (("bench", "offload", "--offload-dir", "/proc/x"), "--offload-dir /proc/x cannot be written: "),
         (("bench", "absent"), "there is no benchmark 'absent'"),
         (("plan", "--model", "opt-30b", "--prompt-len", "9", "--gen-len", "9", "--offload-dir", "/proc/x"), "/proc/x"),

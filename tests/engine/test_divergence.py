@@ -23,6 +23,10 @@ def requests(texts):
     return [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in texts]
 
 
+def whole(texts):
+    return [range(1, len(ids)) for ids in texts]
+
+
 def texts_that_share():
     """Random prompts: two equal, two with a common beginning, one with a single token."""
     several = prompts(5, 40, seed=3)
@@ -64,7 +68,7 @@ def test_divergences_equal_the_formula_on_rows_of_transformers(tiny, tmp_path, n
     models, texts = [tiny("llama"), tiny("llama-untied-biases")], texts_that_share()
     base, other = (reference_rows(model, texts) for model in models)
     num_tokens = sum(len(ids) - 1 for ids in texts)
-    with BaselineRows(tmp_path, [len(ids) for ids in texts], num_rows, VOCABULARY) as kept:
+    with BaselineRows(tmp_path, whole(texts), num_rows, VOCABULARY) as kept:
         with Engine.from_pretrained(models[0].path) as engine:
             run(engine, texts, kept)
         found = RowDivergence(kept)
@@ -80,10 +84,30 @@ def test_divergences_equal_the_formula_on_rows_of_transformers(tiny, tmp_path, n
     assert (found.bounds[kept.sampled] <= found.exact).all() and bounds.mean() < 0.99 * exact.mean()
 
 
+def test_only_some_tokens_of_each_prompt_are_compared(tiny, tmp_path):
+    """Ends of prompts that share their beginnings; one prompt whole, one not at all."""
+    models, texts = [tiny("llama"), tiny("llama-untied-biases")], texts_that_share()
+    compared = [range(len(ids) - 3, len(ids)) for ids in texts[:-1]] + [range(1, 1)]
+    compared[0], compared[1] = range(1, len(texts[0])), range(7, 7)
+    with BaselineRows(tmp_path, compared, 10_000, VOCABULARY) as kept:
+        with Engine.from_pretrained(models[0].path) as engine:
+            run(engine, texts, kept)
+        found = RowDivergence(kept)
+        with Engine.from_pretrained(models[1].path) as engine:
+            run(engine, texts, found)
+        found.require_all()
+    firsts = np.cumsum([0, *(len(ids) - 1 for ids in texts)])
+    places = [int(first) + index - 1 for first, own in zip(firsts, compared) for index in own]
+    base, other = (reference_rows(model, texts)[places] for model in models)
+    assert len(places) == kept.num_tokens == len(kept.sampled) < firsts[-1] / 2
+    np.testing.assert_allclose(found.exact, direct_kl(base, other), rtol=1e-4)
+    np.testing.assert_allclose(found.bounds, direct_bound(base, other), rtol=1e-4)
+
+
 def test_a_model_does_not_differ_from_itself(tiny, tmp_path):
     texts = texts_that_share()
     with (
-        BaselineRows(tmp_path, [len(ids) for ids in texts], FEW, VOCABULARY) as kept,
+        BaselineRows(tmp_path, whole(texts), FEW, VOCABULARY) as kept,
         Engine.from_pretrained(tiny("llama").path) as engine,
     ):
         run(engine, texts, kept)
@@ -97,7 +121,7 @@ def test_a_row_that_never_comes_is_no_zero(tmp_path):
     draw = torch.Generator().manual_seed(0)
     tokens = [PromptToken((0,), index) for index in range(1, 4)]
     logits = torch.randn(3, VOCABULARY, generator=draw)
-    with BaselineRows(tmp_path, [4], 3, VOCABULARY) as kept:
+    with BaselineRows(tmp_path, [range(1, 4)], 3, VOCABULARY) as kept:
         found = RowDivergence(kept)
         kept(tokens[:2], logits[:2])
         with pytest.raises(FlexgenError, match="the baseline has no row"):
@@ -132,12 +156,12 @@ def test_what_has_no_chance_in_the_baseline_adds_nothing():
 
 def test_rows_that_the_disk_cannot_hold_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"the baseline's rows take .* free; name another folder"):
-        BaselineRows(tmp_path, [10**10], FEW, VOCABULARY)
+        BaselineRows(tmp_path, [range(1, 10**10)], FEW, VOCABULARY)
 
 
 def test_a_disk_that_becomes_full_ends_it_with_one_sentence(tmp_path):
     tokens, logits = [PromptToken((0,), index) for index in range(1, 101)], torch.zeros(100, 2_000)
-    with small_disk(tmp_path / "small", 1 << 20) as folder, BaselineRows(folder, [101], 100, 2_000) as kept:
+    with small_disk(tmp_path / "small", 1 << 20) as folder, BaselineRows(folder, [range(1, 101)], 100, 2_000) as kept:
         (folder / "of another program").write_bytes(bytes(700_000))
         with pytest.raises(FlexgenError, match="the baseline's rows cannot be written: "):
             kept(tokens, logits)
@@ -149,7 +173,7 @@ def test_memory_does_not_grow_with_the_vocabulary(tmp_path):
 
     def kept_bytes(vocabulary):
         tracemalloc.start()
-        with BaselineRows(tmp_path, [401], 400, vocabulary) as kept:
+        with BaselineRows(tmp_path, [range(1, 401)], 400, vocabulary) as kept:
             kept([PromptToken((0,), index) for index in range(1, 401)], torch.zeros(400, vocabulary))
             held = tracemalloc.get_traced_memory()[0]
             tracemalloc.stop()

@@ -94,13 +94,13 @@ def test_another_file_is_refused(tmp_path, change, models, baseline, says):
     if change is not None:
         file.write_text(json.dumps({**asdict(text_divergence()), **change}))
     with pytest.raises(UsageError, match=says):
-        read_divergence(file, models, baseline)
+        read_divergence(file, models, baseline, "mine")
 
 
 def test_infinite_figures_survive_json(tmp_path):
     found = text_divergence(perplexity=math.inf, ratio=math.inf, interval=(5.0, math.inf))
     (tmp_path / "kl.json").write_text(json.dumps(finite(asdict(found)), allow_nan=False))
-    assert read_divergence(tmp_path / "kl.json", ["tiny"], "fp16") == {"tiny": found}
+    assert read_divergence(tmp_path / "kl.json", ["tiny"], "fp16", "mine") == {"tiny": found}
 
 
 @pytest.mark.slow

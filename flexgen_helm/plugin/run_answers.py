@@ -1,0 +1,117 @@
+"""The requests of a finished run in token ids, with the answers that they got.
+
+HELM's file of a run has texts. The response cache has token ids, under the keys of the requests. A result is taken only
+if it is what the file says, to the last digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from helm.common.request import GeneratedOutput, Request
+
+from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.engine.divergence import ComparedPrompts
+from flexgen_helm.errors import UsageError
+from flexgen_helm.plugin.context import get_context
+from flexgen_helm.plugin.convert import (
+    HelmRequest,
+    PlainTextRequest,
+    TokenRequest,
+    to_helm_request,
+    to_request_result,
+)
+from flexgen_helm.report.run_files import read_states
+from flexgen_helm.report.scores import RunScores
+from flexgen_helm.request import GenerationResult
+from flexgen_helm.response_cache import ResponseCache, response_cache_path
+from flexgen_helm.service.models import ModelArguments
+from flexgen_helm.service.prompt_encoder import PromptEncoder
+from flexgen_helm.units import count
+
+
+def read_compared_prompts(run: RunScores) -> ComparedPrompts:
+    """Return prompts and answers of the instances that HELM scored, with the tokens that make their scores.
+
+    - Generated: the tokens of the answer, of several completions those of the first.
+    - A choice that was scored: its last tokens, as many as HELM counts.
+    - Text that was scored: all tokens behind those that HELM takes as context.
+
+    Instances with a perturbation and requests that failed are left out.
+    Raises `UsageError` for an answer that is not in the response cache as the run has it.
+    """
+    assert run.folder is not None
+    context = get_context()
+    model = context.find_model(f"{PREFIX}{run.run['model']}")
+    encoder = context.models.encoder(model)
+    states = [state for state in read_states(run.folder, run.instances.index) if state["result"]["success"]]
+    answered = _stored_results(run, model, states)
+    if missing := len(states) - len(answered):
+        raise UsageError(
+            f"{count(missing, 'answer')} of {len(states):,} of {run.name} {'is' if missing == 1 else 'are'} not in the "
+            "response cache as the run has them; make the run again with flexgen-helm run, without --disable-cache"
+        )
+    token_ids, compared, documents = [], [], []
+    for place, state in enumerate(states):
+        ids, first = _scored_tokens(state, *answered[place], encoder)
+        if first < len(ids):
+            token_ids.append(ids)
+            compared.append(range(first, len(ids)))
+            documents.append(state["instance"]["id"])
+    return ComparedPrompts(token_ids, compared, documents)
+
+
+def _stored_results(
+    run: RunScores, model: ModelArguments, states: Sequence[Mapping[str, Any]]
+) -> dict[int, tuple[HelmRequest, GenerationResult]]:
+    """Return the request and the result of each state that the response cache has, by place."""
+    context, path = get_context(), response_cache_path(state_dir(), run.run["fingerprint"])
+    if not path.exists():
+        return {}
+    cache, found = ResponseCache(path), {}
+    try:
+        # HELM's file does not say the class of a request, which decides how its prompt was sent.
+        for kind in (PlainTextRequest, Request):
+            asked = {}
+            for place, state in enumerate(states):
+                if place not in found:
+                    request = _request(state["request"], kind)
+                    asked[place] = request, to_helm_request(request, model, context.models)
+            results = cache.get_many([ours.key for _, ours in asked.values()])
+            for place, (request, ours) in asked.items():
+                result = results.get(ours.key)
+                if result is not None:
+                    shown = to_request_result(request, ours, result, True, context.models.encoder(model))
+                    if _is_written(states[place], shown.completions):
+                        found[place] = ours, result
+    finally:
+        cache.close()
+    return found
+
+
+def _request(fields: Mapping[str, Any], kind: type[Request]) -> Request:
+    if "prompt_token_ids" in fields:
+        return TokenRequest(**{**fields, "prompt_token_ids": tuple(fields["prompt_token_ids"])})
+    return kind(**fields)
+
+
+def _is_written(state: Mapping[str, Any], completions: Sequence[GeneratedOutput]) -> bool:
+    written = [(each["text"], each["logprob"]) for each in state["result"]["completions"]]
+    return written == [(each.text, each.logprob) for each in completions]
+
+
+def _scored_tokens(
+    state: Mapping[str, Any], asked: HelmRequest, result: GenerationResult, encoder: PromptEncoder
+) -> tuple[tuple[int, ...], int]:
+    """Return prompt and answer, and the place of the first token that makes the score."""
+    prompt = result.prompt_token_ids
+    ids = prompt + (result.completions[0].token_ids if result.completions else ())
+    if not state["request"]["echo_prompt"]:
+        return ids, max(1, len(prompt))
+    if (reference := state.get("reference_index")) is not None:
+        # As HELM's BasicReferenceMetric counts the tokens of a reference.
+        text = state["instance"]["references"][reference]["output"]["text"]
+        return ids, max(1, len(ids) - len(encoder.encode(f" {text}")))
+    return ids, max(1, len(prompt) - len(asked.echo_ids) + state.get("num_conditioning_tokens", 0))

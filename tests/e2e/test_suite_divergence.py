@@ -1,0 +1,144 @@
+"""`flexgen-helm divergence --suite` on real runs: it compares the tokens whose log-probabilities HELM's files have."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.chat_models import CHATML
+from tests.helpers.data_sets import FAKE_PASSAGES, PAGES, write_data
+from tests.helpers.forks import python
+from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
+
+GENERATED = ("simple_classification", "lambada:mode=accuracy")
+SCORED = ("lambada:mode=perplexity", "simple_mcqa_scored", "wikitext:max_length=50")
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a chat template, which some of its generated prompts go through and others do not."""
+    folder = tmp_path_factory.mktemp("divergence")
+    save_random(folder / "model", llama_config(max_position_embeddings=3000), seed=5)
+    save_tokenizer(folder / "model")
+    config = json.loads((folder / "model" / "tokenizer_config.json").read_text())
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHATML}))
+    write_data(folder / "data", FAKE_PASSAGES, PAGES)
+    (folder / "models.yaml").write_text(json.dumps({"tiny": {"path": str(folder / "model")}}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def command(folder: Path) -> Command:
+    variables = {"FLEXGEN_HELM_DATA": str(folder / "data"), "FLEXGEN_HELM_MODELS": str(folder / "models.yaml"),
+                 "FLEXGEN_HELM_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}  # fmt: skip
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        main = "import sys; from flexgen_helm.cli import main; sys.exit(main())"
+        return subprocess.run(
+            [*python("all"), "-c", main, *arguments],
+            cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True,
+        )  # fmt: skip
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def suite(folder: Path, command: Command) -> Path:
+    entries = [f"{entry}{',' if ':' in entry else ':'}model=flexgen/tiny" for entry in (*GENERATED, *SCORED)]
+    done = command("run", "--precision", "fp16,8bit", "-r", *entries, "-m", "5", "--suite", "s")
+    assert done.returncode == 0, done.stderr
+    return folder / "benchmark_output" / "runs" / "s"
+
+
+@pytest.fixture(scope="module")
+def found(suite: Path, command: Command, folder: Path) -> dict[str, dict[str, Any]]:
+    """The divergence of each run entry."""
+    done = command("divergence", "tiny", "--suite", "s", "--precision", "8bit", "--rows", "20", "--json")
+    assert done.returncode == 0, done.stderr
+    (folder / "kl.json").write_text(done.stdout)
+    content = json.loads(done.stdout)
+    assert (content["model"], content["suite"]) == ("tiny", "s")
+    return {each["entry"]: each["precisions"][0] for each in content["entries"]}
+
+
+def written(suite: Path, entry: str, precision: str, tokenizer: Tokenizer) -> list[list[float]]:
+    """Log-probabilities of the tokens that make the scores, by request, from HELM's file."""
+    suffix = "" if precision == "fp16" else f"-{precision}"
+    run = suite / f"{entry}{',' if ':' in entry else ':'}model=flexgen_tiny{suffix}"
+    logprobs = []
+    for state in json.loads((run / "scenario_state.json").read_text())["request_states"]:
+        own = [token["logprob"] for token in state["result"]["completions"][0]["tokens"]]
+        if "reference_index" in state:
+            text = state["instance"]["references"][state["reference_index"]]["output"]["text"]
+            own = own[-len(tokenizer.encode(f" {text}", add_special_tokens=False)) :]
+        logprobs.append(own[state["num_conditioning_tokens"] :])
+    return logprobs
+
+
+@pytest.mark.parametrize("entry", [*GENERATED, *SCORED])
+def test_it_compares_the_tokens_that_the_scores_are_made_of(
+    suite: Path, found: dict[str, dict[str, Any]], folder: Path, entry: str
+) -> None:
+    tokenizer = Tokenizer.from_path(folder / "model")
+    assert tokenizer is not None and set(found) == {*GENERATED, *SCORED}
+    own = found[entry]
+    base = [logprob for request in written(suite, entry, "fp16", tokenizer) for logprob in request]
+    assert own["tokens"] == len(base) > 5 and own["documents"] >= 3
+    assert own["baseline_perplexity"] == pytest.approx(math.exp(-sum(base) / len(base)), rel=1e-5)
+    assert own["kl"]["tokens"] == min(20, len(base)) and 0 < own["kl_bound"]["mean"] < own["kl_bound"]["largest"]
+    if entry in SCORED:  # both precisions read the same tokens, so the other run has them too
+        other = [logprob for request in written(suite, entry, "8bit", tokenizer) for logprob in request]
+        assert own["perplexity"] == pytest.approx(math.exp(-sum(other) / len(other)), rel=1e-5)
+        assert own["perplexity"] != pytest.approx(own["baseline_perplexity"], rel=1e-5)
+
+
+def test_compare_shows_a_row_for_each_entry(
+    suite: Path, found: dict[str, dict[str, Any]], folder: Path, command: Command
+) -> None:
+    done = command("compare", "--suite", "s", "--divergence", "kl.json")
+    assert done.returncode == 0, done.stderr
+    page = (suite / "flexgen_compare.html").read_text()
+    for text in (done.stdout, page):
+        assert "Divergence from fp16 on what the scores are made of, nats" in text
+        assert all(f"{own['kl']['mean']:.6f}" in text for own in found.values())
+    for change, says in (({"suite": "t"}, "is of the suite t, and the comparison is of s"), ({"entries": 1}, "is not")):
+        content = {**json.loads((folder / "kl.json").read_text()), **change}
+        (folder / "other.json").write_text(json.dumps(content))
+        refused = command("compare", "--suite", "s", "--divergence", "other.json")
+        assert refused.returncode == 2 and says in refused.stderr
+
+
+def test_what_cannot_be_found_is_refused_by_name(suite: Path, folder: Path, command: Command) -> None:
+    argv = ["--suite", "changed", "--precision", "8bit"]
+    changed = suite.with_name("changed")
+    shutil.copytree(suite, changed, dirs_exist_ok=True)
+    refused = command("divergence", "opt-125m", *argv)
+    assert refused.returncode == 2 and "has no run of opt-125m in fp16; in fp16 it has tiny" in refused.stderr
+    file = changed / "simple_classification:model=flexgen_tiny" / "scenario_state.json"
+    content = json.loads(file.read_text())
+    content["request_states"][1]["result"]["completions"][0]["logprob"] += 1e-6
+    file.write_text(json.dumps(content, indent=2))
+    refused = command("divergence", "tiny", *argv)
+    assert refused.returncode == 2 and "1 answer of " in refused.stderr
+    assert "is not in the response cache as the run has them" in refused.stderr
+    (journal,) = (path for path in (folder / "home" / "journal").iterdir() if _has_run(suite, path))
+    journal.rename(folder / "aside")
+    refused = command("divergence", "tiny", *argv)
+    (folder / "aside").rename(journal)
+    assert refused.returncode == 2 and " are not in the response cache" in refused.stderr
+
+
+def _has_run(suite: Path, journal: Path) -> bool:
+    """Whether the file has the answers of the FP16 runs."""
+    run = json.loads((suite / "simple_classification:model=flexgen_tiny" / "flexgen_run.json").read_text())
+    return journal.stem == run["fingerprint"]
