@@ -15,6 +15,7 @@ from flexgen_helm.benchmarks.helm_runs import read_runs
 from tests.helpers.both_clients import CHAT, RAW, Job, Outcome, run_both
 from tests.helpers.chat_models import CHATML
 from tests.helpers.data_sets import WORDS
+from tests.helpers.shares import IS_WHOLE
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
 POSITIONS = 3000
@@ -32,6 +33,13 @@ SCORED = {
     "calibrated choices": f"{MMLU},method=multiple_choice_separate_calibrated",
     "language modelling": "twitter_aae:demographic=aa",
 }
+if IS_WHOLE:  # 20 pairs of runs
+    GENERATED |= {
+        "short questions": "simple_mcqa",
+        "rules and facts": "synthetic_reasoning_natural:difficulty=easy",
+        "patterns": "synthetic_reasoning:mode=pattern_match",
+    }
+    SCORED["scored choices with examples"] = "simple_mcqa_scored"
 ENTRIES = {RAW: GENERATED | SCORED, CHAT: GENERATED}
 PROMPT = "Question: the quick brown fox\nAnswer:"
 GREEDY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 30, "stop_sequences": []}
