@@ -112,12 +112,14 @@ def choice_table(choice: Choice) -> Table:
 def divergence_table(found: TextDivergence | SuiteDivergence, baseline: str) -> Table:
     """Return a row per precision whose distributions were compared with the baseline's; of a suite, per run entry."""
     if isinstance(found, TextDivergence):
-        on, cells = Path(found.text).name, _divergence_cells(found.precisions, "window")
+        on, cells, num_keys = Path(found.text).name, _divergence_cells(found.precisions, "window"), 1
     else:
         every = [each for entry in found.entries for each in entry.precisions]
         entries = [entry.entry for entry in found.entries for _ in entry.precisions]
         on, cells = "what the scores are made of", {"run entry": entries, **_divergence_cells(every, "instance")}
-    return Table(pd.DataFrame(cells), f"Divergence from {baseline} on {on}, nats")
+        num_keys = 2
+        del cells["KL median"]  # of ten columns a tablet has no room
+    return Table(pd.DataFrame(cells), f"Divergence from {baseline} on {on}, nats", num_keys)
 
 
 def _divergence_cells(own: Sequence[Divergence], document: str) -> dict[str, list[str]]:
@@ -126,13 +128,13 @@ def _divergence_cells(own: Sequence[Divergence], document: str) -> dict[str, lis
         "tokens": [f"{each.tokens:,}" for each in own],
         "perplexity": [f"×{each.ratio:.4f}" for each in own],
         "95 % interval": [
-            f"none (1 {document})" if each.interval is None else " … ".join(f"×{end:.4f}" for end in each.interval)
+            f"none (1 {document})" if each.interval is None else " … ".join(f"{end:.4f}" for end in each.interval)
             for each in own
         ],
-        "same top": [f"{each.same_top:.2%}" for each in own],
-        "KL mean": [f"{each.kl.mean:.6f}" for each in own],
-        "median": [f"{each.kl.median:.6f}" for each in own],
-        "99 %": [f"{each.kl.p99:.6f}" for each in own],
+        "same top": [f"{each.same_top:.1%}" for each in own],
+        "KL mean": [f"{each.kl.mean:.5f}" for each in own],
+        "KL median": [f"{each.kl.median:.5f}" for each in own],
+        "KL 99 %": [f"{each.kl.p99:.5f}" for each in own],
     }
 
 

@@ -64,6 +64,11 @@ _COMPARISON_LEGEND = (
     "(lost : won against {baseline}), else of a permutation of signs. Tokens/s are of whole runs, whatever instances "
     "they share."
 )
+_DIVERGENCE_NOTE = (
+    "KL is how far a precision's probabilities of the next token are from those of {baseline} (Kullback-Leibler, in "
+    "nats): 0 where none changed. The perplexity's ratio is on the same tokens: the text, or what the scores of "
+    "{baseline} are made of, its answers included"
+)
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,7 @@ def comparison_page(
         replace(
             section,
             tables=[*filter(None, [first.get(model.model)]), *section.tables, *filter(None, [last.get(model.model)])],
+            notes=[*section.notes, *[_DIVERGENCE_NOTE.format(baseline=baseline)] * (model.model in last)],
         )
         for section, model in zip(sections, models)
     ]

@@ -110,7 +110,7 @@ def test_compare_shows_a_row_for_each_entry(
     page = (suite / "flexgen_compare.html").read_text()
     for text in (done.stdout, page):
         assert "Divergence from fp16 on what the scores are made of, nats" in text
-        assert all(f"{own['kl']['mean']:.6f}" in text for own in found.values())
+        assert all(f"{own['kl']['mean']:.5f}" in text for own in found.values())
     for change, says in (({"suite": "t"}, "is of the suite t, and the comparison is of s"), ({"entries": 1}, "is not")):
         content = {**json.loads((folder / "kl.json").read_text()), **change}
         (folder / "other.json").write_text(json.dumps(content))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from flexgen_helm.planner.frontier import frontier_points
 from flexgen_helm.report.comparison import compare_runs
+from flexgen_helm.report.divergence import Divergence, EntryDivergence, Spread, SuiteDivergence
 from flexgen_helm.report.pages import comparison_page, frontier_page, suite_page
 from flexgen_helm.report.scores import read_finished_runs
 from flexgen_helm.report.suite import read_suite
@@ -41,7 +43,13 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_run(folder, "boolq:only_contrast=True", precision, scores, accuracies(right))
     write_totals(folder, failed=["imdb:model=flexgen_tiny-4bit"])
     runs = read_finished_runs(folder)
-    compared = comparison_page(compare_runs(runs, folder), folder.name, "fp16", runs)
+    spread = Spread(400, 0.145660, (0.127202, 0.167136), 0.092935, 0.852513, 1.580980)
+    kl = Divergence("fp16", "4bit", 12276, 12, 26.1786, 30.042, 1.1476, (1.1239, 1.1765), 0.787, spread, spread, 0.795)
+    entries = ("wikitext", "boolq:only_contrast=True")
+    found = SuiteDivergence(
+        "tiny", folder.name, tuple(EntryDivergence(entry, (kl, replace(kl, precision="4bit-s"))) for entry in entries)
+    )
+    compared = comparison_page(compare_runs(runs, folder), folder.name, "fp16", runs, divergences={"tiny": found})
     (folder / "flexgen_compare.html").write_text(compared.to_html(folder), encoding="utf-8")
     (folder / "flexgen_report.html").write_text(suite_page(read_suite(folder)).to_html(folder), encoding="utf-8")
     problem = small(64, 150, endless=True)
@@ -70,6 +78,12 @@ def test_schemes_and_widths_are_really_shown(window: Browser, suite: Path) -> No
         backgrounds.add(window.run("return getComputedStyle(document.body).backgroundColor"))
         heads.add(window.run("return getComputedStyle(document.querySelector('thead')).display"))
     assert len(backgrounds) == 2 and heads == {"none", "table-header-group"}
+
+
+def test_the_compared_page_has_divergences(window: Browser, suite: Path) -> None:
+    window.open(suite / "flexgen_compare.html")
+    text = window.run("return document.body.textContent")
+    assert "KL 99 %" in text and "0.14566" in text and "Kullback-Leibler" in text
 
 
 def test_links_lead_to_the_runs(window: Browser, suite: Path) -> None:
