@@ -102,20 +102,13 @@ def test_it_compares_the_tokens_that_the_scores_are_made_of(
         assert own["perplexity"] != pytest.approx(own["baseline_perplexity"], rel=1e-5)
 
 
-def test_compare_shows_a_row_for_each_entry(
-    suite: Path, found: dict[str, dict[str, Any]], folder: Path, command: Command
-) -> None:
+def test_compare_shows_a_row_for_each_entry(suite: Path, found: dict[str, dict[str, Any]], command: Command) -> None:
     done = command("compare", "--suite", "s", "--divergence", "kl.json")
     assert done.returncode == 0, done.stderr
     page = (suite / "flexgen_compare.html").read_text()
     for text in (done.stdout, page):
         assert "Divergence from fp16 on what the scores are made of, nats" in text
         assert all(f"{own['kl']['mean']:.5f}" in text for own in found.values())
-    for change, says in (({"suite": "t"}, "is of the suite t, and the comparison is of s"), ({"entries": 1}, "is not")):
-        content = {**json.loads((folder / "kl.json").read_text()), **change}
-        (folder / "other.json").write_text(json.dumps(content))
-        refused = command("compare", "--suite", "s", "--divergence", "other.json")
-        assert refused.returncode == 2 and says in refused.stderr
 
 
 def test_what_cannot_be_found_is_refused_by_name(suite: Path, folder: Path, command: Command) -> None:

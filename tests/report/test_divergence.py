@@ -11,7 +11,14 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
-from flexgen_helm.report.divergence import ScoredTokens, TextDivergence, divergence_between, read_divergence
+from flexgen_helm.report.divergence import (
+    EntryDivergence,
+    ScoredTokens,
+    SuiteDivergence,
+    TextDivergence,
+    divergence_between,
+    read_divergence,
+)
 from flexgen_helm.report.scores import finite
 from tests.helpers.suites import accuracies, write_run
 
@@ -95,6 +102,20 @@ def test_another_file_is_refused(tmp_path, change, models, baseline, says):
         file.write_text(json.dumps({**asdict(text_divergence()), **change}))
     with pytest.raises(UsageError, match=says):
         read_divergence(file, models, baseline, "mine")
+
+
+def test_divergences_on_a_suite_are_read_back_and_belong_to_it(tmp_path):
+    (kl,) = text_divergence().precisions
+    found = SuiteDivergence("org/tiny", "mine", (EntryDivergence("lambada", (kl,)), EntryDivergence("mmlu", (kl, kl))))
+    file = tmp_path / "kl.json"
+    file.write_text(json.dumps(asdict(found)))
+    assert read_divergence(file, ["org--tiny"], "fp16", "mine") == {"org--tiny": found}
+    with pytest.raises(UsageError, match="is of the suite mine, and the comparison is of other"):
+        read_divergence(file, ["org--tiny"], "fp16", "other")
+    for damage in ({"entries": 1}, {"entries": [{"entry": "lambada"}]}):
+        file.write_text(json.dumps({**asdict(found), **damage}))
+        with pytest.raises(UsageError, match="is not what `flexgen-helm divergence --json` prints"):
+            read_divergence(file, ["org--tiny"], "fp16", "mine")
 
 
 def test_infinite_figures_survive_json(tmp_path):
