@@ -70,45 +70,45 @@ def divergence(
 
     folder = None if engine.get("offload_dir") is None else Path(str(engine["offload_dir"]))
     if suite is not None:
-        if given := [
-            flag
-            for flag, value in (("--text", text), ("--window", window), ("--max-windows", max_windows))
-            if value is not None
-        ]:
-            raise UsageError(f"--suite and {given[0]} exclude each other; leave one of them out")
-        _compare_on_suite(model, load, baseline, others, output_path / "runs" / suite, rows, folder, as_json)
-        return
-    if text is None or window is None:
+        own = (("--text", text), ("--window", window), ("--max-windows", max_windows))
+        for flag in (flag for flag, value in own if value is not None):
+            raise UsageError(f"--suite and {flag} exclude each other; leave one of them out")
+        by_entry = _suite_prompts(model, baseline, output_path / "runs" / suite)
+        entries, document = list(by_entry), "instance"
+    elif text is None or window is None:
         raise UsageError("divergence needs a text and its --window, or a --suite; see flexgen-helm divergence --help")
-    content = read_text(text)
+    else:
+        content, entries, document = read_text(text), [""], "window"
 
     def prompts(engine: Engine) -> list[ComparedPrompts]:
+        if suite is not None:
+            return [*by_entry.values()]
+        assert window is not None
         return [text_windows(engine, content, window, max_windows)]
 
-    found: list[Divergence] = []
-    for _, each in measure(load, baseline, others, prompts, rows, folder):
+    found: dict[str, list[Divergence]] = {entry: [] for entry in entries}
+    for place, each in measure(load, baseline, others, prompts, rows, folder):
         if not as_json:
-            print("\n" * bool(found) + describe(each), flush=True)
-        found.append(each)
+            print("\n" * any(found.values()) + describe(each, entries[place], document), flush=True)
+        found[entries[place]].append(each)
     if as_json:
-        from flexgen_helm.report.divergence import TextDivergence
+        from flexgen_helm.report.divergence import EntryDivergence, SuiteDivergence, TextDivergence
         from flexgen_helm.report.scores import finite
 
-        print_json(finite(asdict(TextDivergence(model, str(text), window, tuple(found)))))
+        if suite is not None:
+            parts = tuple(EntryDivergence(entry, tuple(each)) for entry, each in found.items())
+            print_json(finite(asdict(SuiteDivergence(model, suite, parts))))
+        else:
+            assert window is not None
+            print_json(finite(asdict(TextDivergence(model, str(text), window, tuple(found[""])))))
 
 
-def _compare_on_suite(
-    model: str,
-    load: Callable[[str], AbstractContextManager[Engine]],
-    baseline: str,
-    others: Sequence[str],
-    suite: Path,
-    rows: int,
-    folder: Path | None,
-    as_json: bool,
-) -> None:
-    from flexgen_helm.report.divergence import EntryDivergence, SuiteDivergence
-    from flexgen_helm.report.scores import finite, read_finished_runs
+def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, ComparedPrompts]:
+    """Return what the runs of a model in the baseline were asked and answered, by run entry.
+
+    Raises `UsageError` without such a run, and what `read_compared_prompts` raises.
+    """
+    from flexgen_helm.report.scores import read_finished_runs
 
     name = model.removeprefix(PREFIX).replace("/", "--")
     every = [run for run in read_finished_runs(suite) if run.precision == baseline]
@@ -118,21 +118,13 @@ def _compare_on_suite(
         raise UsageError(f"the suite in {suite} has no run of {name} in {baseline}; in {baseline} it has {there}")
     from flexgen_helm.plugin.run_answers import read_compared_prompts  # imports HELM
 
-    prompts = {run.entry: read_compared_prompts(run) for run in runs}
-    for entry in [entry for entry, own in prompts.items() if not any(own.compared)]:
+    found = {run.entry: read_compared_prompts(run) for run in runs}
+    for entry in [entry for entry, own in found.items() if not any(own.compared)]:
         say(f"{entry}: no answer has a token to compare, so it is left out")
-        del prompts[entry]
-    if not prompts:
+        del found[entry]
+    if not found:
         raise UsageError(f"no answer of {name} in {suite} has a token to compare")
-    entries = list(prompts)
-    found: dict[str, list[Divergence]] = {entry: [] for entry in entries}
-    for place, each in measure(load, baseline, others, lambda _: list(prompts.values()), rows, folder):
-        if not as_json:
-            print("\n" * any(found.values()) + describe(each, entries[place], "instance"), flush=True)
-        found[entries[place]].append(each)
-    if as_json:
-        parts = tuple(EntryDivergence(entry, tuple(each)) for entry, each in found.items())
-        print_json(finite(asdict(SuiteDivergence(model, suite.name, parts))))
+    return found
 
 
 def text_windows(engine: Engine, text: str, window: int, max_windows: int | None = None) -> ComparedPrompts:

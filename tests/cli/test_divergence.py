@@ -7,9 +7,12 @@ import json
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, cli
+from flexgen_helm.engine.divergence import ComparedPrompts
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.ranks import Rank
+from flexgen_helm.plugin import run_answers
+from tests.helpers.suites import accuracies, write_run
 
 TEXT = "the quick brown fox jumps over the lazy dog, and runs. " * 20
 
@@ -51,6 +54,27 @@ def test_for_people_and_with_weights_from_the_disk(tiny, tmp_path, capsys):
     assert exact.startswith("  117 tokens, exact") and least.startswith("  all tokens, at least")
     assert len({*map(len, (head, exact, least))}) == 1 and share.startswith("  the lower bound is ")
     assert not [*folder.glob("tmp*")]  # the rows are gone
+
+
+def test_a_run_entry_without_a_token_is_left_out_and_named(tiny, tmp_path, monkeypatch, capsys):
+    model = tiny("llama")
+    compared = {
+        "answered": ComparedPrompts([(5, 6, 7, 8), (9, 8, 7)], [range(2, 4), range(1, 3)], ["a", "b"]),
+        "silent": ComparedPrompts([], [], []),
+    }
+    monkeypatch.setattr(run_answers, "read_compared_prompts", lambda run: compared[run.entry])
+    for entry in compared:
+        write_run(tmp_path / "runs" / "s", entry, "fp16", {"exact_match": 0.5}, accuracies([0, 1]), model="small")
+    monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.json"))
+    (tmp_path / "models.json").write_text(json.dumps({"small": {"path": str(model.path)}}))
+    argv = ["divergence", "small", "--suite", "s", "-o", str(tmp_path), "--rows", "3"]
+    assert cli.main(argv) == 0
+    shown = capsys.readouterr()
+    assert "silent: no answer has a token to compare, so it is left out" in shown.err
+    assert shown.out.startswith("answered: 4bit against fp16: 4 tokens in 2 instances") and "silent" not in shown.out
+    assert "  3 tokens, exact" in shown.out
+    compared["answered"] = compared["silent"]
+    assert cli.main(argv) == 2 and "no answer of small in " in capsys.readouterr().err
 
 
 def test_other_ranks_keep_their_logits(tiny, monkeypatch):
