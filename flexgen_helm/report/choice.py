@@ -27,7 +27,7 @@ from flexgen_helm.report.verdicts import Equivalence, equivalence, first_names, 
 Cost = Literal["time", "memory"]
 # With which a precision without a difference is chosen and confirmed, over all run entries and both halves.
 _POWER = 0.8
-_PLAIN_BYTES = 2
+_PLAIN_BYTES, _FLOAT32_BYTES = 2, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,11 +270,15 @@ def _costs(runs: Iterable[RunScores], entries: set[str], precision: str) -> Cand
     is_known = tokens > 0 and all(run.latency_s > 0 for run in own)
     format_ = PRECISIONS[precision]
     weights, cache = format_.weights, format_.cache
+    dtypes = [run.run.get("hardware", {}).get("compute_dtype") for run in own]
+    plain = (
+        _FLOAT32_BYTES if "float32" in dtypes else _PLAIN_BYTES
+    )  # a cache that is not quantized has the compute type
     return Candidate(
         precision,
         seconds / tokens if is_known else None,
         _PLAIN_BYTES if weights is None else (weights.code_bytes + weights.scale_bytes) / weights.group_size,
-        _PLAIN_BYTES if cache is None else cache.bytes_per_value(_PLAIN_BYTES),
+        plain if cache is None else cache.bytes_per_value(plain),
     )
 
 

@@ -259,6 +259,18 @@ def test_memory_has_its_own_order(tmp_path):
     assert found.candidates[0].weight_bytes == weights.packed_bytes(weights.group_size, 512) / weights.group_size / 512
 
 
+@pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2)])
+def test_an_unquantized_cache_has_the_compute_type_of_the_runs(tmp_path, dtype, size):
+    hardware = {"device": "cpu", "compute_dtype": dtype}
+    write_suite(tmp_path, {"8bit": 0, "4bit-cache": 0}, seconds={**SECONDS, "8bit": 1.0, "4bit-cache": 1.0},
+                hardware=hardware)  # fmt: skip
+    found = choose(tmp_path, "memory")
+    assert {each.precision: each.cache_bytes for each in found.candidates} == {
+        "fp16": size, "8bit": size, "4bit-cache": 4.5 / 8
+    }  # fmt: skip
+    assert f"and {size:.2f} per element of the KV cache, fp16 has 2.00 and {size:.2f}" in found.text
+
+
 def test_what_is_not_cheaper_is_not_taken(tmp_path):
     write_suite(tmp_path, {"4bit": 0}, seconds={"fp16": 2.0, "4bit": 2.0})
     found = choose(tmp_path)
