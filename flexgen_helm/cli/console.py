@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FILE_WIDTH = 200
 
 
-# Names in a stranger's files may hold sequences that a terminal obeys.
+# Names in untrusted files may hold sequences that a terminal obeys.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
 
 

@@ -9,7 +9,7 @@ Shapes: T tokens of a batch, t of them, B sequences of a cache block, Hq query h
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.kv_cache.codec import Codec
 from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tokens
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart, decode_parts, prefix_parts, query_chunks
 from flexgen_helm.models import attention, sparse
@@ -39,26 +38,15 @@ class PromptAttention:
     sequence: Sequence
     tokens: slice
 
-    def attend(
-        self,
-        layer: int,
-        window: Window | None,
-        config: AttentionConfig,
-        cache: KVCache,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> PartialAttention:
+    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
         """q [t, Hq, D], k and v [t, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq]; stores k and v."""
-        out = self._attend(self.sequence.start, window, config, cache.codec, q, k, v)
+        out = self._attend(at, q, k, v)
         if self.sequence.needs_cache:
-            cache.write(*self.sequence.seat, layer, k, v)
+            at.cache.write(*self.sequence.seat, at.layer, k, v)
         return out
 
-    @staticmethod
-    def _attend(
-        start: int, window: Window | None, config: AttentionConfig, codec: Codec, q: Tensor, k: Tensor, v: Tensor
-    ) -> PartialAttention:
+    def _attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
+        start, window, config, codec = self.sequence.start, at.window, at.config, at.cache.codec
         fmt = codec.cache_format
         num_quantized = 0 if fmt is None else fmt.num_quantized(q.shape[0] - 1)
         if fmt is None or not num_quantized:
@@ -89,37 +77,26 @@ class DecodeAttention:
     new: NewTokens
     parts: tuple[DecodePart, ...]
 
-    def attend(
-        self,
-        layer: int,
-        window: Window | None,
-        config: AttentionConfig,
-        cache: KVCache,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> PartialAttention:
+    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
         """q [B, Hq, D], k and v [B, Hk, D] -> output [B, Hq, D], log-sum-exp [B, Hq]; stores k and v."""
+        cache = at.cache
         if self.on_host:
             heads = q.shape[1], k.shape[1], v.shape[1]
             (joined,) = cache.copy_to_host("activations", torch.cat((q, k, v), 1))
             q, k, v = joined.split(heads, 1)
-            config = config.on_host
-        cache.append(self.block, layer, self.new, k, v)
+            at = replace(at, config=at.config.on_host)
+        cache.append(self.block, at.layer, self.new, k, v)
         first, *others = self.parts
-        out, lse = self._attend(first, layer, window, config, cache, q)
+        out, lse = self._attend(first, at, q)
         for part in others:
             own = part.sequences
-            out[own], lse[own] = merge_partial(
-                (out[own], lse[own]), self._attend(part, layer, window, config, cache, q)
-            )
-        cache.done(self.block, layer)
+            out[own], lse[own] = merge_partial((out[own], lse[own]), self._attend(part, at, q))
+        cache.done(self.block, at.layer)
         return _to_device(cache, (out, lse)) if self.on_host else (out, lse)
 
-    def _attend(
-        self, part: DecodePart, layer: int, window: Window | None, config: AttentionConfig, cache: KVCache, q: Tensor
-    ) -> PartialAttention:
-        q, positions, visible = q[part.sequences], self.positions[part.sequences], part.visible[window]
+    def _attend(self, part: DecodePart, at: LayerAttention, q: Tensor) -> PartialAttention:
+        layer, config, cache = at.layer, at.config, at.cache
+        q, positions, visible = q[part.sequences], self.positions[part.sequences], part.visible[at.window]
         if part.is_sparse:
             keys, mask, counts = cache.read_keys(self.block, layer, part), visible.mask, visible.num_selected
             assert mask is not None and counts is not None
@@ -146,25 +123,23 @@ class PrefixAttention:
     host_positions: Tensor
     parts: tuple[PrefixPart, ...]
 
-    def attend(
-        self, layer: int, window: Window | None, config: AttentionConfig, cache: KVCache, q: Tensor
-    ) -> Iterator[PartialAttention]:
+    def attend(self, at: LayerAttention, q: Tensor) -> Iterator[PartialAttention]:
         """q [t, Hq, D] -> for each part output [t, Hq, D] and log-sum-exp [t, Hq]."""
-        block, slot = self.prefix.seat
+        (block, slot), config, cache = self.prefix.seat, at.config, at.cache
         positions, keys_on_host = self.positions, cache.attends_on_host(block)
         on_host = keys_on_host and len(positions) < _COPY_KEYS_FROM
         if on_host:
             (q,) = cache.copy_to_host("activations", q)
             config, positions = config.on_host, self.host_positions
         for part in self.parts:
-            keys, values = cache.read_prefix(block, slot, layer, part)
+            keys, values = cache.read_prefix(block, slot, at.layer, part)
             if keys.device != q.device or (keys_on_host and not on_host):
                 keys, values = cache.copy_to_device("cache", keys, values)
-            visible = part.visible(positions, window, mask_dtype(q.device, q.dtype))
+            visible = part.visible(positions, at.window, mask_dtype(q.device, q.dtype))
             own_positions = positions - part.first if part.first and config.slopes is not None else positions
             partial = attention.attend_prefix(q, keys, values, config, own_positions, visible.mask, visible.sees_none)
             yield _to_device(cache, partial) if on_host else partial
-        cache.done(block, layer)
+        cache.done(block, at.layer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,35 +155,25 @@ class AttentionMetadata:
     decodes: tuple[DecodeAttention, ...]
     prefixes: tuple[PrefixAttention, ...]
 
-    def attend(
-        self,
-        layer: int,
-        window: Window | None,
-        config: AttentionConfig,
-        cache: KVCache,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D].
 
         sinks: [Hq], logits that take a share of each head's softmax and have no value.
         """
         own: tuple[PromptAttention | DecodeAttention, ...] = (*self.prompts, *self.decodes)
         if len(own) == 1:
-            out, lse = own[0].attend(layer, window, config, cache, q, k, v)
+            out, lse = own[0].attend(at, q, k, v)
         else:
             out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
             for segment in own:
-                at = segment.tokens
-                part_out, part_lse = segment.attend(layer, window, config, cache, q[at], k[at], v[at])
-                out[at] = part_out
+                tokens = segment.tokens
+                part_out, part_lse = segment.attend(at, q[tokens], k[tokens], v[tokens])
+                out[tokens] = part_out
                 if self.prefixes or sinks is not None:
-                    lse[at] = part_lse
+                    lse[tokens] = part_lse
         for prefix in self.prefixes:
             joined = out[prefix.tokens], lse[prefix.tokens]
-            for part in prefix.attend(layer, window, config, cache, q[prefix.tokens]):
+            for part in prefix.attend(at, q[prefix.tokens]):
                 joined = merge_partial(joined, part)
             out[prefix.tokens], lse[prefix.tokens] = joined
         return out if sinks is None else out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None]
@@ -280,7 +245,7 @@ class LayerAttention(Attend):
     ) -> Tensor:
         if self.copies:
             k, v = k.clone(), v.clone()
-        return self.metadata.attend(self.layer, self.window, config or self.config, self.cache, q, k, v, sinks)
+        return self.metadata.attend(self if config is None else replace(self, config=config), q, k, v, sinks)
 
     def state_groups(self) -> Iterator[StateGroup]:
         return self.metadata.state_groups(self.layer, self.cache)

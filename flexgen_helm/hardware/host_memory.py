@@ -1,4 +1,4 @@
-"""Whether and when this process returns freed memory to the system (glibc's `mallopt` and `malloc_trim`)."""
+"""Return freed memory to the system, or keep it for reuse (glibc's `mallopt` and `malloc_trim`)."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Generic
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from flexgen_helm.kv_cache.codec import Codec, Planes, total_bytes
 from flexgen_helm.kv_cache.file_layout import FileLayout
 from flexgen_helm.kv_cache.memory_planes import MemoryPlanes, empty_planes, put_units
 from flexgen_helm.kv_cache.new_tokens import UnitPlaces
-from flexgen_helm.kv_cache.transfers import BlockTransfers
+from flexgen_helm.kv_cache.transfers import BlockTransfers, Fetched
 from flexgen_helm.kv_cache.visibility import stored_extent
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.transfer_manager import TransferManager
@@ -114,14 +115,43 @@ class DeviceStorage(Storage):
         self._planes.close()
 
 
-class HostStorage(Storage):
+class FetchedStorage(Storage, Generic[Fetched]):
+    """Away from the compute device: what a query reads is brought for each use."""
+
+    def __init__(self, tiers: TransferManager, codec: Codec, block: CacheBlock) -> None:
+        self._tiers, self._codec, self._block = tiers, codec, block
+        self._transfers: BlockTransfers[Fetched] = BlockTransfers(tiers)
+
+    @abstractmethod
+    def _arrived(self, layer: int) -> Planes:
+        """Wait for a layer that is fetched; return its planes where attention is computed."""
+
+    def read(self, layer: int) -> Planes:
+        self.prefetch(layer)
+        return self._arrived(layer)
+
+    def patch_prefetched(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
+        if self._transfers.is_fetching(layer) and not self._codec.window_tokens:
+            put_units(self._codec.planes, self._arrived(layer), places, planes)
+
+    def drop(self, layer: int) -> None:
+        self._transfers.drop(layer)
+
+    def drop_unused(self) -> None:
+        self._transfers.drop_unused()
+
+    def cancel(self) -> None:
+        self._transfers.cancel()
+
+
+class HostStorage(FetchedStorage[Planes]):
     """In host memory behind the link: what a query reads crosses the link for each use."""
 
     tier: Tier = "cpu"
 
     def __init__(self, tiers: TransferManager, codec: Codec, block: CacheBlock, planes: MemoryPlanes) -> None:
-        self._tiers, self._codec, self._block, self._planes = tiers, codec, block, planes
-        self._transfers: BlockTransfers[Planes] = BlockTransfers(tiers)
+        super().__init__(tiers, codec, block)
+        self._planes = planes
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
         places = self._planes.first_units(layer, slot, len(planes[0]))
@@ -132,18 +162,13 @@ class HostStorage(Storage):
 
         self._transfers.store(layer, total_bytes(planes), store)
 
-    def patch_prefetched(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
-        if self._transfers.is_fetching(layer) and not self._codec.window_tokens:
-            put_units(self._codec.planes, self._transfers.fetched(layer), places, planes)
-
     def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
         self.patch_prefetched(layer, places, planes)
         self._transfers.store(
             layer, total_bytes(planes), lambda: self._planes.append(layer, places, copied_to_host(self._tiers, planes))
         )
 
-    def read(self, layer: int) -> Planes:
-        self.prefetch(layer)
+    def _arrived(self, layer: int) -> Planes:
         return self._transfers.fetched(layer)
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
@@ -188,39 +213,29 @@ class HostStorage(Storage):
         num_bytes = extent.num_slots * extent.num_units * codec.fetched_bytes
         self._transfers.prefetch(layer, num_bytes, fetch, ahead=ahead)
 
-    def drop(self, layer: int) -> None:
-        self._transfers.drop(layer)
-
-    def drop_unused(self) -> None:
-        self._transfers.drop_unused()
-
-    def cancel(self) -> None:
-        self._transfers.cancel()
-
     def close(self) -> None:
         self._transfers.close()
         self._planes.close()
 
 
-class DiskStorage(Storage):
-    """In a file of the run. Slots do not move: a sequence that takes another's slot is only known by a new number."""
+class DiskStorage(FetchedStorage[tuple[Planes, Planes]]):
+    """In a file of the run; a fetch brings planes to the device, and all planes to the host.
+
+    Slots do not move: a sequence that takes another's slot is only known by a new number.
+    """
 
     tier: Tier = "disk"
 
     def __init__(
         self, tiers: TransferManager, codec: Codec, block: CacheBlock, layout: FileLayout, file: DirectFile
     ) -> None:
-        self._tiers, self._codec, self._block, self._layout, self._file = tiers, codec, block, layout, file
-        self._transfers: BlockTransfers[tuple[Planes, Planes]] = BlockTransfers(tiers)  # on the device, on the host
+        super().__init__(tiers, codec, block)
+        self._layout, self._file = layout, file
         self._slots = list(range(block.num_slots))  # slot of the block -> slot of the file
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
         place = self._slots[slot]
         self._store(layer, planes, lambda on_host: self._layout.write(self._file, layer, place, on_host))
-
-    def patch_prefetched(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
-        if self._transfers.is_fetching(layer) and not self._codec.window_tokens:
-            put_units(self._codec.planes, self._transfers.fetched(layer)[0], places, planes)
 
     def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
         self.patch_prefetched(layer, places, planes)
@@ -228,8 +243,7 @@ class DiskStorage(Storage):
         of_file = [self._slots[slot] for slot in slots]
         self._store(layer, planes, lambda on_host: self._layout.append(self._file, layer, of_file, units, on_host))
 
-    def read(self, layer: int) -> Planes:
-        self.prefetch(layer)
+    def _arrived(self, layer: int) -> Planes:
         return self._transfers.fetched(layer)[0]
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
@@ -253,15 +267,6 @@ class DiskStorage(Storage):
 
         num_bytes = extent.num_slots * extent.num_units * codec.unit_bytes
         self._transfers.prefetch(layer, num_bytes, fetch, ahead=ahead)
-
-    def drop(self, layer: int) -> None:
-        self._transfers.drop(layer)
-
-    def drop_unused(self) -> None:
-        self._transfers.drop_unused()
-
-    def cancel(self) -> None:
-        self._transfers.cancel()
 
     def close(self) -> None:
         self._transfers.close()

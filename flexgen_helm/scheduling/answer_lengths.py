@@ -58,7 +58,7 @@ class AnswerLengths:
 
 @dataclass(frozen=True)
 class CacheDemand:
-    """What the sequences of one cache block may come to need.
+    """Cache that the sequences of one block may need.
 
     tokens: of the longest sequence, the next one included; each slot is as wide.
     remaining: tokens that each sequence may still append.

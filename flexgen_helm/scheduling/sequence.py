@@ -139,11 +139,6 @@ class Request:
         self._prompt_tokens_computed = self._flops = self._prefill_s = self._decode_s = 0.0
         self._batch_size = 1
 
-    @property
-    def num_fed(self) -> int:
-        """Most tokens that pass through the model for this request: the last drawn one is never fed."""
-        return len(self.tokens) + self.num_completions * max(0, self.request.max_tokens - 1)
-
     def charge(self, prefill: bool, tokens: float, flops: float, seconds: float, batch_size: int) -> None:
         """Add the request's share of one batch."""
         self._flops += flops

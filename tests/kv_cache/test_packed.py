@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from fractions import Fraction
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.engine.attention_metadata import PromptAttention
+from flexgen_helm.engine.attention_metadata import LayerAttention, PromptAttention
 from flexgen_helm.errors import NumericalError, UsageError
 from flexgen_helm.kv_cache import visibility
 from flexgen_helm.kv_cache.codec import QuantizedCodec
@@ -24,6 +25,7 @@ from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.quant import precisions
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision
+from flexgen_helm.scheduling.sequence import Sequence, SequenceKind
 from tests.helpers.offload import MIB, offloaded, policies
 from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
 from tests.helpers.parity import prompts
@@ -97,7 +99,9 @@ def test_a_prompt_sees_what_the_definition_says(name, tokens, start, window, ali
     q, k, v = (torch.randn(tokens, heads, 16, generator=draw) for heads in (4, 2, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
     codec = QuantizedCodec(fmt, 2, 16, torch.float32)
-    found, _ = PromptAttention._attend(start, window, AttentionConfig(0.25, slopes=slopes), codec, q, k, v)
+    prompt = PromptAttention(Sequence(SequenceKind.PROMPT, (), [1] * tokens, tokens, start), slice(0, tokens))
+    config, cache = AttentionConfig(0.25, slopes=slopes), Mock(codec=codec)
+    found, _ = prompt.attend(LayerAttention(Mock(), 0, window, config, cache), q, k, v)
     expected = direct(q, k, v, fmt, 0.25, slopes, start, window)
     assert (found - expected).abs().max() < 1e-5
     if tokens > 40 and window is None:
