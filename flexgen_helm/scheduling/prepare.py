@@ -176,23 +176,10 @@ def make_sequences(
     asked, start = request.request, sum(prefix.prompt_len for prefix in prefixes)
     tokens = request.tokens[start:]
     steps, completions = max(0, asked.max_tokens - 1), request.num_completions
-    room, slots = limits.cache_tokens, 1 + len(prefixes)
-    needed = len(request.tokens) + steps * (1 + limits.step_overhead) + slots * limits.slot_overhead
-    if steps and needed > room:
-        raise RequestError(
-            f"the request needs a KV cache of {needed} tokens and the memory limit leaves room for {room}; "
-            "raise the limit (--cpu-memory, --gpu-memory) or lower max_tokens"
-        )
-    at_once = 1
-    if completions > 1 and steps > 0 and shares_prompts:
-        reserved = min(steps, limits.page_tokens or steps) + limits.slot_overhead
-        have_room = 1 + (room - needed - limits.slot_overhead) // reserved
-        at_once = min(completions, have_room, limits.max_sequences - 1, limits.max_windows - slots)
+    at_once = _completions_at_once(request, len(prefixes), limits, shares_prompts)
     branches = at_once > 1
-    if branches:
+    if steps:
         draws = [(first, min(at_once, completions - first)) for first in range(0, completions, at_once)]
-    elif steps:
-        draws = [(completion, 1) for completion in range(completions)]
     else:
         draws = [(0, completions if asked.max_tokens else 0)]
     prompts = [
@@ -221,6 +208,26 @@ def make_sequences(
     if asked.echo_logprobs:
         request.scored = (*prefixes, prompts[0])
     return prompts
+
+
+def _completions_at_once(request: Request, num_prefixes: int, limits: SchedulerLimits, shares_prompts: bool) -> int:
+    """Return how many completions continue the cache of one prompt; with 1 each continues a prompt of its own.
+
+    Raises `RequestError` where not even one completion fits.
+    """
+    steps, completions = max(0, request.request.max_tokens - 1), request.num_completions
+    room, slots = limits.cache_tokens, 1 + num_prefixes
+    needed = len(request.tokens) + steps * (1 + limits.step_overhead) + slots * limits.slot_overhead
+    if steps and needed > room:
+        raise RequestError(
+            f"the request needs a KV cache of {needed} tokens and the memory limit leaves room for {room}; "
+            "raise the limit (--cpu-memory, --gpu-memory) or lower max_tokens"
+        )
+    if completions == 1 or not steps or not shares_prompts:
+        return 1
+    reserved = min(steps, limits.page_tokens or steps) + limits.slot_overhead
+    have_room = 1 + (room - needed - limits.slot_overhead) // reserved
+    return max(1, min(completions, have_room, limits.max_sequences - 1, limits.max_windows - slots))
 
 
 def _expected_output(request: Request) -> int:
