@@ -26,6 +26,7 @@ from flexgen_helm.offload.prefetcher import StagedMatrix
 from flexgen_helm.offload.staging import RingSlot
 from flexgen_helm.offload.weights import Weight
 from flexgen_helm.planner.placement import StorageSizes
+from flexgen_helm.suggestions import closest
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_models import TinyModel
@@ -168,7 +169,17 @@ def test_the_page_lists_the_files_that_carry_a_weight_and_a_cached_token(tiny, t
         for more in ({}, {"precision": "4bit-cache"}):
             on_disk = partial(compute, path, offload_dir=tmp_path, policy="2x2,0,100,0,0,0,0", **more)
             files |= files_given(is_cached_token, on_disk)
-    assert listed(PAGE.read_text(), life) == files, " ".join(sorted(files))
+    page = PAGE.read_text()
+    assert listed(page, life) == files, " ".join(sorted(files))
+    assert f"{len(files)} files" in page.split(f"## The life of a {life}")[1].split("\n## ")[0]
+
+
+def test_a_file_is_seen_that_is_given_a_value() -> None:
+    def work() -> object:
+        return closest("smolm", ["smollm2", "opt-125m"])
+
+    assert files_given(lambda value: value == "smolm", work) == {"suggestions.py"}
+    assert files_given(lambda value: value == "another", work) == set()
 
 
 def order_of_packages(page: str) -> list[str]:
