@@ -49,6 +49,7 @@ TOOLS = {
     "pytest-xdist": "plugin of pytest",
     "ruff": "make lint",
     "setuptools": "builds the wheel in tests",
+    "pytablewriter": "lm-eval prints its tables with it, without columns before version 1",
     "tenacity": "lm-eval's local-completions, which asks the server in tests",
     "types-psutil": "types for mypy",
     "types-pyyaml": "types for mypy",

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from importlib.util import find_spec
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -55,15 +54,16 @@ def serve(
     """
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise UsageError("starlette and uvicorn are not installed; run pip install 'flexgen-helm[serve]'")
+    from flexgen_helm.harnesses.openai_server import OpenAIServer, ServedModel, is_loopback
+
     check_engine_flags(engine)
     key = _read_key(key_file)
-    if key is None and not _is_loopback(host):
+    if key is None and not is_loopback(host):
         raise UsageError(
             f"--host {host} lets other machines ask, so a key is needed; write one into a file for --key-file, "
             f"or set {KEY_VARIABLE}"
         )
     listener = _listener(host, port)
-    from flexgen_helm.harnesses.openai_server import OpenAIServer, ServedModel
     from flexgen_helm.request import GenerationRequest
     from flexgen_helm.service import process
     from flexgen_helm.service.loaders import EngineLoader
@@ -109,13 +109,6 @@ def _read_key(file: Path | None) -> str | None:
             "without blanks, as `openssl rand -hex 32` prints"
         )
     return key
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from socket import socket
 from types import FrameType
 from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack
@@ -59,7 +60,6 @@ from flexgen_helm.units import size
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Arguments = TypeVarTuple("_Arguments")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Seconds that the headers of a request may take, and then its body.
 HEADERS_S, BODY_S = 20.0, 60.0
 MAX_BODY_BYTES = 16 * 2**20
@@ -202,9 +202,11 @@ class OpenAIServer:
         stream = _Stream.taken_from(body)
         asked = parse_body(request.url.path, body)
         self._check_model(asked.model)
-        identity = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
-        self._draws[identity] += bool(asked.temperature and asked.seed is None)
-        unseeded = f"{identity.hex()}/{self._draws[identity]}"
+        unseeded = ""
+        if asked.temperature and asked.seed is None:
+            identity = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
+            self._draws[identity] += 1
+            unseeded = f"{identity.hex()}/{self._draws[identity]}"
         del content, body
         async with self._admitted(asked):
             prompts = await self._in_thread(self._encode, asked, unseeded)
@@ -274,9 +276,9 @@ class OpenAIServer:
             if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._key.encode()):
                 raise ApiError("the request has no valid key; send 'Authorization: Bearer KEY'",
                                code="invalid_api_key", status=401)  # fmt: skip
-        elif _host_name(host) not in LOOPBACK:
+        elif not is_loopback(_host_name(host)):
             raise ApiError(f"the request is for the host {host[:60]!a}, and without a key this server answers for "
-                           f"{', '.join(LOOPBACK)} only", status=403)  # fmt: skip
+                           "127.0.0.1, ::1 and localhost only", status=403)  # fmt: skip
         origin = headers.get("origin")
         if origin is not None and _netloc(origin) != host.lower():
             raise ApiError(f"pages of {origin[:60]!a} may not ask this server", status=403)
@@ -351,6 +353,13 @@ class _Stream:
         if not isinstance(given, Mapping) or set(given) - known or not all(type(v) is bool for v in given.values()):
             raise ApiError("stream_options has more than include_usage, true or false", "stream_options")
         return cls(bool(wanted), given.get("include_usage", False))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, by address or name, is this machine for itself; other names may lead anywhere."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"
 
 
 class _Connection(H11Protocol):
