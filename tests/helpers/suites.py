@@ -33,7 +33,8 @@ def write_run(
 ):  # fmt: skip
     """scores: of `stats.json`; instances: id -> statistic -> value; texts: id -> text, else one of the run's own.
 
-    states: of `scenario_state.json`; made of the texts if None. adapter: of `run_spec.json`.
+    states: of `scenario_state.json`, without HELM's indents, which take most of the time; made of the texts if None.
+    adapter: of `run_spec.json`.
     """
     suffix = "" if precision == "fp16" else f"-{precision}"
     folder = suite / f"{name},model=flexgen_{model}{suffix}"
@@ -60,7 +61,7 @@ def write_run(
         "adapter_spec": {"model": model, "num_train_trials": 1, **(adapter or {})},
         "scenario_spec": {"args": {}},
     }
-    (folder / "scenario_state.json").write_text(json.dumps({"request_states": states}, indent=2), encoding="utf-8")
+    (folder / "scenario_state.json").write_text(json.dumps({"request_states": states}), encoding="utf-8")
     for file, content in (
         ("stats.json", [stat(n, v) for n, v in scores.items()]),
         ("per_instance_stats.json", [*entries, perturbed]),
