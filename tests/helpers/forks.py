@@ -31,7 +31,18 @@ from typing import Any, NoReturn
 
 from tests.helpers.paths import ROOT
 
-_PLAN = ("flexgen_helm.cli", "flexgen_helm.cli.plan", "flexgen_helm.planner.search", "scipy.optimize", "rich.console")
+_PLAN = (
+    "flexgen_helm.cli",
+    "flexgen_helm.cli.app",
+    "flexgen_helm.cli.plan",
+    "flexgen_helm.engine.machine_profile",
+    "flexgen_helm.planner.plan",
+    "scipy.optimize",
+    "pandas",
+    "rich.console",
+    "rich.table",
+    "pydantic.types",
+)
 # Not `helm.benchmark.run`: which of HELM's programs a process is, is said by whether it has imported that one.
 _HELM = (
     "helm.benchmark.config_registry",
