@@ -7,14 +7,13 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 from flexgen_helm import cli
 from tests.helpers.forks import python
-from tests.helpers.lm_eval_tasks import CHOICES, LAST_WORD, SUMS, invented_tasks
+from tests.helpers.lm_eval_tasks import CHOICES, LAST_WORD, PROGRAM, SUMS, invented_tasks, leave_out_others
 from tests.helpers.paths import ROOT
 from tests.helpers.shares import only_whole
 
@@ -26,14 +25,7 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture
 def few_tasks(tmp_path, monkeypatch):
-    """The harness reads all of its 14,000 task files at each start, 15 s of processor time; here it reads none."""
-    from lm_eval.tasks import TaskManager
-
-    make = TaskManager.__init__
-    monkeypatch.setattr(
-        TaskManager, "__init__", lambda self, *a, **k: make(self, *a, **{**k, "include_defaults": False})
-    )
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # what pip has installed: seconds
+    leave_out_others(monkeypatch)
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
 
 
@@ -95,7 +87,7 @@ def test_a_process_that_is_ended_goes_on(tiny, tasks, tmp_path, number):
         environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path / home), "OMP_NUM_THREADS": "1"}
         command = arguments(tiny("llama").path, tasks, out, LAST_WORD, SUMS)
         return subprocess.Popen(
-            [sys.executable, "-m", "flexgen_helm", *command], cwd=ROOT, env=environment,
+            [*python("all"), "-c", PROGRAM, *command], cwd=ROOT, env=environment,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -114,26 +106,13 @@ def test_a_process_that_is_ended_goes_on(tiny, tasks, tmp_path, number):
     assert one["results"] == other["results"] and samples(tmp_path / "undisturbed") == samples(tmp_path / "again")
 
 
-# Without reading the harness's task files, and in a fork: each start takes a third of the time.
-QUICK = """
-import sys
-from lm_eval.tasks import TaskManager
-make = TaskManager.__init__
-TaskManager.__init__ = lambda self, *a, **k: make(self, *a, **{**k, "include_defaults": False})
-import lm_eval.evaluator
-lm_eval.evaluator.add_env_info = lambda results: None
-from flexgen_helm.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @only_whole
 def test_killed_at_ten_random_moments_it_goes_on(tiny, tasks, tmp_path):
     def started(home, out):
         environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path / home), "OMP_NUM_THREADS": "1"}
         command = arguments(tiny("llama").path, tasks, out, LAST_WORD, CHOICES, SUMS)
         return subprocess.Popen(
-            [*python("all"), "-c", QUICK, *command], cwd=ROOT, env=environment,
+            [*python("all"), "-c", PROGRAM, *command], cwd=ROOT, env=environment,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 

@@ -71,11 +71,10 @@ class Ended:
 
 
 def run_ranks(folder: Path, num_ranks: int, job: Job) -> Ended:
-    """Run a job on so many ranks, in `folder`; torchrun and its ranks are forks."""
+    """Run a job on so many ranks, in `folder`."""
     (folder / "job.pickle").write_bytes(pickle.dumps(job))
     done = subprocess.run(
-        [*python("all"), *_TORCHRUN, f"--nproc-per-node={num_ranks}", "--no-python"]
-        + [*python("all"), __file__, str(folder)],
+        torchrun_in_forks(num_ranks, __file__, str(folder)),
         capture_output=True,
         text=True,
         timeout=300,
@@ -90,6 +89,12 @@ def run_ranks(folder: Path, num_ranks: int, job: Job) -> Ended:
 def torchrun(num_ranks: int, *command: str) -> list[str]:
     """The command line of torchrun for a script, or for '-m' and a module, with a free port of its own."""
     return [sys.executable, *_TORCHRUN, f"--nproc-per-node={num_ranks}", *command]
+
+
+def torchrun_in_forks(num_ranks: int, *command: str) -> list[str]:
+    """The same, where torchrun and its ranks are forks."""
+    own = [*python("all"), *_TORCHRUN, f"--nproc-per-node={num_ranks}", "--no-python"]
+    return [*own, *python("all"), *command]
 
 
 def _outcome(case: Case) -> Outcome:

@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.forks import python
 from tests.helpers.parity import prompts
-from tests.helpers.pipeline_ranks import torchrun
+from tests.helpers.pipeline_ranks import torchrun, torchrun_in_forks
 
 ENTRIES = ("simple_mcqa_scored:model=flexgen/mine", "simple_mcqa:model=flexgen/mine")
 
@@ -99,9 +100,9 @@ def test_run_gives_the_scores_of_one_process(tmp_path, environment):
         folder.mkdir()
         arguments = ["run", "-r", *ENTRIES, "-m", "4", "--suite", "s"]
         own = {**environment, "FLEXGEN_HELM_HOME": str(folder / "home")}  # one has not the answers of the other
-        done = subprocess.run(
-            command(num_ranks, *arguments), cwd=folder, env=own, capture_output=True, text=True, timeout=300
-        )
+        program = ("-m", "flexgen_helm", *arguments)
+        command = [*python("all"), *program] if num_ranks == 1 else torchrun_in_forks(num_ranks, *program)
+        done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         stats = sorted((folder / "benchmark_output/runs/s").glob("*/stats.json"))
         names = ("exact_match", "logprob", "perplexity")
