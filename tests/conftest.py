@@ -12,6 +12,7 @@ import pytest
 
 pytest.register_assert_rewrite("tests.helpers")  # their assertions show values too
 
+from tests.helpers.forks import share  # noqa: E402
 from tests.helpers.paths import SHARED, USERS_HOME  # noqa: E402
 from tests.helpers.tiny_models import TinyModel, build_tiny  # noqa: E402
 
@@ -33,6 +34,12 @@ _LONGEST = (
     "tests/planner/test_search.py",
     "tests/report/test_suite.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the workers of a run share what forks; where times are measured, each worker reads those of its own."""
+    if getattr(config.option, "numprocesses", None) and "TEST_TIMES" not in os.environ:
+        share()
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out

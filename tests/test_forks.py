@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -90,3 +92,20 @@ def test_what_runs_in_one_is_not_in_the_next() -> None:
     subprocess.run([*python("plan"), "-c", change], check=True, cwd=ROOT)
     done = subprocess.run([*python("plan"), "-c", look], check=True, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False False False\n"
+
+
+def test_the_processes_of_a_run_share_what_forks_and_it_ends_with_the_run() -> None:
+    code = "from tests.helpers import forks; print(forks.python('plan')[-1], *(own.pid for own in forks.SERVERS))"
+    path, alone = python("plan")[-1], {name: os.environ[name] for name in os.environ if name != "TEST_FORKS"}
+    shared, own = (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True).stdout
+        for environment in (None, alone)
+    )
+    assert shared.split() == [path]
+    other, pid = own.split()
+    assert other != path and not Path(other).exists()
+    deadline = time.monotonic() + 30
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

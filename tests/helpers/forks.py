@@ -11,6 +11,7 @@ how much memory a process has, and what is set before Python starts is tested wi
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import importlib
 import json
@@ -59,31 +60,42 @@ _HELM = (
 )
 _TORCH = ("torch", "transformers", "transformers.modeling_utils", "flexgen_helm.engine.engine", "flexgen_helm.cli")
 # Name -> what its processes have imported.
-# Few, as each imports its packages once more for each worker.
+# Few, as each imports its packages once more.
 PACKAGES = {"plan": _PLAN, "all": (*_PLAN, *_HELM, *_TORCH)}
-# Those that fork, of this run.
+# Those that fork and that this process has started.
 SERVERS: list[subprocess.Popen[str]] = []
+# The variable that names the folder of this run's sockets, and the pipe there that closes when the run ends.
+_FOLDER, _RUN = "TEST_FORKS", "run"
 _LAUNCHER = str(Path(__file__).with_name("fork_launcher.py"))
+
+
+def share() -> str:
+    """Make a folder by which this process and its workers share what forks, until this process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="forks")
+    run = f"{folder.name}/{_RUN}"
+    os.mkfifo(run)
+    writer = os.open(run, os.O_RDWR)
+    os.environ[_FOLDER] = folder.name
+    atexit.register(folder.cleanup)
+    atexit.register(os.close, writer)
+    return folder.name
 
 
 @cache
 def python(packages: str) -> tuple[str, ...]:
-    """The beginning of a command, in place of `sys.executable`."""
-    folder = tempfile.TemporaryDirectory(prefix="forks")
-    path = os.path.join(folder.name, "socket")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.helpers.forks", path, packages], cwd=ROOT, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    SERVERS.append(server)
-    assert server.stdin is not None and server.stdout is not None
-    assert server.stdout.readline() == "ready\n"
-
-    def close() -> None:
-        server.communicate()
-        folder.cleanup()
-
-    atexit.register(close)
+    """The beginning of a command, in place of `sys.executable`; the first who asks starts what forks."""
+    folder = os.environ.get(_FOLDER) or share()
+    path = os.path.join(folder, packages)
+    with open(f"{folder}/lock", "w") as lock, open(f"{folder}/{_RUN}") as run:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(path):
+            server = subprocess.Popen(
+                [sys.executable, "-m", "tests.helpers.forks", path, packages], cwd=ROOT, text=True,
+                stdin=run, stdout=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            SERVERS.append(server)
+            assert server.stdout is not None
+            assert server.stdout.readline() == "ready\n"
     return sys.executable, "-I", "-S", _LAUNCHER, path
 
 
