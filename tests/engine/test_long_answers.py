@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def answers(engine: Engine, asked: list[GenerationRequest], **options) -> list[l
     return [[completion.token_ids for completion in result.completions] for result in results]
 
 
+@cache
+def ample(model: Path, precision: str = "fp16") -> list[list[tuple[int, ...]]]:
+    """Answers of `requests()` with ample memory; the first of them are those of fewer requests."""
+    with Engine.from_pretrained(model, precision=precision) as engine:
+        return answers(engine, requests())
+
+
+@cache
 def limits_for(model: Path, precision: str, sequences: float, **options) -> dict[str, int]:
     """Bytes of the compute tier with room for the weights and the longest answers of so many sequences."""
     with Engine.from_pretrained(model, precision=precision, **options) as engine:
@@ -60,10 +69,9 @@ def limits_for(model: Path, precision: str, sequences: float, **options) -> dict
 )
 def test_preempted_answers_are_those_of_ample_memory(model, schedule, precision):
     asked = requests()
-    with Engine.from_pretrained(model, precision=precision) as engine:
-        expected = answers(engine, asked)
-        lengths = sorted(len(tokens) for (tokens,) in expected)
-        assert lengths[0] < MOST / 8 and lengths[-1] > MOST / 2, "answers of very different lengths"
+    expected = ample(model, precision)
+    lengths = sorted(len(tokens) for (tokens,) in expected)
+    assert lengths[0] < MOST / 8 and lengths[-1] > MOST / 2, "answers of very different lengths"
     sizes = limits_for(model, precision, 4 if precision == "fp16" else 1.2)
     limit = sizes["weights"] + sizes["cache"]
     with Engine.from_pretrained(
@@ -101,32 +109,26 @@ def test_several_completions_behind_shared_prompts(model):
 )
 def test_caches_on_either_side_of_a_link(model, tmp_path, policy, cpu_attention):
     asked = requests()
-    with Engine.from_pretrained(model) as engine:
-        expected = answers(engine, asked)
     sizes = limits_for(model, "fp16", 7)
     total = 4 * MIB + sizes["weights"] + sizes["cache"]
     limits = MemoryLimits(gpu=total, cpu=total, disk=64 * MIB)
     with Engine.from_pretrained(
         model, device="sim", policy=policy, limits=limits, offload_dir=tmp_path, cpu_attention=cpu_attention
     ) as engine:
-        assert answers(engine, asked) == expected
+        assert answers(engine, asked) == ample(model)
         peaks = engine.last_run["peak_bytes"]
         assert peaks["gpu"] <= total and peaks["cpu"] <= total
 
 
 def test_a_cache_on_the_disk_is_reserved_in_full(model, tmp_path):
-    asked = requests(8)
-    with Engine.from_pretrained(model) as engine:
-        expected = answers(engine, asked)
+    asked, expected = requests(8), ample(model)[:8]
     with Engine.from_pretrained(model, policy="4x2,0,100,0,0,0,100", offload_dir=tmp_path) as engine:
         assert answers(engine, asked) == expected
         assert engine.last_run["preemptions"] == 0
 
 
 def test_memory_that_runs_out_while_a_cache_grows_costs_no_answer(model, monkeypatch):
-    asked = requests(12)
-    with Engine.from_pretrained(model) as engine:
-        expected = answers(engine, asked)
+    asked, expected = requests(12), ample(model)[:12]
     honest, calls = KVCache.regroup, []
 
     def failing(self, block, sources):
@@ -149,8 +151,6 @@ def test_an_interruption_keeps_what_was_finished(model):
     asked, done = requests(), []
     sizes = limits_for(model, "fp16", 4)
     limits = MemoryLimits(cpu=sizes["weights"] + sizes["cache"])
-    with Engine.from_pretrained(model) as engine:
-        expected = answers(engine, asked)
     with Engine.from_pretrained(model, limits=limits) as engine:
         with pytest.raises(Interrupted):
             engine.run(asked, on_result=lambda i, result: done.append((i, result)), should_stop=lambda: len(done) > 9)
@@ -158,7 +158,7 @@ def test_an_interruption_keeps_what_was_finished(model):
         got = {i: result for i, result in done}
         left = [i for i in range(len(asked)) if i not in got]
         got |= dict(zip(left, engine.run([asked[i] for i in left])))
-    assert [[got[i].completions[0].token_ids] for i in range(len(asked))] == expected
+    assert [[got[i].completions[0].token_ids] for i in range(len(asked))] == ample(model)
 
 
 def test_the_expected_end_follows_what_was_drawn(model):
@@ -200,9 +200,7 @@ def test_a_killed_process_loses_only_answers_in_progress(model, tmp_path):
     again = subprocess.run(command, capture_output=True, text=True)
     assert not again.returncode, again.stderr
     got = [json.loads(line) for line in out.read_text().splitlines()]
-    with Engine.from_pretrained(model) as engine:
-        expected = answers(engine, asked)
-    assert [[tuple(line["completions"][0]["token_ids"])] for line in got] == expected
+    assert [[tuple(line["completions"][0]["token_ids"])] for line in got] == ample(model)
     assert all(got[number - 1]["completions"] == line["completions"] for number, line in kept.items())
 
 
