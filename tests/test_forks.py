@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -84,6 +86,23 @@ def is_alive(program: psutil.Process) -> bool:
         return program.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_launchers_that_are_killed_at_any_moment_leave_the_next_one_its_fork() -> None:
+    path = python("plan")[-1]
+    order = json.dumps(
+        {"arguments": ["-c", "import time; time.sleep(60)"], "folder": str(ROOT), "environment": {}}
+    ).encode()
+    for sent in (b"", len(order).to_bytes(4, "big"), len(order).to_bytes(4, "big") + order[:9], None):
+        with socket.socket(socket.AF_UNIX) as launcher:
+            launcher.connect(path)
+            if sent is None:  # it is gone before it hears the number of its fork
+                launcher.shutdown(socket.SHUT_RD)
+                sent = len(order).to_bytes(4, "big") + order
+            if sent:
+                socket.send_fds(launcher, [sent[:4]], [0, 1, 2])
+                launcher.sendall(sent[4:])
+    assert subprocess.run([*python("plan"), "-c", "print(7)"], capture_output=True, text=True).stdout == "7\n"
 
 
 def test_what_runs_in_one_is_not_in_the_next() -> None:

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import types
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -131,12 +132,17 @@ def _serve(path: str, packages: str) -> None:
             if key.fileobj is listener:
                 connection, _ = listener.accept()
                 child = _start(connection)
+                if child is None:
+                    connection.close()
+                    continue
                 descriptor = os.pidfd_open(child)
                 chosen.register(descriptor, selectors.EVENT_READ, (child, connection))
                 chosen.register(connection, selectors.EVENT_READ, (child, None))
             elif key.fd == 0:
                 return
             elif key.data[1] is None:  # a launcher is gone
+                if key.fileobj not in chosen.get_map():  # as its fork is
+                    continue
                 os.kill(key.data[0], signal.SIGKILL)
                 chosen.unregister(key.fileobj)
             else:
@@ -146,22 +152,26 @@ def _serve(path: str, packages: str) -> None:
                 os.close(key.fd)
                 if connection in chosen.get_map():
                     chosen.unregister(connection)
-                    connection.sendall(code.to_bytes(4, "big", signed=True))
+                    with suppress(OSError):  # killed at the same moment
+                        connection.sendall(code.to_bytes(4, "big", signed=True))
                 connection.close()
 
 
-def _start(connection: socket.socket) -> int:
-    head, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
-    size, content = int.from_bytes(head, "big"), b""
-    while len(content) < size:
-        content += connection.recv(size - len(content))
-    child = os.fork()
-    if not child:
-        _be(json.loads(content), descriptors)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    connection.sendall(child.to_bytes(4, "big"))
-    return child
+def _start(connection: socket.socket) -> int | None:
+    """Fork a program; None if its launcher was killed before it had said which."""
+    with suppress(OSError):
+        head, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
+        with connection.makefile("rb") as file:
+            content = file.read(size := int.from_bytes(head, "big"))
+        child = os.fork() if content and len(content) == size else None
+        if child == 0:
+            _be(json.loads(content), descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        with suppress(OSError):  # killed since then: its end of the connection says so
+            connection.sendall((child or 0).to_bytes(4, "big"))
+        return child
+    return None
 
 
 def _be(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
