@@ -99,7 +99,9 @@ def run_command(arguments: Sequence[str]) -> None:
         sys.argv = before
     if parsed.command == "run" and parsed.config is None:
         parsed.model = parsed.model or "flexgen"
-        parsed.device = parsed.device or "auto"  # the harness's default is a GPU
+        # The harness hands its own device beside those of the model's arguments, and its default is a GPU.
+        given = parsed.model_args.pop("device", None) if isinstance(parsed.model_args, dict) else None
+        parsed.device = parsed.device or given or "auto"
     try:
         command.execute(parsed)
     except ValueError as error:  # what the harness raises for tasks and settings that it does not know
