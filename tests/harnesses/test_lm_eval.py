@@ -13,6 +13,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
@@ -125,15 +126,16 @@ def test_every_kind_of_model_scores_as_hf(tiny, tmp_path, variant, max_length):
 @pytest.mark.parametrize("is_chat", [False, True], ids=["text", "chat"])
 def test_a_published_model_scores_as_hf(wheel_model, shared_data, tmp_path, is_chat):
     tasks = real_tasks(tmp_path / "tasks", shared_data, 3)
-    # Without a template a sum is answered as by `transformers`, and not as by the hf backend; why is not known yet.
-    names = NAMES if is_chat else [name for name in NAMES if name not in (SUMS, TURNS)]
     with FlexgenLM(str(wheel_model)) as lm:
-        ours = evaluate(lm, tasks, names, apply_chat_template=is_chat)
+        ours = evaluate(lm, tasks, apply_chat_template=is_chat)
     hf = reference(wheel_model.parent, batch_size=1, gguf_file=wheel_model.name)
     for parameter in hf.model.parameters():
         if parameter.ndim > 1:  # matrices have 16 bits in both
             parameter.data = parameter.data.half().float()
-    assert_equal(ours, evaluate(hf, tasks, names, apply_chat_template=is_chat), names)
+    # `transformers` reads this file's tokenizer without its rule for digits: '\n\n3' has three tokens for it.
+    digits_first = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    hf.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(digits_first)
+    assert_equal(ours, evaluate(hf, tasks, apply_chat_template=is_chat))
 
 
 def test_an_interrupted_evaluation_computes_the_rest_and_scores_the_same(folder, tasks, tmp_path, monkeypatch):
