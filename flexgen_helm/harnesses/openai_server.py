@@ -151,7 +151,7 @@ class OpenAIServer:
             task.cancel()
 
     def _stop(self) -> None:
-        """Send waiting clients away. Called by a signal handler, between two steps of the event loop."""
+        """Send waiting clients away. Called by a signal handler; uvicorn wakes its loop ten times a second."""
         self._is_stopping = True
         self._service.interrupt()
         for waiter in self._waiters:
@@ -202,13 +202,13 @@ class OpenAIServer:
         stream = _Stream.taken_from(body)
         asked = parse_body(request.url.path, body)
         self._check_model(asked.model)
-        unseeded = ""
-        if asked.temperature and asked.seed is None:
-            identity = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
-            self._draws[identity] += 1
-            unseeded = f"{identity.hex()}/{self._draws[identity]}"
+        identity = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
         del content, body
         async with self._admitted(asked):
+            unseeded = ""
+            if asked.temperature and asked.seed is None:
+                self._draws[identity] += 1
+                unseeded = f"{identity.hex()}/{self._draws[identity]}"
             prompts = await self._in_thread(self._encode, asked, unseeded)
             results = await self._results(prompts)
             return await self._in_thread(self._respond, asked, prompts, results, stream)
