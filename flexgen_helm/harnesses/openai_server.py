@@ -63,6 +63,7 @@ _Arguments = TypeVarTuple("_Arguments")
 # Seconds that the headers of a request may take, and then its body.
 HEADERS_S, BODY_S = 20.0, 60.0
 MAX_BODY_BYTES = 16 * 2**20
+MAX_DISCARDED_BYTES = 64 * 2**20  # of a longer body that are read, so that its client reads why it is refused
 MAX_READING_BYTES = 256 * 2**20  # of all bodies that are being read
 MAX_WAITING = 20_000  # sequences: prompts times n
 MAX_CONNECTIONS = 1_000
@@ -293,24 +294,32 @@ class OpenAIServer:
     async def _read(self, request: Request) -> bytes:
         """Return the body. Raises `ApiError` where it is too long, too slow, or too many are being read."""
         chunks: list[bytes] = []
-        num_bytes = 0
+        num_bytes = num_kept = 0
         declared = request.headers.get("content-length", "")
         try:
-            if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+            if declared.isdecimal() and int(declared) > MAX_DISCARDED_BYTES:
                 raise _too_long()
             async with asyncio.timeout(BODY_S):
                 async for chunk in request.stream():
-                    chunks.append(chunk)
                     num_bytes += len(chunk)
+                    if num_bytes > MAX_BODY_BYTES:  # read on: a client that still sends sees no answer
+                        self._num_reading -= num_kept
+                        num_kept = 0
+                        chunks.clear()
+                        if num_bytes > MAX_DISCARDED_BYTES:
+                            raise _too_long()
+                        continue
+                    chunks.append(chunk)
+                    num_kept += len(chunk)
                     self._num_reading += len(chunk)
-                    if num_bytes > MAX_BODY_BYTES:
-                        raise _too_long()
                     if self._num_reading > MAX_READING_BYTES:
                         raise _busy(f"bodies of {size(self._num_reading)} are being read")
         except TimeoutError:
             raise ApiError(f"the body has not come within {BODY_S:.0f} seconds", status=408) from None
         finally:
-            self._num_reading -= num_bytes
+            self._num_reading -= num_kept
+        if num_bytes > MAX_BODY_BYTES:
+            raise _too_long()
         return b"".join(chunks)
 
     def _check_model(self, name: str | None) -> None:

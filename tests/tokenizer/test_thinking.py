@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_helm.request import Completion, GenerationRequest, ThinkingFormat
-from flexgen_helm.scheduling.sequence import CompletionState
+from flexgen_helm.scheduling.sequence import CompletionState, DrawnToken
 from flexgen_helm.tokenizer.thinking import FORCED_END, split_thinking
 from flexgen_helm.tokenizer.token_bytes import helm_bytes, helm_text
 
@@ -54,9 +54,9 @@ def run(pieces: list[bytes], *, inside: bool = False, stop: tuple[str, ...] = ()
     request = GenerationRequest(prompt_token_ids=[1], max_tokens=10**4, stop=stop, thinking=ThinkingFormat(inside))
     state = CompletionState(request, 0, pieces.__getitem__)
     for token in range(len(pieces)):
-        if state.push(token, -1.0, {EOS}):
+        if state.push(DrawnToken(token, -1.0), {EOS}):
             return state
-    state.push(EOS, -1.0, {EOS})
+    state.push(DrawnToken(EOS, -1.0), {EOS})
     return state
 
 
@@ -105,7 +105,7 @@ def test_without_a_thinking_format_the_first_stop_string_ends_everything() -> No
     request = GenerationRequest(prompt_token_ids=[1], max_tokens=99, stop=("\n",))
     pieces = cut(THOUGHT, list(range(99)))
     state = CompletionState(request, 0, pieces.__getitem__)
-    assert any(state.push(token, -1.0, {EOS}) for token in range(len(pieces)))
+    assert any(state.push(DrawnToken(token, -1.0), {EOS}) for token in range(len(pieces)))
     assert state.result().text == "<think>"
     assert run(pieces, stop=("\n",)).result().text.endswith("Paris.")
 
@@ -178,7 +178,7 @@ def forced(tokens: list[int], budget: int, inside: bool = False, max_tokens: int
         params = state.next_sampling()
         assert state.next_sampling() == params  # a pass may be computed again
         seen.append(params.forced)
-        if state.push(token if params.forced is None else params.forced, -1.0, {EOS}):
+        if state.push(DrawnToken(token if params.forced is None else params.forced, -1.0), {EOS}):
             break
     return seen
 
