@@ -15,7 +15,16 @@ def help_text(docstring: str) -> str:
 
 
 class Command(TyperCommand):
-    """A command whose switches show no `<bool>`."""
+    """A command whose switches show no `<bool>`, and whose help may have brackets, as `flexgen-helm[serve]` has."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from rich.markup import escape
+
+        text, self.help = self.help, escape(self.help or "")
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.help = text
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))

@@ -252,6 +252,12 @@ def test_the_help_of_bench_names_every_benchmark(capsys):
     assert {line.split()[0] for line in listed.splitlines() if line.startswith("   ") and line.strip()} == set(KNOWN)
 
 
+@pytest.mark.parametrize("command, extra", [("serve", "flexgen-helm[serve]"), ("lm-eval", "flexgen-helm[lm-eval]")])
+def test_help_shows_brackets(capsys, command, extra):
+    assert cli.main([command, "--help"]) == 0
+    assert extra in capsys.readouterr().out
+
+
 def test_run_passes_on_what_is_not_ours(monkeypatch):
     from flexgen_helm.plugin import suite
 
