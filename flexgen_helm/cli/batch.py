@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -27,6 +27,7 @@ from flexgen_helm.harnesses.openai_formats import (
     error_body,
     error_status,
     parse_body,
+    parse_json,
     to_body,
     to_requests,
 )
@@ -143,18 +144,10 @@ def _parse(content: bytes) -> Iterator[_Line]:
 
 
 def _read_object(text: bytes, number: int) -> Json:
-    try:
-        line = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ApiError(f"line {number} is not JSON: {why}") from None
+    line = parse_json(text, f"line {number}")
     if not isinstance(line, dict):
         raise ApiError(f"line {number} is not a JSON object")
     return line
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
 
 
 # Answering

@@ -371,7 +371,7 @@ class Engine:
         return planner, part
 
     def _load_weights(self, checkpoint: Checkpoint) -> TieredWeights:
-        """Load the weights as they are placed; after an error the tiers are closed."""
+        """Load the weights into their tiers, which are closed after an error."""
         try:
             return TieredWeights(checkpoint, self._tiers, self.placement, self._dtype, self._threads)
         except BaseException:

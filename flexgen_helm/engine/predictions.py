@@ -132,7 +132,8 @@ class HeadOutput:
             ids, scores = ([*islice(values, len(part) * most)] for _ in range(2))
             for i, (prediction, token, logprob) in enumerate(zip(part, tokens, logprobs)):
                 own = slice(i * most, i * most + prediction.num_top)
-                prediction.fill(int(token), logprob, tuple(zip(map(int, ids[own]), scores[own])))
+                top = tuple(zip(map(int, ids[own]), scores[own])) if most else ()
+                prediction.fill(int(token), logprob, top)
 
 
 def predictions_of(batch: Batch, sampling: Sampling) -> HeadOutput:

@@ -21,7 +21,7 @@ def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     The first is the token that a temperature of 0 draws, also where two are equally probable.
     """
-    values, tokens = logits.topk(min(count, logits.shape[1]), dim=-1)
+    values, tokens = logits.topk(count, dim=-1)
     greedy = logits.argmax(dim=-1, keepdim=True)
     tokens = tokens.where(tokens != greedy, tokens[:, :1])
     return values, torch.cat((greedy, tokens[:, 1:]), dim=-1)

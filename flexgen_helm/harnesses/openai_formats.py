@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.request import (
@@ -103,6 +104,24 @@ class EncodedPrompt:
 
 
 # From body to requests
+
+
+def parse_json(content: bytes, what: str, encoding: str | None = None) -> Any:
+    """Return what JSON says.
+
+    what: names it in messages. encoding: None where its first bytes tell.
+    Raises `ApiError` for what is no JSON, and for NaN and infinities.
+    """
+    try:
+        text = content if encoding is None else content.decode(encoding)
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(f"{what} is not JSON: {why}") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
 
 
 def parse_body(url: str, body: Any) -> Asked:

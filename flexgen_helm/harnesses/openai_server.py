@@ -7,8 +7,8 @@ A request passes three gates before it is computed: who asks (key, Host, Origin)
 body), and how many wait already. What is admitted is gathered by the service with all others, computed as a block, and
 stored in the response cache, also where its client has gone. An equal request joins it.
 
-A text that is drawn without a seed draws anew at each request. The draws depend on how many equal ones the server has
-had, so a server that was started again repeats them from the cache, in the same order.
+Equal requests without a seed draw different tokens. The first, second, … of them draw the same in every process, so a
+server that was started again answers them from the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from socket import socket
 from types import FrameType
-from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -48,6 +48,7 @@ from flexgen_helm.harnesses.openai_formats import (
     error_body,
     error_status,
     parse_body,
+    parse_json,
     to_body,
     to_events,
     to_requests,
@@ -65,7 +66,7 @@ HEADERS_S, BODY_S = 20.0, 60.0
 MAX_BODY_BYTES = 16 * 2**20
 MAX_DISCARDED_BYTES = 64 * 2**20  # of a longer body that are read, so that its client reads why it is refused
 MAX_READING_BYTES = 256 * 2**20  # of all bodies that are being read
-MAX_WAITING = 20_000  # sequences: prompts times n
+MAX_WAITING = 20_000  # sequences that wait or are computed: prompts times n
 MAX_CONNECTIONS = 1_000
 TELL_EVERY_S = 30.0
 RETRY_AFTER_S = 5
@@ -87,7 +88,6 @@ class OpenAIServer:
 
     key: what requests must bring as `Authorization: Bearer KEY`; without one, only requests to this machine by its
         loopback names are answered, which no page of a browser can send.
-    max_waiting: sequences that may wait or be computed at once; a request beyond is answered 429.
     tell: shows a line to whoever watches the server, now and then while requests come.
     """
 
@@ -97,11 +97,10 @@ class OpenAIServer:
         reader: ModelReader,
         model: ServedModel,
         key: str | None = None,
-        max_waiting: int = MAX_WAITING,
         tell: Callable[[str], None] = _log.info,
     ) -> None:
         self._service, self._reader, self._model = service, reader, model
-        self._key, self._max_waiting, self._tell = key, max_waiting, tell
+        self._key, self._tell = key, tell
         self.num_answered = self.num_refused = 0
         self._num_waiting = self._num_reading = 0
         self._draws: Counter[bytes] = Counter()  # by digest of a body that draws without a seed
@@ -199,15 +198,12 @@ class OpenAIServer:
 
     async def _complete(self, request: Request) -> Response:
         content = await self._read(request)
-        body = await self._in_thread(_parse, content)
-        stream = _Stream.taken_from(body)
-        asked = parse_body(request.url.path, body)
+        asked, stream, identity = await self._in_thread(_parse, request.url.path, content)
+        del content
         self._check_model(asked.model)
-        identity = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
-        del content, body
         async with self._admitted(asked):
             unseeded = ""
-            if asked.temperature and asked.seed is None:
+            if identity is not None:
                 self._draws[identity] += 1
                 unseeded = f"{identity.hex()}/{self._draws[identity]}"
             prompts = await self._in_thread(self._encode, asked, unseeded)
@@ -331,9 +327,9 @@ class OpenAIServer:
     async def _admitted(self, asked: Asked) -> AsyncIterator[None]:
         """Count a request's sequences among those that wait. Raises `ApiError` where there are too many."""
         count = len(asked.prompts) * asked.n
-        if count > self._max_waiting:
-            raise ApiError(f"the request asks for {count:,} completions; at most {self._max_waiting:,} may wait", "n")
-        if self._num_waiting + count > self._max_waiting:
+        if count > MAX_WAITING:
+            raise ApiError(f"the request asks for {count:,} completions; at most {MAX_WAITING:,} may wait", "n")
+        if self._num_waiting + count > MAX_WAITING:
             raise _busy(f"{self._num_waiting:,} completions wait already")
         self._num_waiting += count
         try:
@@ -420,16 +416,14 @@ class _Server(uvicorn.Server):
         self._call_stop()
 
 
-def _parse(content: bytes) -> Any:
-    try:
-        return json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
-        raise ApiError(f"the body is not JSON: {why}") from None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+def _parse(url: str, content: bytes) -> tuple[Asked, _Stream, bytes | None]:
+    """Return a checked body, how its answer is sent, and its digest if it draws without a seed."""
+    body = parse_json(content, "the body", "utf-8")
+    stream = _Stream.taken_from(body)
+    asked = parse_body(url, body)
+    if not asked.temperature or asked.seed is not None:
+        return asked, stream, None
+    return asked, stream, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
 
 
 def _host_name(host: str) -> str:

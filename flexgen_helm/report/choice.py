@@ -271,9 +271,8 @@ def _costs(runs: Iterable[RunScores], entries: set[str], precision: str) -> Cand
     format_ = PRECISIONS[precision]
     weights, cache = format_.weights, format_.cache
     dtypes = [run.run.get("hardware", {}).get("compute_dtype") for run in own]
-    plain = (
-        _FLOAT32_BYTES if "float32" in dtypes else _PLAIN_BYTES
-    )  # a cache that is not quantized has the compute type
+    # A cache that is not quantized has the compute type.
+    plain = _FLOAT32_BYTES if "float32" in dtypes else _PLAIN_BYTES
     return Candidate(
         precision,
         seconds / tokens if is_known else None,
