@@ -16,8 +16,8 @@ from tests.helpers.paths import ROOT
 PACKAGE = ROOT / "flexgen_helm"
 # From the bottom up; a package imports only those before it. `config` is a module.
 # fmt: off
-ORDER = ["hardware", "quant", "models", "checkpoint", "tokenizer", "planner", "config", "report", "scheduling",
-         "offload", "kv_cache", "engine", "distributed", "service", "harnesses", "plugin", "cli"]
+ORDER = ["hardware", "kernels", "quant", "models", "checkpoint", "tokenizer", "planner", "config", "report",
+         "scheduling", "offload", "kv_cache", "engine", "distributed", "service", "harnesses", "plugin", "cli"]
 # fmt: on
 # Modules that must be usable without torch, so that planning and registration are quick.
 TORCH_FREE = [

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.hardware.rates import linear
+from flexgen_helm.kernels.few_rows import few_rows_matmul
 from flexgen_helm.planner.constants import HOST_UPCAST_ELEMENTS
 from flexgen_helm.planner.workspace import upcast_elements
 from flexgen_helm.quant.formats import GroupFormat
@@ -31,6 +32,8 @@ def tiled_linear(
     if fmt is None:
         if weight.dtype == x.dtype:
             return linear(x, weight, bias)
+        if (y := few_rows_matmul(x, weight, bias)) is not None:
+            return y
         rows = weight.shape[0]
     elif (y := quantized_matmul(x, weight, fmt, rows, bias)) is not None:
         return y

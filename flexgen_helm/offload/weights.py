@@ -25,6 +25,7 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.hardware.rates import column_major
 from flexgen_helm.hardware.threads import ThreadGovernor
+from flexgen_helm.kernels.few_rows import MOST_ROWS_BESIDE_COPY, few_rows_matmul
 from flexgen_helm.models.config import (
     EMBED,
     EMBED_TABLE,
@@ -72,6 +73,7 @@ class Weight:
     resident: on the compute device; None if it is offloaded.
     offloaded: None if it is resident, or of an expert.
     in_expert: where it is in an offloaded expert.
+    stored: in 16 bits on the host, beside a resident copy in the compute dtype; products of a few rows read it.
     """
 
     rows: int
@@ -80,6 +82,7 @@ class Weight:
     resident: Tensor | None = None
     offloaded: OffloadedMatrix | None = None
     in_expert: ExpertMatrix | None = None
+    stored: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -265,11 +268,19 @@ class TieredWeights:
             return Weight(shape[0], shape[-1], fmt, loader.to_device(name))
         dtype = torch.float32 if self._config.has_float32(name) else self._dtype
         self._claim(device_tier, "weights", prod(shape) * dtype.itemsize)
-        tensor = loader.to_device(name, dtype)
         if fmt is not None:
-            tensor = dequantize_tiled(tensor, fmt, shape[0], shape[1], self._dtype)
-        is_multiplied = len(shape) > 1 and not _is_table(name)
-        return Weight(shape[0], shape[-1], None, column_major(tensor) if is_multiplied else tensor)
+            packed = loader.to_device(name)
+            copy = dequantize_tiled(packed, fmt, shape[0], shape[1], self._dtype)
+            return Weight(shape[0], shape[-1], None, copy if _is_table(name) else column_major(copy))
+        is_head = _is_table(name) and self._config.tied_head and self._config.has_head
+        if len(shape) == 1 or (_is_table(name) and not is_head):
+            return Weight(shape[0], shape[-1], None, loader.to_device(name, dtype))
+        stored = loader.to_device(name)
+        copy = stored.to(dtype) if is_head else column_major(stored.to(dtype))
+        if device_tier != "cpu" or stored.dtype == dtype:
+            return Weight(shape[0], shape[-1], None, copy)
+        self._claim("cpu", "weights", loader.num_bytes(name))
+        return Weight(shape[0], shape[-1], None, copy, stored=stored)
 
     def _load_offloaded(self, loader: MatrixLoader, name: str, shape: tuple[int, ...], tier: Tier) -> Weight:
         self._claim(tier, "weights", loader.num_bytes(name))
@@ -391,6 +402,10 @@ class _StageView(StageWeights):
         weight, bias = self._tensors[f"{self._stage}.{name}.weight"], self.vector(f"{name}.bias")
         fmt, out_size = weight.fmt, weight.rows
         if weight.resident is not None:
+            if weight.stored is not None:
+                y = few_rows_matmul(x, weight.stored, bias, MOST_ROWS_BESIDE_COPY)
+                if y is not None:
+                    return y
             return tiled_linear(x, weight.resident, bias, fmt, out_size)
         if weight.in_expert is not None:
             assert self._streamer is not None

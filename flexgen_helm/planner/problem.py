@@ -147,10 +147,10 @@ class PlanningProblem:
         """Bytes of all weights as stored."""
         return sum(self.storage.matrices.values())
 
-    @property
+    @cached_property
     def copies_bytes(self) -> int:
-        """Bytes of all weights in the compute dtype."""
-        return self.storage.num_values * self.compute_bytes
+        """Bytes of all weights where they are kept in the compute dtype."""
+        return self.storage.bytes_with_copies(self.compute_bytes, on_host=self.compute_tier == "cpu")
 
     @cached_property
     def layer_elements(self) -> float:

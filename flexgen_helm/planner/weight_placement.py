@@ -3,6 +3,7 @@
 The rule of thumb:
 
 - Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is enough, else as stored.
+  On a host matrices in 16 bits are then there as stored too: products of a few rows read those.
 - Otherwise a staging ring (`planner.staging`) is set aside. Of the rest, weights take half (three quarters on a gpu,
   whose cache goes to the host). The next weights take half of the host's limit, the others go to the disk. Of a
   mixture, experts go to the slowest tiers.
@@ -50,7 +51,7 @@ class Placement:
     weights: matrix name -> tier. Vectors are not named: they are on the compute tier.
     cache, activations: fractions by tier.
     staging_bytes: size of the staging ring, 0 if all weights are resident.
-    compute_copies: resident matrices are kept in the compute dtype.
+    compute_copies: resident matrices are kept in the compute dtype; on a host those in 16 bits also as stored.
     expert_bytes: of the slots for offloaded experts.
     """
 
@@ -87,7 +88,7 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     has_gpu, limits, compute_tier = machine.has_gpu, machine.limits, machine.compute_tier
     sizes, compute_bytes = model.matrices, machine.compute_bytes
     vector_bytes = model.vector_bytes(compute_bytes)
-    total, copy_bytes = sum(sizes.values()), model.num_values * compute_bytes
+    total, copy_bytes = sum(sizes.values()), model.bytes_with_copies(compute_bytes, on_host=not has_gpu)
     copies_fit = copy_bytes + vector_bytes <= COPIES_SHARE * limits[compute_tier]
     staging = staging_sizes(model, limits[compute_tier])
     on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}

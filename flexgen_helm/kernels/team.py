@@ -1,0 +1,73 @@
+"""Runs a compiled function on PyTorch's own OpenMP threads.
+
+Threads of another pool would share the cores with PyTorch's, which spin for a while behind each of its operations. A
+hand-over to the OpenMP team takes a few microseconds, one to a pool of Python's dozens.
+
+OpenMP's entry is the one that compilers of the GNU project call (`GOMP_parallel`). Where the library that PyTorch
+loaded has none, the function runs on Python threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+# Numbers at the start of the arguments of every function: the addresses of OpenMP's `omp_get_thread_num` and
+# `omp_get_num_threads`, or 0 and then the part that this thread computes and how many parts there are.
+HEADER = 4
+
+
+@dataclass(frozen=True)
+class _OpenMP:
+    parallel: ctypes._NamedFuncPointer
+    thread_num: int
+    num_threads: int
+
+
+def run_on_threads(address: int, arguments: list[int], most_threads: int) -> None:
+    """Call the function at `address` on each thread with the header and `arguments`; return when all are done.
+
+    most_threads: that have something to do; at most PyTorch's number of threads is used.
+    """
+    threads = max(1, min(most_threads, torch.get_num_threads()))
+    openmp = _openmp() if threads > 1 else None
+    if openmp is not None:
+        data = np.array([openmp.thread_num, openmp.num_threads, 0, 0, *arguments], np.int64)
+        openmp.parallel(address, data.ctypes.data, threads, 0)
+        return
+    function = _PROTOTYPE(address)
+    parts = [np.array([0, 0, part, threads, *arguments], np.int64) for part in range(threads)]
+    futures = [_pool(threads).submit(function, part.ctypes.data) for part in parts[1:]]
+    function(parts[0].ctypes.data)
+    for future in futures:
+        future.result()
+
+
+_PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _openmp() -> _OpenMP | None:
+    """Find OpenMP among the libraries that PyTorch has loaded."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        loaded = ctypes.CDLL(str(library))
+        parallel, *others = loaded.GOMP_parallel, loaded.omp_get_thread_num, loaded.omp_get_num_threads
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+    thread_num, num_threads = (ctypes.cast(function, ctypes.c_void_p).value for function in others)
+    assert thread_num and num_threads
+    return _OpenMP(parallel, thread_num, num_threads)
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="kernels")
