@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.engine.small_tensors import host_and_device
+from flexgen_helm.kernels.attention import Prompt, SegmentTable, attend_prompts, can_attend
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tokens
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart, decode_parts, prefix_parts, query_chunks
@@ -41,9 +42,13 @@ class PromptAttention:
     def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
         """q [t, Hq, D], k and v [t, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq]; stores k and v."""
         out = self._attend(at, q, k, v)
+        self.store(at, k, v)
+        return out
+
+    def store(self, at: LayerAttention, k: Tensor, v: Tensor) -> None:
+        """Store k and v [t, Hk, D], if anything reads them later."""
         if self.sequence.needs_cache:
             at.cache.write(*self.sequence.seat, at.layer, k, v)
-        return out
 
     def _attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
         start, window, config, codec = self.sequence.start, at.window, at.config, at.cache.codec
@@ -160,6 +165,9 @@ class AttentionMetadata:
 
         sinks: [Hq], logits that take a share of each head's softmax and have no value.
         """
+        if (fused := self._attend_prompts(at, q, k, v)) is not None:
+            out, lse = fused
+            return out if sinks is None else _with_sinks(out, lse, sinks)
         own: tuple[PromptAttention | DecodeAttention, ...] = (*self.prompts, *self.decodes)
         if len(own) == 1:
             out, lse = own[0].attend(at, q, k, v)
@@ -176,7 +184,36 @@ class AttentionMetadata:
             for part in prefix.attend(at, q[prefix.tokens]):
                 joined = merge_partial(joined, part)
             out[prefix.tokens], lse[prefix.tokens] = joined
-        return out if sinks is None else out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None]
+        return out if sinks is None else _with_sinks(out, lse, sinks)
+
+    def _attend_prompts(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention | None:
+        """Attend over all segments of prompts at once; None where only the segments one by one can be.
+
+        A packed cache shows each query other versions of keys; soft caps and ALiBi change scores.
+        """
+        cache, config, window = at.cache, at.config, at.window
+        plain = cache.codec.cache_format is None and config.softcap is None and config.slopes is None
+        if self.decodes or not plain or (window is not None and window.is_chunked) or not can_attend(q, k, v):
+            return None
+        for prompt in self.prompts:  # a prefix is read in the batch that computes it
+            prompt.store(at, k[prompt.tokens], v[prompt.tokens])
+        shared = [cache.read_prefix(*prefix.prefix.seat, at.layer, *prefix.parts) for prefix in self.prefixes]
+        tokens = None if window is None else window.tokens
+        attended = attend_prompts(self._segments, q, k, v, shared, config.scale, tokens)
+        for prefix in self.prefixes:
+            cache.done(prefix.prefix.seat[0], at.layer)
+        return attended
+
+    @cached_property
+    def _segments(self) -> SegmentTable:
+        """What the prompts of a batch without decoding tokens see."""
+        numbers = {own.prefix: number for number, own in enumerate(self.prefixes)}
+        prompts = [
+            Prompt(own.tokens.start, own.tokens.stop - own.tokens.start, own.sequence.start,
+                   [numbers[prefix] for prefix in own.sequence.prefixes])
+            for own in self.prompts
+        ]  # fmt: skip
+        return SegmentTable.of(prompts, [(own.prefix.prompt_len, own.prefix.start) for own in self.prefixes])
 
     def state_groups(self, layer: int, cache: KVCache) -> Iterator[StateGroup]:
         """Divide the tokens for a layer that keeps states: prompts one by one, decoding sequences block by block."""
@@ -249,6 +286,11 @@ class LayerAttention(Attend):
 
     def state_groups(self) -> Iterator[StateGroup]:
         return self.metadata.state_groups(self.layer, self.cache)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Give sinks [Hq] their share of each head's softmax; out [T, Hq, D], lse [T, Hq]."""
+    return out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None]
 
 
 def _forget(states: Tensor) -> None:

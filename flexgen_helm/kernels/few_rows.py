@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kernels.team import run_on_threads
-from flexgen_helm.progress import Message, report
+from flexgen_helm.kernels.trial import tried
 
 # Rows up to which this is faster than a library's product with a float32 copy, and than one that converts by tile.
 MOST_ROWS_BESIDE_COPY, MOST_ROWS = 16, 64
@@ -56,24 +56,15 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
 
 @lru_cache(maxsize=1)
 def _compiled() -> ModuleType | None:
-    """Import the compiled functions, and let them compute what is known; None if they cannot, or do it wrong."""
-    try:
-        from flexgen_helm.kernels import compiled
-    except ImportError:  # a machine without numba
-        return None
-    try:
-        is_right = all(_is_right(compiled, dtype) for dtype in (torch.float16, torch.bfloat16))
-        reason = "they compute wrong numbers"
-    except Exception as error:  # of a numba or an LLVM that we do not know
-        is_right, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
-    if not is_right:
-        report(Message(f"compiled products do not work here, so few rows at a time are slow ({reason})"))
-    return compiled if is_right else None
+    return tried("products of a few rows", _is_right)
 
 
-def _is_right(compiled: ModuleType, dtype: torch.dtype) -> bool:
-    """Compare a product of small whole numbers, in which nothing is rounded."""
-    weight = torch.arange(7 * 2 * compiled.LANES).remainder(19).sub(9).to(dtype).view(7, -1)
-    x = torch.arange(5 * weight.shape[1]).remainder(13).sub(6).float().view(5, -1)
-    y = _multiply(compiled, x, weight)
-    return y is None or torch.equal(y, x @ weight.float().t())
+def _is_right(compiled: ModuleType) -> bool:
+    """Compare products of small whole numbers, in which nothing is rounded."""
+    for dtype in (torch.float16, torch.bfloat16):
+        weight = torch.arange(7 * 2 * compiled.LANES).remainder(19).sub(9).to(dtype).view(7, -1)
+        x = torch.arange(5 * weight.shape[1]).remainder(13).sub(6).float().view(5, -1)
+        y = _multiply(compiled, x, weight)
+        if y is not None and not torch.equal(y, x @ weight.float().t()):
+            return False
+    return True

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.engine import attention_metadata
 from flexgen_helm.models import attention
 from flexgen_helm.models.config import HEAD_MATRIX
 from flexgen_helm.offload.ledger import Ledger
@@ -233,20 +234,23 @@ def test_memory_that_runs_out_between_layers_leaves_no_layer_behind(
 ):
     """Of prefixes one layer exists, by one name for all: what was brought of the layer that broke off is not read as
     the next pass's first one."""
-    requests, honest = scoring(), attention.attend_prefix
+    requests = scoring()
+    # What attends to a prefix: with a plain cache, all segments of a prompt at once.
+    place, name = (attention_metadata, "attend_prompts") if precision == "fp16" else (attention, "attend_prefix")
+    honest = getattr(place, name)
     policy = Policy(3, 4, 0, 1, *cache, 0, 1)
     limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)
     options = dict(schedule="prefill-only", device="sim", limits=limits, precision=precision, cpu_attention=False)
     with offloaded(tiny, "llama", tmp_path, policy, **options) as engine:
         with monkeypatch.context() as patch:
-            count = replaced(patch, attention, "attend_prefix", 1 << 30, MemoryError)
+            count = replaced(patch, place, name, 1 << 30, MemoryError)
             expected = engine.run(requests)
         for at in range(0, count.calls, 3):
             with monkeypatch.context() as patch:
-                replaced(patch, attention, "attend_prefix", at, MemoryError)
+                replaced(patch, place, name, at, MemoryError)
                 assert_near(engine.run(requests), expected)
             assert engine.last_run["halvings"] == 1
-    assert attention.attend_prefix is honest and count.calls > 6
+    assert getattr(place, name) is honest and count.calls > 6
 
 
 def test_completions_of_prompts_that_share_their_beginning(tiny, monkeypatch):

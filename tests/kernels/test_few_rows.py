@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.kernels import few_rows, team
+from flexgen_helm.kernels import few_rows, team, trial
 from flexgen_helm.kernels.few_rows import MOST_ROWS, few_rows_matmul
 from flexgen_helm.offload.linear import tiled_linear
 
@@ -134,7 +134,7 @@ def test_functions_that_fail_their_trial_are_not_used(monkeypatch: pytest.Monkey
     try:
         with monkeypatch.context() as patch:
             patch.setattr(few_rows, "_multiply", broken)
-            patch.setattr(few_rows, "report", lambda message: messages.append(message.text))
+            patch.setattr(trial, "report", lambda message: messages.append(message.text))
             assert few_rows_matmul(x, weight) is None
             assert few_rows_matmul(x, weight) is None
     finally:

@@ -167,7 +167,8 @@ def test_a_dead_run_is_swept_away_and_a_living_one_stays(tmp_path):
     dead, dead_run = holder(tmp_path)
     living, living_run = holder(tmp_path, 2)
     dead.send_signal(signal.SIGKILL)
-    dead.communicate(timeout=30)  # until the fork, too, has ended
+    dead.stdout.read()  # until the fork, too, has been killed; an end of its input would let it clean up
+    dead.communicate(timeout=30)
     assert names(tmp_path) >= {dead_run, f"{dead_run}.lock"}
     (tmp_path / "run-1-0").mkdir()  # its lock was lost: nobody holds it
     mine = OffloadDirectory(tmp_path)

@@ -1,0 +1,180 @@
+"""Attention of a batch's prompts on the host, over all that each sees, in one call.
+
+A query sees segments of keys: shared prefixes, and the prompt that it is part of. All segments of a tile of queries are
+taken one after the other with a running maximum and sum of the softmax (Milakov and Gimelshein, 2018; Dao et al.,
+2022), so scores never leave the caches of the processor, and no partial results are merged.
+
+Shapes: T tokens, Hq query heads, Hk key heads, S keys, D elements of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexgen_helm.kernels.team import run_on_threads
+from flexgen_helm.kernels.trial import tried
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Consecutive tokens of a batch that see each other causally, and before that all of some shared segments.
+
+    first, count: tokens of the batch.
+    position: of the first one.
+    shared: numbers of the segments.
+    """
+
+    first: int
+    count: int
+    position: int
+    shared: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentTable:
+    """The prompts of a batch as the compiled function reads them; the same for all layers.
+
+    jobs: [prompts, 5]; segments: [n, 8] without addresses (`compiled.attend`).
+    source: [n], the first token of an own segment, or the number of a shared one.
+    is_own: [n].
+    """
+
+    jobs: Integers
+    segments: Integers
+    source: Integers
+    is_own: np.ndarray[Any, np.dtype[np.bool_]]
+
+    @classmethod
+    def of(cls, prompts: Iterable[Prompt], shared: Sequence[tuple[int, int]]) -> SegmentTable:
+        """shared: length and first position of the shared segments."""
+        jobs: list[tuple[int, ...]] = []
+        segments: list[list[int]] = []
+        source: list[int] = []
+        is_own: list[bool] = []
+        for prompt in prompts:
+            first = len(segments)
+            seen = [(*shared[number], number, False) for number in prompt.shared]
+            for length, position, number, own in (*seen, (prompt.count, prompt.position, prompt.first, True)):
+                segments.append([0] * 6 + [length, position])
+                source.append(number)
+                is_own.append(own)
+            jobs.append((prompt.first, prompt.count, prompt.position, first, len(segments)))
+        table, rows, numbers = (np.array(each, np.int64) for each in (jobs, segments, source))
+        return cls(table, rows, numbers, np.array(is_own, np.bool_))
+
+    def at(self, k: Tensor, v: Tensor, shared: Sequence[tuple[Tensor, Tensor]]) -> Integers:
+        """Fill in where keys and values are: k, v [T, Hk, D] of the batch, and those of shared segments [Hk, S, D]."""
+        segments = self.segments.copy()
+        row, head = (tuple(_FLOAT_BYTES * x.stride(axis) for x in (k, v)) for axis in (0, 1))
+        own, first = self.is_own, self.source[self.is_own]
+        for column, x in enumerate((k, v)):
+            segments[own, column] = x.data_ptr() + first * row[column]
+            segments[own, 2 + column], segments[own, 4 + column] = row[column], head[column]
+        for number, pair in enumerate(shared):
+            users = ~own & (self.source == number)
+            for column, x in enumerate(pair):
+                segments[users, column] = x.data_ptr()
+                segments[users, 2 + column] = _FLOAT_BYTES * x.stride(1)
+                segments[users, 4 + column] = _FLOAT_BYTES * x.stride(0)
+        return segments
+
+
+def can_attend(*operands: Tensor) -> bool:
+    """Return whether `attend_prompts` takes such queries, keys and values."""
+    suit = all(x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1 for x in operands)
+    return suit and _compiled() is not None
+
+
+def attend_prompts(
+    table: SegmentTable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shared: Sequence[tuple[Tensor, Tensor]],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
+
+    All operands are such that `can_attend` is true.
+
+    table: covers all T tokens.
+    shared: keys and values [Hk, S, D] of the shared segments.
+    window: a token sees so many positions, itself included; None: all.
+    """
+    compiled = _compiled()
+    assert compiled is not None and can_attend(q, k, v, *chain(*shared))
+    return _attend(compiled, table, q, k, v, shared, scale, window)
+
+
+def _attend(
+    compiled: ModuleType,
+    table: SegmentTable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shared: Sequence[tuple[Tensor, Tensor]],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    (tokens, heads, dim), key_heads = q.shape, k.shape[1]
+    group = heads // key_heads
+    out, lse = q.new_empty(q.shape), q.new_empty((tokens, heads))
+    segments, factor = table.at(k, v, shared), np.array([scale], np.float32)
+    tiles = key_heads * sum(-(-count * group // compiled.TILE_QUERIES) for count in table.jobs[:, 1].tolist())
+    threads = max(1, min(tiles, torch.get_num_threads()))
+    floats = compiled.scratch_floats(dim)
+    scratch = torch.empty(threads * floats)
+    addresses = [table.jobs.ctypes.data, len(table.jobs), segments.ctypes.data]
+    for x in (q, out):
+        addresses += [x.data_ptr(), _FLOAT_BYTES * x.stride(0), _FLOAT_BYTES * x.stride(1)]
+    addresses += [lse.data_ptr(), _FLOAT_BYTES * heads, key_heads, group, dim, window or 0, factor.ctypes.data]
+    addresses += [scratch.data_ptr(), _FLOAT_BYTES * floats]
+    run_on_threads(compiled.address_of(compiled.attend), addresses, threads)
+    return out, lse
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> ModuleType | None:
+    return tried("attention", _is_right)
+
+
+def _is_right(compiled: ModuleType) -> bool:
+    """Compare a prompt of 70 tokens behind 67 shared ones, one behind nothing, and a window, with the formula."""
+    draw = torch.Generator().manual_seed(0)
+    dim, before, counts = compiled.LANES + 4, 67, (70, 9)
+    q, k, v = (torch.randn(sum(counts), heads, dim, generator=draw) for heads in (4, 2, 2))
+    pair = torch.randn(2, before, dim, generator=draw), torch.randn(2, before, dim, generator=draw)
+    prompts = Prompt(0, counts[0], before, (0,)), Prompt(counts[0], counts[1], 0, ())
+    table = SegmentTable.of(prompts, [(before, 0)])
+    for window in (None, 50):
+        out, lse = _attend(compiled, table, q, k, v, [pair], 0.3, window)
+        for prompt in prompts:
+            own = slice(prompt.first, prompt.first + prompt.count)
+            keys, values = k[own].transpose(0, 1), v[own].transpose(0, 1)
+            if prompt.shared:
+                keys, values = torch.cat((pair[0], keys), 1), torch.cat((pair[1], values), 1)
+            at = torch.arange(prompt.position, prompt.position + prompt.count)[:, None] - torch.arange(keys.shape[1])
+            hidden = (at < 0) | (at >= (window or math.inf))
+            scores = q[own].transpose(0, 1) @ keys.repeat_interleave(2, 0).transpose(1, 2) * 0.3
+            scores = scores.masked_fill(hidden, -math.inf)
+            expected = torch.softmax(scores, -1) @ values.repeat_interleave(2, 0), torch.logsumexp(scores, -1)
+            if not torch.allclose(out[own].transpose(0, 1), expected[0], rtol=1e-4, atol=1e-5):
+                return False
+            if not torch.allclose(lse[own].t(), expected[1], rtol=1e-4, atol=1e-5):
+                return False
+    return True

@@ -1,0 +1,164 @@
+"""Attention of a batch's prompts equals the formula in float64, whatever they share and whatever a window hides."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm.engine import attention_metadata
+from flexgen_helm.kernels import attention
+from flexgen_helm.kernels.attention import Prompt, SegmentTable, attend_prompts, can_attend
+from tests.helpers.tiny_models import VOCABULARY
+
+pytest.importorskip("flexgen_helm.kernels.compiled")
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None):
+    """q [t, Hq, D], k and v [S, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq] in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("thd,shd->ths", q.double(), k) * scale
+    distance = positions[:, None] - torch.arange(len(k))
+    hidden = (distance < 0) | (distance >= (window or math.inf))
+    scores = scores.masked_fill(hidden[:, None], -math.inf)
+    return torch.einsum("ths,shd->thd", torch.softmax(scores, -1), v), torch.logsumexp(scores, -1)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    seed=st.integers(0, 2**32),
+    key_heads=st.integers(1, 3),
+    group=st.integers(1, 5),
+    dim=st.sampled_from([4, 8, 16, 20, 64, 80, 128]),
+    window=st.sampled_from([None, None, 1, 7, 100]),
+    threads=st.integers(1, 3),
+)
+def test_any_batch(seed: int, key_heads: int, group: int, dim: int, window: int | None, threads: int) -> None:
+    draw, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=numbers)
+
+    # A beginning of all prompts, and longer ones of some, as a tree of prefixes has them.
+    lengths = [draw.choice([1, 5, 64, 130]) for _ in range(draw.randrange(4))]
+    starts = [0, *[lengths[0]] * (len(lengths) - 1)] if lengths else []
+    stored = [tuple(normal(key_heads, length + 3, dim)[:, 2:-1] for _ in "kv") for length in lengths]
+    counts = [draw.randrange(1, 120) for _ in range(draw.randrange(1, 6))]
+    total = sum(counts)
+    k, v = (normal(total, key_heads, dim + 4)[..., :dim] for _ in "kv")
+    q = normal(group * key_heads, total, dim).transpose(0, 1) * draw.choice([0.1, 1.0, 20.0])
+    prompts, first = [], 0
+    for count in counts:
+        shared = [] if not lengths else [0, *draw.sample(range(1, len(lengths)), k=min(1, len(lengths) - 1))]
+        shared = shared[: draw.randrange(len(shared) + 1)]
+        prompts.append(Prompt(first, count, sum(lengths[number] for number in shared), shared))
+        first += count
+    table = SegmentTable.of(prompts, [*zip(lengths, starts)])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out, lse = attend_prompts(table, q, k, v, stored, dim**-0.5, window)
+    finally:
+        torch.set_num_threads(before)
+    for prompt in prompts:
+        own = slice(prompt.first, prompt.first + prompt.count)
+        keys, values = (
+            torch.cat([*(stored[number][i].transpose(0, 1) for number in prompt.shared), x[own]])
+            for i, x in enumerate((k, v))
+        )
+        positions = torch.arange(prompt.position, prompt.position + prompt.count)
+        expected = formula(q[own], keys, values, positions, dim**-0.5, window)
+        torch.testing.assert_close(out[own].double(), expected[0], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(lse[own].double(), expected[1], rtol=1e-5, atol=2e-5)
+
+
+def test_scores_beyond_what_an_exponential_holds() -> None:
+    """Differences of thousands between scores; equal scores; a first key that outweighs all later blocks."""
+    q = torch.ones(200, 1, 16)
+    k, v = torch.zeros(200, 1, 16), torch.arange(200.0)[:, None, None].expand(200, 1, 16).contiguous()
+    table = SegmentTable.of([Prompt(0, 200, 0, ())], [])
+    out, lse = attend_prompts(table, q, k, v, [], 1.0, None)
+    torch.testing.assert_close(out[:, 0, 0], torch.arange(200.0) / 2)
+    torch.testing.assert_close(lse[:, 0], torch.arange(1.0, 201.0).log())
+    k[0] = 500.0
+    out, lse = attend_prompts(table, q, k, v, [], 1.0, None)
+    assert out.abs().max() == 0.0 and torch.equal(lse, torch.full((200, 1), 8000.0))
+    k[0], k[-1] = -500.0, 500.0
+    out, lse = attend_prompts(table, q, k, v, [], 1.0, None)
+    assert out[0].eq(0).all() and lse[0] == -8000.0 and out[-1].eq(199).all() and lse[-1] == 8000.0
+
+
+def test_a_value_that_is_not_finite_stays_in_its_prompt() -> None:
+    """A number that is none must reach the scores of its own prompt, which are then refused, and no others."""
+    q, k, v = (torch.randn(30, 2, 16) for _ in "qkv")
+    k[12] = math.nan
+    prompts = [Prompt(first, 10, 0, ()) for first in (0, 10, 20)]
+    out, _ = attend_prompts(SegmentTable.of(prompts, []), q, k, v, [], 0.25, None)
+    assert out[:12].isfinite().all() and out[20:].isfinite().all()
+    assert out[12:20].isnan().all()
+
+
+def test_the_same_bits_on_any_number_of_threads() -> None:
+    q, k, v = (torch.randn(500, heads, 64) for heads in (6, 2, 2))
+    table = SegmentTable.of([Prompt(0, 300, 0, ()), Prompt(300, 200, 0, ())], [])
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(attend_prompts(table, q, k, v, [], 0.125, None))
+    finally:
+        torch.set_num_threads(before)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+def test_what_it_does_not_take() -> None:
+    x = torch.randn(3, 2, 16)
+    assert can_attend(x, x)
+    assert not can_attend(x, x.half())
+    assert not can_attend(x.transpose(1, 2), x)
+
+
+def test_a_trial_with_wrong_numbers_ends_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention._attend
+    compiled = attention._compiled()
+    assert compiled is not None and attention._is_right(compiled)
+    for spoil in (lambda out, lse: (out + 1e-3, lse), lambda out, lse: (out, lse + 1e-3)):
+        monkeypatch.setattr(attention, "_attend", lambda *given, spoil=spoil: spoil(*right(*given)))
+        assert not attention._is_right(compiled)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_an_engine_answers_the_same_without_it(tiny, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """With shared beginnings, a window, and heads of 8 elements; and it is what computes."""
+    draw = random.Random(5)
+    stem = [draw.randrange(2, VOCABULARY) for _ in range(40)]
+    asked = [
+        GenerationRequest(
+            prompt_token_ids=stem + [draw.randrange(2, VOCABULARY) for _ in range(n)], max_tokens=3, echo_logprobs=True
+        )
+        for n in (1, 9, 17, 30)
+    ]
+    calls = []
+
+    def counted(*given):
+        calls.append(given[0])
+        return attend_prompts(*given)
+
+    with Engine.from_pretrained(tiny(family).path, device="cpu") as engine:
+        engine.share_every_beginning()
+        monkeypatch.setattr(attention_metadata, "attend_prompts", counted)
+        fused = engine.run(asked)
+        assert calls
+        monkeypatch.setattr(attention_metadata, "can_attend", lambda *given: False)
+        one_by_one = engine.run(asked)
+    for a, b in zip(fused, one_by_one):
+        assert a.completions[0].token_ids == b.completions[0].token_ids
+        assert a.prompt_logprobs[1:] == pytest.approx(b.prompt_logprobs[1:], abs=1e-5)
