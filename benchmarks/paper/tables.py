@@ -21,6 +21,7 @@ from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import CostEstimate, predict
 from flexgen_helm.planner.schedules import SCHEDULES, ZIGZAG
+from flexgen_helm.planner.spread import Spread, spread_of
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
 
@@ -65,16 +66,21 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
                 "error": deviation,
             }
         )
-    return {"rows": rows, "summary": summarize(rows)}
+    return {"rows": rows, "summary": summarize(rows, spread_of(hardware))}
 
 
-def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return {median_error, max_error, n} over all rows and, under `by_system`, for each system."""
+def summarize(rows: list[dict[str, Any]], spread: Spread) -> dict[str, Any]:
+    """Return {median_error, max_error, n} over all rows and, under `by_system`, for each system.
+
+    Under `within_range`, how many rows the range of a plan holds.
+    """
     counted = [row for row in rows if row["error"] is not None and float(row["tokens_per_s"]) >= MIN_TOKENS_PER_S]
     systems = [row.get("system") or "" for row in counted]
     errors = pd.Series([abs(row["error"]) for row in counted], index=systems, dtype=float)
     by_system = {system: _errors(errors[[system]]) for system in dict.fromkeys(systems)}
-    return {**_errors(errors), "by_system": by_system}
+    within = sum(spread.holds(1 + row["error"]) for row in counted)  # 1 + error: measured by predicted time
+    in_range = {"times_predicted": (spread.low, spread.high), "n": within}
+    return {**_errors(errors), "by_system": by_system, "within_range": in_range}
 
 
 def _errors(errors: pd.Series) -> dict[str, Any]:

@@ -124,17 +124,22 @@ def plan(
     if frontier:
         _search_frontier(problem, model, picture, as_json, as_csv)
         return
-    from flexgen_helm.planner.plan import make_plan
+    from flexgen_helm.planner.plan import make_plan, search_precisions
 
     made = make_plan(
         problem, policy=config.fixed_policy, schedule=config.fixed_schedule, max_latency=config.max_latency
     )
     command = _run_command(model, engine, made)
+    by_precision: Mapping[str, Plan | None] = {}
+    if config.fixed_policy is None and not compress and precision == "fp16" and config.precision is None:
+        by_precision = search_precisions(made, config.fixed_schedule, config.max_latency)
     if as_json:
         named = {"model": model, "hardware": problem.hardware.name}
-        print_json({**named, **made.to_json(), "command": shlex.join(command) if command else None})
+        precisions = {name: other and other.to_json()["predicted"] for name, other in by_precision.items()}
+        text = shlex.join(command) if command else None
+        print_json({**named, **made.to_json(), "precisions": precisions, "command": text})
     else:
-        _print_plan(made, model, command)
+        _print_plan(made, model, by_precision, command)
 
 
 def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: Path | None) -> None:
@@ -248,7 +253,7 @@ def _run_command(model: str, engine: EngineOptions, made: Plan) -> list[str] | N
     return ["flexgen-helm", "run", "-r", f"{_RUN_ENTRY}flexgen/{name}", "-m", str(instances), *flags]
 
 
-def _print_plan(made: Plan, model: str, command: list[str] | None) -> None:
+def _print_plan(made: Plan, model: str, by_precision: Mapping[str, Plan | None], command: list[str] | None) -> None:
     from flexgen_helm.checkpoint.names import quantized_by
     from flexgen_helm.planner.affine import fraction_vector
     from flexgen_helm.planner.fit import weight_bytes
@@ -273,6 +278,9 @@ def _print_plan(made: Plan, model: str, command: list[str] | None) -> None:
         speed = f"{_rate(prediction.tokens_per_s)} generated tokens/s, {_rate(made.sequences_per_h)} sequences/h"
         whole = f"{together} at a time, which take" if problem.endless else f"{number} in"
         console.print(f"{speed}: {whole} {spelled_duration(prediction.latency_s)}")
+        console.print(f"Expect {_range(made)}: {made.spread.source}.")
+        if by_precision:
+            print_table(_precisions_table(by_precision))
     print_table(_placement_table(made))
     batches = (
         f"in batches of {policy.gpu_batch_size:,}" if policy.gpu_batch_size < made.block_sequences else "as one batch"
@@ -294,6 +302,31 @@ def _print_plan(made: Plan, model: str, command: list[str] | None) -> None:
         engine_flags = command.index("--precision")
         for words, end in ((command[:engine_flags], " \\"), (command[engine_flags:], "")):
             console.print(f"  {'' if end else '  '}{shlex.join(words)}{end}", soft_wrap=True)
+
+
+def _range(made: Plan) -> str:
+    low, high = made.spread.of_time(made.solution.prediction.latency_s)
+    return f"{spelled_duration(low)} to {spelled_duration(high)}"
+
+
+def _precisions_table(by_precision: Mapping[str, Plan | None]) -> pandas.DataFrame:
+    """What the work takes with each precision; where no number of prompts is given, what a block takes."""
+    import pandas
+
+    def row(name: str, made: Plan | None) -> dict[str, str]:
+        if made is None:
+            return {"precision": name, "tokens/s": "no plan"}
+        prediction = made.solution.prediction
+        return {
+            "precision": name,
+            "weights": size(made.problem.stored_bytes),
+            "tokens/s": _rate(prediction.tokens_per_s),
+            "at once": f"{made.block_sequences:,}",
+            "a block takes" if made.problem.endless else "takes": spelled_duration(prediction.latency_s),
+            "expect": _range(made),
+        }
+
+    return pandas.DataFrame(row(name, made) for name, made in by_precision.items()).fillna("")
 
 
 def _placement_table(made: Plan) -> pandas.DataFrame:
@@ -354,6 +387,12 @@ def _evaluate_table(path: Path, hardware: HardwareProfile, as_json: bool, as_csv
         if errors["n"]:
             median, largest = errors["median_error"], errors["max_error"]
             output().print(f"{name}: median error {median:.1%}, largest {largest:.0%}, {count(errors['n'], 'row')}")
+    within = result["summary"]["within_range"]
+    low, high = within["times_predicted"]
+    output().print(
+        f"{within['n']} of {count(result['summary']['n'], 'row')} took {low:.2g} to {high:.2g} times as long as "
+        "predicted, which is the range of a plan for this machine."
+    )
 
 
 def _search_frontier(problem: PlanningProblem, model: str, picture: Path | None, as_json: bool, as_csv: bool) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.hardware.control_groups import host_memory
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
-from flexgen_helm.hardware.profile import Curve, Disk, HardwareProfile, Link, Processor
+from flexgen_helm.hardware.profile import PROFILED, Curve, Disk, HardwareProfile, Link, Processor
 from flexgen_helm.units import exact_size
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ def measure(folder: Path) -> HardwareProfile:
         folder.mkdir(parents=True, exist_ok=True)
         disk, overlap = _disk(folder, torch.device("cuda" if gpu else "cpu"))
     return_freed_memory()
-    return HardwareProfile(
-        "measured", cpu, disk, gpu, link, overlap, sources={"everything": "measured by flexgen-helm profile"}
-    )
+    return HardwareProfile("measured", cpu, disk, gpu, link, overlap, sources={"everything": PROFILED})
 
 
 def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -> Processor:

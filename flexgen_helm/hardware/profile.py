@@ -20,6 +20,8 @@ import numpy as np
 from flexgen_helm.errors import UsageError
 
 SPECS = "flexgen_helm.hardware.specs"
+# Source of all rates of a machine that was measured.
+PROFILED = "measured by flexgen-helm profile"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from flexgen_helm.planner.predict import placed_fractions, predict
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.schedules import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Schedule
 from flexgen_helm.planner.search import search
+from flexgen_helm.planner.spread import Spread, spread_of
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
@@ -33,6 +34,8 @@ _RESOURCE_NAMES = {
     "disk_read": "reading the disk",
     "disk_write": "writing the disk",
 }
+# Precisions that a plan compares where none is asked for.
+_COMPARED = ("fp16", "8bit", "4bit")
 _Record = TypeVar("_Record")
 
 
@@ -115,6 +118,10 @@ class Plan:
     def sequences_per_h(self) -> float:
         return 3600 * self.solution.prediction.tokens_per_s / self.problem.workload.output
 
+    @property
+    def spread(self) -> Spread:
+        return spread_of(self.problem.hardware, self.problem.stages)
+
     def to_json(self) -> dict[str, Any]:
         """Return bytes, seconds and fractions as docs/explanation/planning.md describes them."""
         policy, prediction = self.solution.policy, self.solution.prediction
@@ -135,6 +142,11 @@ class Plan:
                 "tokens_per_s": prediction.tokens_per_s,
                 "sequences_per_h": self.sequences_per_h,
                 "seconds": {phase: dict(seconds) for phase, seconds in prediction.seconds.items()},
+            },
+            "range": {
+                "latency_s": self.spread.of_time(prediction.latency_s),
+                "tokens_per_s": self.spread.of_rate(prediction.tokens_per_s),
+                "source": self.spread.source,
             },
             "memory": {tier: asdict(memory) for tier, memory in prediction.memory.items()},
             "feasible": prediction.feasible,
@@ -173,6 +185,23 @@ def make_plan(
     return Plan(problem, solution, why)
 
 
+def search_precisions(made: Plan, schedule: Schedule | None, max_latency: float | None) -> dict[str, Plan | None]:
+    """Return the best plan of each precision that users choose between; None for one that does not fit.
+
+    made: the searched plan of one of them, under the same schedule and limit.
+    """
+    plans: dict[str, Plan | None] = dict.fromkeys(_COMPARED)
+    for name in plans:
+        if name == made.problem.precision.name:
+            plans[name] = made
+            continue
+        problem = replace(made.problem, precision=precision_named(name))
+        with suppress(MemoryLimitError):
+            found = search(problem, AUTOMATIC if schedule is None else (schedule,), max_latency=max_latency)
+            plans[name] = Plan(problem, found, "")
+    return plans
+
+
 def _explanation(problem: PlanningProblem, solution: Solution, max_latency: float | None, searched: bool) -> str:
     """Say what bounds the speed, and what would help most."""
     bounds = []
@@ -182,7 +211,11 @@ def _explanation(problem: PlanningProblem, solution: Solution, max_latency: floa
             bounds.append(f"{phase} is bound by {_RESOURCE_NAMES[slowest]}")
     gains = _gains(problem, solution, max_latency, searched)[:2]
     helps = "; ".join(f"{what} would bring {100 * (gain - 1):+.0f} %" for what, gain in gains if gain >= 1.02)
-    return f"{_sentence(', '.join(bounds))} {_sentence(helps or 'doubling one resource brings little')}"
+    halved = _rates_with(problem, solution, 1 / 2)
+    part = min(halved, key=lambda name: halved[name])
+    longer = 100 * (solution.prediction.tokens_per_s / halved[part] - 1)
+    depends = f"the prediction depends most on the {part}: at half of its rates the work takes {longer:.0f} % longer"
+    return " ".join(map(_sentence, (", ".join(bounds), helps or "doubling one resource brings little", depends)))
 
 
 def _sentence(text: str) -> str:
@@ -197,29 +230,13 @@ def _gains(
     A faster part is tried with the same policy; with more memory a searched policy is searched again,
     under the same limit of latency.
     """
-    hardware, processor = problem.hardware, problem.hardware.compute_processor
-    flops = {
-        dtype: Curve(tuple((rows, 2 * rate) for rows, rate in curve.points))
-        for dtype, curve in processor.matmul_flops.items()
-    }
-    rates = ("attention_flops", "attention_bytes_s", "memory_bytes_s", "upcast_elements_s", "dequantize_elements_s")
-    fast = _doubled(replace(processor, matmul_flops=flops), *rates)
-    machines = {
-        "a processor twice as fast": _changed(hardware, {problem.compute_tier: fast}),
-        "a disk twice as fast": replace(hardware, disk=_doubled(hardware.disk, "read_bytes_s", "write_bytes_s")),
-    }
-    if hardware.link is not None:
-        link_rates = (name for name in asdict(hardware.link) if name.endswith("bytes_s"))
-        machines["a link twice as fast"] = replace(hardware, link=_doubled(hardware.link, *link_rates))
-    rate_of = {
-        what: predict(replace(problem, hardware=machine), solution.policy, solution.schedule).tokens_per_s
-        for what, machine in machines.items()
-    }
+    hardware = problem.hardware
+    rate_of = {f"a {part} twice as fast": rate for part, rate in _rates_with(problem, solution, 2).items()}
     memories: tuple[tuple[Tier, str], ...] = (("gpu", "GPU memory"), ("cpu", "host memory"))
     for tier, name in memories:
         memory = solution.prediction.memory[tier]
         if searched and memory.limit and memory.peak >= _FULL * memory.limit:
-            larger = _changed(hardware, {tier: _doubled(getattr(hardware, tier), "memory_bytes")})
+            larger = _changed(hardware, {tier: _scaled(getattr(hardware, tier), 2, "memory_bytes")})
             limits = {**problem.limits, tier: 2 * problem.limits[tier]}
             with suppress(MemoryLimitError):
                 roomy = replace(problem, hardware=larger, limits=limits)
@@ -229,8 +246,30 @@ def _gains(
     return sorted(((what, rate / now) for what, rate in rate_of.items()), key=lambda gain: -gain[1])
 
 
-def _doubled(record: _Record, *names: str) -> _Record:
-    return _changed(record, {name: 2 * getattr(record, name) for name in names})
+def _rates_with(problem: PlanningProblem, solution: Solution, factor: float) -> dict[str, float]:
+    """Return the throughput of the policy with one part so many times as fast, by the name of the part."""
+    hardware, processor = problem.hardware, problem.hardware.compute_processor
+    flops = {
+        dtype: Curve(tuple((rows, factor * rate) for rows, rate in curve.points))
+        for dtype, curve in processor.matmul_flops.items()
+    }
+    rates = ("attention_flops", "attention_bytes_s", "memory_bytes_s", "upcast_elements_s", "dequantize_elements_s")
+    changed = _scaled(replace(processor, matmul_flops=flops), factor, *rates)
+    machines = {
+        "processor": _changed(hardware, {problem.compute_tier: changed}),
+        "disk": replace(hardware, disk=_scaled(hardware.disk, factor, "read_bytes_s", "write_bytes_s")),
+    }
+    if hardware.link is not None:
+        link_rates = (name for name in asdict(hardware.link) if name.endswith("bytes_s"))
+        machines["link"] = replace(hardware, link=_scaled(hardware.link, factor, *link_rates))
+    return {
+        part: predict(replace(problem, hardware=machine), solution.policy, solution.schedule).tokens_per_s
+        for part, machine in machines.items()
+    }
+
+
+def _scaled(record: _Record, factor: float, *names: str) -> _Record:
+    return _changed(record, {name: factor * getattr(record, name) for name in names})
 
 
 def _changed(record: _Record, values: Mapping[Any, Any]) -> _Record:

@@ -8,14 +8,15 @@ import pytest
 
 from flexgen_helm.benchmarks.paper.pipeline import evaluate_pipeline
 from flexgen_helm.benchmarks.paper.systems import COMPRESSED, PaperProblem, with_page_cache
-from flexgen_helm.benchmarks.paper.tables import evaluate_csv
+from flexgen_helm.benchmarks.paper.tables import evaluate_csv, summarize
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
-from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.hardware.profile import Curve, load_profile
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
+from flexgen_helm.planner.spread import DATA_SHEET, FITTED, PIPELINE, Spread
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
 from tests.helpers.paths import SHARED
@@ -59,6 +60,54 @@ class TestThePapersTables:
         """A T4 with a link of half the rate is seen to be wrong."""
         slow = replace(T4, link=replace(T4.link, to_gpu_bytes_s=T4.link.to_gpu_bytes_s / 4))
         assert max(abs(row["error"] or 0) for row in evaluate_csv(PAPER / "throughput.csv", slow)["rows"]) > 0.5
+
+
+@pytest.mark.skipif(not PAPER.is_dir(), reason="the paper's tables are not here (../shared/paper)")
+class TestTheRangeOfAPlan:
+    def test_it_holds_four_fifths_of_the_rows(self):
+        """As the sentences of the ranges say."""
+        fitted = evaluate_csv(PAPER / "throughput.csv", T4)["summary"]
+        assert (fitted["within_range"]["n"], fitted["n"]) == (25, 28) and "25 of its 28 rows" in FITTED.source
+        rough = evaluate_csv(PAPER / "throughput.csv", data_sheet_t4())["summary"]
+        assert (rough["within_range"]["n"], rough["n"]) == (28, 28) and "all 28 rows" in DATA_SHEET.source
+        assert rough["within_range"]["times_predicted"] == (0.5, 2.0)
+
+    def test_a_narrower_one_does_not(self):
+        for machine, factor in ((T4, 1.1), (data_sheet_t4(), 1.25)):
+            rows = evaluate_csv(PAPER / "throughput.csv", machine)["rows"]
+            summary = summarize(rows, Spread(1 / factor, factor, ""))
+            assert summary["within_range"]["n"] < 0.8 * summary["n"]
+
+    def test_a_row_outside_is_not_counted(self):
+        rows = evaluate_csv(PAPER / "throughput.csv", T4)["rows"]
+        slow = [{**row, "error": None if row["error"] is None else 2 * (1 + row["error"]) - 1} for row in rows]
+        assert summarize(slow, FITTED)["within_range"]["n"] < 5
+
+
+def data_sheet_t4():
+    """A T4 described by its data sheet with the shares that the RTX 3090's description has of its own."""
+    other = load_profile("rtx3090")
+    memory, operations, link = 320 / 936, 65 / 142, 15.75 / 31.5
+
+    def scaled(record, factor, *names):
+        return replace(record, **{name: getattr(record, name) * factor for name in names})
+
+    gpu = scaled(
+        other.gpu, memory, "memory_bytes_s", "attention_bytes_s", "dequantize_elements_s", "quantize_elements_s"
+    )
+    products = {
+        dtype: Curve(tuple((rows, rate * operations) for rows, rate in curve.points))
+        for dtype, curve in gpu.matmul_flops.items()
+    }
+    gpu = replace(scaled(gpu, operations, "attention_flops"), matmul_flops=products, memory_bytes=T4.gpu.memory_bytes)
+    to_and_from = ("to_gpu_bytes_s", "to_cpu_bytes_s", "pageable_to_gpu_bytes_s", "pageable_to_cpu_bytes_s")
+    return replace(
+        other,
+        gpu=gpu,
+        link=scaled(other.link, link, *to_and_from),
+        cpu=replace(other.cpu, memory_bytes=T4.cpu.memory_bytes),
+        disk=replace(other.disk, bytes=T4.disk.bytes),
+    )
 
 
 def test_a_table_that_cannot_be_read_is_refused_by_line(tmp_path):
@@ -134,5 +183,6 @@ def test_four_gpus_decode_more_than_four_times_as_fast_as_one():
     assert len(table) == 12 and table.error.abs().median() <= 0.2
     decoding = table[table.metric == "decoding tokens/s"].pivot(index="model", columns="num_gpus", values="predicted")
     assert (decoding[4] > 4 * decoding[1]).all()
+    assert (1 + table.error[table.num_gpus == 4]).map(PIPELINE.holds).all()
     slow = replace(T4, prefill_share=T4.prefill_share / 3, decode_share=T4.decode_share / 3)
     assert evaluate_pipeline(PAPER, slow).error.abs().median() > 0.2

@@ -80,6 +80,42 @@ def test_nothing_is_said_of_sequences_that_nobody_asked_for():
     assert "1 prompt of 9 tokens, 1 generated token each" in one and "together: 1 sequence, as one batch" in one
 
 
+def test_one_plan_compares_precisions_with_a_range():
+    few = ("--model", "opt-30b", *LENGTHS, "--num-seqs", "50", "--hardware", "t4")
+    one = json.loads(plan(*few, "--json").stdout)
+    assert list(one["precisions"]) == ["fp16", "8bit", "4bit"]
+    for name, predicted in one["precisions"].items():
+        alone = json.loads(plan(*few, "--precision", name, "--json").stdout)
+        assert predicted == alone["predicted"] and alone["precisions"] == {}
+    low, high = one["range"]["latency_s"]
+    assert low < one["predicted"]["latency_s"] < high and "fitted" in one["range"]["source"]
+    # What the range says of a time, it says of the rate.
+    assert one["range"]["tokens_per_s"] == pytest.approx([50 * 32 / high, 50 * 32 / low])
+
+
+def test_the_table_of_precisions_has_a_row_without_a_plan():
+    """A single sequence of 4 bits takes longer than 2.6 s; of 16 bits it does not."""
+    shown = plan("--model", "opt-6.7b", *LENGTHS, "--hardware", "t4", "--max-latency", "2.6").stdout
+    assert "Expect 2.06 s to 3.22 s: rates fitted to the paper's T4" in shown
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "bit " in line]
+    assert [row[0] for row in rows] == ["8bit", "4bit"] and "2.04 s to 3.18 s" in rows[0] and "no plan" in rows[1]
+    asked = plan("--model", "opt-6.7b", *LENGTHS, "--hardware", "t4", "--precision", "8bit").stdout
+    assert "Expect " in asked and "4bit" not in asked
+
+
+def test_the_part_on_which_a_prediction_depends_most_is_named(tmp_path):
+    """As much longer as a machine whose disk has half of the rates is predicted."""
+    t4 = load_profile("t4")
+    disk = replace(t4.disk, read_bytes_s=t4.disk.read_bytes_s / 2, write_bytes_s=t4.disk.write_bytes_s / 2)
+    slow = tmp_path / "slow.json"
+    slow.write_text(json.dumps(replace(t4, disk=disk).to_json()))
+    few = ("--model", "opt-175b", "--policy", "32x8,0,50,0,0,0,100", *LENGTHS, "--json")
+    usual, slower = (json.loads(plan(*few, "--hardware", machine).stdout) for machine in ("t4", str(slow)))
+    longer = slower["predicted"]["latency_s"] / usual["predicted"]["latency_s"] - 1
+    words = f"depends most on the disk: at half of its rates the work takes {100 * longer:.0f} % longer"
+    assert longer > 0.5 and words in usual["why"]
+
+
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("flags", [(), ("--frontier",), ("--num-seqs", "500", "--precision", "4bit")])
 def test_it_fits_100_columns(flags):

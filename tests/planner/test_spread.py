@@ -1,0 +1,55 @@
+"""The range of a plan: which one a machine has, and that runs stored with the project are within it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from flexgen_helm.hardware.profile import PROFILED, load_profile, shipped_profiles
+from flexgen_helm.planner.plan import simulated_gpu
+from flexgen_helm.planner.spread import DATA_SHEET, FITTED, LEARNT, NEW, PIPELINE, spread_of
+from tests.helpers.paths import ROOT
+
+T4 = load_profile("t4")
+MEASURED = replace(load_profile("laptop"), name="measured", sources={"everything": PROFILED})
+
+
+def test_only_the_papers_machine_is_fitted():
+    assert {name for name in shipped_profiles() if spread_of(load_profile(name)) == FITTED} == {"t4"}
+    assert spread_of(load_profile("rtx3090")) == DATA_SHEET
+    assert DATA_SHEET.low < FITTED.low < 1 < FITTED.high < DATA_SHEET.high
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        replace(T4, gpu=None, link=None),  # --device cpu
+        simulated_gpu(T4, None),
+        replace(T4, gpu=replace(T4.gpu, memory_bytes_s=T4.gpu.memory_bytes_s * 2)),
+        replace(T4, link=replace(T4.link, to_gpu_bytes_s=T4.link.to_gpu_bytes_s / 2)),
+    ],
+)
+def test_another_machine_of_that_name_is_not(changed):
+    assert changed.name == "t4" and spread_of(changed) == DATA_SHEET
+
+
+def test_a_measured_machine_is_surer_after_a_run():
+    assert spread_of(MEASURED) == NEW
+    assert spread_of(replace(MEASURED, decode_share=0.7)) == spread_of(replace(MEASURED, prefill_share=0.7)) == LEARNT
+    assert spread_of(replace(MEASURED, sources={"everything": "a friend"})) == DATA_SHEET
+    assert spread_of(MEASURED, stages=2) == spread_of(T4, stages=4) == PIPELINE
+
+
+def test_a_longer_time_is_a_lower_rate():
+    assert NEW.of_time(60.0) == pytest.approx((50.0, 120.0))
+    assert NEW.of_rate(60.0) == pytest.approx((30.0, 72.0))
+    assert NEW.holds(2.0) and not NEW.holds(2.01) and not NEW.holds(0.83)
+
+
+def test_runs_of_a_corrected_profile_are_within_its_range():
+    """`bench policy` as stored: ten policies of two devices."""
+    stored = json.loads((ROOT / "benchmarks/results/policy_cpu_2core_amd_epyc.json").read_text())
+    ratios = [row["median"] / row["predicted_s"] for row in stored["rows"] if row.get("predicted_s")]
+    assert len(ratios) == 10 and all(map(LEARNT.holds, ratios))
+    narrow = replace(LEARNT, low=1 / 1.05, high=1.05)
+    assert sum(map(narrow.holds, ratios)) < 8
