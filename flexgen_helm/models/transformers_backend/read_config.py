@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -39,23 +39,9 @@ def read_transformers_config(content: Mapping[str, Any]) -> TransformersConfig:
 
 
 def _read(content: Mapping[str, Any], text: str) -> TransformersConfig:
-    try:
-        model = LayeredModel(text, "meta")
-    except FlexgenError:
-        raise
-    except Exception as error:  # a configuration class raises whatever its entries lead to
-        reason = str(error).partition("\n")[0][:200] or type(error).__name__
-        raise ValueError(f"transformers makes no model of it: {reason}") from error
+    model = _empty_model(text)
     name, config = type(model.model).__name__, model.model.config.get_text_config()
-    try:
-        layers, before, after, streams = trace_layers(model)
-    except UnsupportedArchitectureError:
-        raise
-    except Exception as error:  # whatever a module does with shapes that it does not expect
-        if not getattr(type(model.model), "_supports_attention_backend", False):
-            raise UnsupportedArchitectureError(f"{name} {OWN_ATTENTION}") from error
-        reason = str(error).partition("\n")[0][:200] or type(error).__name__
-        raise UnsupportedArchitectureError(f"{name} cannot run layer by layer: {reason}") from error
+    layers, before, after, streams = _traced(model, name)
     in_float32 = kept_in_float32(model.model)
     kinds = [layer_kind(layer, trace, name, in_float32) for layer, trace in zip(model.layers, layers)]
     distinct = list(dict.fromkeys(kinds))
@@ -66,12 +52,9 @@ def _read(content: Mapping[str, Any], text: str) -> TransformersConfig:
     calls = [call for call in by_layer if call is not None]
     if not calls:
         raise UnsupportedArchitectureError(f"{name} {OWN_ATTENTION}")
-    heads = max(call.q.shape[1] // call.k.shape[1] for call in calls) * max(call.k.shape[1] for call in calls)
     table, head = model.base.get_input_embeddings(), model.model.get_output_embeddings()
-    inputs = model.layer_input_table
     if type(head) is not nn.Linear:
         raise UnsupportedArchitectureError(f"the head of {name} is no linear layer")
-    keys = {id(module): path for path, module in model.model.named_modules()}
     modules = ModulesConfig(
         class_name=name,
         text=text,
@@ -81,33 +64,21 @@ def _read(content: Mapping[str, Any], text: str) -> TransformersConfig:
         embed=_outside(model, before),
         head=_outside(model, after),
         head_bias=head.bias is not None,
-        table_key=f"{keys[id(table)]}.weight",
-        head_key=f"{keys[id(head)]}.weight",
+        table_key=_weight_key(model, table),
+        head_key=_weight_key(model, head),
         table_rows=table.weight.shape[0],
         streams=streams,
-        layer_input_key="" if inputs is None else f"{keys[id(inputs)]}.weight",
-        layer_input_rows=0 if inputs is None else inputs.weight.shape[0],
-        layer_input_size=0 if inputs is None else inputs.weight.shape[1] // len(layers),
-        shared_keys=tuple(
-            SharedKeys(
-                own_name,
-                layer,
-                k.shape[1],
-                k.shape[3],
-                v.shape[3],
-                tuple(n for n, other in enumerate(by_layer) if n > layer and other is not None and other.key is k),
-            )
-            for layer, trace in enumerate(layers)
-            for own_name, (k, v) in trace.shared.items()
-        ),
+        shared_keys=tuple(_shared_keys(layers, by_layer)),
+        **_layer_inputs(model, len(layers)),
     )
+    kv_heads = max(call.k.shape[1] for call in calls)
     experts = next((kind for kind in distinct if kind.num_experts), None)
     return TransformersConfig(
         architecture=str(content.get("model_type")).removesuffix("_text"),  # of one of several parts
         num_layers=len(kinds),
         hidden_size=config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=max(call.k.shape[1] for call in calls),
+        num_heads=max(call.q.shape[1] // call.k.shape[1] for call in calls) * kv_heads,
+        num_kv_heads=kv_heads,
         head_dim=max(call.k.shape[2] for call in calls),
         ffn_size=max(kind.widest for kind in distinct),
         vocab_size=head.out_features,
@@ -120,6 +91,58 @@ def _read(content: Mapping[str, Any], text: str) -> TransformersConfig:
         experts=None if experts is None else _moe(kinds, experts),
         modules=modules,
     )
+
+
+def _empty_model(text: str) -> LayeredModel:
+    """Make a model without weights. Raises `ValueError` for entries that its configuration cannot have."""
+    try:
+        return LayeredModel(text, "meta")
+    except FlexgenError:
+        raise
+    except Exception as error:  # a configuration class raises whatever its entries lead to
+        raise ValueError(f"transformers makes no model of it: {_first_line(error)}") from error
+
+
+def _traced(model: LayeredModel, name: str) -> tuple[list[LayerTrace], set[int], set[int], int]:
+    """Trace the layers. Raises `UnsupportedArchitectureError` where they do not run one by one."""
+    try:
+        return trace_layers(model)
+    except UnsupportedArchitectureError:
+        raise
+    except Exception as error:  # whatever a module does with shapes that it does not expect
+        if not getattr(type(model.model), "_supports_attention_backend", False):
+            raise UnsupportedArchitectureError(f"{name} {OWN_ATTENTION}") from error
+        raise UnsupportedArchitectureError(f"{name} cannot run layer by layer: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__
+
+
+def _weight_key(model: LayeredModel, module: nn.Module) -> str:
+    """Return the name of a module's weight."""
+    return next(f"{path}.weight" for path, other in model.model.named_modules() if other is module)
+
+
+def _layer_inputs(model: LayeredModel, num_layers: int) -> dict[str, Any]:
+    """Return the fields that describe a table with a row of its own for each layer; none without such a table."""
+    table = model.layer_input_table
+    if table is None:
+        return {}
+    rows, width = table.weight.shape
+    return {
+        "layer_input_key": _weight_key(model, table),
+        "layer_input_rows": rows,
+        "layer_input_size": width // num_layers,
+    }
+
+
+def _shared_keys(layers: list[LayerTrace], by_layer: list[AttentionCall | None]) -> Iterator[SharedKeys]:
+    """Yield the keys and values that layers give to later ones."""
+    for layer, trace in enumerate(layers):
+        for own_name, (k, v) in trace.shared.items():
+            users = [n for n, call in enumerate(by_layer) if n > layer and call is not None and call.key is k]
+            yield SharedKeys(own_name, layer, k.shape[1], k.shape[3], v.shape[3], tuple(users))
 
 
 def _is_feed_forward(config: Any, layer: int) -> bool:
