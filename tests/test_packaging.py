@@ -80,6 +80,8 @@ def test_the_wheel_holds_what_the_repository_maps(files, wheel):
         "scenarios/simple.py",
         "runs/quickstart.conf",
         "benchmarks/clients.py",
+        "benchmarks/paper/other_machines.csv",
+        "benchmarks/paper/machines/a6000.json",
         "plugin/helm_patches.py",
         "py.typed",
     ):

@@ -25,6 +25,7 @@ class CompressedTables(Precision):
 
 
 COMPRESSED = CompressedTables("FlexGen (c)", PAPER_GROUPS, cache=PRECISIONS["paper-4bit"].cache)
+COMPRESSED_WEIGHTS = CompressedTables("FlexGen (w)", PAPER_GROUPS)
 
 
 def with_page_cache(hardware: HardwareProfile) -> HardwareProfile:
@@ -100,7 +101,7 @@ class PaperProblem(PlanningProblem):
 
 @dataclass(frozen=True)
 class AccelerateProblem(PaperProblem):
-    """Accelerate: its weights are pageable as well."""
+    """Accelerate, and FlexGen with `--pin-weight 0`: weights are pageable as well."""
 
     def link_rates(self, link: Link, tier: Tier) -> tuple[float, float, float]:
         return link.pageable_to_gpu_bytes_s, link.pageable_to_gpu_bytes_s, link.pageable_to_cpu_bytes_s
@@ -108,6 +109,7 @@ class AccelerateProblem(PaperProblem):
 
 SYSTEMS: dict[str, type[PlanningProblem]] = {
     "flexgen": PaperProblem,
+    "flexgen-pageable": AccelerateProblem,
     "deepspeed": PaperProblem,
     "accelerate": AccelerateProblem,
     "ours": PlanningProblem,

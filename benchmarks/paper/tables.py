@@ -1,7 +1,7 @@
 """Evaluate each row of a table of throughputs with the cost model.
 
 The columns are those of the paper's tables: system, model, prompt_len, gen_len, schedule, block shape, percentages,
-switches, and what the disk of that measurement did.
+switches, and what the disk of that measurement did. A column `machine` names a profile of `machines/` for its row.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from typing import Any
 
 import pandas as pd
 
-from flexgen_helm.benchmarks.paper.systems import COMPRESSED, SYSTEMS, with_page_cache
+from flexgen_helm.benchmarks.paper.systems import COMPRESSED, COMPRESSED_WEIGHTS, SYSTEMS, with_page_cache
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
-from flexgen_helm.hardware.profile import HardwareProfile
+from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import CostEstimate, predict
 from flexgen_helm.planner.schedules import SCHEDULES, ZIGZAG
 from flexgen_helm.planner.spread import Spread, spread_of
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.quant.precisions import FP16
+from flexgen_helm.quant.precisions import FP16, Precision
 
 # A smaller figure with two decimals is too coarse to compare with.
 MIN_TOKENS_PER_S = 0.05
+MACHINES = Path(__file__).parent / "machines"
 _SHARES = ("wg", "wc", "cg", "cc", "hg", "hc")
 _REQUIRED = ("model", "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", *_SHARES)
 
@@ -72,10 +73,11 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
 def summarize(rows: list[dict[str, Any]], spread: Spread) -> dict[str, Any]:
     """Return {median_error, max_error, n} over all rows and, under `by_system`, for each system.
 
-    Under `within_range`, how many rows the range of a plan holds.
+    Systems are divided by machine if the table names machines. Under `within_range`, how many rows the range of a plan
+    holds.
     """
     counted = [row for row in rows if row["error"] is not None and float(row["tokens_per_s"]) >= MIN_TOKENS_PER_S]
-    systems = [row.get("system") or "" for row in counted]
+    systems = [" on ".join(filter(None, (row.get("system"), row.get("machine")))) for row in counted]
     errors = pd.Series([abs(row["error"]) for row in counted], index=systems, dtype=float)
     by_system = {system: _errors(errors[[system]]) for system in dict.fromkeys(systems)}
     within = sum(spread.holds(1 + row["error"]) for row in counted)  # 1 + error: measured by predicted time
@@ -99,11 +101,13 @@ def predict_row(line: Mapping[str, str], hardware: HardwareProfile) -> CostEstim
     system = (line.get("system") or "flexgen").split()[0].lower()
     if system not in SYSTEMS:
         raise UsageError(f"system {system!r} is not known; take {', '.join(SYSTEMS)}")
+    if system == "flexgen" and not _switch(line, "pin_weight", True):
+        system = "flexgen-pageable"
     problem = SYSTEMS[system](
         entry.config,
         hardware_of(line, hardware),
         Workload.uniform(int(line["prompt_len"]), int(line["gen_len"]), 1),
-        COMPRESSED if _switch(line, "compress", False) else FP16,
+        _precision_of(line),
         compute_bytes=2,
         limits={},
         overlap=_switch(line, "overlap", True),
@@ -118,7 +122,12 @@ def predict_row(line: Mapping[str, str], hardware: HardwareProfile) -> CostEstim
 
 
 def hardware_of(line: Mapping[str, str], hardware: HardwareProfile) -> HardwareProfile:
-    """Return the machine with the disk of the row."""
+    """Return the row's own machine if it names one, with the disk of the row."""
+    if name := line.get("machine"):
+        if not (MACHINES / f"{name}.json").is_file():
+            known = sorted(path.stem for path in MACHINES.glob("*.json"))
+            raise UsageError(f"machine {name!r} is not known; take {', '.join(known)}, or leave the column out")
+        hardware = load_profile(str(MACHINES / f"{name}.json"))
     disk = hardware.disk
     if line.get("disk_read_gb_s"):
         disk = replace(disk, read_bytes_s=_number(line, "disk_read_gb_s") * 1e9 * disk.streams)
@@ -126,6 +135,12 @@ def hardware_of(line: Mapping[str, str], hardware: HardwareProfile) -> HardwareP
         disk = replace(disk, write_bytes_s=_number(line, "disk_write_gb_s") * 1e9 * disk.streams)
     hardware = replace(hardware, disk=disk)
     return with_page_cache(hardware) if line.get("page_cache") == "free" else hardware
+
+
+def _precision_of(line: Mapping[str, str]) -> Precision:
+    if line.get("compress") == "weights":
+        return COMPRESSED_WEIGHTS
+    return COMPRESSED if _switch(line, "compress", False) else FP16
 
 
 def _number(line: Mapping[str, str], name: str) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from flexgen_helm.benchmarks.paper.pipeline import evaluate_pipeline
 from flexgen_helm.benchmarks.paper.systems import COMPRESSED, PaperProblem, with_page_cache
-from flexgen_helm.benchmarks.paper.tables import evaluate_csv, summarize
+from flexgen_helm.benchmarks.paper.tables import MACHINES, evaluate_csv, summarize
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import Curve, load_profile
@@ -131,6 +131,34 @@ def test_a_table_that_cannot_be_read_is_refused_by_line(tmp_path):
         evaluate_csv(table, T4)
     with pytest.raises(UsageError, match="cannot be read"):
         evaluate_csv(tmp_path / "absent.csv", T4)
+
+
+OTHERS = MACHINES.parent / "other_machines.csv"
+
+
+def test_rows_of_other_machines_have_sources_and_errors_by_machine():
+    found = evaluate_csv(OTHERS, T4)
+    machines = {row["machine"] for row in found["rows"]}
+    assert set(found["summary"]["by_system"]) == {f"FlexGen on {machine}" for machine in machines}
+    assert all(row["source"].startswith("https://") and row["feasible"] for row in found["rows"])
+    assert found["summary"]["n"] == 17 and found["summary"]["median_error"] <= 0.45
+
+
+def test_a_rows_machine_and_formats_are_what_is_predicted(tmp_path):
+    header, row, *_ = OTHERS.read_text().splitlines()
+
+    def predicted(line: str, hardware=T4) -> float:
+        table = tmp_path / "table.csv"
+        table.write_text(f"{header}\n{line}\n")
+        return evaluate_csv(table, hardware)["rows"][0]["predicted_tokens_per_s"]
+
+    own = predicted(row)
+    assert own == predicted(row, load_profile("h100"))  # the flag gives way to the row
+    assert predicted(row.replace("a6000,", ",")) != own  # a row without a machine is on the flag's
+    assert predicted(row.replace(",1,0,0,,", ",1,0,1,,")) > own  # page-locked weights arrive sooner
+    assert predicted(row.replace(",weights,", ",0,")) < own  # and so do packed ones
+    with pytest.raises(UsageError, match="line 2.*a6001.*a6000"):
+        predicted(row.replace("a6000,", "a6001,"))
 
 
 # The paper's settings at prompt 512 (its main table): the policy that its authors ran.
