@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -240,6 +241,7 @@ class Engine:
         progress: Callable[[Progress], None] | None,
         on_logits: OnLogits | None,
     ) -> list[GenerationResult]:
+        """Prepare and plan the requests, compute them, and record what it took."""
         began = time.perf_counter()
         report(ModelInUse(self.name, self.precision))
         report(ProgressPhase("plan"))
@@ -247,48 +249,22 @@ class Engine:
         schedule = self._options.fixed_schedule or ZIGZAG
         prepared = prepare(requests, self.config, self.tokenizer, schedule, self.chat)
         plan, exchange = self._plan(prepared.distinct), self._exchange
-        cache = KVCache(
-            self._part,
-            self._tiers,
-            self._dtype,
-            plan.cache,
-            room=plan.cache_room,
-            cpu_attention=self._options.cpu_attention and self._tiers.compute_tier == "gpu",
-            cache_format=self._cache_format,
-            one_layer=plan.schedule.is_single_pass,
-            names_tiers=exchange.is_whole,
-        )
-        activations = ActivationStore(self._tiers, plan.activations)
-        executor = Executor(
-            self._decoder, self._weights, cache, activations, self._device, exchange, self._threads, self._graphs,
-            self._resident, on_logits,
-        )  # fmt: skip
-        try:
-            eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
-            answers = ResultCollector(len(requests), on_result, self._reporter(progress))
-            for place, error in prepared.refused.items():
-                answers.deliver(place, GenerationResult(error=error))
-            lanes, limits = [prepared.distinct], plan.limits
-            if not exchange.is_whole:
-                lanes, limits = into_lanes(prepared.distinct, limits, exchange.rank.size, plan.schedule)
-            runs = [
-                Run(self.config, executor, cache, limits, plan.schedule, eos_ids, self._prefix_cost, own, answers)
-                for own in lanes
-            ]
-            if self._reads_bfloat16_as_float16:
-                for run in runs:
-                    run.nonfinite_advice = _FLOAT16_ADVICE
-            finish(runs, should_stop or (lambda: False))
-            results = answers.results()
-            exchange.flush()
-        except BaseException as error:
-            exchange.fail(error)
-            raise
-        finally:
-            activations.close()
-            cache.close()
-            if self._threads is not None:
-                self._threads.release()
+        with self._stores(plan) as (cache, activations):
+            executor = Executor(
+                self._decoder, self._weights, cache, activations, self._device, exchange, self._threads, self._graphs,
+                self._resident, on_logits,
+            )  # fmt: skip
+            try:
+                answers = ResultCollector(len(requests), on_result, self._reporter(progress))
+                for place, error in prepared.refused.items():
+                    answers.deliver(place, GenerationResult(error=error))
+                runs = self._runs(prepared.distinct, plan, executor, cache, answers)
+                finish(runs, should_stop or (lambda: False))
+                results = answers.results()
+                exchange.flush()
+            except BaseException as error:
+                exchange.fail(error)
+                raise
         placement = {
             "weights": plan.weights,
             "cache": _fractions(cache.placed, plan.cache),
@@ -306,14 +282,59 @@ class Engine:
             preemptions=sum(run.num_preempted for run in runs),
             workspace_bytes=executor.peak_workspace_bytes,
         )
-        self.last_run |= exchange.record(len(lanes), self._rank_record())
+        self.last_run |= exchange.record(len(runs), self._rank_record())
         if prepared.distinct:
-            drawn = drawn_workload(prepared.distinct, sum(run.saved_tokens for run in runs))
-            at_once = sum(run.most_at_once for run in runs)
-            prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=exchange.is_whole)
-            if prediction is not None:
-                add_prediction(self.last_run, prediction, self._planner.product_flops, exchange.rank.size)
+            self._learn(prepared.distinct, plan, runs)
         return results
+
+    @contextmanager
+    def _stores(self, plan: RunPlan) -> Iterator[tuple[KVCache, ActivationStore]]:
+        """Open the cache and the hidden states of a run; close them after it, and give its threads back."""
+        cache = KVCache(
+            self._part,
+            self._tiers,
+            self._dtype,
+            plan.cache,
+            room=plan.cache_room,
+            cpu_attention=self._options.cpu_attention and self._tiers.compute_tier == "gpu",
+            cache_format=self._cache_format,
+            one_layer=plan.schedule.is_single_pass,
+            names_tiers=self._exchange.is_whole,
+        )
+        activations = ActivationStore(self._tiers, plan.activations)
+        try:
+            yield cache, activations
+        finally:
+            activations.close()
+            cache.close()
+            if self._threads is not None:
+                self._threads.release()
+
+    def _runs(
+        self, requests: Sequence[Request], plan: RunPlan, executor: Executor, cache: KVCache, answers: ResultCollector
+    ) -> list[Run]:
+        """Return a run for each lane of a pipeline, and one where this process has the whole model."""
+        lanes: Sequence[Sequence[Request]] = [requests]
+        limits = plan.limits
+        if not self._exchange.is_whole:
+            lanes, limits = into_lanes(requests, limits, self._exchange.rank.size, plan.schedule)
+        eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
+        runs = [
+            Run(self.config, executor, cache, limits, plan.schedule, eos_ids, self._prefix_cost, own, answers)
+            for own in lanes
+        ]
+        if self._reads_bfloat16_as_float16:
+            for run in runs:
+                run.nonfinite_advice = _FLOAT16_ADVICE
+        return runs
+
+    def _learn(self, requests: Sequence[Request], plan: RunPlan, runs: Sequence[Run]) -> None:
+        """Have the planner learn from the last run, and add to its record what was predicted."""
+        drawn = drawn_workload(requests, sum(run.saved_tokens for run in runs))
+        at_once = sum(run.most_at_once for run in runs)
+        prediction = self._planner.learn(plan, drawn, at_once, self.last_run, is_whole=self._exchange.is_whole)
+        if prediction is not None:
+            add_prediction(self.last_run, prediction, self._planner.product_flops, self._exchange.rank.size)
 
     def close(self) -> None:
         """Give all memory back; harmless when called again."""
