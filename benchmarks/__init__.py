@@ -31,8 +31,9 @@ KNOWN = (
     "network",
     "gpu",
     "experts",
+    "paper",
 )
-UNTIMED = ("accuracy", "formats")
+UNTIMED = ("accuracy", "formats", "paper")
 BUSY_LOAD = 0.5  # runnable processes
 
 
@@ -49,6 +50,7 @@ class Options:
     python: one with lm-evaluation-harness, for `accuracy`
     reference: folder of the harness's results, for `accuracy`
     model: for `precisions`
+    table: of `paper`
     tell: called with a line of text at each step
     """
 
@@ -61,6 +63,7 @@ class Options:
     python: str | None = None
     reference: str | None = None
     model: str | None = None
+    table: str | None = None
     tell: Callable[[str], None] = lambda line: None
 
 

@@ -1,4 +1,18 @@
-"""Published throughput tables against the cost model: `flexgen-helm plan --from-csv`. No torch.
+"""Published throughput tables against the cost model: `bench paper` and `plan --from-csv`. No torch.
 
-`systems` describes FlexGen, Accelerate and DeepSpeed to the cost model, `tables` reads and evaluates the rows.
+`systems` describes FlexGen, Accelerate and DeepSpeed to the cost model, `tables` reads and evaluates the rows, and
+`comparison` has the paper's tables.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexgen_helm.benchmarks import Options
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Return the paper's tables with predictions and measurements."""
+    from flexgen_helm.benchmarks.paper import comparison
+
+    return comparison.run(options)

@@ -51,6 +51,7 @@ def bench(
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="precisions: name, folder, or .gguf file. Default: the wheel's.")
     ] = None,
+    table: Annotated[str | None, typer.Option(metavar="TABLE", help="paper: one of its tables.")] = None,
 ) -> None:
     """Run a benchmark of flexgen_helm itself. Close other programs first.
 
@@ -69,13 +70,14 @@ def bench(
       kernels       unpacking 4 bits, and products with packed weights
       formats       what formats of weights and KV cache cost in accuracy
       precisions    bytes, speed, perplexity, divergence, and flips of a model's precisions
+      paper         tables of the FlexGen paper, predicted for its T4 and measured
     """
     check_engine_flags(engine)
     import pandas
 
     from flexgen_helm.benchmarks import Options, load
 
-    options = Options(engine, entry, instances, repeats, quick, chat, python, reference, model, tell=say)
+    options = Options(engine, entry, instances, repeats, quick, chat, python, reference, model, table, tell=say)
     result = load(name)(options)
     # The table leaves out what is no plain value, such as the seconds of each repetition.
     rows = [
