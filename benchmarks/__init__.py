@@ -46,6 +46,8 @@ class Options:
     instances: of the entry
     repeats: measurements of each side
     chat: `clients` puts prompts through the chat template
+    tasks, peers: of `clients`; None for all
+    earlier: result of `clients` to which this call adds
     quick: a smoke test, whose figures mean nothing
     python: one with lm-evaluation-harness, for `accuracy`
     reference: folder of the harness's results, for `accuracy`
@@ -64,6 +66,9 @@ class Options:
     reference: str | None = None
     model: str | None = None
     table: str | None = None
+    tasks: tuple[str, ...] | None = None
+    peers: tuple[str, ...] | None = None
+    earlier: Mapping[str, Any] | None = None
     tell: Callable[[str], None] = lambda line: None
 
 

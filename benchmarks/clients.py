@@ -4,6 +4,10 @@ HELM's client gets its best settings: float32 (its default, float16, is far slow
 threads, and our very weights and tokenizer, already dequantized. Each measurement is a new process with nothing to
 reuse. Prompts are sent unchanged, or with `chat` through the model's chat template by both clients. MMLU's prompts
 also go through `transformers` alone, in padded batches of 16, longest first.
+
+The result has a part for each task and peer. A later call adds its parts to those of a result file, and replaces those
+that it has measured again. Each part has the date, versions, hardware and settings of its call; both sides of a ratio
+are always of one call.
 """
 
 from __future__ import annotations
@@ -11,15 +15,17 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import yaml
 
-from flexgen_helm.benchmarks import Options, summary
+from flexgen_helm.benchmarks import BUSY_LOAD, Options, summary
 from flexgen_helm.benchmarks.common import machine
 from flexgen_helm.benchmarks.helm_runs import HELM, SUITE, HelmRun, helm_run
 from flexgen_helm.benchmarks.padded_task import padded
@@ -75,6 +81,8 @@ TASKS = (
     Task("natural", ("synthetic_reasoning_natural:difficulty=easy",), 100),
     Task("pattern_match", ("synthetic_reasoning:mode=pattern_match",), 100),
     Task("lambada", ("lambada:mode=accuracy", "lambada:mode=perplexity"), 500, "lambada_openai_test.jsonl"),
+    # HELM asks for 20 tokens here, and stops at a line's end.
+    Task("long_answers", ("synthetic_reasoning_natural:difficulty=easy,stop=none,increase_max_tokens=236",), 20),
 )
 CHAT_TASKS = (
     Task("mmlu_chat", _MMLU, 1000, "mmlu", chat=True),
@@ -87,14 +95,21 @@ SIDES: Mapping[str, tuple[Sequence[str], bool, int | None]] = {
     "huggingface -n 1": (HELM, False, 1),
     "huggingface -n 4": (HELM, False, 4),
 }
+HUGGINGFACE, PADDED = "huggingface", "padded"
+# Peer -> its settings. Each is compared with our sides of the same call.
+PEERS: Mapping[str, Mapping[str, Any]] = {
+    HUGGINGFACE: {"client": "HuggingFaceClient", "dtype": "float32", "threads": [1, 4]},
+    PADDED: {"program": "transformers", "dtype": "float32", "batch": PADDED_BATCH},
+}
 FLEXGEN = [side for side, (_, is_ours, _) in SIDES.items() if is_ours]
 
 
 def run(options: Options) -> dict[str, Any]:
     """Measure all sides in alternation; see `flexgen_helm.benchmarks` for the format.
 
-    For each task it adds `bound` (least seconds for the trie of its prompts and its decoded tokens), `scores` (what
-    differs between the sides) and `prompts` (requested tokens, trie nodes, computed tokens, efficiency).
+    `parts` has for each task and peer `bound` (least seconds for the trie of its prompts and its decoded tokens),
+    `scores` (what differs between the sides; None if the peer's answers are not compared) and `prompts` (requested
+    tokens, trie nodes, computed tokens, efficiency).
     """
     if options.engine:
         raise UsageError(
@@ -102,36 +117,65 @@ def run(options: Options) -> dict[str, Any]:
         )
     repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
     tasks, notes = _tasks(options)
-    results = []
+    load = psutil.getloadavg()[0]
+    peers = _chosen("peer", options.peers, PEERS)
+    earlier = parts_of(options.earlier)
+    if earlier and (options.quick or options.entry):
+        raise UsageError(
+            "the file of --out has measured tasks, and --quick and --entry add nothing to it: name a new file"
+        )
+    tasks = [task for task in tasks if task.padded or HUGGINGFACE in peers]
+    parts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as name:
         scratch = Path(name)
         checkpoint = open_checkpoint(WHEEL_MODEL)
         options.tell(f"writing the reference copy of {WHEEL_MODEL}")
         configs = _prepare(scratch, checkpoint)
         for task in tasks:
-            runs: dict[str, list[HelmRun]] = {label: [] for label in SIDES}
+            sides = {label: side for label, side in SIDES.items() if label in FLEXGEN or HUGGINGFACE in peers}
+            runs: dict[str, list[HelmRun]] = {label: [] for label in sides}
             batches: list[float] = []
             for repeat in range(repeats):
-                for label, (program, is_ours, threads) in SIDES.items():
+                for label, (program, is_ours, threads) in sides.items():
                     folder = scratch / f"{task.name}.{label.replace(' ', '')}.{repeat}"
                     entries = [with_model(entry, task.model(is_ours)) for entry in task.entries]
                     helm = helm_run(entries, task.instances, folder, configs, threads, program=program)
                     runs[label].append(helm)
                     options.tell(f"{task.name}, {label}: {helm.seconds:.1f} s ({repeat + 1} of {repeats})")
-                if task.padded:
+                if task.padded and PADDED in peers:
                     batches.append(padded(scratch / "reference", runs[FLEXGEN[0]][-1].requests, PADDED_BATCH))
                     options.tell(f"{task.name}, transformers in batches of {PADDED_BATCH}: {batches[-1]:.1f} s")
-            results.append(_result(task, runs, checkpoint, batches))
-    return _joined(results, notes)
+            parts += _parts(task, runs, checkpoint, batches, load)
+    return _joined(earlier, parts, notes)
+
+
+def parts_of(result: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the parts of an earlier result. Raises `UsageError` if it is of another kind, or of an older version."""
+    if result is None:
+        return []
+    if result.get("name") != "clients" or "parts" not in result:
+        raise UsageError("the file of --out has no parts that bench clients can add to: name a new file")
+    return list(result["parts"])
+
+
+def _chosen(kind: str, names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
+    """Return the known names among `names`, in their own order; all if there are none. Raises `UsageError`."""
+    known = list(known)
+    if unknown := [name for name in names or () if name not in known]:
+        raise UsageError(f"bench clients has no {kind} {unknown[0]!r}; known are {', '.join(known)}")
+    return [name for name in known if name in names] if names else known
 
 
 def _tasks(options: Options) -> tuple[list[Task], list[str]]:
     """Return the tasks to measure, and notes on those without data."""
     if options.entry:
+        if options.tasks:
+            raise UsageError("--entry and --tasks exclude each other; leave one of them out")
         name = options.entry.partition(":")[0]
         return [Task(name, (options.entry,), options.instances or 50, chat=options.chat)], []
     tasks, notes = [], []
-    for task in CHAT_TASKS if options.chat else TASKS:
+    known = {task.name: task for task in (CHAT_TASKS if options.chat else TASKS)}
+    for task in (known[name] for name in _chosen("task", options.tasks, known)):
         instances = options.instances or (QUICK_INSTANCES if options.quick else task.instances)
         folder = data_dir()
         if task.data is not None and (folder is None or not (folder / task.data).exists()):
@@ -207,45 +251,46 @@ def _prepare(scratch: Path, checkpoint: Checkpoint) -> Path:
     return configs
 
 
-def _result(
-    task: Task, runs: Mapping[str, list[HelmRun]], checkpoint: Checkpoint, batches: Sequence[float]
-) -> dict[str, Any]:
-    """Return one task's part of the result; batches: seconds of `transformers` in padded batches."""
-    rows = [_row(task, label, own) for label, own in runs.items()]
-    if batches:
-        label = f"{task.name}: transformers, padded batches of {PADDED_BATCH}"
-        rows.append({"label": label, **summary(batches), "seconds": list(batches)})
-    by_side = dict(zip(runs, rows))
-    ours = min(FLEXGEN, key=lambda side: float(by_side[side]["median"]))
-    theirs = min(runs.keys() - set(FLEXGEN), key=lambda side: float(by_side[side]["median"]))
+def _parts(
+    task: Task, runs: Mapping[str, list[HelmRun]], checkpoint: Checkpoint, batches: Sequence[float], load: float
+) -> list[dict[str, Any]]:
+    """Return a part of the result for each peer.
+
+    batches: seconds of `transformers` in padded batches. load: runnable processes when the call began.
+    """
+    rows = {label: _row(task, label, own) for label, own in runs.items()}
+    ours = _fastest(rows, FLEXGEN)
     by_duration = sorted(runs[ours], key=lambda run: run.seconds)
-    typical, reference = by_duration[(len(by_duration) - 1) // 2], runs[theirs][-1]  # of an even number, the faster one
+    typical = by_duration[(len(by_duration) - 1) // 2]  # of an even number, the faster one
     assert typical.records, "our runs write flexgen_run.json"
-    tokenizer = tokenizer_of(checkpoint)
-    chat = ChatFormat(tokenizer, task.chat, "", ChatOptions())
+    chat = ChatFormat(tokenizer_of(checkpoint), task.chat, "", ChatOptions())
     prompts = prompt_tokens(typical.records, [_computed_ids(request, chat) for request in typical.requests])
     bound = bound_of(typical, prompts, checkpoint.config.linear_flops_per_token)
-    compared = len(typical.stats.keys() | reference.stats.keys())
-    differing = differences(typical.stats, reference.stats)
-    unexplained = [line for line in differing if line["why"] is None]
-    equal = sum(a == b for a, b in zip(typical.texts, reference.texts))
-    ratios = {
-        "end_to_end": by_side[theirs]["median"] / by_side[ours]["median"],
-        "after_the_first_request": _seconds_after_ready(runs[theirs]) / _seconds_after_ready(runs[ours]),
-    }
-    if batches:
-        ratios["against_padded_batches"] = summary(batches)["median"] / by_side[ours]["median"]
-    return {
-        "name": task.name,
+    common = {
+        "task": task.name,
         "entries": list(task.entries),
         "instances": task.instances,
-        "hardware": typical.records[0]["hardware"],
-        "rows": rows,
-        "ratios": ratios,
+        "date": date.today().isoformat(),
+        "hardware": {**machine(), **typical.records[0]["hardware"]},
+        "load": load,
+        "versions": versions(),
         "prompts": prompts,
         "bound": bound,
-        "scores": {"compared": compared, "differing": differing, "equal_completions": equal},
-        "notes": [
+    }
+    own_rows = [rows[label] for label in FLEXGEN]
+    parts = []
+    if peer_sides := [label for label in runs if label not in FLEXGEN]:
+        theirs = _fastest(rows, peer_sides)
+        reference = runs[theirs][-1]
+        compared = len(typical.stats.keys() | reference.stats.keys())
+        differing = differences(typical.stats, reference.stats)
+        unexplained = [line for line in differing if line["why"] is None]
+        equal = sum(a == b for a, b in zip(typical.texts, reference.texts))
+        ratios = {
+            "end_to_end": rows[theirs]["median"] / rows[ours]["median"],
+            "after_the_first_request": _seconds_after_ready(runs[theirs]) / _seconds_after_ready(runs[ours]),
+        }
+        notes = [
             f"{task.name}: {ours} against {theirs}; {prompts['computed']:.0f} of {prompts['asked']:.0f} requested "
             f"prompt tokens were computed, the trie has {prompts['nodes']} "
             f"({prompts['computed'] / prompts['nodes']:.2f}x); efficiency {prompts['efficiency']:.1%}",
@@ -255,24 +300,62 @@ def _result(
             f"equal, {len(differing) - len(unexplained)} differ as HELM's client must, {len(unexplained)} otherwise",
             *dict.fromkeys(f"    {line['why']}" for line in differing if line["why"]),
             *(f"    {line['metric']}: {line['ours']}, reference {line['reference']}" for line in unexplained),
-        ],
-    }
+        ]
+        parts.append(
+            {
+                **common,
+                "peer": HUGGINGFACE,
+                "rows": [*own_rows, *(rows[label] for label in peer_sides)],
+                "ratios": ratios,
+                "scores": {"compared": compared, "differing": differing, "equal_completions": equal},
+                "notes": notes,
+            }
+        )
+    if batches:
+        label = f"{task.name}: transformers, padded batches of {PADDED_BATCH}"
+        row = {"label": label, **summary(batches), "seconds": list(batches)}
+        parts.append(
+            {
+                **common,
+                "peer": PADDED,
+                "rows": [*own_rows, row],
+                "ratios": {"against_padded_batches": row["median"] / rows[ours]["median"]},
+                "scores": None,
+                "notes": [f"{task.name}: {ours} against {PADDED} batches, whose answers are not compared"],
+            }
+        )
+    busy = [f"  {task.name} was measured on a busy machine (load {load:.1f})"] if load > BUSY_LOAD else []
+    return [
+        {**part, "notes": part["notes"] + busy, "settings": {"repeats": len(runs[ours]), **PEERS[part["peer"]]}}
+        for part in parts
+    ]
 
 
-def _joined(results: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> dict[str, Any]:
-    if not results:
-        raise UsageError("; ".join(notes) or "nothing to measure")
+def _fastest(rows: Mapping[str, Mapping[str, Any]], sides: Iterable[str]) -> str:
+    return min(sides, key=lambda side: float(rows[side]["median"]))
+
+
+def _joined(
+    earlier: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], notes: Sequence[str]
+) -> dict[str, Any]:
+    """Return the result of all parts. One that was measured again takes the place of the earlier one.
+
+    hardware, versions: of the last call.
+    """
+    if not measured:
+        raise UsageError("; ".join(notes) or "nothing to measure: no chosen task is compared with a chosen peer")
+    parts = list({(part["task"], part["peer"]): part for part in (*earlier, *measured)}.values())
+    rows: list[Any] = []
+    for part in parts:  # parts of one call share our rows
+        rows += [row for row in part["rows"] if row not in rows]
     return {
         "name": "clients",
-        "hardware": {**machine(), **results[0]["hardware"]},
-        "versions": versions(),
-        "rows": [row for result in results for row in result["rows"]],
-        "ratios": {f"{result['name']}_{key}": value for result in results for key, value in result["ratios"].items()},
-        "tasks": [
-            {key: result[key] for key in ("name", "entries", "instances", "prompts", "bound", "scores")}
-            for result in results
-        ],
-        "notes": [*(line for result in results for line in result["notes"]), *notes],
+        "hardware": measured[0]["hardware"],
+        "versions": measured[0]["versions"],
+        "rows": rows,
+        "ratios": {f"{part['task']}_{key}": value for part in parts for key, value in part["ratios"].items()},
+        "parts": parts,
+        "notes": [*(line for part in parts for line in part["notes"]), *notes],
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +13,7 @@ from flexgen_helm.cli.console import output, print_csv, print_json, print_table,
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.flags import CsvFlag, JsonFlag, OutFile
 from flexgen_helm.config import EngineOptions
+from flexgen_helm.errors import UsageError
 
 
 def bench(
@@ -52,6 +55,16 @@ def bench(
         str | None, typer.Option(metavar="MODEL", help="precisions: name, folder, or .gguf file. Default: the wheel's.")
     ] = None,
     table: Annotated[str | None, typer.Option(metavar="TABLE", help="paper: one of its tables.")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="clients: these tasks, with commas. What is in --out stays, and is added to."
+        ),
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="clients: against these (huggingface, padded). --out is added to as well."),
+    ] = None,
 ) -> None:
     """Run a benchmark of flexgen_helm itself. Close other programs first.
 
@@ -77,7 +90,25 @@ def bench(
 
     from flexgen_helm.benchmarks import Options, load
 
-    options = Options(engine, entry, instances, repeats, quick, chat, python, reference, model, table, tell=say)
+    chosen = {"tasks": _names("tasks", tasks), "peers": _names("peers", peers)}
+    if any(chosen.values()) and name != "clients":
+        raise UsageError(f"bench {name} has neither --tasks nor --peers, which are of bench clients")
+    earlier = _result_in(out) if any(chosen.values()) else None
+    options = Options(
+        engine,
+        entry,
+        instances,
+        repeats,
+        quick,
+        chat,
+        python,
+        reference,
+        model,
+        table,
+        **chosen,
+        earlier=earlier,
+        tell=say,
+    )
     result = load(name)(options)
     # The table leaves out what is no plain value, such as the seconds of each repetition.
     rows = [
@@ -96,3 +127,25 @@ def bench(
             console.print(line, soft_wrap=True)
     if out is not None:
         write_json(out, result)
+
+
+def _names(flag: str, text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise UsageError(f"--{flag} {text!r}: an empty name; write them as a,b")
+    return names
+
+
+def _result_in(file: Path | None) -> dict[str, Any] | None:
+    """Return the result in a file; None if there is no file. Raises `UsageError` for other content."""
+    if file is None or not file.exists():
+        return None
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--out {file} cannot be added to: {error}") from error
+    if not isinstance(result, dict):
+        raise UsageError(f"--out {file} cannot be added to: it has no result of a benchmark")
+    return result

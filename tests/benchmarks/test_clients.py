@@ -188,24 +188,102 @@ def test_a_tasks_result(tmp_path, tiny_checkpoint):
         "huggingface -n 1": [helm_runs.read_runs(theirs, seconds, 1000.0) for seconds in (22.0, 23.0, 21.0)],
         "huggingface -n 4": [helm_runs.read_runs(theirs, 44.0, 1000.0)],
     }
-    found = clients._result(clients.Task("task", ("entry",), 2), runs, tiny_checkpoint, [33.0])
-    assert [row["median"] for row in found["rows"]] == [11.0, 13.0, 22.0, 44.0, 33.0]
+    found, padded = clients._parts(clients.Task("task", ("entry",), 2), runs, tiny_checkpoint, [33.0], load=2.0)
+    assert [row["median"] for row in found["rows"]] == [11.0, 13.0, 22.0, 44.0]
+    assert [row["median"] for row in padded["rows"]] == [11.0, 13.0, 33.0]
+    assert (found["peer"], padded["peer"], padded["scores"]) == ("huggingface", "padded", None)
     assert {"label", "median", "min", "max", "n"} <= set(found["rows"][0])
     # Ours was ready 3 s after the process began; theirs had answered at second 11.5, in whole seconds rounded up.
     assert found["ratios"] == {
         "end_to_end": 2.0,
         "after_the_first_request": pytest.approx((22 - 11.5) / (11 - 3)),
-        "against_padded_batches": 3.0,
     }
+    assert all("busy machine (load 2.0)" in part["notes"][-1] for part in (found, padded))
+    assert padded["ratios"] == {"against_padded_batches": 3.0}
     assert found["scores"] == {"compared": 2, "differing": [], "equal_completions": 2}
     prompts = found["prompts"]
     assert (prompts["asked"], prompts["computed"], prompts["output"]) == (20, 14.0, 4)
     assert prompts["efficiency"] == pytest.approx(0.9)
     assert found["bound"]["of_bound"] == pytest.approx((11 - 3) / found["bound"]["seconds"])
-    whole = clients._joined([found], ["a note"])
+    whole = clients._joined([], [found, padded], ["a note"])
+    assert [row["median"] for row in whole["rows"]] == [11.0, 13.0, 22.0, 44.0, 33.0]
     assert {"name", "hardware", "versions", "rows", "ratios"} <= set(whole)
     assert whole["ratios"]["task_end_to_end"] == 2.0 and whole["notes"][-1] == "a note"
     json.dumps(whole, allow_nan=False)
+
+
+def part(task, peer, seconds, version):
+    rows = [{"label": f"{task}: {side}", "median": value} for side, value in (("ours", 1.0), (peer, seconds))]
+    where = {"hardware": {"cores": version}, "versions": {"torch": version}, "settings": {}}
+    return {"task": task, "peer": peer, "rows": rows, "ratios": {peer: seconds}, "notes": [f"{task} {peer}"], **where}
+
+
+def test_a_later_call_adds_its_parts_and_replaces_those_it_measured_again():
+    first = clients._joined([], [part("a", "huggingface", 2.0, 1), part("b", "huggingface", 3.0, 1)], ["gone"])
+    earlier = clients.parts_of(json.loads(json.dumps(first)))
+    whole = clients._joined(earlier, [part("b", "huggingface", 5.0, 2), part("b", "padded", 7.0, 2)], [])
+    assert whole["ratios"] == {"a_huggingface": 2.0, "b_huggingface": 5.0, "b_padded": 7.0}
+    assert [p["versions"]["torch"] for p in whole["parts"]] == [1, 2, 2]
+    assert [row["median"] for row in whole["rows"]] == [1.0, 2.0, 1.0, 5.0, 7.0]
+    assert whole["versions"] == {"torch": 2} and whole["notes"] == ["a huggingface", "b huggingface", "b padded"]
+
+
+def test_what_cannot_be_added_to_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    from flexgen_helm import cli
+
+    def measure(*arguments, **rest):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(clients, "helm_run", measure)
+    monkeypatch.setattr(clients, "_prepare", measure)
+    out = tmp_path / "result.json"
+    command = ["bench", "clients", "--tasks", "natural", "-o", str(out)]
+    for content in ("[]", "not JSON", '{"name": "clients", "tasks": []}', '{"name": "offload", "parts": []}'):
+        out.write_text(content)
+        assert cli.main(command) == 2 and out.read_text() == content
+    assert cli.main(["bench", "clients", "--tasks", "natural,"]) == 2
+    assert cli.main(["bench", "kernels", "--peers", "padded"]) == 2
+
+
+def test_tasks_and_peers_are_chosen_by_name(monkeypatch):
+    monkeypatch.delenv("FLEXGEN_HELM_DATA", raising=False)
+    tasks, notes = clients._tasks(Options(tasks=("long_answers", "natural")))
+    assert [task.name for task in tasks] == ["natural", "long_answers"] and not notes
+    for options in (Options(tasks=("other",)), Options(tasks=("natural",), peers=("other",))):
+        with pytest.raises(UsageError, match="no (task|peer) 'other'; known are"):
+            clients.run(options)
+    with pytest.raises(UsageError, match="exclude each other"):
+        clients._tasks(Options(entry="a:b=c", tasks=("natural",)))
+
+
+def test_a_call_runs_the_chosen_peers_alone(monkeypatch, tmp_path, tiny_checkpoint):
+    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
+    (tmp_path / "mmlu").mkdir()
+    for name, record in (("ours", RECORD), ("theirs", None)):
+        write_run(tmp_path / f"a,model={name}", ["a"], record, began=1010)
+    threads_used = []
+
+    def run(entries, instances, folder, configs, threads, program):
+        threads_used.append(threads)
+        name = "ours" if threads is None else "theirs"
+        return helm_runs.read_runs([tmp_path / f"a,model={name}"], 10.0 + (threads or 0), 1000.0)
+
+    monkeypatch.setattr(clients, "helm_run", run)
+    monkeypatch.setattr(clients, "_prepare", lambda scratch, checkpoint: scratch)
+    monkeypatch.setattr(clients, "open_checkpoint", lambda name: tiny_checkpoint)
+    monkeypatch.setattr(clients, "padded", lambda *arguments: 40.0)
+    found = clients.run(Options(tasks=("mmlu", "natural"), peers=("padded",), repeats=1))
+    assert [(p["task"], p["peer"]) for p in found["parts"]] == [("mmlu", "padded")]
+    assert threads_used == [None, None] and found["ratios"] == {"mmlu_against_padded_batches": 4.0}
+    found = clients.run(Options(tasks=("natural",), peers=("huggingface",), repeats=1, earlier=found))
+    assert [(p["task"], p["peer"]) for p in found["parts"]] == [("mmlu", "padded"), ("natural", "huggingface")]
+    assert threads_used[2:] == [None, None, 1, 4]
+    assert found["parts"][1]["settings"]["threads"] == [1, 4]
+    for options in (Options(quick=True, tasks=("natural",), earlier=found), Options(entry="a:b=c", earlier=found)):
+        with pytest.raises(UsageError, match="add nothing to it"):
+            clients.run(options)
+    with pytest.raises(UsageError, match="no chosen task is compared"):
+        clients.run(Options(tasks=("natural",), peers=("padded",)))
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=8), min_size=1, max_size=12))
@@ -217,10 +295,11 @@ def test_nodes_of_the_trie(prompts):
 def test_a_task_without_its_data_is_left_out_with_a_note(monkeypatch, tmp_path):
     monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
     tasks, notes = clients._tasks(Options(quick=True))
-    assert [task.name for task in tasks] == ["natural", "pattern_match"] and tasks[0].instances == 5
+    assert [task.name for task in tasks] == ["natural", "pattern_match", "long_answers"]
+    assert tasks[0].instances == 5
     assert len(notes) == 2 and "no folder with mmlu" in notes[0]
     (tmp_path / "mmlu").mkdir()
-    assert [task.name for task in clients._tasks(Options())[0]] == ["mmlu", "natural", "pattern_match"]
+    assert [task.name for task in clients._tasks(Options())[0]] == ["mmlu", "natural", "pattern_match", "long_answers"]
     (task,) = clients._tasks(Options(entry="a:b=c"))[0]
     assert (task.name, task.entries, task.instances) == ("a", ("a:b=c",), 50)
 
