@@ -107,7 +107,7 @@ FLEXGEN = [side for side, (_, is_ours, _) in SIDES.items() if is_ours]
 def run(options: Options) -> dict[str, Any]:
     """Measure all sides in alternation; see `flexgen_helm.benchmarks` for the format.
 
-    `parts` has for each task and peer `bound` (least seconds for the trie of its prompts and its decoded tokens),
+    `tasks` has for each task and peer `bound` (least seconds for the trie of its prompts and its decoded tokens),
     `scores` (what differs between the sides; None if the peer's answers are not compared) and `prompts` (requested
     tokens, trie nodes, computed tokens, efficiency).
     """
@@ -153,9 +153,10 @@ def parts_of(result: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Return the parts of an earlier result. Raises `UsageError` if it is of another kind, or of an older version."""
     if result is None:
         return []
-    if result.get("name") != "clients" or "parts" not in result:
+    parts = result.get("tasks")
+    if result.get("name") != "clients" or not parts or any("peer" not in part for part in parts):
         raise UsageError("the file of --out has no parts that bench clients can add to: name a new file")
-    return list(result["parts"])
+    return list(parts)
 
 
 def _chosen(kind: str, names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
@@ -267,7 +268,7 @@ def _parts(
     prompts = prompt_tokens(typical.records, [_computed_ids(request, chat) for request in typical.requests])
     bound = bound_of(typical, prompts, checkpoint.config.linear_flops_per_token)
     common = {
-        "task": task.name,
+        "name": task.name,
         "entries": list(task.entries),
         "instances": task.instances,
         "date": date.today().isoformat(),
@@ -344,7 +345,7 @@ def _joined(
     """
     if not measured:
         raise UsageError("; ".join(notes) or "nothing to measure: no chosen task is compared with a chosen peer")
-    parts = list({(part["task"], part["peer"]): part for part in (*earlier, *measured)}.values())
+    parts = list({(part["name"], part["peer"]): part for part in (*earlier, *measured)}.values())
     rows: list[Any] = []
     for part in parts:  # parts of one call share our rows
         rows += [row for row in part["rows"] if row not in rows]
@@ -353,8 +354,8 @@ def _joined(
         "hardware": measured[0]["hardware"],
         "versions": measured[0]["versions"],
         "rows": rows,
-        "ratios": {f"{part['task']}_{key}": value for part in parts for key, value in part["ratios"].items()},
-        "parts": parts,
+        "ratios": {f"{part['name']}_{key}": value for part in parts for key, value in part["ratios"].items()},
+        "tasks": parts,
         "notes": [*(line for part in parts for line in part["notes"]), *notes],
     }
 

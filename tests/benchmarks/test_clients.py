@@ -212,10 +212,14 @@ def test_a_tasks_result(tmp_path, tiny_checkpoint):
     json.dumps(whole, allow_nan=False)
 
 
+OF_AN_OLDER_VERSION = '{"name": "clients", "tasks": [{"name": "natural"}]}'
+OF_ANOTHER = '{"name": "offload", "tasks": [{"name": "natural", "peer": "huggingface"}]}'
+
+
 def part(task, peer, seconds, version):
     rows = [{"label": f"{task}: {side}", "median": value} for side, value in (("ours", 1.0), (peer, seconds))]
     where = {"hardware": {"cores": version}, "versions": {"torch": version}, "settings": {}}
-    return {"task": task, "peer": peer, "rows": rows, "ratios": {peer: seconds}, "notes": [f"{task} {peer}"], **where}
+    return {"name": task, "peer": peer, "rows": rows, "ratios": {peer: seconds}, "notes": [f"{task} {peer}"], **where}
 
 
 def test_a_later_call_adds_its_parts_and_replaces_those_it_measured_again():
@@ -223,7 +227,7 @@ def test_a_later_call_adds_its_parts_and_replaces_those_it_measured_again():
     earlier = clients.parts_of(json.loads(json.dumps(first)))
     whole = clients._joined(earlier, [part("b", "huggingface", 5.0, 2), part("b", "padded", 7.0, 2)], [])
     assert whole["ratios"] == {"a_huggingface": 2.0, "b_huggingface": 5.0, "b_padded": 7.0}
-    assert [p["versions"]["torch"] for p in whole["parts"]] == [1, 2, 2]
+    assert [p["versions"]["torch"] for p in whole["tasks"]] == [1, 2, 2]
     assert [row["median"] for row in whole["rows"]] == [1.0, 2.0, 1.0, 5.0, 7.0]
     assert whole["versions"] == {"torch": 2} and whole["notes"] == ["a huggingface", "b huggingface", "b padded"]
 
@@ -238,7 +242,7 @@ def test_what_cannot_be_added_to_is_refused_before_anything_is_measured(monkeypa
     monkeypatch.setattr(clients, "_prepare", measure)
     out = tmp_path / "result.json"
     command = ["bench", "clients", "--tasks", "natural", "-o", str(out)]
-    for content in ("[]", "not JSON", '{"name": "clients", "tasks": []}', '{"name": "offload", "parts": []}'):
+    for content in ("[]", "not JSON", OF_AN_OLDER_VERSION, OF_ANOTHER):
         out.write_text(content)
         assert cli.main(command) == 2 and out.read_text() == content
     assert cli.main(["bench", "clients", "--tasks", "natural,"]) == 2
@@ -273,12 +277,12 @@ def test_a_call_runs_the_chosen_peers_alone(monkeypatch, tmp_path, tiny_checkpoi
     monkeypatch.setattr(clients, "open_checkpoint", lambda name: tiny_checkpoint)
     monkeypatch.setattr(clients, "padded", lambda *arguments: 40.0)
     found = clients.run(Options(tasks=("mmlu", "natural"), peers=("padded",), repeats=1))
-    assert [(p["task"], p["peer"]) for p in found["parts"]] == [("mmlu", "padded")]
+    assert [(p["name"], p["peer"]) for p in found["tasks"]] == [("mmlu", "padded")]
     assert threads_used == [None, None] and found["ratios"] == {"mmlu_against_padded_batches": 4.0}
     found = clients.run(Options(tasks=("natural",), peers=("huggingface",), repeats=1, earlier=found))
-    assert [(p["task"], p["peer"]) for p in found["parts"]] == [("mmlu", "padded"), ("natural", "huggingface")]
+    assert [(p["name"], p["peer"]) for p in found["tasks"]] == [("mmlu", "padded"), ("natural", "huggingface")]
     assert threads_used[2:] == [None, None, 1, 4]
-    assert found["parts"][1]["settings"]["threads"] == [1, 4]
+    assert found["tasks"][1]["settings"]["threads"] == [1, 4]
     for options in (Options(quick=True, tasks=("natural",), earlier=found), Options(entry="a:b=c", earlier=found)):
         with pytest.raises(UsageError, match="add nothing to it"):
             clients.run(options)
