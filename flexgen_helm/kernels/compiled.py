@@ -19,7 +19,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 _INT64, _INT32, _INT16, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
@@ -30,7 +30,10 @@ _intrinsic: Callable[[Callable[..., Any]], Any] = intrinsic
 
 @cache
 def _has(feature: str) -> bool:
-    """Return whether the processor has an extension, by LLVM's name."""
+    """Return whether numba compiles for an extension of the processor, by LLVM's name."""
+    chosen: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]  # by NUMBA_CPU_NAME or NUMBA_CPU_FEATURES
+    if chosen is not None:
+        return f"+{feature}" in chosen.split(",")
     return bool(llvmlite.binding.get_host_cpu_features().get(feature))
 
 
@@ -535,5 +538,9 @@ def attend(address: Any) -> None:
 @cache
 def address_of(function: Any) -> int:
     """Compile a function for this processor, or take what an earlier process compiled; return its address."""
-    compiled: Any = numba.cfunc(types.void(types.CPointer(_int64)), cache=True)(function)
+    signature = types.void(types.CPointer(_int64))
+    try:
+        compiled: Any = numba.cfunc(signature, cache=True)(function)
+    except RuntimeError:  # numba may write nowhere
+        compiled = numba.cfunc(signature)(function)
     return int(compiled.address)

@@ -14,7 +14,8 @@ from flexgen_helm.kernels.few_rows import MOST_ROWS, few_rows_matmul
 from flexgen_helm.offload.linear import tiled_linear
 
 compiled = pytest.importorskip("flexgen_helm.kernels.compiled")
-DTYPES = [torch.float16, torch.bfloat16]
+# A processor without float16 leaves those to PyTorch.
+DTYPES = [torch.float16, torch.bfloat16] if compiled.CONVERTS_HALVES else [torch.bfloat16]
 
 
 def operands(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +75,7 @@ def test_rows_that_are_parts_of_larger_ones(dtype: torch.dtype) -> None:
 
 def test_threads_of_python_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where PyTorch's OpenMP has no entry that we know."""
-    x, weight = operands(7, 512, 1024, torch.float16)
+    x, weight = operands(7, 512, 1024, DTYPES[0])
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -103,14 +104,14 @@ def test_every_output_is_computed_once_by_each_number_of_threads() -> None:
 
 
 def test_from_several_threads_at_once() -> None:
-    cases = [operands(1 + i % 9, 512, 700 + i, DTYPES[i % 2]) for i in range(40)]
+    cases = [operands(1 + i % 9, 512, 700 + i, DTYPES[i % len(DTYPES)]) for i in range(40)]
     with ThreadPoolExecutor(4) as pool:
         for (x, weight), y in zip(cases, pool.map(lambda case: few_rows_matmul(*case), cases)):
             assert_is_product(y, x, weight, None)
 
 
 def test_what_it_does_not_take() -> None:
-    x, weight = operands(3, 128, 10, torch.float16)
+    x, weight = operands(3, 128, 10, DTYPES[0])
     assert few_rows_matmul(x, weight) is not None
     assert few_rows_matmul(x, weight.float()) is None
     assert few_rows_matmul(x.double(), weight) is None
@@ -129,7 +130,7 @@ def test_functions_that_fail_their_trial_are_not_used(monkeypatch: pytest.Monkey
         return torch.zeros(5, 7)
 
     messages: list[str] = []
-    x, weight = operands(3, 128, 10, torch.float16)
+    x, weight = operands(3, 128, 10, DTYPES[0])
     few_rows._compiled.cache_clear()
     try:
         with monkeypatch.context() as patch:
@@ -145,7 +146,7 @@ def test_functions_that_fail_their_trial_are_not_used(monkeypatch: pytest.Monkey
 
 
 def test_without_numba_products_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = operands(3, 128, 10, torch.float16)
+    x, weight = operands(3, 128, 10, DTYPES[0])
     monkeypatch.setattr(few_rows, "_compiled", lambda: None)
     assert few_rows_matmul(x, weight) is None
     assert_is_product(tiled_linear(x, weight, None), x, weight, None)

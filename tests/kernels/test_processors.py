@@ -1,0 +1,32 @@
+"""The compiled loops as numba makes them for other processors: fewer registers, narrower vectors, no 16-bit numbers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+SSE = "+sse4.2,+sse4.1,+ssse3,+sse3,+sse2,+popcnt"
+PROCESSORS = {"avx2": f"{SSE},+avx,+avx2,+fma,+f16c", "sse": SSE, "generic": ""}
+TRIALS = """
+from flexgen_helm.kernels import attention, compiled, few_rows
+print(compiled.LANES, compiled.CONVERTS_HALVES, few_rows._is_right(compiled), attention._is_right(compiled))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_trials_on_a_lesser_processor(tmp_path, name: str) -> None:
+    variables = {"NUMBA_CPU_NAME": "haswell" if name == "avx2" else "generic", "NUMBA_CPU_FEATURES": PROCESSORS[name]}
+    done = subprocess.run(
+        [sys.executable, "-c", TRIALS], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, **variables, "NUMBA_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["8", str(name == "avx2"), "True", "True"]
