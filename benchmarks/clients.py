@@ -279,7 +279,7 @@ def _parts(
         "bound": bound,
     }
     own_rows = [rows[label] for label in FLEXGEN]
-    parts = []
+    parts: list[dict[str, Any]] = []
     if peer_sides := [label for label in runs if label not in FLEXGEN]:
         theirs = _fastest(rows, peer_sides)
         reference = runs[theirs][-1]
