@@ -229,7 +229,10 @@ def test_killed_at_ten_random_moments_it_goes_on(started, tmp_path):
         out = tmp_path / f"out{point}"
         process = started(f"home{point}", out)
         time.sleep(draw.uniform(0.1, 0.95) * took)
-        killed += process.poll() is None
+        if process.poll() is None:
+            killed += 1
+        else:
+            took *= 0.7  # a run beside less than the one that was timed
         kill(process)
         if not out.exists():
             assert started(f"home{point}", out).wait(timeout=120) == 1
