@@ -1,7 +1,6 @@
 """The compiled functions themselves, by numba and parts of LLVM's language that Python cannot say.
 
 All are in this file, because numba keeps what it compiled until the file of the function changes.
-
 A function gets one address: of 64-bit numbers that `team.run_on_threads` writes, its header and then the arguments.
 Addresses and distances between rows are in bytes.
 """
@@ -14,13 +13,14 @@ from functools import cache
 from itertools import chain, product
 from typing import Any
 
-import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils, config
+from numba.core import cgutils
 from numba.extending import intrinsic
+
+from flexgen_helm.kernels.processor import CONVERTS_HALVES, HAS_AVX512, LANES
 
 _INT64, _INT32, _INT16, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
 _int64 = types.int64
@@ -28,21 +28,8 @@ _int64 = types.int64
 _intrinsic: Callable[[Callable[..., Any]], Any] = intrinsic
 
 
-@cache
-def _has(feature: str) -> bool:
-    """Return whether numba compiles for an extension of the processor, by LLVM's name."""
-    chosen: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]  # by NUMBA_CPU_NAME or NUMBA_CPU_FEATURES
-    if chosen is not None:
-        return f"+{feature}" in chosen.split(",")
-    return bool(llvmlite.binding.get_host_cpu_features().get(feature))
-
-
-# Numbers of a vector register; there are 32 registers with AVX-512 and on ARM, else 16.
-LANES = 16 if _has("avx512f") else 8
-# Whether the processor itself converts IEEE's 16-bit numbers. Else LLVM calls a function that may not exist.
-CONVERTS_HALVES = _has("f16c") or _has("neon")
 # Rows of x and of the weight in one tile of `few_rows`: its sums, and what they are made of, stay in registers.
-TILE_ROWS, TILE_OUTPUTS = (4, 4) if _has("avx512f") else (2, 4)
+TILE_ROWS, TILE_OUTPUTS = (4, 4) if HAS_AVX512 else (2, 4)
 
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 
@@ -168,7 +155,7 @@ def few_rows(address: Any) -> None:
 # --- Attention ---
 # Queries of a tile, in vectors, and keys (of the scores) or elements (of the output) of one step of a product: the sums
 # stay in registers. Keys of a block: its scores stay in the first cache.
-_QUERY_VECTORS, _STEP_ROWS = (3, 8) if _has("avx512f") else (3, 4)
+_QUERY_VECTORS, _STEP_ROWS = (3, 8) if HAS_AVX512 else (3, 4)
 TILE_QUERIES, BLOCK_KEYS = _QUERY_VECTORS * LANES, 64
 # Rows of a tile besides its queries, outputs and scores: maxima, sums, bounds of what is seen, 64-bit addresses.
 _TILE_ROWS_BESIDE = 6
@@ -232,9 +219,9 @@ def _step(
 
 def _spread(builder: Any, value: Any) -> Any:
     """A vector whose elements are all one value."""
-    vector = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, _INT32(0))
+    undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     zeros = ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES)
-    return builder.shuffle_vector(vector, ir.Constant(_VECTOR, ir.Undefined), zeros)
+    return builder.shuffle_vector(builder.insert_element(undefined, value, _INT32(0)), undefined, zeros)
 
 
 def _constant(value: float) -> Any:
@@ -285,12 +272,7 @@ def _softmax(
                 high = _load(builder, builder.add(builder.add(bounds, offset), tile_bytes), integers, 4)
                 with cgutils.for_range(builder, count) as key:
                     at = builder.add(own, builder.mul(key.index, tile_bytes))
-                    number = builder.trunc(builder.add(first, key.index), _INT32)
-                    numbers = builder.shuffle_vector(
-                        builder.insert_element(ir.Constant(integers, ir.Undefined), number, _INT32(0)),
-                        ir.Constant(integers, ir.Undefined),
-                        ir.Constant(integers, [0] * LANES),
-                    )
+                    numbers = _spread(builder, builder.trunc(builder.add(first, key.index), _INT32))
                     sees = builder.and_(
                         builder.icmp_signed(">=", numbers, low), builder.icmp_signed("<", numbers, high)
                     )
@@ -319,44 +301,33 @@ def _softmax(
     return types.void(*[_int64] * 8), generate
 
 
-@_intrinsic
-def _get(typing: Any, address: Any) -> Any:
-    """The float32 at an address."""
+def _reader(kind: Any, result: Any) -> Any:
+    @_intrinsic
+    def get(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return _load(builder, arguments[0], kind, kind_bytes)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _load(builder, arguments[0], _FLOAT, 4)
+        return result(_int64), generate
 
-    return types.float32(_int64), generate
-
-
-@_intrinsic
-def _get_integer(typing: Any, address: Any) -> Any:
-    """The 64-bit integer at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _load(builder, arguments[0], _INT64, 8)
-
-    return _int64(_int64), generate
+    kind_bytes = 4 if kind is _FLOAT else 8
+    return get
 
 
-@_intrinsic
-def _put(typing: Any, address: Any, value: Any) -> Any:
-    """Store a float32."""
+def _writer(kind: Any, given: Any) -> Any:
+    @_intrinsic
+    def put(typing: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+            stored = builder.trunc(arguments[1], kind) if kind is _INT32 else arguments[1]
+            _store(builder, stored, arguments[0], 8 if kind is _INT64 else 4)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        _store(builder, arguments[1], arguments[0], 4)
+        return types.void(_int64, given), generate
 
-    return types.void(_int64, types.float32), generate
+    return put
 
 
-@_intrinsic
-def _put_integer(typing: Any, address: Any, value: Any) -> Any:
-    """Store the lower 32 bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        _store(builder, builder.trunc(arguments[1], _INT32), arguments[0], 4)
-
-    return types.void(_int64, _int64), generate
+# Of the number at an address; `_put_integer` stores the lower 32 bits.
+_get, _get_integer = _reader(_FLOAT, types.float32), _reader(_INT64, _int64)
+_put, _put_integer, _put_address = _writer(_FLOAT, types.float32), _writer(_INT32, _int64), _writer(_INT64, _int64)
 
 
 def _turned(builder: Any, rows: list[Any]) -> list[Any]:
@@ -405,16 +376,6 @@ def _turn_out(typing: Any, source: Any, factors: Any, addresses: Any, offset: An
     return types.void(*[_int64] * 4), generate
 
 
-@_intrinsic
-def _put_address(typing: Any, address: Any, value: Any) -> Any:
-    """Store a 64-bit integer."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        _store(builder, arguments[1], arguments[0], 8)
-
-    return types.void(_int64, _int64), generate
-
-
 # A score that a query starts with: less than any, and its difference from minus infinity is no NaN.
 _LEAST = np.float32(-3e38)
 
@@ -426,15 +387,8 @@ def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, r
     Products have keys or elements of a head for rows, and queries for columns, so keys and values are read as they
     are, and a query's maximum is that of a column.
     """
-    segments, q, q_row, q_head, out, out_row, out_head = (
-        data[6],
-        data[7],
-        data[8],
-        data[9],
-        data[10],
-        data[11],
-        data[12],
-    )
+    segments, q, q_row, q_head = data[6], data[7], data[8], data[9]
+    out, out_row, out_head = data[10], data[11], data[12]
     lse, lse_row, group, size, window = data[13], data[14], data[16], data[17], data[18]
     scale = _get(data[19])
     token, position = _get_integer(job), _get_integer(job + 16)
