@@ -1,8 +1,8 @@
 """`bench paper`: tables of the FlexGen paper | predicted for its T4 | measured by our own benchmarks.
 
-A table is one record of `TABLES`. The paper's figures are the CSV files beside this module. Predictions are made anew;
-measurements are those of the stored results of other benchmarks, so the command takes seconds. Columns of a row that
-nobody has measured stay empty.
+A table is one record of `TABLES`. The paper's figures are the CSV files beside this module. Predictions are computed by
+each call. Measurements are those of the stored results of other benchmarks, so the command takes seconds. Columns of a
+row that nobody has measured stay empty.
 """
 
 from __future__ import annotations

@@ -107,6 +107,7 @@ def attend_prompts(
     shared: Sequence[tuple[Tensor, Tensor]],
     scale: float,
     window: int | None,
+    compiled: ModuleType | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
 
@@ -115,22 +116,12 @@ def attend_prompts(
     table: covers all T tokens.
     shared: keys and values [Hk, S, D] of the shared segments.
     window: a token sees so many positions, itself included; None: all.
+    compiled: on trial; None: what has passed its trial.
     """
-    compiled = _compiled()
-    assert compiled is not None and can_attend(q, k, v, *chain(*shared))
-    return _attend(compiled, table, q, k, v, shared, scale, window)
-
-
-def _attend(
-    compiled: ModuleType,
-    table: SegmentTable,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    shared: Sequence[tuple[Tensor, Tensor]],
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
+    if compiled is None:
+        assert can_attend(q, k, v, *chain(*shared))
+        compiled = _compiled()
+        assert compiled is not None
     (tokens, heads, dim), key_heads = q.shape, k.shape[1]
     group = heads // key_heads
     out, lse = q.new_empty(q.shape), q.new_empty((tokens, heads))
@@ -162,7 +153,7 @@ def _is_right(compiled: ModuleType) -> bool:
     prompts = Prompt(0, counts[0], before, (0,)), Prompt(counts[0], counts[1], 0, ())
     table = SegmentTable.of(prompts, [(before, 0)])
     for window in (None, 50):
-        out, lse = _attend(compiled, table, q, k, v, [pair], 0.3, window)
+        out, lse = attend_prompts(table, q, k, v, [pair], 0.3, window, compiled)
         for prompt in prompts:
             own = slice(prompt.first, prompt.first + prompt.count)
             keys, values = k[own].transpose(0, 1), v[own].transpose(0, 1)

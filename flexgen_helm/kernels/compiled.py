@@ -157,7 +157,7 @@ def few_rows(address: Any) -> None:
 # stay in registers. Keys of a block: its scores stay in the first cache.
 _QUERY_VECTORS, _STEP_ROWS = (3, 8) if HAS_AVX512 else (3, 4)
 TILE_QUERIES, BLOCK_KEYS = _QUERY_VECTORS * LANES, 64
-# Rows of a tile besides its queries, outputs and scores: maxima, sums, bounds of what is seen, 64-bit addresses.
+# A tile also has a row each for maxima, sums and two bounds of what is seen, and two rows for 64-bit addresses.
 _TILE_ROWS_BESIDE = 6
 
 

@@ -18,10 +18,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-# Numbers at the start of the arguments of every function: the addresses of OpenMP's `omp_get_thread_num` and
-# `omp_get_num_threads`, or 0 and then the part that this thread computes and how many parts there are.
-HEADER = 4
-
 
 @dataclass(frozen=True)
 class _OpenMP:
@@ -33,6 +29,9 @@ class _OpenMP:
 def run_on_threads(address: int, arguments: list[int], most_threads: int) -> None:
     """Call the function at `address` on each thread with the header and `arguments`; return when all are done.
 
+    The header has four numbers: the addresses of OpenMP's `omp_get_thread_num` and `omp_get_num_threads`, or zeros and
+    then the part that this thread computes and how many parts there are.
+
     most_threads: that have something to do; at most PyTorch's number of threads is used.
     """
     threads = max(1, min(most_threads, torch.get_num_threads()))
@@ -43,7 +42,7 @@ def run_on_threads(address: int, arguments: list[int], most_threads: int) -> Non
         return
     function = _PROTOTYPE(address)
     parts = [np.array([0, 0, part, threads, *arguments], np.int64) for part in range(threads)]
-    futures = [_pool(threads).submit(function, part.ctypes.data) for part in parts[1:]]
+    futures = [thread_pool(threads).submit(function, part.ctypes.data) for part in parts[1:]]
     function(parts[0].ctypes.data)
     for future in futures:
         future.result()
@@ -69,5 +68,6 @@ def _openmp() -> _OpenMP | None:
 
 
 @lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
+def thread_pool(threads: int) -> ThreadPoolExecutor:
+    """Return Python threads that compute beside the calling one."""
     return ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="kernels")

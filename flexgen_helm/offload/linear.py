@@ -1,4 +1,4 @@
-"""Products with stored weights: a tile of rows at a time is brought to the compute dtype.
+"""Products with stored weights: as they rest for a few rows of x, else a tile of rows at a time in the compute dtype.
 
 On a device a tile is a whole matrix, up to a bound (`planner.workspace`), because each tile costs launches. On the host
 it stays in the CPU cache, and its memory is reused: touching the pages of a new tensor costs more than the conversion.

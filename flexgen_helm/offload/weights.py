@@ -267,19 +267,20 @@ class TieredWeights:
             self._claim(device_tier, "weights", loader.num_bytes(name))
             return Weight(shape[0], shape[-1], fmt, loader.to_device(name))
         dtype = torch.float32 if self._config.has_float32(name) else self._dtype
-        self._claim(device_tier, "weights", prod(shape) * dtype.itemsize)
+        copy_bytes, is_table = prod(shape) * dtype.itemsize, _is_table(name)
+        self._claim(device_tier, "weights", copy_bytes)
+        is_multiplied = len(shape) > 1 and (not is_table or (self._config.tied_head and self._config.has_head))
+        stored: Tensor | None = None
         if fmt is not None:
-            packed = loader.to_device(name)
-            copy = dequantize_tiled(packed, fmt, shape[0], shape[1], self._dtype)
-            return Weight(shape[0], shape[-1], None, copy if _is_table(name) else column_major(copy))
-        is_head = _is_table(name) and self._config.tied_head and self._config.has_head
-        if len(shape) == 1 or (_is_table(name) and not is_head):
-            return Weight(shape[0], shape[-1], None, loader.to_device(name, dtype))
-        stored = loader.to_device(name)
-        copy = stored.to(dtype) if is_head else column_major(stored.to(dtype))
-        if device_tier != "cpu" or stored.dtype == dtype:
-            return Weight(shape[0], shape[-1], None, copy)
-        self._claim("cpu", "weights", loader.num_bytes(name))
+            copy = dequantize_tiled(loader.to_device(name), fmt, shape[0], shape[1], self._dtype)
+        elif is_multiplied and device_tier == "cpu" and loader.num_bytes(name) < copy_bytes:
+            self._claim("cpu", "weights", loader.num_bytes(name))
+            stored = loader.to_device(name)
+            copy = stored.to(dtype)
+        else:
+            copy = loader.to_device(name, dtype)
+        # Rows of a table are looked up, also where it is the head.
+        copy = column_major(copy) if is_multiplied and not is_table else copy
         return Weight(shape[0], shape[-1], None, copy, stored=stored)
 
     def _load_offloaded(self, loader: MatrixLoader, name: str, shape: tuple[int, ...], tier: Tier) -> Weight:

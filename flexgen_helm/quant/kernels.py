@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexgen_helm.kernels.team import thread_pool
 from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.formats import GroupFormat, Scales
@@ -109,15 +109,10 @@ def _run_threads(
     threads = torch.get_num_threads()
     step = -(-stripes // threads)
     first, *others = [arguments(slice(start, min(start + step, stripes))) for start in range(0, stripes, step)]
-    futures = [_thread_pool(threads).submit(kernel, *part, *options) for part in others]
+    futures = [thread_pool(threads).submit(kernel, *part, *options) for part in others]
     kernel(*first, *options)
     for future in futures:
         future.result()
-
-
-@lru_cache(maxsize=1)
-def _thread_pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="dequantize")
 
 
 @lru_cache(maxsize=8)

@@ -129,11 +129,11 @@ def test_what_it_does_not_take() -> None:
 
 
 def test_a_trial_with_wrong_numbers_ends_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attention._attend
+    right = attention.attend_prompts
     compiled = attention._compiled()
     assert compiled is not None and attention._is_right(compiled)
     for spoil in (lambda out, lse: (out + 1e-3, lse), lambda out, lse: (out, lse + 1e-3)):
-        monkeypatch.setattr(attention, "_attend", lambda *given, spoil=spoil: spoil(*right(*given)))
+        monkeypatch.setattr(attention, "attend_prompts", lambda *given, spoil=spoil: spoil(*right(*given)))
         assert not attention._is_right(compiled)
 
 
