@@ -16,7 +16,7 @@ from typing import Any, Generic
 
 import torch
 
-from flexgen_helm.checkpoint.stored_tensors import MatchedTensor, TensorT
+from flexgen_helm.checkpoint.stored_tensors import MatchedTensor, StoredRange, TensorT
 from flexgen_helm.errors import CheckpointError, Float16Error
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 
@@ -70,6 +70,10 @@ class Checkpoint(ABC):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Canonical name -> shape, in the order in which a forward pass uses them."""
         return tensor_shapes(self.config)
+
+    def stored_range(self, name: str) -> StoredRange | None:
+        """Return where a file has the values of `tensor`, byte for byte; None where it has another type or order."""
+        return None
 
     def read_as_float16(self, as_float16: bool) -> None:
         """Read a bfloat16 checkpoint in float16 from now on, or no longer; tensors are checked as they are read."""

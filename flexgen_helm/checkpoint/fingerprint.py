@@ -66,9 +66,7 @@ class SourceFile:
         buffer = bytearray(size)
         view, done = memoryview(buffer), 0
         with _explain_os_errors(self.path, f" ({what})"), self.path.open("rb", buffering=0) as file:
-            # Without the time of the inode: a link or a right that is given meanwhile changes no content.
-            if _stamp(os.fstat(file.fileno()))[:3] != self.stamp[:3]:
-                raise CheckpointError(f"{self.path} has changed since it was opened, while reading {what}")
+            self.require_unchanged(file.fileno(), what)
             file.seek(offset)
             while done < size:
                 count = file.readinto(view[done:])
@@ -76,6 +74,12 @@ class SourceFile:
                     raise CheckpointError(f"{self.path} ends {size - done} bytes early in {what}")
                 done += count
         return buffer
+
+    def require_unchanged(self, descriptor: int, what: str) -> None:
+        """Raise `CheckpointError` if the file that is open there is not the one that was seen first."""
+        # Without the time of the inode: a link or a right that is given meanwhile changes no content.
+        if _stamp(os.fstat(descriptor))[:3] != self.stamp[:3]:
+            raise CheckpointError(f"{self.path} has changed since it was opened, while reading {what}")
 
 
 # ---- fingerprints ----

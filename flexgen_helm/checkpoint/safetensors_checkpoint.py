@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from flexgen_helm.checkpoint.folder import (
 )
 from flexgen_helm.checkpoint.manifest import TensorVerifier, is_conversion
 from flexgen_helm.checkpoint.quantized.config import read_quantization
-from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor
+from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, PlainTensor
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
-from flexgen_helm.checkpoint.stored_tensors import StoredTensor, find_stored, match_tensors
+from flexgen_helm.checkpoint.stored_tensors import StoredRange, StoredTensor, find_stored, match_tensors
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
@@ -108,6 +109,21 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
                 (columns,) = tensor.rows
                 tile = tile.view(-1, stored.width)[:, columns.start : columns.stop].reshape(-1)
             yield tile
+
+    def stored_range(self, name: str) -> StoredRange | None:
+        tensor = self._tensors[name]
+        return None if tensor.transposed else self._range_of(tensor.stored, tensor.rows)
+
+    def _range_of(self, stored: LogicalTensor, rows: Sequence[range]) -> StoredRange | None:
+        """Return where rows are, if they are one range of a file in the type that they are used in."""
+        follow = all(first.stop == second.start for first, second in pairwise(rows))
+        if not isinstance(stored, PlainTensor) or FLOAT_TYPES.get(stored.dtype) != self.storage_dtype or not follow:
+            return None
+        part, row_bytes = stored.parts[0], stored.width * self.storage_dtype.itemsize
+        offset = part.offset + rows[0].start * row_bytes
+        if offset % self.storage_dtype.itemsize:  # the header of an old file may have any length
+            return None
+        return StoredRange(part.file, offset, (rows[-1].stop - rows[0].start) * row_bytes)
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         if not self._tensors[name].transposed:

@@ -105,13 +105,20 @@ class StateDictReader:
         In tiles where an entry is stored as it is. Otherwise its stored tensors are in memory together, those of one
         expert where each can be converted alone.
         """
+        entry = self.stored_rows(key, expert)
+        if entry is not None:
+            stored, rows = entry
+            yield from stored.tiles(rows)
+        else:
+            yield self._convert(key, self._conversion(key), expert).reshape(-1)
+
+    def stored_rows(self, key: str, expert: int | None = None) -> tuple[LogicalTensor, list[range]] | None:
+        """Return the rows of a stored tensor that are an entry, or its part `expert`; None if it must be converted."""
         conversion = self._conversion(key)
-        if conversion.converter is None:
-            (stored,) = conversion.tensors
-            rows = range(stored.num_rows) if expert is None else _rows_of(stored, expert)
-            yield from stored.tiles([rows])
-            return
-        yield self._convert(key, conversion, expert).reshape(-1)
+        if conversion.converter is not None:
+            return None
+        (stored,) = conversion.tensors
+        return stored, [range(stored.num_rows) if expert is None else _rows_of(stored, expert)]
 
     def _conversion(self, key: str) -> _Conversion:
         return self._conversions[self._stored_key[key]]

@@ -16,7 +16,7 @@ from flexgen_helm.checkpoint.folder import CONFIG, read_config
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.state_dict import StateDictReader
-from flexgen_helm.checkpoint.stored_tensors import StoredTensor
+from flexgen_helm.checkpoint.stored_tensors import StoredRange, StoredTensor
 from flexgen_helm.models.architectures import architecture_by_modules
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import ModelConfig
@@ -64,6 +64,11 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
                     self._verifier.check(part)
         for tile in self._reader.tiles(key, expert):
             yield tile if tile.is_floating_point() else tile.float()
+
+    def stored_range(self, name: str) -> StoredRange | None:
+        key, expert, is_transposed = self._modules.key(name)
+        entry = None if is_transposed else self._reader.stored_rows(key, expert)
+        return None if entry is None else self._range_of(*entry)
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         if not self._modules.key(name)[2]:

@@ -39,6 +39,15 @@ class StoredTensor:
         return self.file.read(self.offset + offset, size, f"tensor {self.name}")
 
 
+@dataclass(frozen=True)
+class StoredRange:
+    """Bytes of a file that are a matrix as it is stored; offset, size: in bytes, from the start of the file."""
+
+    file: SourceFile
+    offset: int
+    size: int
+
+
 class NamedTensor(Protocol):
     """What matching needs of a tensor: `StoredTensor`, or several of them that are one (`LogicalTensor`)."""
 

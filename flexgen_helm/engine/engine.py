@@ -45,6 +45,7 @@ from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.models.decoder_of import decoder_of
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.ledger import Ledger
+from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.constants import UNLIMITED
@@ -92,7 +93,8 @@ class Engine:
         self._prefix_cost = prefix_cost(self.config, device.type)
         self._threads = ThreadGovernor() if device.type == "cpu" else None
         folder = _offload_folder(options)
-        capacities = tier_capacities(options.limits, device, folder, exchange.rank.local_size)
+        at_rest = WeightsAtRest(checkpoint, model.precision, folder)
+        capacities = tier_capacities(options.limits, device, folder, exchange.rank.local_size, at_rest)
         self._resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
         self._planner, self._part = self._planner_and_part(model, capacities, folder)
         self.placement = self._planner.place(self.name)

@@ -4,6 +4,7 @@ Layout of an offload directory:
 
     weights-<fingerprint>-<format>/<tensor>       one file a matrix, written once, shared by all runs of these weights
     weights-<fingerprint>-<format>/manifest.json  size and SHA-256 of each file
+    weights-<fingerprint>-<format>/checked.txt    matrices that were checked once, and are read from the checkpoint
     run-<pid>-<n>/                                cache and activations of one engine, deleted when it closes
     run-<pid>-<n>.lock                            locked by that process; a run whose lock is free is dead and deleted
     .lock                                         locked while runs are created or deleted, so that none looks dead
@@ -28,7 +29,8 @@ import torch
 from filelock import BaseFileLock, FileLock, Timeout
 from torch import Tensor
 
-from flexgen_helm.errors import DiskFullError, OffloadError
+from flexgen_helm.checkpoint.fingerprint import SourceFile
+from flexgen_helm.errors import CheckpointError, DiskFullError, OffloadError
 from flexgen_helm.files import replace_text
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from flexgen_helm.units import exact_size
@@ -62,7 +64,8 @@ class DirectFile:
             except OSError as error:
                 self.close(delete=True)  # an open descriptor would keep the blocks
                 raise _offload_error(error, path, self.size) from error
-        if os.fstat(self._descriptor).st_size < self.size:
+        self._end = os.fstat(self._descriptor).st_size
+        if self._end < self.size:
             os.close(self._descriptor)
             raise OffloadError(
                 f"{path} is shorter than its {exact_size(self.size)}; delete it, and it is written again"
@@ -101,12 +104,13 @@ class DirectFile:
     def _transfer(self, call: Callable[[int, list[memoryview], int], int], offset: int, buffer: Tensor) -> None:
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         assert offset % ALIGNMENT == 0 and len(view) % ALIGNMENT == 0 and offset + len(view) <= self.size
-        done = 0
+        done, size = 0, min(len(view), self._end - offset)
         try:
-            while done < len(view):
+            while done < size:
                 count = call(self._descriptor, [view[done : done + _CHUNK]], offset + done)
-                if count <= 0 or (self.direct and count % ALIGNMENT):  # direct I/O is cut short only at the file's end
-                    raise OffloadError(f"{self.path} ends {len(view) - done} bytes early; delete it and run again")
+                # Direct I/O is cut short only at the file's end.
+                if count <= 0 or (self.direct and count % ALIGNMENT and done + count < size):
+                    raise OffloadError(f"{self.path} ends {size - done} bytes early; delete it and run again")
                 if not self.direct:
                     if call is os.pwritev:
                         os.fdatasync(self._descriptor)
@@ -114,6 +118,31 @@ class DirectFile:
                 done += count
         except OSError as error:
             raise _offload_error(error, self.path, len(view)) from error
+
+
+class CheckpointFile(DirectFile):
+    """A file of a checkpoint, read where it is, as far as its last page."""
+
+    def __init__(self, source: SourceFile) -> None:
+        """Raises `CheckpointError` if the file is another than the checkpoint's."""
+        self._source = source
+        self.path, self.size, self._end = source.path, aligned(source.size), source.size
+        try:
+            self._descriptor, self.direct = _open(source.path, os.O_RDONLY)
+        except OSError as error:
+            raise _offload_error(error, source.path, source.size) from error
+        try:
+            source.require_unchanged(self._descriptor, "weights")
+        except CheckpointError:
+            self.close()
+            raise
+
+    def read(self, offset: int, buffer: Tensor) -> None:
+        """Fill the buffer from `offset` on; raises `CheckpointError` if the file has changed since it was opened."""
+        try:
+            super().read(offset, buffer)
+        finally:
+            self._source.require_unchanged(self._descriptor, "weights")
 
 
 class OffloadDirectory:
@@ -147,7 +176,7 @@ class OffloadDirectory:
         fingerprint: of the checkpoint.
         fmt: label of the format that the matrices are stored in, a 16-bit dtype or `Precision.weights_label`.
         """
-        return WeightFiles(self.folder / f"weights-{fingerprint[:32]}-{fmt}", fingerprint, fmt)
+        return WeightFiles(_weights_folder(self.folder, fingerprint, fmt), fingerprint, fmt)
 
     def close(self) -> None:
         """Delete the files of this run."""
@@ -184,6 +213,7 @@ class WeightFiles:
     def __init__(self, folder: Path, fingerprint: str, fmt: str) -> None:
         self._folder, self._fingerprint, self._fmt = folder, fingerprint, fmt
         self._known: tuple[tuple[int, int], dict[str, Any]] | None = None  # a version of the manifest, and its content
+        self._checked: set[str] | None = None  # as `checked.txt` has them
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -209,6 +239,28 @@ class WeightFiles:
         except OSError as error:
             raise _offload_error(error, path, size) from error
         return DirectFile(path, size, create=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files that are there."""
+        return sum(entry["size"] for entry in self._manifest()["files"].values())
+
+    def ensure_checked(self, name: str, tiles: Iterable[Tensor]) -> None:
+        """Read the tiles of a matrix that stays in the checkpoint's file, which checks them, unless that was done."""
+        path = self._folder / "checked.txt"
+        try:
+            if self._checked is None:
+                # A line without its end was cut short.
+                lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+                self._checked = {line.removesuffix("\n") for line in lines if line.endswith("\n")}
+            if name not in self._checked:
+                for _ in tiles:
+                    pass
+                with self._lock, path.open("a", encoding="utf-8") as file:
+                    file.write(f"\n{name}\n")  # behind what a killed process may have begun
+                self._checked.add(name)
+        except OSError as error:
+            raise _offload_error(error, path, ALIGNMENT) from error
 
     def verify(self, name: str) -> None:
         """Raise `OffloadError` if the hash of a file's content is not the manifest's."""
@@ -268,6 +320,16 @@ class WeightFiles:
         file.close()
         os.replace(part, path)
         return digest.hexdigest()
+
+
+def written_bytes(folder: Path, fingerprint: str, fmt: str) -> int:
+    """Return the bytes of the weight files that an offload directory has; see `OffloadDirectory.weights`."""
+    path = _weights_folder(folder, fingerprint, fmt)
+    return WeightFiles(path, fingerprint, fmt).num_bytes if path.is_dir() else 0
+
+
+def _weights_folder(folder: Path, fingerprint: str, fmt: str) -> Path:
+    return folder / f"weights-{fingerprint[:32]}-{fmt}"
 
 
 def _version(path: Path) -> tuple[int, int]:

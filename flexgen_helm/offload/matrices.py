@@ -4,23 +4,30 @@ The storage format is the checkpoint's 16-bit dtype, or a packed format of the p
 of bytes for rows (`quant.formats`). A matrix is packed once, into a weight file from which every tier is loaded.
 
 The matrices of an expert are one unit: one file, read at once.
+
+A matrix that a file of the checkpoint has in its storage format is read from there, if that file is on the disk of the
+offload directory. It has no weight file, and its values are checked once.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.checkpoint.stored_tensors import StoredRange
+from flexgen_helm.files import existing_folder
 from flexgen_helm.models.config import expert_of
-from flexgen_helm.offload.disk import DirectFile, WeightFiles
+from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles, written_bytes
 from flexgen_helm.offload.prefetcher import staged_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
@@ -28,6 +35,8 @@ from flexgen_helm.planner.constants import COPY_BUFFER_BYTES, HOST_UPCAST_ELEMEN
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision
+
+FileT = TypeVar("FileT", bound=DirectFile)
 
 # Bytes that a disk reads in the time of one short read: many rows of a table are read with all rows between them.
 _ROW_READ_BYTES = 256 << 10
@@ -56,8 +65,13 @@ class OffloadedMatrix(ABC):
     def gather(self, rows: Tensor) -> Tensor:
         """Fetch single rows of a table to the compute device -> [T, width]; rows: [T], on the host."""
 
+    def buffer_bytes(self, rows: int) -> int:
+        """Return the host memory in which a fetch of so many rows passes, on its way from the disk to a device."""
+        return 0
+
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give up threads and memory; files are the loader's."""
 
 
 class HostMatrix(OffloadedMatrix):
@@ -80,11 +94,21 @@ class HostMatrix(OffloadedMatrix):
 
 
 class DiskMatrix(OffloadedMatrix):
-    """A matrix in a file. Its rows cross the link too if a gpu computes."""
+    """A matrix in a file. Its rows cross the link too if a gpu computes.
 
-    def __init__(self, tiers: TransferManager, file: DirectFile, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    offset: where it begins in the file.
+    """
+
+    def __init__(
+        self,
+        tiers: TransferManager,
+        file: DirectFile,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        offset: int = 0,
+    ) -> None:
         super().__init__(tiers, shape, dtype)
-        self._file = file
+        self._file, self.offset = file, offset
         self._threads = ThreadPoolExecutor(_GATHER_THREADS, thread_name_prefix="table rows")  # started when needed
 
     def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
@@ -109,9 +133,11 @@ class DiskMatrix(OffloadedMatrix):
             self._read_rows(unique_rows, gathered)
         return self._tiers.rows_to_device(gathered, inverse, "weights")
 
+    def buffer_bytes(self, rows: int) -> int:
+        return staged_bytes(min(rows, buffered_rows(self.row_bytes)), self.row_bytes)
+
     def close(self) -> None:
         self._threads.shutdown()
-        self._file.close()
 
     def _scan(self, rows: Tensor, out: Tensor) -> None:
         """Read the whole table in tiles and keep some rows."""
@@ -137,12 +163,48 @@ class DiskMatrix(OffloadedMatrix):
         file   | page | page | page |        whole pages are read
         rows       | first … |
         """
-        offset, size = first * self.row_bytes, count * self.row_bytes
+        offset, size = self.offset + first * self.row_bytes, count * self.row_bytes
         skipped = offset % ALIGNMENT
         span = staging[: aligned(skipped + size)]
         self._file.read(offset - skipped, span)
         self._tiers.stats.count_bytes("disk_to_cpu", "weights", size)
         return span[skipped : skipped + size]
+
+
+class ExpertInPlace(OffloadedMatrix):
+    """An expert whose matrices are read one by one, from wherever files of the checkpoint have them.
+
+    Each has its own pages in the expert's memory, as `matrices` says.
+    """
+
+    def __init__(self, tiers: TransferManager, expert: str, parts: Mapping[str, DiskMatrix]) -> None:
+        """parts: the expert's matrices by name."""
+        self._parts: list[tuple[DiskMatrix, int]] = []
+        self.matrices: dict[str, ExpertMatrix] = {}
+        end = 0
+        for name, part in parts.items():
+            # The host computes with rows where a read of whole pages leaves them, a device where they were copied to.
+            skipped = part.offset % ALIGNMENT if tiers.copy_engine is None else 0
+            self._parts.append((part, end))
+            self.matrices[name] = ExpertMatrix(expert, end + skipped, part.shape, part.dtype)
+            end += aligned(part.num_bytes) + ALIGNMENT
+        super().__init__(tiers, (end // ALIGNMENT, ALIGNMENT), torch.uint8)
+
+    def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
+        assert (first, count) == (0, self.shape[0]), "an expert is fetched whole"
+        for part, offset in self._parts:
+            part.fetch(0, part.shape[0], staging[offset:])
+        return staging
+
+    def gather(self, rows: Tensor) -> Tensor:
+        raise AssertionError("an expert is no table")
+
+    def buffer_bytes(self, rows: int) -> int:
+        return max(part.buffer_bytes(part.shape[0]) for part, _ in self._parts)
+
+    def close(self) -> None:
+        for part, _ in self._parts:
+            part.close()
 
 
 def buffered_rows(row_bytes: int) -> int:
@@ -174,16 +236,55 @@ class ExpertMatrix:
         return expert_bytes[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
 
+class WeightsAtRest:
+    """What the disk of an offload directory has of a checkpoint's matrices before they are loaded."""
+
+    def __init__(self, checkpoint: Checkpoint, precision: Precision, folder: Path) -> None:
+        self._checkpoint, self._precision, self._folder = checkpoint, precision, folder
+        self._shares_disk: dict[Path, bool] = {}  # by file of the checkpoint
+
+    def range_of(self, name: str) -> StoredRange | None:
+        """Return where the checkpoint has a matrix as it is read, if that file is on the directory's disk."""
+        is_matrix = len(self._checkpoint.shapes[name]) == 2 and self._precision.format_of(name) is None
+        stored = self._checkpoint.stored_range(name) if is_matrix else None
+        if stored is None:
+            return None
+        path = stored.file.path
+        if path not in self._shares_disk:
+            self._shares_disk[path] = path.stat().st_dev == existing_folder(self._folder).stat().st_dev
+        return stored if self._shares_disk[path] else None
+
+    def label(self, is_packed: bool) -> str:
+        """Return what tells the weight files of a precision from others of the checkpoint."""
+        dtype = str(self._checkpoint.storage_dtype).removeprefix("torch.")
+        return self._precision.weights_label if is_packed else dtype
+
+    @property
+    def bytes_in_place(self) -> int:
+        """Bytes that take no room in the directory."""
+        return sum(stored.size for name in self._checkpoint.shapes if (stored := self.range_of(name)) is not None)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of weight files that another run has written."""
+        labels = (self.label(is_packed) for is_packed in (True, False))
+        return sum(written_bytes(self._folder, self._checkpoint.fingerprint, label) for label in {*labels})
+
+
 class MatrixLoader:
     """Loads the tensors of one checkpoint. The caller claims their memory first.
 
-    has_converted: a weight file was missing and has been written.
+    Files of which matrices are read stay open until it is closed.
+    phase: 'load', until unchecked values had to be read ('verify') or a weight file to be written ('convert').
     """
 
     def __init__(self, checkpoint: Checkpoint, tiers: TransferManager, precision: Precision) -> None:
         self._checkpoint, self._tiers, self._precision = checkpoint, tiers, precision
-        self.has_converted = False
+        self._at_rest = WeightsAtRest(checkpoint, precision, tiers.folder)
+        self.phase: Literal["load", "verify", "convert"] = "load"
         self._files: dict[str, WeightFiles] = {}  # by label
+        self._resources = ExitStack()
+        self._checkpoint_files: dict[Path, CheckpointFile] = {}
         self._experts: dict[str, dict[str, ExpertMatrix]] = {}  # expert -> matrix -> where it is
         for name, shape in checkpoint.shapes.items():
             expert = expert_of(name)
@@ -220,16 +321,35 @@ class MatrixLoader:
         return HostMatrix(self._tiers, stored.view(shape))
 
     def to_disk(self, name: str) -> DiskMatrix:
-        """Open a matrix's weight file; write it first if there is none."""
-        return DiskMatrix(self._tiers, self._file(name), *self._storage(name))
+        """Open a matrix where the checkpoint has it, or its weight file, which is written first if there is none."""
+        if (stored := self.range_in_place(name)) is not None:
+            return self._in_place(name, stored)
+        return DiskMatrix(self._tiers, self._keep(self._file(name)), *self._storage(name))
+
+    def range_in_place(self, name: str) -> StoredRange | None:
+        """Return where the checkpoint has a matrix as it is read, on the disk of the offload directory; else None."""
+        return self._at_rest.range_of(name)
+
+    def close(self) -> None:
+        """Close all files; the matrices must not be read any more."""
+        self._resources.close()
 
     def expert_matrix(self, name: str) -> ExpertMatrix:
         """Return where a matrix of an expert is among the expert's bytes."""
         return self._experts[expert_of(name) or ""][name]
 
-    def expert_to_disk(self, expert: str) -> DiskMatrix:
-        """Open an expert's weight file as pages of bytes; write it first if there is none."""
-        return DiskMatrix(self._tiers, self._expert_file(expert), self._expert_pages(expert), torch.uint8)
+    def expert_to_disk(self, expert: str) -> OffloadedMatrix:
+        """Open an expert as pages of bytes, where the checkpoint has it or in its weight file, as `to_disk` does."""
+        ranges = {name: self.range_in_place(name) for name in self._experts[expert]}
+        found = {name: stored for name, stored in ranges.items() if stored is not None}
+        if len(found) == len(ranges):
+            in_place = ExpertInPlace(
+                self._tiers, expert, {name: self._in_place(name, stored) for name, stored in found.items()}
+            )
+            self._experts[expert] = in_place.matrices
+            return in_place
+        file = self._keep(self._expert_file(expert))
+        return DiskMatrix(self._tiers, file, self._expert_pages(expert), torch.uint8)
 
     def expert_to_host(self, expert: str) -> HostMatrix:
         """Load an expert to host memory, behind the link, as pages of bytes."""
@@ -254,15 +374,28 @@ class MatrixLoader:
             return shape, self._checkpoint.storage_dtype
         return (fmt.num_stripes(shape[0]), fmt.stripe_bytes(shape[1])), torch.uint8
 
+    def _in_place(self, name: str, stored: StoredRange) -> DiskMatrix:
+        """Open a matrix in the checkpoint's own file, its values checked."""
+        self._weight_files(is_packed=False).ensure_checked(name, self._read("verify", self._tiles(name)))
+        path = stored.file.path
+        if path not in self._checkpoint_files:
+            self._checkpoint_files[path] = self._keep(CheckpointFile(stored.file))
+        return DiskMatrix(self._tiers, self._checkpoint_files[path], *self._storage(name), stored.offset)
+
+    def _keep(self, file: FileT) -> FileT:
+        """Keep a file open until the loader is closed."""
+        self._resources.callback(file.close)
+        return file
+
     def _file(self, name: str) -> DirectFile:
         return self._weight_files(self.format_of(name) is not None).ensure(
-            name, self.num_bytes(name), self._converted(self._tiles(name))
+            name, self.num_bytes(name), self._read("convert", self._tiles(name))
         )
 
     def _expert_file(self, expert: str) -> DirectFile:
         is_packed = any(self.format_of(name) for name in self._experts[expert])
         return self._weight_files(is_packed).ensure(
-            expert, prod(self._expert_pages(expert)), self._converted(self._expert_tiles(expert))
+            expert, prod(self._expert_pages(expert)), self._read("convert", self._expert_tiles(expert))
         )
 
     def _expert_pages(self, expert: str) -> tuple[int, int]:
@@ -280,15 +413,14 @@ class MatrixLoader:
         return tiles if fmt is None else _packed_tiles(tiles, fmt, self._checkpoint.shapes[name][1])
 
     def _weight_files(self, is_packed: bool) -> WeightFiles:
-        dtype = str(self._checkpoint.storage_dtype).removeprefix("torch.")
-        label = self._precision.weights_label if is_packed else dtype
+        label = self._at_rest.label(is_packed)
         if label not in self._files:
             self._files[label] = self._tiers.directory().weights(self._checkpoint.fingerprint, label)
         return self._files[label]
 
-    def _converted(self, tiles: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Pass on the content of a weight file, which is read only to write the file."""
-        self.has_converted = True
+    def _read(self, phase: Literal["verify", "convert"], tiles: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Pass on the content of a matrix: it is read where a weight file is missing, or its values are unchecked."""
+        self.phase = phase
         yield from tiles
 
     def _read_packed(self, name: str) -> Tensor:

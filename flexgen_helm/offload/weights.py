@@ -122,13 +122,14 @@ class TieredWeights:
         self._streamer: ExpertStreamer | None = None
         self._experts: dict[str, OffloadedMatrix] = {}  # the offloaded ones, as pages of bytes
         loader = MatrixLoader(checkpoint, tiers, placement.model.precision)
+        self._resources.callback(loader.close)
         shapes = tensor_shapes(self._config)
         # In bytes of 16 bits, whatever the format: a packed matrix takes no less time.
         done, total = 0, sum(2 * prod(shape) for shape in shapes.values())
         try:
             for name, shape in shapes.items():
                 stop_point()
-                report(ProgressPhase("convert" if loader.has_converted else "load", done=done, total=total))
+                report(ProgressPhase(loader.phase, done=done, total=total))
                 done += 2 * prod(shape)
                 if threads is not None:
                     threads.adapt()
@@ -343,9 +344,8 @@ class TieredWeights:
             matrices = (matrix for stage in self._staged.values() for matrix in stage)
             sizes = (staged_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes) for m in matrices)
             num_bytes += loaders * max(sizes, default=0)
-        on_disk = [expert for expert in self._experts.values() if isinstance(expert, DiskMatrix)]
-        sizes = (staged_bytes(min(e.shape[0], buffered_rows(e.row_bytes)), e.row_bytes) for e in on_disk)
-        return num_bytes + loaders * max(sizes, default=0)
+        experts = (expert.buffer_bytes(expert.shape[0]) for expert in self._experts.values())
+        return num_bytes + loaders * max(experts, default=0)
 
     def _staged_matrices(self, stage: str, capacity: int) -> list[StagedMatrix]:
         """Return the offloaded matrices of a stage, in units that suit a staging ring of `capacity` bytes.

@@ -43,11 +43,14 @@ class StagingSizes:
 
 
 def expert_slot_bytes(storage: StorageSizes) -> int:
-    """Return the bytes of the largest expert, each of its matrices padded to a page; 0 without experts."""
+    """Return the bytes of the largest expert; 0 without experts.
+
+    Each of its matrices is padded to a page, and has one more, because it may begin within a page of its file.
+    """
     sizes: dict[str, int] = {}
     for name, num_bytes in storage.matrices.items():
         if (expert := expert_of(name)) is not None:
-            sizes[expert] = sizes.get(expert, 0) + -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            sizes[expert] = sizes.get(expert, 0) + (-(-num_bytes // ALIGNMENT) + 1) * ALIGNMENT
     return max(sizes.values(), default=0)
 
 

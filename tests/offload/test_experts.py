@@ -322,16 +322,15 @@ def test_old_uses_are_forgotten():
 
 @pytest.fixture
 def read_of_experts(monkeypatch) -> Counter[str]:
-    """Expert -> how often its file is read."""
+    """Expert -> how often it is read."""
     reads: Counter[str] = Counter()
-    honest = DirectFile.read
+    honest = ExpertStreamer._fill
 
-    def read(self, offset, buffer):
-        if expert_of(f"{self.path.name}.") is not None:
-            reads[self.path.name] += 1
-        honest(self, offset, buffer)
+    def fill(self, load):
+        reads[load.expert] += 1
+        honest(self, load)
 
-    monkeypatch.setattr(DirectFile, "read", read)
+    monkeypatch.setattr(ExpertStreamer, "_fill", fill)
     return reads
 
 
@@ -436,18 +435,21 @@ def resident(tiny):
     return get
 
 
+@pytest.mark.parametrize("precision", ["fp16", "4bit"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_file_of_an_expert_that_cannot_be_read_ends_the_run_and_not_the_engine(tiny, tmp_path, monkeypatch, overlap):
+def test_a_file_of_an_expert_that_cannot_be_read_ends_the_run_and_not_the_engine(
+    tiny, tmp_path, monkeypatch, overlap, precision
+):
     with_expert_slots(monkeypatch, 2)
-    with offloaded(tiny, "mixtral", tmp_path, "3x2,0,0,0,100,0,100", schedule="zigzag", overlap=overlap) as engine:
+    options = dict(schedule="zigzag", overlap=overlap, precision=precision)
+    with offloaded(tiny, "mixtral", tmp_path, "3x2,0,0,0,100,0,100", **options) as engine:
         expected = engine.run(workload(1))
         honest, left = DirectFile.read, [20]
 
         def read(self, offset, buffer):
-            if expert_of(f"{self.path.name}.") is not None:
-                left[0] -= 1
-                if not left[0]:
-                    raise OffloadError("the file cannot be read")
+            left[0] -= 1
+            if not left[0]:
+                raise OffloadError("the file cannot be read")
             honest(self, offset, buffer)
 
         with monkeypatch.context() as patch, pytest.raises(OffloadError, match="cannot be read"):

@@ -196,7 +196,7 @@ def generate(slow):
         honest(self, *rest)
     DirectFile._transfer = transfer
     with Engine.from_pretrained(model, policy="3x2,0,0,0,0,0,0", schedule="zigzag", offload_dir=folder,
-                                limits=MemoryLimits(cpu=64 << 20, disk=256 << 20)) as engine:
+                                precision="8bit", limits=MemoryLimits(cpu=64 << 20, disk=256 << 20)) as engine:
         results = engine.run([GenerationRequest(**request) for request in requests])
         return [[list(c.token_ids) for c in result.completions] for result in results]
 
@@ -240,7 +240,7 @@ def test_killed_at_random_points_the_directory_serves_the_next_run(tiny, tmp_pat
     (weights_folder,) = [name for name in after if name.startswith("weights-")]
     files = {path.name for path in (folder / weights_folder).iterdir()}
     assert not [name for name in files if name.endswith((".part", ".tmp"))]
-    with Engine.from_pretrained(model) as engine:
+    with Engine.from_pretrained(model, precision="8bit", offload_dir=tmp_path / "other") as engine:
         expected = engine.run([GenerationRequest(**request) for request in requests])
     assert results == [[list(c.token_ids) for c in result.completions] for result in expected]
 

@@ -102,7 +102,8 @@ model, folder = sys.argv[1:]
 print("ready", flush=True)
 sys.stdin.readline()
 limits = MemoryLimits(cpu=64 << 20, disk=256 << 20)
-with Engine.from_pretrained(model, policy="4x2,0,0,0,100,0,100", schedule="zigzag", limits=limits) as engine:
+options = dict(policy="4x2,0,0,0,100,0,100", schedule="zigzag", limits=limits, precision="8bit")
+with Engine.from_pretrained(model, **options) as engine:
     results = engine.run([GenerationRequest(prompt_token_ids=[5 + i] * 30, max_tokens=6) for i in range(8)])
     runs = [path.name for path in (Path(folder) / "offload").glob("run-*") if path.is_dir()]
     written = engine.last_run["bytes"]["cpu_to_disk"]["weights"]
