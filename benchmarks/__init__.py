@@ -1,6 +1,6 @@
 """Benchmarks, installed as `flexgen_helm.benchmarks`: one module each, with `run(options) -> dict` in the format below.
 
-    {name, hardware, versions, rows: [{label, …, median, min, max, n}], ratios, …}
+    {name, date, hardware, versions, rows: [{label, …, median, min, max, n}], ratios, …}
 
 `rows` are seconds unless a row's label says otherwise. `ratios` are above 1 where flexgen_helm is faster. `notes` are
 the sentences that a reader needs with them.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from importlib import import_module
 from statistics import median
 from typing import Any
@@ -73,7 +74,7 @@ class Options:
 
 
 def load(name: str) -> Callable[[Options], dict[str, Any]]:
-    """Return the benchmark's `run`, which also notes whether other programs computed when a timed one began.
+    """Return the benchmark's `run`, which also dates the result, and notes whether other programs computed meanwhile.
 
     Raises `UsageError`, with the names of all, for another name.
     """
@@ -83,7 +84,7 @@ def load(name: str) -> Callable[[Options], dict[str, Any]]:
 
     def run(options: Options) -> dict[str, Any]:
         load = psutil.getloadavg()[0]
-        result = module.run(options)
+        result = {"date": date.today().isoformat(), **module.run(options)}
         if load > BUSY_LOAD and name not in UNTIMED:
             busy = f"other programs were computing when this began (load {load:.1f}): figures are noise"
             result["notes"] = [*result["notes"], busy]

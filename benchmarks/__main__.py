@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from flexgen_helm.benchmarks import KNOWN, Options, load
 
@@ -24,8 +26,7 @@ def main() -> None:
     engine = {} if given.device is None else {"device": given.device}
     result = load(given.name)(Options(engine, quick=given.quick, tell=lambda line: print(line, flush=True)))
     for row in result["rows"]:
-        speed = f"  {row['tokens_per_s']:.1f} tokens/s" if "tokens_per_s" in row else ""
-        print(f"{row['label']:60} {row['median']:12.4g}{speed}")
+        print(row_text(row))
     for key, value in result["ratios"].items():
         print(f"{key.replace('_', ' ')}: {value:.2f}x")
     for note in result["notes"]:
@@ -35,6 +36,18 @@ def main() -> None:
         path = given.results / f"{result['name']}_{device}.json"
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(path)
+
+
+def row_text(row: Mapping[str, Any]) -> str:
+    """Return a row as a line: its median, or what other figures it has."""
+    if "median" in row:
+        speed = f"  {row['tokens_per_s']:.1f} tokens/s" if "tokens_per_s" in row else ""
+        return f"{row['label']:60} {row['median']:12.4g}{speed}"
+    others = {name: value for name, value in row.items() if name not in ("label", "table") and value is not None}
+    figures = (
+        f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}" for name, value in others.items()
+    )
+    return f"{row['label']:60} {', '.join(figures)}"
 
 
 if __name__ == "__main__":
