@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from flexgen_helm.benchmarks.paper.comparison import page
+from flexgen_helm.benchmarks.paper.page import page
 
 PAGE = Path(__file__).resolve().parent / "paper.md"
 

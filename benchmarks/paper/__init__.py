@@ -1,7 +1,7 @@
 """Published throughput tables against the cost model: `bench paper` and `plan --from-csv`. No torch.
 
-`systems` describes FlexGen, Accelerate and DeepSpeed to the cost model, `tables` reads and evaluates the rows, and
-`comparison` has the paper's tables.
+`systems` describes FlexGen, Accelerate and DeepSpeed to the cost model, and `tables` reads and evaluates CSV files of
+throughputs. `comparison` has the paper's tables, `rows` makes their rows, and `page` the page of the documentation.
 """
 
 from __future__ import annotations

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
 from flexgen_helm.benchmarks.paper.systems import SYSTEMS
-from flexgen_helm.benchmarks.paper.tables import hardware_of, predict_row
+from flexgen_helm.benchmarks.paper.tables import full_memory, hardware_of, predict_row
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import HardwareProfile
-from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.planner.predict import CostEstimate
 from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
@@ -54,8 +52,7 @@ def _best(model: str, hardware: HardwareProfile, stages: int) -> tuple[CostEstim
     problem = SYSTEMS["flexgen"](
         entry.config, hardware, workload, FP16, compute_bytes=2, limits={}, endless=True, stages=stages
     )
-    problem = replace(problem, limits={tier: problem.capacity(tier) for tier in TIERS})
-    solution = search(problem, (ZIGZAG,))
+    solution = search(full_memory(problem), (ZIGZAG,))
     return solution.prediction, solution.policy.block_size
 
 

@@ -20,7 +20,8 @@ from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import CostEstimate, predict
-from flexgen_helm.planner.schedules import SCHEDULES, ZIGZAG
+from flexgen_helm.planner.problem import PlanningProblem
+from flexgen_helm.planner.schedules import SCHEDULES, ZIGZAG, Schedule
 from flexgen_helm.planner.spread import Spread, spread_of
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16, Precision
@@ -93,6 +94,12 @@ def _errors(errors: pd.Series) -> dict[str, Any]:
 
 def predict_row(line: Mapping[str, str], hardware: HardwareProfile) -> CostEstimate:
     """Predict one row. Raises `ValueError`, `KeyError` or `UsageError` if a column cannot be read."""
+    problem, policy, schedule = row_problem(line, hardware)
+    return predict(problem, policy, schedule, rounded=False)
+
+
+def row_problem(line: Mapping[str, str], hardware: HardwareProfile) -> tuple[PlanningProblem, Policy, Schedule]:
+    """Return what a row asks of the cost model. Raises as `predict_row` does."""
     entry = resolve(line["model"]).entry
     if entry is None:
         raise UsageError(f"model {line['model']!r} is not in the catalog")
@@ -103,22 +110,28 @@ def predict_row(line: Mapping[str, str], hardware: HardwareProfile) -> CostEstim
         raise UsageError(f"system {system!r} is not known; take {', '.join(SYSTEMS)}")
     if system == "flexgen" and not _switch(line, "pin_weight", True):
         system = "flexgen-pageable"
-    problem = SYSTEMS[system](
-        entry.config,
-        hardware_of(line, hardware),
-        Workload.uniform(int(line["prompt_len"]), int(line["gen_len"]), 1),
-        _precision_of(line),
-        compute_bytes=2,
-        limits={},
-        overlap=_switch(line, "overlap", True),
-        cpu_attention=_switch(line, "cpu_attention", True),
-        endless=True,
-    )
-    problem = replace(problem, limits={tier: problem.capacity(tier) for tier in TIERS})
     name = line.get("schedule") or ZIGZAG.name
     if name not in SCHEDULES:
         raise UsageError(f"schedule {name!r} is not known; take {', '.join(SCHEDULES)}")
-    return predict(problem, policy, SCHEDULES[name], rounded=False)
+    problem = full_memory(
+        SYSTEMS[system](
+            entry.config,
+            hardware_of(line, hardware),
+            Workload.uniform(int(line["prompt_len"]), int(line["gen_len"]), 1),
+            _precision_of(line),
+            compute_bytes=2,
+            limits={},
+            overlap=_switch(line, "overlap", True),
+            cpu_attention=_switch(line, "cpu_attention", True),
+            endless=True,
+        )
+    )
+    return problem, policy, SCHEDULES[name]
+
+
+def full_memory(problem: PlanningProblem) -> PlanningProblem:
+    """Return the problem with all that the machine has of each tier."""
+    return replace(problem, limits={tier: problem.capacity(tier) for tier in TIERS})
 
 
 def hardware_of(line: Mapping[str, str], hardware: HardwareProfile) -> HardwareProfile:

@@ -1,0 +1,56 @@
+"""docs/paper.md: the tables of `bench paper` as a page."""
+
+from __future__ import annotations
+
+import textwrap
+from datetime import date
+
+from flexgen_helm.benchmarks.paper.comparison import TABLES, Table
+from flexgen_helm.benchmarks.paper.rows import Sources
+
+# Benchmarks whose stored results are in the tables.
+_MEASURED = ("ablation", "clients", "network", "precisions")
+
+
+def page() -> str:
+    """Return docs/paper.md, from the stored results."""
+    sources = Sources()
+    lines = [
+        "# The paper, table by table",
+        "",
+        "`flexgen-helm bench paper` prints these tables, `--table NAME` one of them; `make pages` writes this page.",
+        "*Paper* is the [FlexGen paper](https://arxiv.org/abs/2303.06865), *predicted* is our cost model for its T4,",
+        "and *measured* comes from stored results on two cores of an AMD EPYC without a GPU. A dash is a figure that",
+        "nobody has. Policies are GPU batch x batches, then percent on GPU/CPU of weights, KV cache and hidden states.",
+        "",
+        "| measured by | stored on | flexgen-helm | torch | transformers |",
+        "|---|---|---|---|---|",
+        *(_measurement(sources, name) for name in _MEASURED),
+    ]
+    for table in TABLES:
+        lines += ["", f"## {table.title}", "", f"`--table {table.name}`, {table.unit}.", "", *_lines(table, sources)]
+        lines += ["", textwrap.fill(table.note[0].upper() + table.note[1:], 120)]
+    return "\n".join(lines) + "\n"
+
+
+def _measurement(sources: Sources, benchmark: str) -> str:
+    result = sources.result(benchmark)
+    assert result is not None, f"no stored result of bench {benchmark}"
+    day = date.fromisoformat(result["date"])
+    releases = " | ".join(result["versions"][name] for name in ("flexgen-helm", "torch", "transformers"))
+    return f"| `bench {benchmark}` | {day.day} {day:%B %Y} | {releases} |"
+
+
+def _lines(table: Table, sources: Sources) -> list[str]:
+    columns = {"paper": "paper", "predicted": "predicted", "measured": "measured", **dict(table.columns)}
+    lines = [f"| | {' | '.join(columns.values())} |", f"|---|{'---:|' * len(columns)}"]
+    for row in table.rows(sources):
+        cells = ("-" if row[name] is None else _cell(row[name]) for name in columns)
+        lines.append(f"| {row['label']} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
