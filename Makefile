@@ -117,6 +117,7 @@ pages: install
 	$(BIN)/python docs/figures.py
 	$(BIN)/python docs/network.py
 	$(BIN)/python docs/paper.py
+	$(BIN)/python docs/paper_charts.py
 
 # Rewrites the tables of docs/models.md and docs/explanation/transformers-backend.md from the tests' own tiny models.
 model-table: install

@@ -149,6 +149,15 @@ def test_charts_are_up_to_date(script: str, picture: str) -> None:
     assert (DOCS / "images" / picture).read_text() == load(DOCS / script).chart(), "run `make pages`"
 
 
+def test_pictures_of_the_papers_tables_are_up_to_date() -> None:
+    drawn = load(DOCS / "paper_charts.py").charts()
+    page = (DOCS / "paper.md").read_text()
+    for name, text in drawn.items():
+        assert (DOCS / "images" / name).read_text() == text, "run `make pages`"
+        assert f"](images/{name})" in page
+    assert page.count("](images/") == len(drawn)
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 

@@ -26,6 +26,7 @@ class Table:
     rows: label, paper, predicted, measured; the last three None where there is none.
     note: what was measured on what shapes, why columns are empty, and why figures differ.
     columns: names of further figures that rows have, and what the page calls them.
+    picture: what the page's picture of it shows, in `docs/images/paper_<name>.svg`; None without a picture.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Table:
     rows: Callable[[Sources], list[Row]]
     note: str
     columns: tuple[tuple[str, str], ...] = ()
+    picture: str | None = None
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -75,6 +77,7 @@ TABLES = (
         "OPT-175B is predicted to take up to 27 % longer than it did for few sequences, and 27 % less for many: one "
         "rate of dequantization serves weights and cache.",
         (("paper_s", "paper, s"), ("predicted_s", "predicted, s")),
+        "Throughput by latency of four systems, the paper's and predicted",
     ),
     Table(
         "techniques",
@@ -84,6 +87,7 @@ TABLES = (
         "measured: OPT-125M with dummy weights, 22 + 12 tokens, a simulated GPU with the paper's proportions on "
         "two cores of an AMD EPYC (`bench ablation`). All rows agree in direction. The simulated GPU's copies "
         "and products use the host's cores, so overlap and attention on the CPU have less to gain.",
+        picture="Throughput without each technique, of the paper, predicted and measured",
     ),
     Table(
         "policies",
@@ -101,6 +105,7 @@ TABLES = (
         "the predicted parts add up, because nothing overlaps. The paper's add up to 1.2 times its prefill and 1.04 "
         "times its decoding, and it has none for hidden states. Its prefill reads weights for 768 s, a decode pass for "
         "98 s; the model has the same reads in both. Not measured here: it needs a T4 and a model of 350 GB.",
+        picture="Parts of both phases, as shares of their time",
     ),
     Table(
         "ssd",

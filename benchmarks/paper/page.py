@@ -28,7 +28,10 @@ def page() -> str:
         *(_measurement(sources, name) for name in _MEASURED),
     ]
     for table in TABLES:
-        lines += ["", f"## {table.title}", "", f"`--table {table.name}`, {table.unit}.", "", *_lines(table, sources)]
+        lines += ["", f"## {table.title}", "", f"`--table {table.name}`, {table.unit}.", ""]
+        if table.picture is not None:
+            lines += [f"![{table.picture}](images/paper_{table.name}.svg)", ""]
+        lines += _lines(table, sources)
         lines += ["", textwrap.fill(table.note[0].upper() + table.note[1:], 120)]
     return "\n".join(lines) + "\n"
 
