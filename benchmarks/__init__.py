@@ -33,6 +33,7 @@ KNOWN = (
     "gpu",
     "experts",
     "paper",
+    "trace",
 )
 UNTIMED = ("accuracy", "formats", "paper")
 BUSY_LOAD = 0.5  # runnable processes
@@ -52,7 +53,7 @@ class Options:
     quick: a smoke test, whose figures mean nothing
     python: one with lm-evaluation-harness, for `accuracy`
     reference: folder of the harness's results, for `accuracy`
-    model: for `precisions`
+    model: for `precisions` and `trace`
     table: of `paper`
     tell: called with a line of text at each step
     """

@@ -52,7 +52,8 @@ def bench(
         typer.Option(metavar="DIR", help="accuracy: keep the harness's results there, and reuse them."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="precisions: name, folder, or .gguf file. Default: the wheel's.")
+        str | None,
+        typer.Option(metavar="MODEL", help="precisions, trace: name, folder, or .gguf file. Default: the benchmark's."),
     ] = None,
     table: Annotated[str | None, typer.Option(metavar="TABLE", help="paper: one of its tables.")] = None,
     tasks: Annotated[
@@ -84,6 +85,7 @@ def bench(
       formats       what formats of weights and KV cache cost in accuracy
       precisions    bytes, speed, perplexity, divergence, and flips of a model's precisions
       paper         tables of the FlexGen paper, predicted for its T4 and measured
+      trace         what each thread does in a decode pass; -o FILE.html draws it
     """
     check_engine_flags(engine)
     import pandas
@@ -125,7 +127,11 @@ def bench(
             console.print(f"{key.replace('_', ' ')}: {value:.2f}x")
         for line in result.get("notes", ()):
             console.print(line, soft_wrap=True)
-    if out is not None:
+    if out is not None and name == "trace" and out.suffix == ".html":
+        from flexgen_helm.benchmarks.trace import write_page
+
+        write_page(result, out)
+    elif out is not None:
         write_json(out, result)
 
 

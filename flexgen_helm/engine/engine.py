@@ -47,6 +47,7 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.offload.transfer_stats import Span
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.constants import UNLIMITED
 from flexgen_helm.planner.machine import Machine
@@ -288,6 +289,16 @@ class Engine:
         if prepared.distinct:
             self._learn(prepared.distinct, plan, runs)
         return results
+
+    @contextmanager
+    def traced(self) -> Iterator[list[Span]]:
+        """Record when each thread computes, loads, stores and waits, in the runs meanwhile."""
+        spans: list[Span] = []
+        self._tiers.stats.spans = spans
+        try:
+            yield spans
+        finally:
+            self._tiers.stats.spans = None
 
     @contextmanager
     def _stores(self, plan: RunPlan) -> Iterator[tuple[KVCache, ActivationStore]]:

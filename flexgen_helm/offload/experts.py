@@ -163,7 +163,7 @@ class ExpertStreamer:
 
         with self._wake:
             if not is_loaded():
-                with self._stats.timed("wait_weights"):
+                with self._stats.timed("wait_weights", expert):
                     self._wake.wait_for(is_loaded)
             return self._loads[expert]
 
@@ -269,7 +269,7 @@ class ExpertStreamer:
     def _fill(self, load: _Load) -> None:
         try:
             stored = self._stored[load.expert]
-            with self._stats.timed("load_weights"):
+            with self._stats.timed("load_weights", load.expert):
                 stored.fetch(0, stored.shape[0], self._slots[self._cache.slot(load.expert)])
             self._stats.count_expert_reads(self._size(load.expert))
         except BaseException as error:  # surfaces where the expert is used; a loader that died would hang everyone

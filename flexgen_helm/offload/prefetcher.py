@@ -228,7 +228,7 @@ class WeightPrefetcher:
             self._reserve(unit)
             self._fill(unit)
         if not unit.ready.is_set():
-            with self._stats.timed("wait_weights"):
+            with self._stats.timed("wait_weights", unit.matrix.name):
                 unit.ready.wait()
         if unit.error is not None:
             raise unit.error
@@ -279,7 +279,7 @@ class WeightPrefetcher:
     def _fill(self, unit: _Unit) -> None:
         try:
             if unit.slot is not None:
-                with self._stats.timed("load_weights"):
+                with self._stats.timed("load_weights", unit.matrix.name):
                     unit.rows = unit.matrix.fetch(unit.first, unit.count, self._ring.memory(unit.slot))
         except BaseException as error:  # surfaces where the unit is used
             unit.error = error

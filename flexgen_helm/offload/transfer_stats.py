@@ -1,4 +1,7 @@
-"""Bytes moved between tiers, seconds of loading, storing and waiting, and uses of experts. Thread-safe counters."""
+"""Bytes moved between tiers, seconds of loading, storing and waiting, and uses of experts. Thread-safe counters.
+
+On request also what each thread did when, for a timeline.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 LinkName = Literal["disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"]
 Kind = Literal["weights", "cache", "activations"]
@@ -33,14 +36,33 @@ class ExpertCounts:
     wasted_bytes: int = 0
 
 
+class Span(NamedTuple):
+    """What a thread did at one time.
+
+    activity: as in `TransferStats.timed`, or 'stage': a batch in a stage of the model, what it waits for included.
+    detail: the stage, the matrix or the expert.
+    start: of `time.perf_counter`.
+    """
+
+    thread: str
+    activity: str
+    detail: str
+    start: float
+    seconds: float
+
+
 class TransferStats:
-    """Counters of one engine since the last `reset`."""
+    """Counters of one engine since the last `reset`.
+
+    spans: filled while it is a list; None for no timeline.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bytes: Counter[tuple[LinkName, Kind]] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._experts = ExpertCounts()
+        self.spans: list[Span] | None = None
 
     def count_bytes(self, link: LinkName, kind: Kind, num_bytes: int) -> None:
         with self._lock:
@@ -68,8 +90,8 @@ class TransferStats:
         return self._experts
 
     @contextmanager
-    def timed(self, activity: str) -> Iterator[None]:
-        """Add the block's seconds to `activity`: 'load_', 'store_' or 'wait_' and a kind."""
+    def timed(self, activity: str, detail: str = "") -> Iterator[None]:
+        """Add the block's seconds to `activity`: 'load_', 'store_' or 'wait_' and a kind; detail: for the timeline."""
         start = time.perf_counter()
         try:
             yield
@@ -77,6 +99,13 @@ class TransferStats:
             seconds = time.perf_counter() - start
             with self._lock:
                 self._seconds[activity] += seconds
+            self.add_span(activity, detail, start)
+
+    def add_span(self, activity: str, detail: str, start: float) -> None:
+        """Add what this thread did from `start` until now to the timeline, if there is one."""
+        if self.spans is not None:  # appending is atomic
+            now = time.perf_counter()
+            self.spans.append(Span(threading.current_thread().name, activity, detail, start, now - start))
 
     def bytes(self) -> dict[str, dict[str, int]]:
         """Return {link: {kind: bytes}} for all links and kinds."""

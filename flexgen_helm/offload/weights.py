@@ -13,6 +13,7 @@ Offloaded experts are staged whole, after the router has chosen them (`offload.e
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -206,7 +207,7 @@ class TieredWeights:
         num_tokens: of the batch.
         used_again: another batch uses the stage next.
         """
-        prefetcher = self._prefetcher if self._staged[name] else None
+        prefetcher, began = self._prefetcher if self._staged[name] else None, time.perf_counter()
         with nullcontext() if prefetcher is None else prefetcher.using(name) as staged_rows:
             yield _StageView(
                 self.tensors,
@@ -218,6 +219,7 @@ class TieredWeights:
             )
         if self._streamer is not None:
             self._streamer.finish()
+        self._tiers.stats.add_span("stage", name, began)
 
     def guess_experts(self, name: str, scores: Callable[[StageWeights], Tensor | None]) -> None:
         """Load likely experts of a stage, the next one, while nothing else is loaded.
