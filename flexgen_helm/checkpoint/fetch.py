@@ -14,8 +14,14 @@ from pathlib import Path
 from filelock import FileLock
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
-from flexgen_helm.checkpoint.fingerprint import file_sha256, hash_file
-from flexgen_helm.checkpoint.folder import weight_files
+from flexgen_helm.checkpoint.fingerprint import (
+    content_fingerprint,
+    file_sha256,
+    hash_file,
+    is_quick_to_hash,
+    snapshot_fingerprint,
+)
+from flexgen_helm.checkpoint.folder import identity_files, read_config, weight_files
 from flexgen_helm.checkpoint.hub import cached_snapshot, fetch_snapshot
 from flexgen_helm.checkpoint.manifest import Manifest, conversion_of, is_conversion
 from flexgen_helm.checkpoint.names import ResolvedModel, close_names, resolve
@@ -73,6 +79,30 @@ def local_weights(model: ResolvedModel) -> Path | None:
         file = state_dir() / "models" / WHEEL_MODEL / GGUF_NAME
         return file if file.is_file() and file.stat().st_size == GGUF_SIZE else None
     return None if model.hub_repo is None else cached_snapshot(model.hub_repo, model.revision)
+
+
+def snapshot_fingerprint_of(model: ResolvedModel, path: Path) -> str | None:
+    """Return the fingerprint of a hub snapshot; None where the content is hashed. path: what `fetch` returned."""
+    if model.hub_repo is None or is_conversion(path):
+        return None
+    sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+    return snapshot_fingerprint(model.hub_repo, path.name, sizes)
+
+
+def quick_fingerprint(model: ResolvedModel, path: Path) -> str | None:
+    """Return the fingerprint of weights that our own decoder computes with, without opening them.
+
+    None where they must be opened: large files were not hashed before, modules of `transformers` compute the model, or
+    the files are a conversion, which is compared with its manifest. path: what `fetch` returned.
+    """
+    folder = path.parent if path.is_file() else path
+    is_gguf = path.suffix == ".gguf" and path.is_file()
+    if not is_gguf and (is_conversion(folder) or read_config(folder)[1].values_digest):
+        return None
+    if (snapshot := snapshot_fingerprint_of(model, path)) is not None:
+        return snapshot
+    files = [path] if is_gguf else identity_files(path)
+    return content_fingerprint(files) if all(map(is_quick_to_hash, files)) else None
 
 
 def origin_of(model: ResolvedModel, path: Path) -> str:

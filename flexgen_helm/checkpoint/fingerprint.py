@@ -118,6 +118,13 @@ def file_sha256(path: Path) -> str:
     return digest
 
 
+def is_quick_to_hash(path: Path) -> bool:
+    """Whether `file_sha256` reads at most a megabyte."""
+    with _explain_os_errors(path):
+        stamp = _stamp(path.stat())
+    return stamp[0] <= _SMALL or recall(path, "sha256", stamp) is not None
+
+
 def hash_file(path: Path) -> str:
     """Compute the SHA-256 of a file's content."""
     digest, done, total = hashlib.sha256(), 0, path.stat().st_size

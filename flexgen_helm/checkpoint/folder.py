@@ -137,6 +137,14 @@ def weight_files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
 
 
+def identity_files(path: Path) -> list[Path]:
+    """Return the files that tell a folder's weights from others; path: the folder, or one safetensors file in it."""
+    folder = path.parent if path.is_file() else path
+    others = (folder / name for name in (CONFIG, *TOKENIZER_FILES))
+    weights = [path] if path.is_file() else weight_files(folder)
+    return [*weights, *(file for file in others if file.is_file())]
+
+
 def deciding_files(folder: Path, weights: Iterable[Path] = ()) -> list[Path]:
     """Return every file of a model folder that decides results."""
     others = (folder / name for name in (INDEX, *SMALL_FILES))

@@ -10,10 +10,8 @@ import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.dummy import DummyCheckpoint
-from flexgen_helm.checkpoint.fetch import fetch, origin_of
-from flexgen_helm.checkpoint.fingerprint import snapshot_fingerprint
+from flexgen_helm.checkpoint.fetch import fetch, origin_of, snapshot_fingerprint_of
 from flexgen_helm.checkpoint.folder import read_config, tokenizer_folder
-from flexgen_helm.checkpoint.manifest import is_conversion
 from flexgen_helm.checkpoint.names import ResolvedModel, read_model_config, resolve
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.models.config import ModelConfig
@@ -42,12 +40,8 @@ def open_checkpoint(
     path = fetch(resolved)
     if path.suffix == ".gguf" and path.is_file():
         checkpoint = _open_gguf(path)
-    elif resolved.hub_repo is not None:
-        sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
-        fingerprint = None if is_conversion(path) else snapshot_fingerprint(resolved.hub_repo, path.name, sizes)
-        checkpoint = _open_folder(path, fingerprint)
     else:
-        checkpoint = _open_folder(path)
+        checkpoint = _open_folder(path, snapshot_fingerprint_of(resolved, path))
     checkpoint.origin = origin_of(resolved, path)
     return checkpoint
 
@@ -70,7 +64,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     return GgufCheckpoint(path)
 
 
-def _open_folder(path: Path, fingerprint: str | None = None) -> Checkpoint:
+def _open_folder(path: Path, fingerprint: str | None) -> Checkpoint:
     """Open a folder of safetensors files, or one such file."""
     _, config, _ = read_config(path.parent if path.is_file() else path)
     return open_as(type(config), path, fingerprint)

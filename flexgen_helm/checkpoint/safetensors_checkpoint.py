@@ -17,8 +17,8 @@ from flexgen_helm.checkpoint.checkpoint import FileCheckpoint, same_elements
 from flexgen_helm.checkpoint.fingerprint import SourceFile, check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
-    TOKENIZER_FILES,
     deciding_files,
+    identity_files,
     read_config,
     tokenizer_folder,
     weight_files,
@@ -41,7 +41,8 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
 
         fingerprint: of a hub snapshot, whose commit is its identity; None to compute it from the files on request.
         """
-        self._folder = folder = path.parent if path.is_file() else path
+        self._path, self._folder = path, path.parent if path.is_file() else path
+        folder = self._folder
         architecture, self.config, content = self._read_config(folder)
         self.config_content = content
         self._files = [path] if path.is_file() else weight_files(folder)
@@ -88,8 +89,7 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
             return self._snapshot_fingerprint
         if self._verifier is not None:
             return self._verifier.manifest.fingerprint
-        others = (self._folder / name for name in (CONFIG, *TOKENIZER_FILES))
-        return content_fingerprint([*self._files, *(file for file in others if file.is_file())])
+        return content_fingerprint(identity_files(self._path))
 
     def verify(self) -> None:
         check_blobs(deciding_files(self._folder, self._files), hash_again=True)

@@ -1,15 +1,23 @@
-"""The digest of all that a result depends on besides the request."""
+"""The digest of all that a result depends on besides the request. Importing it does not import torch."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+from typing import TYPE_CHECKING
 
-import torch
-
-from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.checkpoint.fetch import fetch, quick_fingerprint
+from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
+from flexgen_helm.hardware.cuda import why_no_cuda
+from flexgen_helm.hardware.ranks import rank_of_process
 from flexgen_helm.identity import text_of
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from flexgen_helm.checkpoint.checkpoint import Checkpoint
 
 # Part of every fingerprint: raised when a change of the code can change a result.
 RESULTS_VERSION = 5
@@ -26,10 +34,38 @@ def engine_fingerprint(
 
     Where modules of `transformers` compute, their files are part of it.
     """
-    vocabulary = None if tokenizer is None else tokenizer.fingerprint
-    precision = options.chosen_precision.label
     code = (digest,) if (digest := checkpoint.config.values_digest) else ()
+    return _digest(checkpoint.fingerprint, tokenizer, options, device_type, code, str(dtype))
+
+
+def quick_engine_fingerprint(name_or_path: str | os.PathLike[str], options: EngineConfig) -> str | None:
+    """Return `engine_fingerprint` of an engine that would be loaded, known without torch; None where it takes torch.
+
+    It does on a GPU, whose dtype is measured, on the ranks of a pipeline, and for the weights of which
+    `quick_fingerprint` returns None.
+    """
+    device = "cpu" if options.device == "sim" or (options.device == "auto" and why_no_cuda()) else options.device
+    if device != "cpu" or options.weights == "dummy" or rank_of_process() is not None:
+        return None
+    resolved = resolve(name_or_path, options.revision)
+    path = fetch(resolved)
+    if (weights := quick_fingerprint(resolved, path)) is None:
+        return None
+    tokenizer = Tokenizer.from_path(path.parent if path.suffix == ".safetensors" else path)
+    return _digest(weights, tokenizer, options, device, (), "torch.float32")
+
+
+def _digest(
+    weights: str,
+    tokenizer: Tokenizer | None,
+    options: EngineConfig,
+    device_type: str,
+    code: tuple[str, ...],
+    dtype: str,
+) -> str:
+    vocabulary = None if tokenizer is None else tokenizer.fingerprint
     unverified = ("unverified",) if options.unverified else ()
-    known = text_of((RESULTS_VERSION, checkpoint.fingerprint, vocabulary, precision, device_type, *code, *unverified))
+    precision = options.chosen_precision.label
+    known = text_of((RESULTS_VERSION, weights, vocabulary, precision, device_type, *code, *unverified))
     # The dtype has no quotes, as torch prints it.
     return hashlib.sha256(f"{known[:-1]}, {dtype})".encode()).hexdigest()

@@ -265,9 +265,8 @@ class Suite(HelmCommand):
         service, began = get_context().service, time.monotonic()
         with service.hold():
             self._blocks = {name: service.submit(*submission) for name, submission in submissions.items()}
-        helm_patches.import_classes(
-            metric.class_name for spec in run_specs if spec.name in self._blocks for metric in spec.metric_specs
-        )
+        metrics = [metric for spec in run_specs if spec.name in self._blocks for metric in spec.metric_specs]
+        helm_patches.import_classes((metric.class_name for metric in metrics), self._blocks.values())
         for block in self._blocks.values():
             block.wait()
         if self._blocks:

@@ -38,10 +38,15 @@ class EngineLoader:
 
     def fingerprint(self, model: ModelArguments) -> str | None:
         """Return the fingerprint of the engine that `load` returns; None where only the engine knows."""
+        from flexgen_helm.engine.fingerprint import quick_engine_fingerprint
+
+        config = model.engine_key.config
+        if (known := quick_engine_fingerprint(model.path, config)) is not None:
+            return known
         self.import_modules(model)
         from flexgen_helm.engine.opening import fingerprint_before_loading
 
-        return fingerprint_before_loading(model.path, model.engine_key.config)
+        return fingerprint_before_loading(model.path, config)
 
     def close(self) -> None:
         """Release what engines share; they are closed before."""

@@ -16,7 +16,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 IDLE_FLUSH_S = 0.05
 MAX_GATHERING_S = 0.5  # a steady trickle of requests must not postpone the flush for ever
+IMPORT_SLICE_S = 0.02
 WAIT_SLICE_S = 0.5  # how soon a waiting thread sees an interruption
 SHUTDOWN_S = 6.0  # how long `close` waits for the engine to stop and the response cache to be written
 
@@ -147,6 +148,10 @@ class SubmittedBlock:
         errors = (job.future.exception() for job in self._jobs if job.future.done())
         return next((error for error in errors if error is not None), None)
 
+    def is_done(self) -> bool:
+        """Whether every result is there, or the error that kept it from being computed."""
+        return all(job.future.done() for job in self._jobs)
+
     def close(self) -> None:
         jobs, self._jobs = self._jobs, []
         self._service._release(jobs)
@@ -172,6 +177,7 @@ class Service:
         self._worker: threading.Thread | None = None
         self._interrupted = threading.Event()
         self._is_closing = False
+        self._is_imported = threading.Event()  # what engines need
         self._to_preload: tuple[ModelArguments, bool] | None = None
         self._preloaded: set[ModelArguments] = set()
         self._engine: tuple[ModelArguments, Engine] | None = None  # used by the worker only
@@ -187,7 +193,9 @@ class Service:
             return
         self._preloaded.add(model.engine_key)
         with suppress(Exception):
-            self._loader.import_modules(model)  # in the harness's thread, which imports while the worker loads
+            if use_cache and self._answered_fingerprint(model) is not None:
+                return
+            self._import(model)  # in the harness's thread, which imports while the worker loads
         with self._changed:
             self._to_preload = model, use_cache
             self._wake_worker()
@@ -222,6 +230,19 @@ class Service:
             return jobs[0].future.result()
         finally:
             self._release(jobs)
+
+    def wait_for_imports(self, blocks: Iterable[SubmittedBlock]) -> None:
+        """Wait until the worker has imported what computes `blocks`, or needs nothing: all results are there.
+
+        A harness calls this before it imports packages while its block is computed: `EngineLoader.import_modules`.
+        """
+        for block in blocks:
+            while not (block.is_done() or self._is_imported.wait(IMPORT_SLICE_S) or self._interrupted.is_set()):
+                pass
+
+    def _import(self, model: ModelArguments) -> None:
+        self._loader.import_modules(model)
+        self._is_imported.set()
 
     def _wait(self, job: Job) -> None:
         while not job.future.done():
@@ -444,6 +465,7 @@ class Service:
         key = model.engine_key
         if self._engine is None or self._engine[0] != key:
             self._evict()
+            self._import(model)
             with stopped_by(self._interrupted.is_set):
                 engine = self._loader.load(model)
             self._engine = (key, engine)

@@ -6,12 +6,15 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.checkpoint.manifest import MANIFEST
 from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.fingerprint import quick_engine_fingerprint
 from flexgen_helm.engine.opening import fingerprint_before_loading
 from flexgen_helm.errors import (
     Interrupted,
@@ -24,6 +27,7 @@ from flexgen_helm.errors import (
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.scheduling.scheduler import Scheduler
+from tests.helpers import backend_models
 from tests.helpers.tiny_models import build_tiny
 
 
@@ -260,7 +264,31 @@ def test_the_fingerprint_is_known_before_the_weights_are_read(tiny, variant, opt
     with Engine.from_pretrained(tiny(variant).path, **options) as engine:
         expected = engine.fingerprint
     monkeypatch.setattr(TieredWeights, "__init__", None)
-    assert fingerprint_before_loading(tiny(variant).path, EngineConfig(**options)) == expected
+    path, config = tiny(variant).path, EngineConfig(**options)
+    assert fingerprint_before_loading(path, config) == expected
+    is_quick = config.weights != "dummy"
+    assert quick_engine_fingerprint(path, config) == (expected if is_quick else None)
+
+
+def test_the_fingerprint_is_quick_only_where_it_is_certain(tiny, tmp_path, monkeypatch):
+    """Elsewhere the model is opened: on a GPU, for modules of transformers, a conversion, and files never hashed."""
+    path, other, config = tiny("llama").path, tiny("gpt2").path, EngineConfig(device="cpu")
+    known = quick_engine_fingerprint(path, config)
+    assert known is not None and quick_engine_fingerprint(other, config) not in (None, known)
+    assert quick_engine_fingerprint(path, EngineConfig(device="cuda")) is None
+    copy = shutil.copytree(path, tmp_path / "copy")
+    assert quick_engine_fingerprint(copy, config) == known
+    with monkeypatch.context() as patch:
+        patch.setattr("flexgen_helm.checkpoint.fingerprint._SMALL", 0)
+        assert quick_engine_fingerprint(copy, config) is None
+    (copy / MANIFEST).write_text("{}")
+    assert quick_engine_fingerprint(copy, config) is None
+    (copy / MANIFEST).unlink()
+    (copy / "generation_config.json").write_text('{"eos_token_id": 3}')  # of the tokenizer
+    assert quick_engine_fingerprint(copy, config) not in (None, known)
+    backend_models.saved("StableLmForCausalLM", tmp_path / "modules")
+    assert quick_engine_fingerprint(tmp_path / "modules", config) is None
+    assert fingerprint_before_loading(tmp_path / "modules", config) is not None
 
 
 @pytest.mark.parametrize("precision", ["fp16", "4bit"])

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import helm.benchmark
 import pytest
+import yaml
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark import runner as helm_runner
 from helm.benchmark import tokenizer_config_registry as tokenizers
@@ -34,6 +36,7 @@ from helm.common.cache_backend_config import SqliteCacheBackendConfig
 from helm.common.general import ensure_file_downloaded
 from helm.common.object_spec import parse_object_spec
 from helm.common.request import ErrorFlags, Request
+from yaml.loader import SafeLoader as PurePythonLoader  # as it is, whatever `yaml.SafeLoader` has become
 
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.cli.run import _print_scores, run_and_show
@@ -278,6 +281,26 @@ def test_a_helm_that_changed_is_left_untouched_with_one_warning(
     helm_patches.install_or_warn()
     assert Executor.execute is execute and getattr(owner, name) is value
     assert len(unpatched) == 1 and "does not know this version of HELM" in unpatched[0]
+
+
+def test_libyaml_reads_what_pyyaml_reads_of_helms_own_files() -> None:
+    files = sorted((Path(helm.benchmark.__file__).parents[1] / "config").glob("*.yaml"))
+    assert len(files) >= 3
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert repr(yaml.load(text, yaml.CSafeLoader)) == repr(yaml.load(text, PurePythonLoader)), file
+
+
+def test_only_helms_own_files_are_read_by_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml, "SafeLoader", PurePythonLoader)
+    used: list[Any] = []
+    helm_patches._register_builtin_configs(lambda: used.append(yaml.SafeLoader))
+    with pytest.raises(OSError):
+        helm_patches._register_builtin_configs(Mock(side_effect=OSError))
+    assert used == [yaml.CSafeLoader] and yaml.SafeLoader is PurePythonLoader
+    monkeypatch.delattr(yaml, "CSafeLoader")  # PyYAML may be built without libyaml
+    helm_patches._register_builtin_configs(lambda: used.append(yaml.SafeLoader))
+    assert used[1] is PurePythonLoader
 
 
 def test_the_documentation_shows_the_table_of_patches() -> None:

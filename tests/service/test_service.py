@@ -182,11 +182,13 @@ def test_a_model_whose_answers_are_all_stored_is_not_loaded(bench: Bench) -> Non
         block.wait()
     bench.service.close()  # results are stored soon after they are delivered, and by then at the latest
     again = Bench()
+    again.service._loader.import_modules = pytest.fail  # type: ignore[method-assign]
     again.service.preload(MODEL)
     with again.service.submit(MODEL, [keyed("b"), keyed("a")]) as block:
         block.wait()
         assert all(response.is_cached for response in block.responses().values()) and len(block.responses()) == 2
     assert again.engines == []
+    again.service._loader.import_modules = lambda model: None  # type: ignore[method-assign]
     loaded = again.service.loaded(MODEL)
     assert loaded is not None and loaded.fingerprint == "fake-m"  # for the run's record
     with again.service.submit(MODEL, [keyed("a"), keyed("c")]) as block:
@@ -198,6 +200,46 @@ def test_a_model_whose_answers_are_all_stored_is_not_loaded(bench: Bench) -> Non
     without.service.preload(MODEL, use_cache=False)
     assert eventually(lambda: bool(without.engines))
     without.service.close()
+
+
+def test_a_harness_imports_after_the_engine_and_only_if_there_is_one(bench: Bench) -> None:
+    with bench.service.submit(MODEL, [keyed("a")]) as block:
+        block.wait()
+    bench.service.close()
+    again, imported, may_import = Bench(), [], threading.Event()
+
+    def import_modules(model: ModelArguments) -> None:
+        assert may_import.wait(5)
+        imported.append(model.name)
+
+    again.service._loader.import_modules = import_modules  # type: ignore[method-assign]
+    with again.service.submit(MODEL, [keyed("a")]) as stored, ThreadPoolExecutor(1) as pool:
+        again.service.wait_for_imports([stored])
+        assert stored.is_done() and imported == []
+        with again.service.submit(MODEL, [keyed("a"), keyed("new")]) as block:
+            waiting = pool.submit(again.service.wait_for_imports, [stored, block])
+            time.sleep(0.2)
+            assert not waiting.done()
+            may_import.set()
+            waiting.result(5)
+            assert imported
+            block.wait()
+    again.service.close()
+
+
+@pytest.mark.parametrize("end", ["interrupted", "failed"])
+def test_a_harness_does_not_wait_for_imports_that_will_not_come(bench: Bench, end: str) -> None:
+    def import_modules(model: ModelArguments) -> None:
+        if end == "failed":
+            raise ImportError("no such engine")
+        eventually(lambda: bench.service.is_interrupted)
+
+    bench.service._loader.import_modules = import_modules  # type: ignore[method-assign]
+    with bench.service.submit(MODEL, [keyed("a")]) as block:
+        if end == "interrupted":
+            bench.service.interrupt()
+        bench.service.wait_for_imports([block])
+        assert bench.service.is_interrupted or isinstance(block.error(), ImportError)
 
 
 def test_without_the_response_cache_nothing_is_read_or_stored(bench: Bench, tmp_path: Path) -> None:
