@@ -55,6 +55,9 @@ TORCH_FREE = [
     "flexgen_helm.service.service",
     "flexgen_helm.run_entries",
     "flexgen_helm.runs.data",
+    "flexgen_helm.runs.lengths",
+    "flexgen_helm.planner.suite",
+    "flexgen_helm.cli.suite_lengths",
 ]
 
 

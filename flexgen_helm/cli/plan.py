@@ -14,7 +14,7 @@ import typer
 from flexgen_helm.cli.completion import complete_hardware, complete_model
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file
 from flexgen_helm.cli.engine_flags import to_arguments
-from flexgen_helm.cli.flags import CsvFlag, JsonFlag, require_folder
+from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath, require_folder
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder, require_writable
@@ -88,6 +88,26 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE.html", help="With --frontier: draw them, too.", callback=require_folder),
     ] = None,
+    conf_paths: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--conf-paths", "-c", metavar="FILE", help="Instead of lengths: a file of run entries, as run takes it."
+        ),
+    ] = None,
+    run_entries: Annotated[
+        list[str] | None, typer.Option("--run-entries", "-r", metavar="ENTRY", help="The same: one run entry.")
+    ] = None,
+    max_eval_instances: Annotated[
+        int | None,
+        typer.Option(
+            "--max-eval-instances", "-m", min=1, metavar="N", help="With -c: most instances of an entry. Default: 1000."
+        ),
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With -c: take the prompts of this suite, which run --dry-run has made."),
+    ] = None,
+    output_path: OutputPath = DEFAULT_OUTPUT,
     from_csv: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Instead: compare a table of measured throughputs with predictions."),
@@ -98,24 +118,46 @@ def plan(
     """Predict how fast a model runs on a machine, and which policy makes it fastest.
 
     A policy says how many sequences are computed together, and what is placed on GPU, CPU, and disk. Without --policy
-    the best one is searched; with it, that one is evaluated.
+    the best one is searched; with it, that one is evaluated. With -c it says how long a suite of run entries takes.
 
     Example:
       flexgen-helm plan --model opt-30b --prompt-len 512 --gen-len 32 \\
         --num-seqs 500 --hardware t4
+
+      flexgen-helm plan -c runs/helm_lite.conf --model llama-2-70b \\
+        --hardware rtx3090 --cpu-memory 60GB
     """
     config = EngineConfig(**engine)
+    has_entries = bool(conf_paths or run_entries)
+    if not has_entries and (max_eval_instances is not None or suite is not None):
+        raise UsageError("-m and --suite are for run entries; add -c FILE or -r ENTRY")
     if from_csv is not None:
         if not set(engine) <= {"offload_dir"} or any(
-            (model, prompt_len, gen_len, num_seqs, compress, stages > 1, frontier, picture)
+            (model, prompt_len, gen_len, num_seqs, compress, stages > 1, frontier, picture, has_entries)
         ):
             raise UsageError(
                 "--from-csv says for each row what to evaluate; leave everything out but --hardware, --json and --csv"
             )
         _evaluate_table(from_csv, _profile(config, hardware), as_json, as_csv)
         return
+    if has_entries:
+        from flexgen_helm.cli.plan_suite import MOST_INSTANCES, entry_workloads, print_suite, read_run_entries
+
+        if any((prompt_len, gen_len, num_seqs, frontier, picture)):
+            raise UsageError("run entries have their own lengths; leave out what is about lengths and frontiers")
+        if model is None:
+            raise UsageError("plan needs --model; the models that the run entries name are not read")
+        for flag in ("policy", "schedule", "max_latency"):
+            if flag in engine:
+                raise UsageError(f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out")
+        entries = read_run_entries(conf_paths or (), run_entries or ())
+        problem = _problem(config, model, 1, 1, None, hardware, _precision_name(config, model, compress), stages)
+        folder = None if suite is None else output_path / "runs" / suite
+        workloads = entry_workloads(entries, problem, max_eval_instances or MOST_INSTANCES, folder)
+        print_suite(workloads, problem, model, as_json, as_csv)
+        return
     if model is None or prompt_len is None or gen_len is None:
-        raise UsageError("plan needs --model, --prompt-len and --gen-len, or --from-csv FILE")
+        raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE, or --from-csv FILE")
     if as_csv and not frontier:
         raise UsageError("--csv is for tables; add --frontier or --from-csv, or take --json")
     _check_search(config, gen_len, frontier, picture)

@@ -3,10 +3,8 @@
 import csv
 import io
 import json
-import os
 import shlex
 import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -17,21 +15,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.request import GenerationRequest, MemoryLimits
 from tests.helpers.flags import options_of, record_suites
-from tests.helpers.forks import python
-
-
-def plan(*arguments, **environment):
-    code = (
-        "import sys; from flexgen_helm.cli import main\n"
-        "try:\n    code = main(['plan', *sys.argv[1:]])\n"
-        "except SystemExit as end:\n    code = end.code\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'\nsys.exit(code)"
-    )
-    return subprocess.run(
-        [*python("plan"), "-c", code, *arguments], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "120", **environment},
-    )  # fmt: skip
-
+from tests.helpers.plan_process import plan
 
 LENGTHS = ("--prompt-len", "512", "--gen-len", "32")
 ONE_TOKEN = ("--prompt-len", "512", "--gen-len", "1")
@@ -175,7 +159,7 @@ def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("--model", "opt-30b"), "plan needs --model, --prompt-len and --gen-len"),
+        (("--model", "opt-30b"), "plan needs --model with --prompt-len and --gen-len or with -c FILE"),
         (("--model", "opt-30b", "--prompt-len", "512", "--gen-len", "0"), "--gen-len 0"),
         (("--model", "opt-30b", "--prompt-len", "-4", "--gen-len", "3"), "--prompt-len -4"),
         (("--model", "opt-30b", "--prompt-len", "4000", "--gen-len", "3"), "2048 positions"),

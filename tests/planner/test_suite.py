@@ -1,0 +1,67 @@
+"""Plans of suites, against plans of workloads that are written out here."""
+
+from dataclasses import replace
+
+import pytest
+
+from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.planner.plan import make_plan, planning_problem
+from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.schedules import ZIGZAG
+from flexgen_helm.planner.suite import EntryWorkload, _seconds, joined, plan_suite
+from flexgen_helm.planner.workload import Workload
+
+
+def entry(name: str, *lengths: tuple[int, int, int], saved: int = 0) -> EntryWorkload:
+    """An entry whose shortest, expected and longest lengths, and those at the limit, are given."""
+    workloads = [Workload((group,), saved) for group in lengths]
+    return EntryWorkload(name, "assumed", "a test", *workloads)
+
+
+ENTRIES = [
+    entry("mmlu:subject=a", *[(400, 1, 50)] * 4),
+    entry("mmlu:subject=b", *[(500, 1, 30)] * 4),
+    entry("gsm", (1000, 20, 40), (1000, 40, 40), (1000, 80, 40), (1000, 400, 40), saved=30_000),
+]
+
+
+@pytest.fixture(scope="module")
+def problem():
+    config, dtype = read_model_config("opt-30b")
+    return planning_problem(config, load_profile("t4"), Workload.uniform(1, 1, 1), storage_dtype=dtype)
+
+
+def plan_of(problem, workload):
+    return make_plan(replace(problem, workload=workload)).solution.prediction.latency_s
+
+
+def test_the_total_is_the_plan_of_all_sequences_and_a_scenario_that_of_its_own(problem):
+    made = plan_suite(problem, ENTRIES)
+    every = Workload(((400, 1, 50), (500, 1, 30), (1000, 40, 40)), 30_000)
+    assert made.total.seconds == pytest.approx(plan_of(problem, every))
+    mmlu, gsm = made.scenarios
+    assert [len(mmlu.entries), len(gsm.entries)] == [2, 1]
+    assert mmlu.alone.seconds == pytest.approx(plan_of(problem, Workload(((400, 1, 50), (500, 1, 30)))))
+    assert gsm.alone.seconds == pytest.approx(plan_of(problem, Workload(((1000, 40, 40),), 30_000)))
+    # Sharing counts: the same prompts in full take longer.
+    assert gsm.alone.seconds < 0.9 * plan_of(problem, Workload.uniform(1000, 40, 40))
+    # Lengths that are known have the machine's range alone: 0.8 to 1.25 for the shipped T4.
+    assert mmlu.alone.low == pytest.approx(mmlu.alone.seconds / 1.25)
+    assert mmlu.alone.high == pytest.approx(mmlu.alone.seconds * 1.25)
+    assert gsm.alone.low < 0.75 * gsm.alone.seconds / 1.25 and gsm.alone.high > 1.5 * gsm.alone.seconds * 1.25
+    assert made.limit_s > made.total.high > made.total.seconds > made.total.low
+
+
+def test_sequences_are_added_up():
+    both = joined([Workload(((4, 2, 3), (5, 1, 1)), 6, 2), Workload(((4, 2, 10),), 30, 1)])
+    assert both == Workload(((4, 2, 13), (5, 1, 1)), 36, 3)
+
+
+def test_lengths_that_do_not_fit_are_computed_in_smaller_batches(problem):
+    made = make_plan(replace(problem, workload=Workload.uniform(512, 32, 500)))
+    longer = Workload.uniform(1900, 100, 500)
+    policy, changed = made.solution.policy, replace(made.problem, workload=longer)
+    assert not predict(changed, policy, ZIGZAG).feasible  # the test would ask nothing otherwise
+    seconds, best = _seconds(made, longer), plan_of(problem, longer)
+    assert 0.9 * best < seconds < 3 * best  # a search tries a few block shapes only
