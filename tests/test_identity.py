@@ -160,12 +160,14 @@ def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch:
     from flexgen_helm import Engine, Policy
     from flexgen_helm.engine import fingerprint as module
     from flexgen_helm.offload.disk import WeightFiles
+    from flexgen_helm.offload.matrices import WeightsAtRest
 
     monkeypatch.setattr(module, "RESULTS_VERSION", 4)
     with zipfile.ZipFile(DATA / "written_by_0_1_0.zip") as file:
         file.extractall(tmp_path / "written")
     model, offload = write_model(tmp_path / "model"), tmp_path / "written/offload"
     monkeypatch.setattr(WeightFiles, "_write", lambda *_: pytest.fail("weights of 0.1.0 were written again"))
+    monkeypatch.setattr(WeightsAtRest, "range_of", lambda *_: None)  # as from another disk
     policy = Policy(4, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)  # all weights on the disk
     with Engine.from_pretrained(model, precision=precision, policy=policy, offload_dir=offload, device="cpu") as engine:
         computed = engine.run(REQUESTS)
@@ -187,6 +189,7 @@ def test_a_model_of_other_bytes_does_not_reuse_them(tmp_path: Path, monkeypatch:
     """The inverse: the guard of the test above can fail."""
     from flexgen_helm import Engine, Policy
     from flexgen_helm.offload.disk import WeightFiles
+    from flexgen_helm.offload.matrices import WeightsAtRest
 
     with zipfile.ZipFile(DATA / "written_by_0_1_0.zip") as file:
         file.extractall(tmp_path / "written")
@@ -194,6 +197,7 @@ def test_a_model_of_other_bytes_does_not_reuse_them(tmp_path: Path, monkeypatch:
     with (model / "config.json").open("a") as file:
         file.write("\n")
     monkeypatch.setattr(WeightFiles, "_write", lambda *_: (_ for _ in ()).throw(RuntimeError("written again")))
+    monkeypatch.setattr(WeightsAtRest, "range_of", lambda *_: None)
     policy = Policy(4, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)
     with pytest.raises(RuntimeError, match="written again"):
         Engine.from_pretrained(model, policy=policy, offload_dir=tmp_path / "written/offload", device="cpu")
