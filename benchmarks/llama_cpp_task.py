@@ -27,8 +27,8 @@ def missing() -> str | None:
     return None if which(PROGRAM) else f"{PROGRAM} is not in PATH"
 
 
-def version() -> str:
-    done = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True)
+def version(program: str = PROGRAM) -> str:
+    done = subprocess.run([program, "--version"], capture_output=True, text=True)
     return (done.stderr + done.stdout).partition("\n")[0].removeprefix("version: ")
 
 

@@ -64,7 +64,9 @@ def bench(
     ] = None,
     peers: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="clients: against these (huggingface, padded). --out is added to as well."),
+        typer.Option(
+            metavar="NAMES", help="clients: against these (huggingface, padded, llama.cpp). --out is added to as well."
+        ),
     ] = None,
 ) -> None:
     """Run a benchmark of flexgen_helm itself. Close other programs first.

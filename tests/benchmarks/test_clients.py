@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.benchmarks import KNOWN, Options, clients, helm_runs, load, summary
+from flexgen_helm.benchmarks import KNOWN, Options, clients, helm_runs, llama_server_task, load, summary
+from flexgen_helm.benchmarks.llama_server_task import ServedRun
 from flexgen_helm.benchmarks.reference import SAMPLE_TEXTS, export, same_tokens
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.errors import FlexgenError, UsageError
@@ -134,12 +136,15 @@ def test_only_known_defects_explain_a_difference():
     assert unexplained == ["exact_match", "logprob", "num_bytes test"]
 
 
+GREEDY = {"max_tokens": 1, "echo_prompt": False, "temperature": 0.0, "num_completions": 1, "stop_sequences": []}
+
+
 def write_run(folder, texts, record=None, began=None):
     folder.mkdir(parents=True)
     states = [
         {
             "result": {"request_time": 0.5, "request_datetime": began, "completions": [{"text": text}]},
-            "request": {"prompt": f"the same beginning {text}", "max_tokens": 1},
+            "request": {"prompt": f"the same beginning {text}", **GREEDY},
         }
         for text in texts
     ]
@@ -288,6 +293,37 @@ def test_a_call_runs_the_chosen_peers_alone(monkeypatch, tmp_path, tiny_checkpoi
             clients.run(options)
     with pytest.raises(UsageError, match="no chosen task is compared"):
         clients.run(Options(tasks=("natural",), peers=("padded",)))
+
+
+def test_llama_cpp_gets_the_prompts_of_each_task_that_it_can_answer(monkeypatch, tmp_path, tiny_checkpoint):
+    write_run(tmp_path / "a,model=ours", ["a", "b"], RECORD)
+    ours = helm_runs.read_runs([tmp_path / "a,model=ours"], 10.0, 1000.0)
+    scored = dataclasses.replace(ours, requests=[{**ours.requests[0], "max_tokens": 0, "echo_prompt": True}])
+    asked = []
+
+    def serve(file, prompts, requests, slots, log):
+        assert file.suffix == ".gguf" and [len(requests), log.parent.is_dir()] == [2, True]
+        asked.append((slots, prompts))
+        return ServedRun(40.0 / slots, 1.0, ["a", "x"])
+
+    monkeypatch.setattr(clients, "helm_run", lambda entries, *_, **__: scored if "pattern" in entries[0] else ours)
+    monkeypatch.setattr(clients, "_prepare", lambda scratch, checkpoint: scratch)
+    monkeypatch.setattr(clients, "open_checkpoint", lambda name: tiny_checkpoint)
+    monkeypatch.setattr(clients, "fetch", lambda name: tmp_path / "model.gguf")
+    monkeypatch.setattr(clients, "serve", serve)
+    monkeypatch.setattr(llama_server_task, "missing", lambda: None)
+    monkeypatch.setattr(llama_server_task, "version", lambda program: "9999")
+    found = clients.run(Options(tasks=("natural", "pattern_match"), peers=("llama.cpp",), repeats=2))
+    encode = Tokenizer.from_path(tiny_checkpoint.tokenizer_path).encode
+    prompts = [tuple(encode(f"the same beginning {text}", add_special_tokens=False)) for text in "ab"]
+    assert asked == [(1, prompts), (8, prompts)] * 2
+    (part,) = found["tasks"]
+    assert (part["name"], part["peer"], part["versions"]["llama.cpp"]) == ("natural", "llama.cpp", "9999")
+    assert found["ratios"]["natural_against_llama_cpp"] == 0.5 and part["settings"]["slots"] == [1, 8]
+    assert part["scores"] == {"equal_completions": 1, "completions": 2}
+    refused = "pattern_match is not compared with llama.cpp: llama.cpp's server gives no log-probabilities of a prompt"
+    assert found["notes"].count(refused) == 1
+    json.dumps(found, allow_nan=False)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=8), min_size=1, max_size=12))
