@@ -60,6 +60,16 @@ class Workload:
     decode_flops: float | None = None
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """The paper's machine and prompts, scaled. link_gb_s: each way."""
+
+    link_gb_s: float
+    gpu_bytes: int
+    decode_flops: float
+    prompt: int
+
+
 QUICK = Workload(batch_rows=2, batches=2, prompt=6, output=3, repeats=1, decode_flops=1e12)
 
 
@@ -92,6 +102,20 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, Any]:
+    scaled = scale(workload, options)
+    records: dict[str, list[dict[str, Any]]] = {}
+    for repeat in range(workload.repeats):
+        for variant in variants(workload):
+            arguments = block_arguments(workload, scaled, variant.policy, scratch, **variant.engine)
+            arguments["rows"] *= variant.blocks
+            record = in_own_process(run_engine, arguments)
+            records.setdefault(variant.label, []).append(record)
+            options.tell(f"{variant.label}: {tokens_per_s(record):.2f} token/s ({repeat + 1} of {workload.repeats})")
+    return assemble(workload, variants(workload), records, asdict(scaled))
+
+
+def scale(workload: Workload, options: Options) -> Scaled:
+    """Scale the paper's machine and prompts to the workload's model and this machine."""
     from flexgen_helm.checkpoint.open import open_checkpoint
 
     config, paper = open_checkpoint(workload.model, weights="dummy").config, Paper()
@@ -106,30 +130,23 @@ def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, An
         f"decoding's products {rate / 1e9:.0f} Gflop/s: a link of {link:.3f} GB/s, a gpu of {gpu / 1e6:.0f} MB, "
         f"{prompt} prompt tokens"
     )
-    records: dict[str, list[dict[str, Any]]] = {}
-    for repeat in range(workload.repeats):
-        for variant in variants(workload):
-            engine = {
-                "device": "sim",
-                "link_gb_s": [link, link],
-                "schedule": "zigzag",
-                **variant.engine,
-                "policy": policy_text(variant.policy),
-                "offload_dir": str(scratch),
-            }
-            arguments = {
-                "model": workload.model,
-                "engine": engine,
-                "limits": {"gpu": gpu},
-                "rows": variant.blocks * variant.policy.block_size,
-                "prompt": prompt,
-                "output": workload.output,
-            }
-            record = in_own_process(run_engine, arguments)
-            records.setdefault(variant.label, []).append(record)
-            options.tell(f"{variant.label}: {tokens_per_s(record):.2f} token/s ({repeat + 1} of {workload.repeats})")
-    scaled = {"link_gb_s": link, "gpu_bytes": gpu, "decode_flops": rate, "prompt": prompt}
-    return assemble(workload, variants(workload), records, scaled)
+    return Scaled(link, gpu, rate, prompt)
+
+
+def block_arguments(workload: Workload, scaled: Scaled, policy: Policy, scratch: Path, **engine: Any) -> dict[str, Any]:
+    """Return the arguments with which `run_engine` runs a block of `policy` on the simulated GPU.
+
+    engine: arguments of the engine that differ.
+    """
+    link = {"device": "sim", "link_gb_s": [scaled.link_gb_s] * 2, "schedule": "zigzag"}
+    return {
+        "model": workload.model,
+        "engine": {**link, **engine, "policy": policy_text(policy), "offload_dir": str(scratch)},
+        "limits": {"gpu": scaled.gpu_bytes},
+        "rows": policy.block_size,
+        "prompt": scaled.prompt,
+        "output": workload.output,
+    }
 
 
 def variants(workload: Workload) -> list[Variant]:
