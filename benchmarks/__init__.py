@@ -24,6 +24,7 @@ KNOWN = (
     "accuracy",
     "offload",
     "ablation",
+    "blocks",
     "policy",
     "kernels",
     "formats",
@@ -55,6 +56,8 @@ class Options:
     reference: folder of the harness's results, for `accuracy`
     model: for `precisions` and `trace`
     table: of `paper`
+    measure: `paper` runs the benchmarks that measure its tables
+    prompt_len, gen_len: other lengths for `paper`'s table of throughputs
     tell: called with a line of text at each step
     """
 
@@ -68,6 +71,9 @@ class Options:
     reference: str | None = None
     model: str | None = None
     table: str | None = None
+    measure: bool = False
+    prompt_len: int | None = None
+    gen_len: int | None = None
     tasks: tuple[str, ...] | None = None
     peers: tuple[str, ...] | None = None
     earlier: Mapping[str, Any] | None = None

@@ -6,16 +6,35 @@ of the stored results of other benchmarks, so the command takes seconds. Columns
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from flexgen_helm.benchmarks import Options
+from flexgen_helm.benchmarks import Options, load
 from flexgen_helm.benchmarks.common import machine, refuse_engine_flags
 from flexgen_helm.benchmarks.paper import rows
-from flexgen_helm.benchmarks.paper.rows import Row, Sources
+from flexgen_helm.benchmarks.paper.rows import OUTPUT, PROMPT, Row, Sources
 from flexgen_helm.errors import UsageError
 from flexgen_helm.report.throughput import versions
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The benchmark that measures a table.
+
+    minutes: it takes on two cores; None where nobody has timed it.
+    options: of the benchmark, besides its defaults.
+    """
+
+    benchmark: str
+    minutes: int | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        texts = {name: ",".join(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
+        flags = "".join(f" --{name} {text}" for name, text in texts.items())
+        minutes = "" if self.minutes is None else f", about {self.minutes} minutes"
+        return f"bench {self.benchmark}{flags}{minutes}"
 
 
 @dataclass(frozen=True)
@@ -26,6 +45,7 @@ class Table:
     rows: label, paper, predicted, measured; the last three None where there is none.
     note: what was measured on what shapes, why columns are empty, and why figures differ.
     columns: names of further figures that rows have, and what the page calls them.
+    measured_by: None where nothing here can measure it.
     picture: what the page's picture of it shows, in `docs/images/paper_<name>.svg`; None without a picture.
     """
 
@@ -35,6 +55,7 @@ class Table:
     rows: Callable[[Sources], list[Row]]
     note: str
     columns: tuple[tuple[str, str], ...] = ()
+    measured_by: Measurement | None = None
     picture: str | None = None
 
 
@@ -44,8 +65,15 @@ def run(options: Options) -> dict[str, Any]:
     tables = [table for table in TABLES if options.table in (None, table.name)]
     if not tables:
         raise UsageError(f"there is no table {options.table!r}; known are {', '.join(table.name for table in TABLES)}")
-    options.tell("predictions take seconds; measurements are the stored ones")
-    sources = Sources()
+    lengths = options.prompt_len or PROMPT, options.gen_len or OUTPUT
+    if lengths != (PROMPT, OUTPUT) and options.table != "throughput":
+        raise UsageError("other lengths are for one table: give --table throughput with them")
+    if options.measure and all(table.measured_by is None for table in tables):
+        raise UsageError(f"nothing here measures the table {options.table!r}: leave out --measure")
+    for table in tables:
+        filled = "nothing here measures it" if table.measured_by is None else f"--measure runs {table.measured_by}"
+        options.tell(f"{table.name}: predicted in seconds; {filled}")
+    sources = Sources(_measured(tables, options) if options.measure else {}, *lengths)
     found = [{"table": table.name, **row} for table in tables for row in table.rows(sources)]
     notes = [f"{table.name} ({table.unit}): {table.note}" for table in tables]
     return {
@@ -55,7 +83,27 @@ def run(options: Options) -> dict[str, Any]:
         "rows": found,
         "ratios": {},
         "notes": notes,
+        **({"measured": sources.fresh} if options.measure else {}),
     }
+
+
+def _measured(tables: Sequence[Table], options: Options) -> dict[str, Mapping[str, Any]]:
+    """Run each benchmark that measures one of the tables; of several tables, those that can be measured here."""
+    from torch.cuda import is_available
+
+    results: dict[str, Mapping[str, Any]] = {}
+    for table in tables:
+        own = table.measured_by
+        if own is None or own.benchmark in results:
+            continue
+        if own.benchmark == "gpu" and len(tables) > 1 and not is_available():
+            options.tell(f"{table.name}: left out, because torch finds no CUDA device")
+            continue
+        options.tell(f"measuring {table.name}: {own}")
+        results[own.benchmark] = load(own.benchmark)(
+            Options(quick=options.quick, repeats=options.repeats, tell=options.tell, **own.options)
+        )
+    return results
 
 
 TABLES = (
@@ -66,6 +114,7 @@ TABLES = (
         rows.throughput,
         "not measured here: no T4, and not the memory for these models. The largest error is that of 4-bit "
         "OPT-175B, where one rate of dequantization serves weights and cache.",
+        measured_by=Measurement("gpu", 10),
     ),
     Table(
         "frontier",
@@ -73,10 +122,12 @@ TABLES = (
         "tokens/s; seconds of a block",
         rows.frontier,
         "a block of as many sequences as in the paper, by the policy with the least latency that the search finds; the "
-        "paper names none. DeepSpeed and Accelerate have those of the main table. Not measured here: no T4. Compressed "
+        "paper names none. DeepSpeed and Accelerate have those of the main table. Measured: shares of the largest "
+        "block's throughput, OPT-125M with dummy weights on the simulated GPU (`bench blocks`). Compressed "
         "OPT-175B is predicted to take up to 27 % longer than it did for few sequences, and 27 % less for many: one "
         "rate of dequantization serves weights and cache.",
         (("paper_s", "paper, s"), ("predicted_s", "predicted, s")),
+        Measurement("blocks", 12),
         "Throughput by latency of four systems, the paper's and predicted",
     ),
     Table(
@@ -87,6 +138,7 @@ TABLES = (
         "measured: OPT-125M with dummy weights, 22 + 12 tokens, a simulated GPU with the paper's proportions on "
         "two cores of an AMD EPYC (`bench ablation`). All rows agree in direction. The simulated GPU's copies "
         "and products use the host's cores, so overlap and attention on the CPU have less to gain.",
+        measured_by=Measurement("ablation", 5),
         picture="Throughput without each technique, of the paper, predicted and measured",
     ),
     Table(
@@ -104,7 +156,11 @@ TABLES = (
         rows.breakdown,
         "the predicted parts add up, because nothing overlaps. The paper's add up to 1.2 times its prefill and 1.04 "
         "times its decoding, and it has none for hidden states. Its prefill reads weights for 768 s, a decode pass for "
-        "98 s; the model has the same reads in both. Not measured here: it needs a T4 and a model of 350 GB.",
+        "98 s; the model has the same reads in both. Measured: OPT-125M with dummy weights and a quarter of the "
+        "paper's block, on the simulated GPU (`bench blocks`). The disk is the machine's own and is not scaled, "
+        "and other programs computed, so only the order of the parts can be compared. It is the paper's but for "
+        "weights and cache in decoding: a quarter of the block reads a quarter of the cache, and all of the weights.",
+        measured_by=Measurement("blocks", 12),
         picture="Parts of both phases, as shares of their time",
     ),
     Table(
@@ -138,6 +194,7 @@ TABLES = (
         rows.mixed_lengths,
         "measured: SmolLM2-135M in memory, two subjects of MMLU, 100 prompts each (`bench clients`). Our batches have "
         "no padding; the paper pads to the longest. XSum has to be downloaded.",
+        measured_by=Measurement("clients", 7, {"tasks": ("mmlu",), "peers": ("huggingface",)}),
     ),
     Table(
         "devices",
@@ -155,6 +212,7 @@ TABLES = (
         "the paper has a picture of three networks, and Petals' throughput below 10 ms at 1 Gbit/s: 2.84 tokens/s. The "
         "model has no cost of Petals' servers and clients, so the pipeline is predicted faster than Petals was. "
         "Measured: two processes over links of that delay and rate (`bench network`), predicted for them.",
+        measured_by=Measurement("network", None),
     ),
     Table(
         "accuracy",
@@ -164,5 +222,6 @@ TABLES = (
         "measured: SmolLM2-135M, precision `4bit`, 100 passages (`bench precisions`). No cost model predicts "
         "accuracy. This model is 220 and 1,300 times smaller than the paper's and loses more. The paper's sparse "
         "attention is left out.",
+        measured_by=Measurement("precisions", None, {"instances": 100}),
     ),
 )

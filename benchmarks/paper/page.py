@@ -9,7 +9,9 @@ from flexgen_helm.benchmarks.paper.comparison import TABLES, Table
 from flexgen_helm.benchmarks.paper.rows import Sources
 
 # Benchmarks whose stored results are in the tables.
-_MEASURED = ("ablation", "clients", "network", "precisions")
+_MEASURED = ("ablation", "blocks", "clients", "network", "precisions")
+# As the names of result files say it.
+_PROCESSORS = {"amd_epyc": "AMD EPYC", "intel_xeon": "Intel Xeon"}
 
 
 def page() -> str:
@@ -19,12 +21,13 @@ def page() -> str:
         "# The paper, table by table",
         "",
         "`flexgen-helm bench paper` prints these tables, `--table NAME` one of them; `make pages` writes this page.",
+        "`--measure` runs the benchmarks that fill the measured column, and says beforehand how long they take.",
         "*Paper* is the [FlexGen paper](https://arxiv.org/abs/2303.06865), *predicted* is our cost model for its T4,",
-        "and *measured* comes from stored results on two cores of an AMD EPYC without a GPU. A dash is a figure that",
+        "and *measured* comes from stored results of machines with two cores and no GPU. A dash is a figure that",
         "nobody has. Policies are GPU batch x batches, then percent on GPU/CPU of weights, KV cache and hidden states.",
         "",
-        "| measured by | stored on | flexgen-helm | torch | transformers |",
-        "|---|---|---|---|---|",
+        "| measured by | stored on | processor | threads | other programs | flexgen-helm | torch | transformers |",
+        "|---|---|---|---|---|---|---|---|",
         *(_measurement(sources, name) for name in _MEASURED),
     ]
     for table in TABLES:
@@ -40,8 +43,11 @@ def _measurement(sources: Sources, benchmark: str) -> str:
     result = sources.result(benchmark)
     assert result is not None, f"no stored result of bench {benchmark}"
     day = date.fromisoformat(result["date"])
+    processor = next(name for part, name in _PROCESSORS.items() if part in result["file"])
+    busy = "computed, too" if any("other programs were computing" in note for note in result["notes"]) else "-"
     releases = " | ".join(result["versions"][name] for name in ("flexgen-helm", "torch", "transformers"))
-    return f"| `bench {benchmark}` | {day.day} {day:%B %Y} | {releases} |"
+    threads = result["hardware"].get("threads", "-")
+    return f"| `bench {benchmark}` | {day.day} {day:%B %Y} | {processor} | {threads} | {busy} | {releases} |"
 
 
 def _lines(table: Table, sources: Sources) -> list[str]:

@@ -31,7 +31,6 @@ from flexgen_helm.quant.precisions import FP16, Precision
 
 PAPER = Path(__file__).parent
 RESULTS = PAPER.parent / "results"
-HARDWARE = "cpu_2core_amd_epyc"
 # Lengths of the paper's throughput tables.
 PROMPT, OUTPUT = 512, 32
 # Parts of a phase that the paper's breakdown has as columns.
@@ -58,11 +57,18 @@ class Sources:
     output: int = OUTPUT
 
     def result(self, benchmark: str) -> Mapping[str, Any] | None:
-        """Return a benchmark's result; None where nobody has measured, or results are not installed."""
+        """Return a benchmark's newest result; None where nobody has measured, or results are not installed.
+
+        A stored one has the name of its file under `file`.
+        """
         if benchmark in self.fresh:
             return self.fresh[benchmark]
-        path = RESULTS / f"{benchmark}_{HARDWARE}.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        kind = "*" if benchmark == "gpu" else "cpu_*"
+        stored = [
+            {**json.loads(path.read_text(encoding="utf-8")), "file": path.name}
+            for path in RESULTS.glob(f"{benchmark}_{kind}.json")
+        ]
+        return max(stored, key=lambda result: result["date"], default=None)
 
     def rows(self, benchmark: str) -> dict[str, Row]:
         """Return the rows of a result by label."""
@@ -71,10 +77,23 @@ class Sources:
 
 
 def throughput(sources: Sources) -> list[Row]:
-    """Return the main table; for other lengths without the paper's figures, and with the search's policies."""
+    """Return the main table, and what `bench gpu` has measured.
+
+    For other lengths there are predictions alone, for FlexGen with the search's policies.
+    """
     lines = [row for row in _evaluated() if row["table"] == "throughput_512"]
     if (sources.prompt, sources.output) == (PROMPT, OUTPUT):
-        return [_predicted(line) for line in lines]
+        own = [row for row in sources.rows("gpu").values() if "tokens_per_s" in row]
+        device = (sources.result("gpu") or {"hardware": {"device": ""}})["hardware"]["device"]
+        return [_predicted(line) for line in lines] + [
+            {
+                "label": f"{device}: {row['label']}",
+                "paper": None,
+                "predicted": None,
+                "measured": _digits(row["tokens_per_s"]),
+            }
+            for row in own
+        ]
     rows = []
     for line in lines:
         other = {**line, "prompt_len": str(sources.prompt), "gen_len": str(sources.output)}
@@ -98,7 +117,10 @@ def ssd_speed(sources: Sources) -> list[Row]:
 
 
 def frontier(sources: Sources) -> list[Row]:
-    """Throughput by sequences of a block; for FlexGen the paper names no policies, so they are the search's."""
+    """Throughput by sequences of a block; for FlexGen the paper names no policies, so they are the search's.
+
+    Measured are shares of the largest block's throughput, beside the paper's and the predicted ones of OPT-30B.
+    """
     policies = {(row["system"], row["model"]): row for row in _evaluated() if row["table"] == "throughput_512"}
     rows: list[Row] = []
     for line in pd.read_csv(PAPER / "latency_throughput_512_32_T4.csv").to_dict("records"):
@@ -118,6 +140,14 @@ def frontier(sources: Sources) -> list[Row]:
                 "predicted_s": round(costs.block_s),
             }
         )
+    figures = {row["label"]: row for row in rows}
+    largest = figures["FlexGen opt-30b, block of 144"]
+    for label, own in sources.rows("blocks").items():
+        if (row := figures.get(f"FlexGen opt-30b, {label}")) and row is not largest:
+            shares = {column: round(row[column] / largest[column], 3) for column in ("paper", "predicted")}
+            name = f"share of 144 sequences, {label}"
+            seconds = {"paper_s": None, "predicted_s": None}
+            rows.append({"label": name, **shares, "measured": round(own["of_largest"], 3), **seconds})
     return rows
 
 
@@ -159,27 +189,27 @@ def breakdown(sources: Sources) -> list[Row]:
         for row in _evaluated()
         if row["model"] == "opt-175b" and row["system"] == "FlexGen" and row["overlap"] == "0"
     )
-    predicted = predicted_parts(line)
+    predicted, own = predicted_parts(line), sources.rows("blocks")
     rows: list[Row] = []
     for stage, figures in paper.items():
-        total = float(figures["total_s"])
-        theirs = {part: figures[column] / total if column else None for part, column in _PARTS.items()}
-        ours = {part: predicted[stage][part] / predicted[stage]["total"] for part in _PARTS}
-        rows.append(
-            {
-                "label": f"{stage}, seconds",
-                "paper": total,
-                "predicted": round(predicted[stage]["total"]),
-                "measured": None,
+        seconds = {
+            "paper": {"total": figures["total_s"]} | {part: figures[name] for part, name in _PARTS.items() if name},
+            "predicted": predicted[stage],
+            "measured": {part: own[f"{stage}: {part}"]["seconds"] for part in ("total", *_PARTS)} if own else {},
+        }
+        totals = {column: _digits(spent["total"]) if spent else None for column, spent in seconds.items()}
+        rows.append({"label": f"{stage}, seconds", **totals})
+        for part in _PARTS:
+            shares = {
+                column: round(spent[part] / spent["total"], 3) if part in spent else None
+                for column, spent in seconds.items()
             }
-        )
-        for part in (*_PARTS, "all parts"):
-            both = (
-                sum(value or 0.0 for value in shares.values()) if part == "all parts" else shares[part]
-                for shares in (theirs, ours)
-            )
-            first, second = (None if share is None else round(share, 3) for share in both)
-            rows.append({"label": f"{stage}: {part}", "paper": first, "predicted": second, "measured": None})
+            rows.append({"label": f"{stage}: {part}", **shares})
+        sums = {
+            column: round(sum(spent[part] for part in _PARTS if part in spent) / spent["total"], 3) if spent else None
+            for column, spent in seconds.items()
+        }
+        rows.append({"label": f"{stage}: all parts", **sums})
     return rows
 
 

@@ -56,6 +56,15 @@ def bench(
         typer.Option(metavar="MODEL", help="precisions, trace: name, folder, or .gguf file. Default: the benchmark's."),
     ] = None,
     table: Annotated[str | None, typer.Option(metavar="TABLE", help="paper: one of its tables.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="paper: measure its tables on this machine. It says how long that takes.")
+    ] = False,
+    prompt_len: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="paper: of each prompt in the table of throughputs.")
+    ] = None,
+    gen_len: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="paper: new tokens in the table of throughputs.")
+    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -79,6 +88,7 @@ def bench(
       offload       weights streamed from the disk, against memory and Accelerate
       long_answers  many long answers in little memory, against reserving the most
       ablation      each technique left out, on a simulated GPU
+      blocks        throughput by block size, and a run's seconds by part, on a simulated GPU
       network       a pipeline over slow links, against offloading on one device
       experts       a mixture of experts four times as large as memory
       gpu           a GPU's links and products, and large models in 16 GB of it
@@ -97,6 +107,8 @@ def bench(
     chosen = {"tasks": _names("tasks", tasks), "peers": _names("peers", peers)}
     if any(chosen.values()) and name != "clients":
         raise UsageError(f"bench {name} has neither --tasks nor --peers, which are of bench clients")
+    if name != "paper" and (measure or prompt_len or gen_len):
+        raise UsageError(f"bench {name} has no --measure, --prompt-len or --gen-len, which are of bench paper")
     earlier = _result_in(out) if any(chosen.values()) else None
     options = Options(
         engine,
@@ -109,6 +121,9 @@ def bench(
         reference,
         model,
         table,
+        measure,
+        prompt_len,
+        gen_len,
         **chosen,
         earlier=earlier,
         tell=say,

@@ -130,6 +130,49 @@ def test_measurements_are_left_out_where_results_are_not_installed(tmp_path, mon
     assert all(row["paper"] is not None for row in rows.accuracy(nothing))
 
 
+def test_each_table_says_beforehand_what_measures_it_and_measures_when_asked(monkeypatch):
+    said: list[str] = []
+    asked: list[Options] = []
+    ratios = {"no weights on the gpu": 0.1, "no overlap": 0.2, "no cpu attention": 0.3, "row by row, small batch": 0.4}
+
+    def ablation(options: Options) -> dict:
+        asked.append(options)
+        return {"rows": [{"label": label, "ratio": ratio} for label, ratio in ratios.items()]}
+
+    monkeypatch.setattr(comparison, "load", lambda name: {"ablation": ablation}[name])
+    plain = load("paper")(Options(table="techniques", tell=said.append))
+    assert not asked and "measured" not in plain
+    assert said == ["techniques: predicted in seconds; --measure runs bench ablation, about 5 minutes"]
+    result = load("paper")(Options(table="techniques", measure=True, repeats=1))
+    assert [row["measured"] for row in result["rows"]] == [0.1, 0.2, 0.3, 0.4] and asked[0].repeats == 1
+    assert set(result["measured"]) == {"ablation"}
+    with pytest.raises(UsageError, match="'ssd'.*--measure"):
+        load("paper")(Options(table="ssd", measure=True))
+
+
+def test_figures_of_a_gpu_are_rows_of_the_main_table():
+    measured = {
+        "hardware": {"device": "NVIDIA X"},
+        "rows": [{"label": "opt-6.7b", "tokens_per_s": 1234.5}, {"label": "y"}],
+    }
+    lines = rows.throughput(Sources({"gpu": measured}))
+    assert lines[:-1] == rows.throughput(Sources())
+    assert lines[-1] == {"label": "NVIDIA X: opt-6.7b", "paper": None, "predicted": None, "measured": 1234.0}
+
+
+def test_other_lengths_are_predicted_by_the_same_model():
+    lines = load("paper")(Options(table="throughput", prompt_len=1024, gen_len=32))["rows"]
+    assert len(lines) == 12 and {row["paper"] for row in lines} == {None}
+    before = {row["label"]: row["predicted"] for row in found("throughput")}
+    own = {row["label"]: row["predicted"] for row in lines}
+    # Twice the prompt: a large block is slower. The paper's policy of Accelerate's OPT-30B is the same.
+    assert own["Accelerate opt-30b 8x1 0/100 100/0 100/0"] < before["Accelerate opt-30b 8x1 0/100 100/0 100/0"]
+    (best,) = (value for label, value in own.items() if label.startswith("FlexGen opt-30b"))
+    assert 0.3 < best / before["FlexGen opt-30b 48x3 20/80 0/100 0/100"] < 0.8
+    with pytest.raises(UsageError, match="--table throughput"):
+        load("paper")(Options(prompt_len=1024))
+
+
 def test_an_unknown_table_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match="'petals'.*techniques"):
         load("paper")(Options(table="petals"))

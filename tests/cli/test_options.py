@@ -244,6 +244,19 @@ def test_what_was_measured_is_printed_even_where_it_cannot_be_written(monkeypatc
     assert captured.err == f"flexgen-helm: {tmp_path} cannot be written: Is a directory\n"
 
 
+@pytest.mark.parametrize("flags", [["--measure"], ["--prompt-len", "9"], ["--gen-len", "9"]])
+def test_flags_of_bench_paper_are_refused_elsewhere(monkeypatch, capsys, flags):
+    import flexgen_helm.benchmarks
+
+    asked = []
+    result = {"name": "measured", "rows": [], "ratios": {}}
+    monkeypatch.setattr(flexgen_helm.benchmarks, "load", lambda name: lambda options: asked.append(options) or result)
+    assert cli.main(["bench", "kernels", *flags]) == 2
+    assert "bench kernels has no --measure" in capsys.readouterr().err and not asked
+    assert cli.main(["bench", "paper", *flags]) == 0
+    assert (asked[0].measure, asked[0].prompt_len or asked[0].gen_len) in ((True, None), (False, 9))
+
+
 def test_the_help_of_bench_names_every_benchmark(capsys):
     from flexgen_helm.benchmarks import KNOWN
 
