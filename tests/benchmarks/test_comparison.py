@@ -91,8 +91,11 @@ def test_parts_that_overlap_take_longer_than_the_whole():
 
 
 def test_blocks_of_the_frontier_take_about_as_long_as_in_the_paper():
-    lines = found("frontier")
-    assert len(lines) == 38
+    every = found("frontier")
+    lines, shares = every[:38], every[38:]
+    # Measured on a busy machine: the paper's shares of the largest block's throughput, roughly.
+    assert len(shares) == 5
+    assert all(row["measured"] == pytest.approx(row["paper"], rel=0.3) for row in shares), shares
     assert statistics.median(abs(row["predicted"] / row["paper"] - 1) for row in lines) <= 0.12
     for row in lines:
         # One digit of a small throughput is all that the paper has.
