@@ -15,7 +15,6 @@ from flexgen_helm.hardware.control_groups import host_memory
 from flexgen_helm.hardware.ranks import Rank
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
-from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.problem import without_margin
 from flexgen_helm.request import MemoryLimits
@@ -83,17 +82,10 @@ def dtype_reason(device: torch.device, dtype: torch.dtype, checkpoint: Checkpoin
     return "measured to be faster than the type of the weights"
 
 
-def tier_capacities(
-    limits: MemoryLimits,
-    device: torch.device,
-    folder: Path,
-    num_sharers: int = 1,
-    at_rest: WeightsAtRest | None = None,
-) -> dict[Tier, int]:
+def tier_capacities(limits: MemoryLimits, device: torch.device, folder: Path, num_sharers: int = 1) -> dict[Tier, int]:
     """Return the bytes of each tier: the given limit, otherwise what the machine has free, less a margin.
 
     num_sharers: processes that share the machine's memory and disk, this one included.
-    at_rest: weights for which the disk has room already; a limit of the directory counts those that are in it.
     """
     memory = host_memory()
     capacities: dict[Tier, int] = {
@@ -102,7 +94,4 @@ def tier_capacities(
         "disk": without_margin(shutil.disk_usage(existing_folder(folder)).free, 0) // num_sharers,
     }
     given = {"gpu": limits.gpu, "cpu": limits.cpu, "disk": limits.disk}
-    chosen: dict[Tier, int] = {tier: capacities[tier] if (limit := given[tier]) is None else limit for tier in TIERS}
-    if at_rest is not None:
-        chosen["disk"] += at_rest.bytes_in_place + (at_rest.bytes_written if limits.disk is None else 0)
-    return chosen
+    return {tier: capacities[tier] if (limit := given[tier]) is None else limit for tier in TIERS}

@@ -51,7 +51,7 @@ from flexgen_helm.offload.transfer_stats import Span
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.constants import UNLIMITED
 from flexgen_helm.planner.machine import Machine
-from flexgen_helm.planner.placement import TIERS, Tier
+from flexgen_helm.planner.placement import TIERS, StorageSizes, Tier
 from flexgen_helm.planner.planner import Planner
 from flexgen_helm.planner.policy import Choices
 from flexgen_helm.planner.run_plan import RunPlan
@@ -95,11 +95,18 @@ class Engine:
         self._threads = ThreadGovernor() if device.type == "cpu" else None
         folder = _offload_folder(options)
         at_rest = WeightsAtRest(checkpoint, model.precision, folder)
-        capacities = tier_capacities(options.limits, device, folder, exchange.rank.local_size, at_rest)
+        capacities = tier_capacities(options.limits, device, folder, exchange.rank.local_size)
         self._resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
-        self._planner, self._part = self._planner_and_part(model, capacities, folder)
+
+        def with_weights(sizes: Mapping[str, int]) -> dict[Tier, int]:
+            """Add the room on the disk that these matrices have already."""
+            return {**capacities, "disk": capacities["disk"] + at_rest.num_bytes(sizes, options.limits.disk is None)}
+
+        everything = with_weights(StorageSizes(self.config, model.precision).matrices)
+        self._planner, self._part = self._planner_and_part(model, everything, folder)
         self.placement = self._planner.place(self.name)
-        ledgers = {tier: Ledger(tier, capacities[tier]) for tier in TIERS}
+        limits = with_weights(self.placement.bytes_on("disk"))  # for the other tiers nothing changes
+        ledgers = {tier: Ledger(tier, limits[tier]) for tier in TIERS}
         self._tiers = TransferManager(device, model.compute_tier, ledgers, model.link, folder, options.overlap)
         self.ledger = ledgers[model.compute_tier]
         self._weights = self._load_weights(checkpoint)

@@ -259,16 +259,18 @@ class WeightsAtRest:
         dtype = str(self._checkpoint.storage_dtype).removeprefix("torch.")
         return self._precision.weights_label if is_packed else dtype
 
-    @property
-    def bytes_in_place(self) -> int:
-        """Bytes that take no room in the directory."""
-        return sum(stored.size for name in self._checkpoint.shapes if (stored := self.range_of(name)) is not None)
+    def num_bytes(self, sizes: Mapping[str, int], with_written: bool) -> int:
+        """Return the bytes of matrices that need no more room: where the checkpoint has them, or a weight file does.
 
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of weight files that another run has written."""
-        labels = (self.label(is_packed) for is_packed in (True, False))
-        return sum(written_bytes(self._folder, self._checkpoint.fingerprint, label) for label in {*labels})
+        sizes: of the matrices, by name.
+        with_written: weight files count, too; not where a limit of the directory is to hold for them.
+        """
+        in_place = sum(size for name, size in sizes.items() if self.range_of(name) is not None)
+        if not with_written:
+            return in_place
+        labels = {self.label(is_packed) for is_packed in (True, False)}
+        written = sum(written_bytes(self._folder, self._checkpoint.fingerprint, label) for label in labels)
+        return in_place + min(written, sum(sizes.values()) - in_place)
 
 
 class MatrixLoader:

@@ -69,6 +69,10 @@ class Placement:
         """Fractions of the weights by tier, as placed."""
         return achieved_fractions(self.model.matrices, self.weights)
 
+    def bytes_on(self, tier: Tier) -> dict[str, int]:
+        """Return the matrices of a tier and their bytes as stored."""
+        return {name: self.model.matrices[name] for name, at in self.weights.items() if at == tier}
+
     @property
     def streams_weights(self) -> bool:
         return self.all_staging_bytes > 0

@@ -17,6 +17,7 @@ from flexgen_helm.errors import CheckpointError, MemoryLimitError
 from flexgen_helm.offload.disk import CheckpointFile, DirectFile
 from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.offload.staging import ALIGNMENT, pages
+from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.offload import MIB, offloaded, with_expert_slots, workload
 from tests.helpers.parity import assert_same
@@ -155,11 +156,23 @@ def test_weights_at_rest_need_no_room(tiny, tmp_path):
     path = tiny("llama").path
     at_rest = WeightsAtRest(SafetensorsCheckpoint(path), PRECISIONS["fp16"], tmp_path)
     packed = WeightsAtRest(SafetensorsCheckpoint(path), PRECISIONS["8bit"], tmp_path)
-    assert at_rest.bytes_in_place > 0 and packed.bytes_in_place < at_rest.bytes_in_place
+    sizes, packed_sizes = (StorageSizes(at_rest._checkpoint.config, PRECISIONS[p]).matrices for p in ("fp16", "8bit"))
+    assert at_rest.num_bytes(sizes, with_written=False) == sum(sizes.values())
+    assert packed.num_bytes(packed_sizes, with_written=True) == 0
     limits = MemoryLimits(cpu=64 * MIB, disk=4096)
     engine_of(path, tmp_path, limits=limits).close()
     with pytest.raises(MemoryLimitError, match="disk"):
         engine_of(path, tmp_path, limits=limits, precision="8bit")
-    assert at_rest.bytes_written == packed.bytes_written == 0
+    assert packed.num_bytes(packed_sizes, with_written=True) == 0
     engine_of(path, tmp_path, precision="8bit").close()
-    assert 0 < packed.bytes_written <= sum(file.stat().st_size for file in tmp_path.glob("weights-*/*.weight"))
+    assert packed.num_bytes(packed_sizes, with_written=True) == sum(packed_sizes.values())
+    assert packed.num_bytes(packed_sizes, with_written=False) == 0
+
+
+def test_room_of_weights_is_no_room_for_a_cache(tiny, tmp_path):
+    """A limit of the directory holds for all that is written there, whatever the checkpoint's own files have."""
+    for policy, on_disk in (("3x2,0,100,0,0,0,100", 0), (ON_DISK, 1)):
+        options = {"limits": MemoryLimits(cpu=64 * MIB, disk=4096), "schedule": "zigzag", "offload_dir": tmp_path}
+        with Engine.from_pretrained(tiny("llama").path, policy=policy, **options) as engine:
+            disk = engine._tiers.ledgers["disk"]
+            assert disk.free == 4096 and bool(disk.in_use) == bool(on_disk)

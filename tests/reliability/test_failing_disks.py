@@ -64,8 +64,9 @@ def run_engines(
     @cache
     def run(policy: str) -> tuple[Path, list[dict[str, Any]]]:
         folder = tmp_path_factory.mktemp("disk")
+        model = shutil.copytree(tiny("llama").path, folder / "model")  # weights are read from its own files
         done = subprocess.run(
-            [sys.executable, "-c", ENGINE, str(tiny("llama").path), str(folder), policy, "eio 5", "", "short 0"],
+            [sys.executable, "-c", ENGINE, str(model), str(folder), policy, "eio 5", "", "short 0"],
             input=json.dumps(PROMPTS), text=True, capture_output=True, timeout=120, cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "FAIL_PATH": str(folder), "LD_PRELOAD": str(shim)},
         )  # fmt: skip
