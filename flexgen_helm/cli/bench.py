@@ -100,6 +100,8 @@ def bench(
       trace         what each thread does in a decode pass; -o FILE.html draws it
     """
     check_engine_flags(engine)
+    if folder := engine.get("offload_dir"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
     import pandas
 
     from flexgen_helm.benchmarks import Options, load

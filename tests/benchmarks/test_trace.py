@@ -76,3 +76,18 @@ def test_the_command_prints_shares_and_draws_every_span(tmp_path):
     drawn = page(result)
     assert drawn.count("<title>") == 1 + sum(event["ph"] == "X" for event in result["traceEvents"])
     assert "layers.11 (stage)" in drawn and "<script" not in drawn
+
+
+def test_a_folder_that_is_not_there_is_made(tmp_path):
+    from typer.testing import CliRunner
+
+    from flexgen_helm.cli.app import app
+
+    folder = tmp_path / "new" / "folder"
+    policy = ["--policy", "2x1,0,0,0,100,0,100", "--device", "cpu", "--offload-dir", str(folder)]
+    page_file = tmp_path / "trace.html"
+    done = CliRunner().invoke(app, ["bench", "trace", "--quick", *policy, "-o", str(page_file)])
+    assert done.exit_code == 0, done.output
+    assert (
+        folder.is_dir() and not list(folder.glob("flexgen_bench.*")) and page_file.read_text().startswith("<!doctype")
+    )
