@@ -99,13 +99,12 @@ class TransferStats:
             seconds = time.perf_counter() - start
             with self._lock:
                 self._seconds[activity] += seconds
-            self.add_span(activity, detail, start)
+            self.add_span(activity, detail, start, seconds)
 
-    def add_span(self, activity: str, detail: str, start: float) -> None:
-        """Add what this thread did from `start` until now to the timeline, if there is one."""
+    def add_span(self, activity: str, detail: str, start: float, seconds: float) -> None:
+        """Add what this thread did to the timeline, if there is one."""
         if self.spans is not None:  # appending is atomic
-            now = time.perf_counter()
-            self.spans.append(Span(threading.current_thread().name, activity, detail, start, now - start))
+            self.spans.append(Span(threading.current_thread().name, activity, detail, start, seconds))
 
     def bytes(self) -> dict[str, dict[str, int]]:
         """Return {link: {kind: bytes}} for all links and kinds."""

@@ -219,7 +219,7 @@ class TieredWeights:
             )
         if self._streamer is not None:
             self._streamer.finish()
-        self._tiers.stats.add_span("stage", name, began)
+        self._tiers.stats.add_span("stage", name, began, time.perf_counter() - began)
 
     def guess_experts(self, name: str, scores: Callable[[StageWeights], Tensor | None]) -> None:
         """Load likely experts of a stage, the next one, while nothing else is loaded.
