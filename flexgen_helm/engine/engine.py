@@ -44,8 +44,8 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.models.decoder_of import decoder_of
 from flexgen_helm.offload.activations import ActivationStore
+from flexgen_helm.offload.at_rest import WeightsAtRest
 from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import Span
 from flexgen_helm.offload.weights import TieredWeights

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.stored_tensors import StoredRange
-from flexgen_helm.files import existing_folder
 from flexgen_helm.models.config import expert_of
-from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles, written_bytes
+from flexgen_helm.offload.at_rest import WeightsAtRest
+from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles
 from flexgen_helm.offload.prefetcher import staged_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
@@ -236,43 +236,6 @@ class ExpertMatrix:
         return expert_bytes[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
 
-class WeightsAtRest:
-    """What the disk of an offload directory has of a checkpoint's matrices before they are loaded."""
-
-    def __init__(self, checkpoint: Checkpoint, precision: Precision, folder: Path) -> None:
-        self._checkpoint, self._precision, self._folder = checkpoint, precision, folder
-        self._shares_disk: dict[Path, bool] = {}  # by file of the checkpoint
-
-    def range_of(self, name: str) -> StoredRange | None:
-        """Return where the checkpoint has a matrix as it is read, if that file is on the directory's disk."""
-        is_matrix = len(self._checkpoint.shapes[name]) == 2 and self._precision.format_of(name) is None
-        stored = self._checkpoint.stored_range(name) if is_matrix else None
-        if stored is None:
-            return None
-        path = stored.file.path
-        if path not in self._shares_disk:
-            self._shares_disk[path] = path.stat().st_dev == existing_folder(self._folder).stat().st_dev
-        return stored if self._shares_disk[path] else None
-
-    def label(self, is_packed: bool) -> str:
-        """Return what tells the weight files of a precision from others of the checkpoint."""
-        dtype = str(self._checkpoint.storage_dtype).removeprefix("torch.")
-        return self._precision.weights_label if is_packed else dtype
-
-    def num_bytes(self, sizes: Mapping[str, int], with_written: bool) -> int:
-        """Return the bytes of matrices that need no more room: where the checkpoint has them, or a weight file does.
-
-        sizes: of the matrices, by name.
-        with_written: weight files count, too; not where a limit of the directory is to hold for them.
-        """
-        in_place = sum(size for name, size in sizes.items() if self.range_of(name) is not None)
-        if not with_written:
-            return in_place
-        labels = {self.label(is_packed) for is_packed in (True, False)}
-        written = sum(written_bytes(self._folder, self._checkpoint.fingerprint, label) for label in labels)
-        return in_place + min(written, sum(sizes.values()) - in_place)
-
-
 class MatrixLoader:
     """Loads the tensors of one checkpoint. The caller claims their memory first.
 
@@ -324,13 +287,9 @@ class MatrixLoader:
 
     def to_disk(self, name: str) -> DiskMatrix:
         """Open a matrix where the checkpoint has it, or its weight file, which is written first if there is none."""
-        if (stored := self.range_in_place(name)) is not None:
+        if (stored := self._at_rest.range_of(name)) is not None:
             return self._in_place(name, stored)
         return DiskMatrix(self._tiers, self._keep(self._file(name)), *self._storage(name))
-
-    def range_in_place(self, name: str) -> StoredRange | None:
-        """Return where the checkpoint has a matrix as it is read, on the disk of the offload directory; else None."""
-        return self._at_rest.range_of(name)
 
     def close(self) -> None:
         """Close all files; the matrices must not be read any more."""
@@ -342,7 +301,7 @@ class MatrixLoader:
 
     def expert_to_disk(self, expert: str) -> OffloadedMatrix:
         """Open an expert as pages of bytes, where the checkpoint has it or in its weight file, as `to_disk` does."""
-        ranges = {name: self.range_in_place(name) for name in self._experts[expert]}
+        ranges = {name: self._at_rest.range_of(name) for name in self._experts[expert]}
         found = {name: stored for name, stored in ranges.items() if stored is not None}
         if len(found) == len(ranges):
             in_place = ExpertInPlace(
