@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +13,9 @@ from flexgen_helm.cli.completion import complete_hardware, complete_model
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table, say, write_file
 from flexgen_helm.cli.engine_flags import to_arguments
 from flexgen_helm.cli.flags import DEFAULT_OUTPUT, CsvFlag, JsonFlag, OutputPath, require_folder
+from flexgen_helm.cli.plan_problem import precision_name, problem_for, profile_for
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import existing_folder, require_writable
 from flexgen_helm.planner.schedules import AUTOMATIC
 from flexgen_helm.units import count, size, spelled_duration
 
@@ -138,7 +136,7 @@ def plan(
             raise UsageError(
                 "--from-csv says for each row what to evaluate; leave everything out but --hardware, --json and --csv"
             )
-        _evaluate_table(from_csv, _profile(config, hardware), as_json, as_csv)
+        _evaluate_table(from_csv, profile_for(config, hardware), as_json, as_csv)
         return
     if has_entries:
         from flexgen_helm.cli.plan_suite import MOST_INSTANCES, entry_workloads, print_suite, read_run_entries
@@ -151,7 +149,7 @@ def plan(
             if flag in engine:
                 raise UsageError(f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out")
         entries = read_run_entries(conf_paths or (), run_entries or ())
-        problem = _problem(config, model, 1, 1, None, hardware, _precision_name(config, model, compress), stages)
+        problem = problem_for(config, model, 1, 1, None, hardware, precision_name(config, model, compress), stages)
         folder = None if suite is None else output_path / "runs" / suite
         workloads = entry_workloads(entries, problem, max_eval_instances or MOST_INSTANCES, folder)
         print_suite(workloads, problem, model, as_json, as_csv)
@@ -161,8 +159,8 @@ def plan(
     if as_csv and not frontier:
         raise UsageError("--csv is for tables; add --frontier or --from-csv, or take --json")
     _check_search(config, gen_len, frontier, picture)
-    precision = _precision_name(config, model, compress)
-    problem = _problem(config, model, prompt_len, gen_len, num_seqs, hardware, precision, stages)
+    precision = precision_name(config, model, compress)
+    problem = problem_for(config, model, prompt_len, gen_len, num_seqs, hardware, precision, stages)
     if frontier:
         _search_frontier(problem, model, picture, as_json, as_csv)
         return
@@ -202,80 +200,6 @@ def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: P
     for flag, is_given in useless.items():
         if frontier and is_given:
             raise UsageError(f"--frontier searches under limits of its own; leave {flag} out")
-
-
-def _precision_name(config: EngineConfig, model: str, compress: bool) -> str:
-    """Return the precision of the flags or of the model's name; --compress quantizes one that is not quantized."""
-    from flexgen_helm.checkpoint.names import resolve
-    from flexgen_helm.quant.precisions import Precision, precision_named
-
-    assert not isinstance(config.precision, Precision)  # flags are text
-    name = config.precision or str(resolve(model).options.get("precision", "fp16"))
-    if not compress or precision_named(name).weights is not None:
-        return precision_named(name).name
-    if config.precision is not None:
-        raise UsageError(f"--compress is 4 bits and --precision {name} is not; leave one of them out")
-    return name.replace("fp16", "4bit")
-
-
-def _problem(
-    config: EngineConfig,
-    model: str,
-    prompt_len: int,
-    gen_len: int,
-    num_seqs: int | None,
-    hardware: str,
-    precision: str,
-    stages: int,
-) -> PlanningProblem:
-    from flexgen_helm.checkpoint.names import read_model_config
-    from flexgen_helm.planner.plan import planning_problem, simulated_gpu
-    from flexgen_helm.planner.problem import MEASURED
-    from flexgen_helm.planner.workload import Workload
-
-    for flag, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} {value} is no length; it must be 1 or more")
-    model_config, dtype = read_model_config(model)
-    if prompt_len + gen_len > model_config.max_positions:
-        raise UsageError(
-            f"{prompt_len} + {gen_len} tokens are beyond the {model_config.max_positions} positions of {model}"
-        )
-    profile = _profile(config, hardware)
-    if config.device == "sim":
-        profile = simulated_gpu(profile, config.link_gb_s)
-    elif config.device.startswith("cpu"):
-        profile = replace(profile, gpu=None, link=None)
-    elif config.device.startswith("cuda") and profile.gpu is None:
-        machine = "this machine" if profile.name == MEASURED else profile.name
-        raise UsageError(f"device {config.device!r} was asked for and {machine} has no usable GPU; take --device cpu")
-    problem = planning_problem(
-        model_config,
-        profile,
-        Workload.uniform(prompt_len, gen_len, num_seqs or 1),
-        precision=precision,
-        storage_dtype=dtype,
-        limits=config.limits,
-        overlap=config.overlap,
-        cpu_attention=config.cpu_attention,
-        endless=num_seqs is None,
-    )
-    return replace(problem, stages=stages)
-
-
-def _profile(config: EngineConfig, hardware: str) -> HardwareProfile:
-    """Return the machine to plan for; this machine's disk is that of --offload-dir, with what is free there now."""
-    from flexgen_helm.checkpoint.paths import state_dir
-    from flexgen_helm.engine.machine_profile import measured_profile, profile_named
-
-    if hardware != "measured":
-        if config.offload_dir is not None:
-            raise UsageError(f"--offload-dir is a folder of this machine, not of {hardware}; leave one of them out")
-        return profile_named(hardware)
-    folder = state_dir() / "offload" if config.offload_dir is None else Path(config.offload_dir)
-    require_writable(folder, "--offload-dir" if config.offload_dir is not None else "FLEXGEN_HELM_HOME")
-    profile = measured_profile(folder=folder)
-    return replace(profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing_folder(folder)).free))
 
 
 def _run_command(model: str, engine: EngineOptions, made: Plan) -> list[str] | None:

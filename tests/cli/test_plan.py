@@ -11,7 +11,7 @@ import pytest
 
 from flexgen_helm import Engine, cli
 from flexgen_helm.engine import machine_profile
-from flexgen_helm.errors import UsageError
+from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.request import GenerationRequest, MemoryLimits
 from tests.helpers.flags import options_of, record_suites
@@ -154,6 +154,26 @@ def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
     assert cli.main(["plan", "--model", "opt-30b", *LENGTHS, "--offload-dir", str(folder), "--json"]) == 0
     assert asked == [folder]
     assert json.loads(capsys.readouterr().out)["memory"]["disk"]["limit"] == free - (1 << 30)
+
+
+@pytest.mark.parametrize("precision, fits", [("fp16", True), ("8bit", False)])
+def test_weights_that_the_disk_has_already_need_no_more_room(monkeypatch, capsys, tiny, tmp_path, precision, fits):
+    """As in a run: 16 bits are read from the checkpoint's own files, 8 bits are written."""
+    kept = replace(load_profile("laptop"), name="measured")
+    monkeypatch.setattr(machine_profile, "measured_profile", lambda *, folder: kept)
+    path = tiny("llama").path
+    little = ("--disk", "4KB", "--policy", "3x2,0,0,0,100,0,100", "--offload-dir", str(tmp_path), "--device", "cpu")
+    lengths = ("--prompt-len", "8", "--gen-len", "4")
+    assert cli.main(["plan", "--model", str(path), *lengths, *little, "--precision", precision, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["feasible"] == fits
+    assert ("of these weights already, which need no more room" in err) == fits
+    options = {"policy": little[3], "offload_dir": tmp_path, "precision": precision}
+    if fits:
+        Engine.from_pretrained(path, limits=MemoryLimits(disk=4096), **options).close()
+    else:
+        with pytest.raises(MemoryLimitError, match="disk"):
+            Engine.from_pretrained(path, limits=MemoryLimits(disk=4096), **options)
 
 
 @pytest.mark.parametrize(
