@@ -17,6 +17,7 @@ from torch import Tensor
 from flexgen_helm.engine.attention_metadata import AttentionMetadata, LayerAttention, build_attention_metadata
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.exchange import Exchange
+from flexgen_helm.engine.logits import greedy_tokens, log_normalizers, most_probable
 from flexgen_helm.engine.predictions import (
     HeadOutput,
     OnLogits,
@@ -27,7 +28,7 @@ from flexgen_helm.engine.predictions import (
     num_top,
     predictions_of,
 )
-from flexgen_helm.engine.sampler import most_probable, sample_tokens
+from flexgen_helm.engine.sampler import sample_tokens
 from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.host_memory import ResidentMemory
@@ -356,14 +357,14 @@ class Executor:
             tokens = sample_tokens(logits, [*drawn.values()])
         elif drawn:
             tokens[rows] = sample_tokens(logits.index_select(0, rows), [*drawn.values()])
-        normalizers = torch.logsumexp(logits, dim=-1, keepdim=True)
+        normalizers = log_normalizers(logits)
         logprobs = (logits.gather(1, tokens[:, None]) - normalizers)[:, 0]
         top: tuple[Tensor, ...] = ()
         if count := num_top(predictions):
             most, ids = most_probable(logits, count)
             top = ids.flatten(), (most - normalizers).flatten()
         if any(prediction.needs_argmax for prediction in predictions):
-            greedy = logits.argmax(dim=-1)  # as drawn at temperature 0; drawn tokens are kept
+            greedy = greedy_tokens(logits)  # as drawn at temperature 0; drawn tokens are kept
             tokens = greedy if not drawn else greedy.index_copy(0, rows, tokens.index_select(0, rows))
         return [values.double() for values in (tokens, logprobs, *top)]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flexgen_helm.engine.logits import greedy_tokens
 from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.planner.constants import SAMPLED_ELEMENTS
 from flexgen_helm.planner.placement import Tier
@@ -14,17 +15,6 @@ from flexgen_helm.scheduling.sampling import SamplingParams
 
 # Exponent of a token that is never drawn: e^-1e4 is zero in float64.
 _NO_CHANCE = -1e4
-
-
-def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest logits of each row and their tokens, [R, count]; logits [R, V].
-
-    The first is the token that a temperature of 0 draws, also where two are equally probable.
-    """
-    values, tokens = logits.topk(count, dim=-1)
-    greedy = logits.argmax(dim=-1, keepdim=True)
-    tokens = tokens.where(tokens != greedy, tokens[:, :1])
-    return values, torch.cat((greedy, tokens[:, 1:]), dim=-1)
 
 
 def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
@@ -37,7 +27,7 @@ def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     forced = [-1 if params.forced is None else params.forced for params in sampling]
     drawn = [row for row, token in enumerate(forced) if token < 0 and sampling[row].temperature > 0.0]
     if not drawn and max(forced) < 0:
-        return logits.argmax(dim=-1)
+        return greedy_tokens(logits)
     plain = [row for row in drawn if sampling[row].top_p == 1.0]
     nucleus = [row for row in drawn if sampling[row].top_p < 1.0]
     values = [
@@ -48,7 +38,7 @@ def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     )
     if min(forced) >= 0:
         return forced_tokens
-    tokens = logits.argmax(dim=-1)
+    tokens = greedy_tokens(logits)
     tier: Tier = "cpu" if logits.device.type == "cpu" else "gpu"
     first, many = 0, max(1, SAMPLED_ELEMENTS[tier] // logits.shape[1])
     for numbers, where in zip((plain, nucleus), rows):
