@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -27,8 +27,8 @@ def missing() -> str | None:
     return None if which(PROGRAM) else f"{PROGRAM} is not in PATH"
 
 
-def version(program: str = PROGRAM) -> str:
-    done = subprocess.run([program, "--version"], capture_output=True, text=True)
+def version(program: Sequence[str] = (PROGRAM,)) -> str:
+    done = subprocess.run([*program, "--version"], capture_output=True, text=True)
     return (done.stderr + done.stdout).partition("\n")[0].removeprefix("version: ")
 
 

@@ -1,7 +1,7 @@
 """llama.cpp's server as a peer of `bench clients`: the same GGUF file, and the same prompts as token ids over HTTP.
 
-`llama-server`, one of llama.cpp's programs, must be in PATH. It keeps each slot's last prompt, so that a prompt that
-begins in the same way is computed from where it differs.
+It is `llama-server` in PATH, one of llama.cpp's programs, or the one in the wheel `xllamacpp`. It keeps each slot's
+last prompt, so that a prompt that begins in the same way is computed from where it differs.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from statistics import median
@@ -22,10 +24,11 @@ from urllib.request import Request, urlopen
 
 import psutil
 
-from flexgen_helm.benchmarks import summary
+from flexgen_helm.benchmarks import llama_server, summary
 from flexgen_helm.benchmarks.common import log_tail
 from flexgen_helm.benchmarks.helm_runs import HelmRun
 from flexgen_helm.benchmarks.llama_cpp_task import version
+from flexgen_helm.benchmarks.llama_server import MODULE
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.report.throughput import versions
 
@@ -47,7 +50,16 @@ class ServedRun:
 
 def missing() -> str | None:
     """Say why this peer cannot be measured here; None if it can."""
-    return None if which(PROGRAM) else f"{PROGRAM} is not in PATH; install llama.cpp, which brings it"
+    if program():
+        return None
+    return f"{PROGRAM} is not in PATH; install llama.cpp, which brings it, or `pip install {MODULE}`"
+
+
+def program() -> list[str]:
+    """Return the command of the server, without its flags; empty where there is none."""
+    if which(PROGRAM):
+        return [PROGRAM]
+    return [sys.executable, "-m", llama_server.__name__] if find_spec(MODULE) else []
 
 
 def unsupported(requests: Sequence[Mapping[str, Any]]) -> str | None:
@@ -77,7 +89,7 @@ def serve(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     chosen = flags(slots, tokens)
-    command = [PROGRAM, "-m", str(file), "--host", "127.0.0.1", "--port", str(port), *chosen]
+    command = [*program(), "-m", str(file), "--host", "127.0.0.1", "--port", str(port), *chosen]
     url, began = f"http://127.0.0.1:{port}", time.perf_counter()
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
         try:
@@ -124,7 +136,7 @@ def compare(
             "against_llama_cpp_after_start_up": after / (ours.seconds - ours.ready_s),
         },
         "scores": {"equal_completions": equal, "completions": len(ours.texts)},
-        "versions": {**versions(), "llama.cpp": version(PROGRAM)},
+        "versions": {**versions(), "llama.cpp": version(program())},
         "notes": [
             f"{our_row['label']} against llama.cpp's server with {best} slots, which runs without HELM; "
             f"{equal} of {len(ours.texts)} completions equal"

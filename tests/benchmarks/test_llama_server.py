@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.benchmarks import Options, clients, llama_server_task
 from flexgen_helm.benchmarks.helm_runs import HelmRun
 from flexgen_helm.benchmarks.llama_server_task import ServedRun, compare, serve, unsupported
@@ -107,6 +109,7 @@ def test_the_better_number_of_slots_is_compared_and_equal_answers_are_counted(mo
 
 def test_without_the_program_the_peer_is_skipped_visibly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(llama_server_task, "find_spec", lambda module: None)
     assert "not in PATH" in str(llama_server_task.missing())
     monkeypatch.setattr(clients, "_prepare", lambda scratch, checkpoint: scratch)
     monkeypatch.setattr(clients, "open_checkpoint", lambda name: None)
@@ -118,3 +121,27 @@ def test_without_the_program_the_peer_is_skipped_visibly(tmp_path: Path, monkeyp
 
 def test_the_program_is_found_where_it_is(model: Path) -> None:
     assert llama_server_task.missing() is None
+
+
+def test_the_wheels_server_takes_the_place_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(llama_server_task, "find_spec", lambda module: module == "xllamacpp")
+    command = llama_server_task.program()
+    assert command[0] == sys.executable and llama_server_task.missing() is None
+    done = subprocess.run([*command, "--threads", "2"], capture_output=True, text=True)
+    assert done.returncode == 2 and "--threads" in done.stderr, "an unknown flag is not ignored"
+
+
+@pytest.mark.slow
+def test_llama_cpp_itself_answers(wheel_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy answers of the same file of weights: the first tokens, before roundings part."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp's wheel is not installed (pip install xllamacpp)")
+    monkeypatch.setattr(llama_server_task, "which", lambda program: None)
+    prompts = [[504, 2726, 314], [504, 3575, 282, 4649, 314]]
+    found = serve(
+        wheel_model, prompts, [request(max_tokens=3, stop_sequences=[]) for _ in prompts], 2, tmp_path / "log"
+    )
+    with Engine.from_pretrained(wheel_model) as engine:
+        asked = [GenerationRequest(prompt_token_ids=ids, max_tokens=3) for ids in prompts]
+        assert found.texts == [result.completions[0].text for result in engine.run(asked)]
+    assert llama_server_task.version(llama_server_task.program()).startswith("xllamacpp 2")
