@@ -91,6 +91,16 @@ def _synthetic(prompt: float, shared: float, answer: float, max_tokens: int) -> 
     return EntryLengths(10_000, prompt, shared, answer, max_tokens, "measured", _OWN)
 
 
+def _reasoned(instances: int, prompt: int, answer: int, what: str, max_tokens: int = 4096) -> EntryLengths:
+    """Return lengths of prompts without examples, whose answers are explained."""
+    source = f"{what}, {_WORDS}; answers of {answer} tokens, as instruct models explain theirs"
+    return EntryLengths(instances, prompt, min(10, prompt // 2), answer, max_tokens, "assumed", source)
+
+
+def _wrangling(sequences: int, prompt: int) -> EntryLengths:
+    return EntryLengths(sequences, prompt, 0, 3, 5, "published", "the FlexGen paper's table of data wrangling, padded")
+
+
 # Run spec, the arguments that a record is for, lengths.
 LENGTHS: tuple[tuple[str, Mapping[str, str], EntryLengths], ...] = (
     # HELM Lite
@@ -143,6 +153,28 @@ LENGTHS: tuple[tuple[str, Mapping[str, str], EntryLengths], ...] = (
     ),
     *(("wmt_14", {"language_pair": f"{language}-en"}, _WMT) for language in ("cs", "de", "fr")),
     *(("wmt_14", {"language_pair": f"{language}-en"}, _SCRIPT) for language in ("hi", "ru")),
+    # HELM Capabilities
+    ("mmlu_pro", {"subject": "all"}, _reasoned(12_032, 260, 400, "questions of 60 words with 10 choices of 8")),
+    ("gpqa", {"subset": "main"}, _reasoned(448, 270, 600, "questions of 90 words with 4 choices of 10")),
+    ("ifeval", {}, _reasoned(541, 55, 400, "instructions of 40 words")),
+    ("wildbench", {"subset": "v2"}, _reasoned(1024, 500, 700, "conversations of 370 words", 2000)),
+    ("omni_math", {}, _reasoned(4428, 110, 800, "problems of 50 words, half of them formulas")),
+    # HELM Safety
+    (
+        "bbq",
+        {"subject": "all", "max_train_instances": "0"},
+        EntryLengths(58_492, 85, 12, 1, 1, "assumed", f"passages of 30 words, questions and 3 choices, {_WORDS}"),
+    ),
+    ("xstest", {}, _reasoned(450, 14, 250, "questions of 10 words", 512)),
+    ("anthropic_red_team", {}, _reasoned(38_961, 25, 250, "first requests of 18 words", 512)),
+    ("simple_safety_tests", {}, _reasoned(100, 18, 250, "requests of 13 words", 512)),
+    ("harm_bench", {}, _reasoned(400, 80, 350, "requests of 15 words, a quarter of them with a text of 200", 512)),
+    # The paper's data wrangling
+    ("entity_matching", {"dataset": "Beer"}, _wrangling(91, 592)),
+    ("entity_matching", {"dataset": "iTunes_Amazon"}, _wrangling(109, 529)),
+    ("entity_data_imputation", {"dataset": "Restaurant"}, _wrangling(86, 123)),
+    ("entity_data_imputation", {"dataset": "Buy"}, _wrangling(65, 488)),
+    ("error_detection", {"dataset": "Hospital"}, _wrangling(200, 200)),
     # The paper's sub-scenarios
     ("wikifact", {"subject": "plaintiff"}, EntryLengths(288, 256, 0, 8, 8, "published", _PAPER)),
     ("wikifact", {"subject": "instance_of"}, EntryLengths(2592, 256, 0, 8, 8, "published", _PAPER)),

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -38,6 +39,17 @@ def test_all_of_helm_lite_is_one_command():
     by_name = {scenario["scenario"]: scenario for scenario in found["scenarios"]}
     assert by_name["math"]["sequences"] == 135 + 39 + 38 + 52 + 30 + 86 + 57
     assert {entry["basis"] for entry in by_name["mmlu"]["entries"]} == {"measured", "assumed"}
+
+
+@pytest.mark.parametrize("conf", sorted(path.name for path in (ROOT / "runs").glob("*.conf")))
+def test_every_shipped_entry_has_lengths(conf):
+    """Also those that need a judge, which the files have as comments."""
+    text = (ROOT / "runs" / conf).read_text()
+    entries = re.findall(r'description: "(.*?)"', text)
+    assert entries
+    config = read_model_config("llama-2-70b")[0]
+    for entry in entries:
+        assert stated_workload(without_model(entry), 100, config).expected.num_sequences >= 1, entry
 
 
 def test_the_table_names_ranges_and_where_lengths_are_from():
