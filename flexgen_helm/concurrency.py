@@ -1,11 +1,13 @@
-"""First use from many threads: imports under one lock, values loaded once per key, work that can be called off."""
+"""First use from many threads: imports under one lock, values loaded once per key, work ahead or called off."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import update_wrapper
@@ -15,6 +17,7 @@ from flexgen_helm.errors import Interrupted
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _import_lock = threading.RLock()
 _should_stop: ContextVar[Callable[[], bool] | None] = ContextVar("should_stop", default=None)
@@ -52,6 +55,29 @@ def import_lock(*packages: str) -> Iterator[None]:
         for package in packages:
             importlib.import_module(package)  # waits for an import in progress, also for one outside this lock
         yield
+
+
+def computed_ahead(function: Callable[[T], R], items: Sequence[T], most_threads: int) -> Iterator[R]:
+    """Yield function(item) of each item in order; threads, one a core at most, compute the next ones meanwhile.
+
+    most_threads: as many results more than are asked for exist at once.
+    """
+    threads = min(most_threads, len(os.sched_getaffinity(0)), len(items))
+    if threads < 2:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="ahead") as pool:
+        waiting: deque[Future[R]] = deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 class single_flight(Generic[P, R]):

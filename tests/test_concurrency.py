@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flexgen_helm.concurrency import single_flight
+from flexgen_helm.concurrency import computed_ahead, single_flight
 from tests.helpers.tokenizers_by_family import FAMILIES
 
 THREADS = 32
@@ -149,3 +149,35 @@ def test_waiting_callers_get_the_error_and_the_next_one_tries_again() -> None:
     results = call_at_once(load, ["a"] * 8)
     assert len(called) == 1 and {str(error) for error in results} == {"no network"}
     assert load("a") == load("a") == "a" and len(called) == 2
+
+
+@pytest.mark.parametrize("cores", [1, 2, 9])
+def test_results_computed_ahead_come_in_order(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
+    begun: list[int] = []
+
+    def compute(item: int) -> int:
+        begun.append(item)
+        time.sleep(0.02 / (item + 1))  # later items are done first
+        return item * item
+
+    results = computed_ahead(compute, range(12), 4)
+    assert next(results) == 0
+    time.sleep(0.2)
+    assert len(begun) <= 1 + min(cores, 4) + (cores > 1), "no more than were asked for"
+    assert list(results) == [item * item for item in range(1, 12)]
+    assert sorted(begun) == list(range(12))
+
+
+def test_an_error_ahead_is_raised_at_its_place() -> None:
+    def compute(item: int) -> float:
+        return 1 / (3 - item)
+
+    results = computed_ahead(compute, range(8), 4)
+    assert [next(results) for _ in range(3)] == [1 / 3, 1 / 2, 1.0]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    results = computed_ahead(compute, range(3), 4)
+    next(results)
+    results.close()  # type: ignore[attr-defined]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]

@@ -16,12 +16,16 @@ from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import model_config_from
 from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
+from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures import architecture_of_gguf
 from flexgen_helm.models.architectures.gguf_fields import gguf_config
 
 # `gguf` dequantizes these from elements of their own type, all others from bytes.
 _ELEMENT_TYPES = {"F32": np.float32, "F16": np.float16}
+# `gguf` dequantizes 16 rows at a time: neighbouring rows that together have about so many elements count as one.
+_ROW_ELEMENTS = 8192
+_MOST_THREADS = 4  # each holds a tile
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight")
 
 
@@ -57,8 +61,8 @@ class GgufCheckpoint(FileCheckpoint[StoredTensor]):
             yield _dequantize(stored, 0, 1, stored.size)
             return
         row_bytes = stored.size // prod(stored.shape[:-1])
-        for start, count in row_tiles(self._tensors[name].rows, stored.shape[-1]):
-            yield _dequantize(stored, start, count, row_bytes)
+        parts = row_tiles(self._tensors[name].rows, stored.shape[-1])
+        yield from computed_ahead(lambda part: _dequantize(stored, *part, row_bytes), [*parts], _MOST_THREADS)
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """GGUF's Llama interleaves the two halves of each head's rotary rows; separate them again."""
@@ -72,8 +76,14 @@ class GgufCheckpoint(FileCheckpoint[StoredTensor]):
 def _dequantize(stored: StoredTensor, start: int, count: int, row_bytes: int) -> torch.Tensor:
     """Return `count` rows from `start` on, flat, in float32."""
     data = stored.read(start * row_bytes, count * row_bytes)
-    quantized = np.frombuffer(data, dtype=_ELEMENT_TYPES.get(stored.dtype, np.uint8)).reshape(count, -1)
+    joined = _rows_to_join(count, stored.shape[-1])
+    quantized = np.frombuffer(data, dtype=_ELEMENT_TYPES.get(stored.dtype, np.uint8)).reshape(count // joined, -1)
     # The check for finite values refuses what blocks with an infinite scale dequantize to.
     with np.errstate(all="ignore"):
         values = gguf.quants.dequantize(quantized, gguf.GGMLQuantizationType[stored.dtype])
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(-1)
+
+
+def _rows_to_join(count: int, width: int) -> int:
+    """Return how many rows of `width` elements to dequantize as one, a divisor of `count`."""
+    return next((rows for rows in range(_ROW_ELEMENTS // width, 1, -1) if count % rows == 0), 1)

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from flexgen_helm import cli
-from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
+from flexgen_helm.checkpoint.fingerprint import SourceFile
+from flexgen_helm.checkpoint.gguf_checkpoint import _ELEMENT_TYPES, GgufCheckpoint, _dequantize, _rows_to_join
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.config import tensor_shapes
 
@@ -199,3 +201,21 @@ def test_the_tensor_table_equals_that_of_the_gguf_package(wheel_model):
     }
     tensors = read_gguf_header(wheel_model).tensors
     assert {t.name: (t.dtype, t.shape, t.offset, t.size) for t in tensors.values()} == expected
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "F16", "F32"])
+@pytest.mark.parametrize("rows, width", [(24, 256), (7, 512), (97, 256), (33, 4096)])
+def test_joined_rows_are_dequantized_alike(kind: str, rows: int, width: int, tmp_path: Path) -> None:
+    """Bit for bit as the library does row by row, whatever divides the number of rows."""
+    size, stored_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    dtype = _ELEMENT_TYPES.get(kind, np.uint8)
+    values = np.random.default_rng(rows).integers(0, 64, (rows, width // size * stored_bytes), dtype=np.uint8)
+    (tmp_path / "bytes").write_bytes(values.tobytes())
+    stored = StoredTensor(SourceFile.open(tmp_path / "bytes"), "w", kind, (rows, width), 0, values.size)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(values.view(dtype), gguf.GGMLQuantizationType[kind])
+    found = _dequantize(stored, 0, rows, values.shape[1]).numpy()
+    np.testing.assert_array_equal(found, expected.astype(np.float32).ravel())
+    joined = _rows_to_join(rows, width)
+    assert rows % joined == 0 and joined * width <= max(width, 8192)
+    assert (joined > 1) == any(rows % number == 0 for number in range(2, 8192 // width + 1))
