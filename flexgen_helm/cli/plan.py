@@ -149,10 +149,11 @@ def plan(
             if flag in engine:
                 raise UsageError(f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out")
         entries = read_run_entries(conf_paths or (), run_entries or ())
-        problem = problem_for(config, model, 1, 1, None, hardware, precision_name(config, model, compress), stages)
+        precision = precision_name(config, model, compress)
+        problem = problem_for(config, model, 1, 1, None, hardware, precision, stages)
         folder = None if suite is None else output_path / "runs" / suite
         workloads = entry_workloads(entries, problem, max_eval_instances or MOST_INSTANCES, folder)
-        print_suite(workloads, problem, model, as_json, as_csv)
+        print_suite(workloads, problem, model, _compares(config, precision, compress), as_json, as_csv)
         return
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE, or --from-csv FILE")
@@ -171,7 +172,7 @@ def plan(
     )
     command = _run_command(model, engine, made)
     by_precision: Mapping[str, Plan | None] = {}
-    if config.fixed_policy is None and not compress and precision == "fp16" and config.precision is None:
+    if _compares(config, precision, compress):
         by_precision = search_precisions(made, config.fixed_schedule, config.max_latency)
     if as_json:
         named = {"model": model, "hardware": problem.hardware.name}
@@ -180,6 +181,11 @@ def plan(
         print_json({**named, **made.to_json(), "precisions": precisions, "command": text})
     else:
         _print_plan(made, model, by_precision, command)
+
+
+def _compares(config: EngineConfig, precision: str, compress: bool) -> bool:
+    """Whether to show other precisions: where none was asked for, and the plan is searched."""
+    return config.fixed_policy is None and not compress and precision == "fp16" and config.precision is None
 
 
 def _check_search(config: EngineConfig, gen_len: int, frontier: bool, picture: Path | None) -> None:

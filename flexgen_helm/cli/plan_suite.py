@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from flexgen_helm.cli.console import output, print_csv, print_json, print_table
 from flexgen_helm.cli.suite_lengths import ANSWER_FACTOR
 from flexgen_helm.errors import UsageError
-from flexgen_helm.units import count, spelled_duration
+from flexgen_helm.units import count, size, spelled_duration
 
 if TYPE_CHECKING:
     import pandas
 
+    from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
     from flexgen_helm.planner.suite import EntryWorkload, Expectation, ScenarioPlan, SuitePlan
 
@@ -72,12 +73,12 @@ def entry_workloads(
 
 
 def print_suite(
-    entries: Sequence[EntryWorkload], problem: PlanningProblem, model: str, as_json: bool, as_csv: bool
+    entries: Sequence[EntryWorkload], problem: PlanningProblem, model: str, compare: bool, as_json: bool, as_csv: bool
 ) -> None:
-    """Search the plan of a suite and print it."""
+    """Search the plan of a suite and print it; compare: with other precisions."""
     from flexgen_helm.planner.suite import plan_suite
 
-    planned = plan_suite(problem, entries)
+    planned = plan_suite(problem, entries, compare and not as_csv)
     if as_json:
         named = {"model": model, "hardware": problem.hardware.name, "precision": problem.precision.name}
         print_json({**named, **planned.to_json()})
@@ -101,6 +102,8 @@ def _print(planned: SuitePlan, model: str) -> None:
         f"{count(made.problem.workload.num_sequences, 'sequence')}"
     )
     console.print(f"As one run: {spelled_duration(total.seconds)}. Expect {_range(total)}: {made.spread.source}.")
+    if planned.by_precision:
+        print_table(_precisions_table(planned))
     print_table(_table(planned))
     console.print(
         f"Answers count as long as the right ones; the range has {1 / ANSWER_FACTOR:g} to {ANSWER_FACTOR:g} times as "
@@ -114,6 +117,25 @@ def _print(planned: SuitePlan, model: str) -> None:
         for source, names in sources.items():
             console.print(f"{named.capitalize()}, {', '.join(dict.fromkeys(names))}: {source}.")
     console.print(made.why)
+
+
+def _precisions_table(planned: SuitePlan) -> pandas.DataFrame:
+    """What the run takes with each precision."""
+    import pandas
+
+    def row(name: str, found: tuple[Plan, Expectation] | None) -> dict[str, str]:
+        if found is None:
+            return {"precision": name, "takes": "no plan"}
+        made, expected = found
+        return {
+            "precision": name,
+            "weights": size(made.problem.stored_bytes),
+            "at once": f"{made.block_sequences:,}",
+            "takes": spelled_duration(expected.seconds),
+            "expect": _range(expected),
+        }
+
+    return pandas.DataFrame(row(*item) for item in planned.by_precision.items()).fillna("")
 
 
 def _table(planned: SuitePlan) -> pandas.DataFrame:

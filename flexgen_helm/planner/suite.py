@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flexgen_helm.planner.plan import Plan, make_plan
+from flexgen_helm.planner.plan import Plan, make_plan, search_precisions
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.schedules import AUTOMATIC
@@ -82,12 +82,15 @@ class SuitePlan:
     made: of all entries together.
     total: seconds of that run.
     limit_s: seconds if every answer had all tokens that it may have.
+    by_precision: the same plan and seconds in each precision that users choose between, None where nothing fits; empty
+        where a precision was asked for.
     """
 
     scenarios: Sequence[ScenarioPlan]
     made: Plan
     total: Expectation
     limit_s: float
+    by_precision: Mapping[str, tuple[Plan, Expectation] | None]
 
     def to_json(self) -> dict[str, Any]:
         """Return seconds and tokens as docs/explanation/planning.md describes them."""
@@ -98,14 +101,19 @@ class SuitePlan:
                 "range": [self.total.low, self.total.high],
                 "seconds_at_limit": self.limit_s,
             },
+            "precisions": {
+                name: found and {"seconds": found[1].seconds, "range": [found[1].low, found[1].high]}
+                for name, found in self.by_precision.items()
+            },
             "plan": self.made.to_json(),
         }
 
 
-def plan_suite(problem: PlanningProblem, entries: Sequence[EntryWorkload]) -> SuitePlan:
+def plan_suite(problem: PlanningProblem, entries: Sequence[EntryWorkload], compare: bool = False) -> SuitePlan:
     """Search the plan of all entries as one run, and of each scenario alone.
 
     problem: with any workload.
+    compare: the run in other precisions, too.
 
     Raises `MemoryLimitError` where nothing fits.
     """
@@ -122,7 +130,12 @@ def plan_suite(problem: PlanningProblem, entries: Sequence[EntryWorkload]) -> Su
         alone = Plan(alone_problem, search(alone_problem, AUTOMATIC), "")
         limit = joined(entry.limit for entry in own)
         scenarios.append(ScenarioPlan(own, expected, limit, _expectation(alone, own, made.spread)))
-    return SuitePlan(scenarios, made, total, limit_s)
+    others = search_precisions(made, None, None) if compare else {}
+    by_precision = {
+        name: None if other is None else (other, _expectation(other, entries, other.spread))
+        for name, other in others.items()
+    }
+    return SuitePlan(scenarios, made, total, limit_s, by_precision)
 
 
 def _expectation(made: Plan, entries: Sequence[EntryWorkload], spread: Spread) -> Expectation:

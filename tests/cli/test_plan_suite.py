@@ -34,6 +34,10 @@ def test_all_of_helm_lite_is_one_command():
     low, high = found["total"]["range"]
     assert low < found["total"]["seconds"] < min(high, found["total"]["seconds_at_limit"])
     assert found["plan"]["feasible"]
+    precisions = found["precisions"]
+    assert list(precisions) == ["fp16", "8bit", "4bit"]
+    total = {name: found["total"][name] for name in ("seconds", "range")}
+    assert precisions["fp16"] == total and precisions["4bit"]["seconds"] < precisions["8bit"]["seconds"]
     for scenario in found["scenarios"]:
         assert scenario["range"][0] < scenario["seconds"] < scenario["range"][1]
     by_name = {scenario["scenario"]: scenario for scenario in found["scenarios"]}
@@ -57,6 +61,9 @@ def test_the_table_names_ranges_and_where_lengths_are_from():
     shown = plan(*entries, "-m", "50", "--model", "opt-30b", "--hardware", "t4").stdout
     for words in ("2 run entries, 100 sequences", "As one run: ", "Expect ", "measured once", "Assumed, med_qa: 6 "):
         assert words in shown
+    assert all(f"│ {name} " in shown for name in ("fp16", "8bit", "4bit")), "one table compares precisions"
+    asked = plan(*entries, "-m", "50", "--model", "opt-30b", "--hardware", "t4", "--precision", "8bit").stdout
+    assert "opt-30b (8bit)" in asked and "4bit" not in asked
     table = plan(*entries, "-m", "50", "--model", "opt-30b", "--hardware", "t4", "--csv").stdout
     rows = list(csv.DictReader(io.StringIO(table)))
     assert [row["entries"] for row in rows] == ["gsm", "med_qa"] and [row["sequences"] for row in rows] == ["50", "50"]
