@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -27,11 +27,13 @@ from typing import Any
 import psutil
 import yaml
 
-from flexgen_helm.benchmarks import BUSY_LOAD, Options, llama_server_task, summary
+from flexgen_helm.benchmarks import BUSY_LOAD, Options, llama_server_task, lm_eval_task, summary
 from flexgen_helm.benchmarks.common import machine
 from flexgen_helm.benchmarks.helm_runs import HELM, SUITE, HelmRun, helm_run
-from flexgen_helm.benchmarks.llama_server_task import SLOTS, ServedRun, serve
+from flexgen_helm.benchmarks.llama_server_task import SLOTS, serve
+from flexgen_helm.benchmarks.lm_eval_task import BATCHES
 from flexgen_helm.benchmarks.padded_task import padded
+from flexgen_helm.benchmarks.peer_runs import PeerRun, compare
 from flexgen_helm.benchmarks.reference import export_checked, tokenizer_of
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
@@ -99,13 +101,16 @@ SIDES: Mapping[str, tuple[Sequence[str], bool, int | None]] = {
     "huggingface -n 1": (HELM, False, 1),
     "huggingface -n 4": (HELM, False, 4),
 }
-HUGGINGFACE, PADDED, LLAMA_CPP = "huggingface", "padded", "llama.cpp"
+HUGGINGFACE, PADDED, LLAMA_CPP, LM_EVAL = "huggingface", "padded", "llama.cpp", "lm-eval"
 # Peer -> its settings. Each is compared with our sides of the same call.
 PEERS: Mapping[str, Mapping[str, Any]] = {
     HUGGINGFACE: {"client": "HuggingFaceClient", "dtype": "float32", "threads": [1, 4]},
     PADDED: {"program": "transformers", "dtype": "float32", "batch": PADDED_BATCH},
     LLAMA_CPP: {"program": llama_server_task.PROGRAM, "prompts": "token ids", "slots": list(SLOTS)},
+    LM_EVAL: {"program": "lm-evaluation-harness's hf", "dtype": "float32", "batches": list(BATCHES)},
 }
+# Programs without HELM, which are optional.
+_ALONE = {LLAMA_CPP: llama_server_task, LM_EVAL: lm_eval_task}
 FLEXGEN = [side for side, (_, is_ours, _) in SIDES.items() if is_ours]
 
 
@@ -129,11 +134,12 @@ def run(options: Options) -> dict[str, Any]:
         raise UsageError(
             "the file of --out has measured tasks, and --quick and --entry add nothing to it: name a new file"
         )
-    if LLAMA_CPP in peers and (reason := llama_server_task.missing()) is not None:
-        peers.remove(LLAMA_CPP)
-        notes.append(f"SKIPPED, llama.cpp: {reason}")
-        options.tell(notes[-1])
-    tasks = [task for task in tasks if HUGGINGFACE in peers or LLAMA_CPP in peers or (task.padded and PADDED in peers)]
+    for peer in [peer for peer in peers if peer in _ALONE]:
+        if (reason := _ALONE[peer].missing()) is not None:
+            peers.remove(peer)
+            notes.append(f"SKIPPED, {peer}: {reason}")
+            options.tell(notes[-1])
+    tasks = [task for task in tasks if {*peers} - {PADDED} or (task.padded and PADDED in peers)]
     parts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="flexgen_bench.") as name:
         scratch = Path(name)
@@ -144,7 +150,7 @@ def run(options: Options) -> dict[str, Any]:
             sides = {label: side for label, side in SIDES.items() if label in FLEXGEN or HUGGINGFACE in peers}
             runs: dict[str, list[HelmRun]] = {label: [] for label in sides}
             batches: list[float] = []
-            served: dict[int, list[ServedRun]] = {}
+            alone: dict[str, dict[str, list[PeerRun]]] = {}
             for repeat in range(repeats):
                 for label, (program, is_ours, threads) in sides.items():
                     folder = scratch / f"{task.name}.{label.replace(' ', '')}.{repeat}"
@@ -155,19 +161,33 @@ def run(options: Options) -> dict[str, Any]:
                 if task.padded and PADDED in peers:
                     batches.append(padded(scratch / "reference", runs[FLEXGEN[0]][-1].requests, PADDED_BATCH))
                     options.tell(f"{task.name}, transformers in batches of {PADDED_BATCH}: {batches[-1]:.1f} s")
-                if LLAMA_CPP in peers:
-                    requests = runs[FLEXGEN[0]][-1].requests
-                    if (reason := llama_server_task.unsupported(requests)) is not None:
-                        notes += [f"{task.name} is not compared with {LLAMA_CPP}: {reason}"] if not repeat else []
+                requests = runs[FLEXGEN[0]][-1].requests
+                for peer in (peer for peer in peers if peer in _ALONE):
+                    if (reason := _ALONE[peer].unsupported(requests)) is not None:
+                        notes += [f"{task.name} is not compared with {peer}: {reason}"] if not repeat else []
                         continue
-                    ids = [_prompt_ids(request, _chat_of(task, checkpoint)) for request in requests]
-                    for slots in SLOTS:
-                        log = scratch / f"{task.name}.{LLAMA_CPP}.{slots}.{repeat}.txt"
-                        answered = serve(fetch(WHEEL_MODEL), ids, requests, slots, log)
-                        served.setdefault(slots, []).append(answered)
-                        options.tell(f"{task.name}, {LLAMA_CPP}'s server, {slots} slots: {answered.seconds:.1f} s")
-            parts += _parts(task, runs, checkpoint, batches, load, served)
+                    log = scratch / f"{task.name}.{peer}.{repeat}.txt"
+                    for setting, answered in _answered_alone(peer, requests, _chat_of(task, checkpoint), scratch, log):
+                        alone.setdefault(peer, {}).setdefault(setting, []).append(answered)
+                        options.tell(f"{task.name}, {peer}, {setting}: {answered.seconds:.1f} s")
+            parts += _parts(task, runs, checkpoint, batches, load, alone)
     return _joined(earlier, parts, notes)
+
+
+def _answered_alone(
+    peer: str, requests: Sequence[Mapping[str, Any]], chat: ChatFormat, scratch: Path, log: Path
+) -> Iterator[tuple[str, PeerRun]]:
+    """Yield each setting of a program without HELM, and its run; log: of a server."""
+    if peer == LM_EVAL:
+        rendered = (
+            [{**own, "prompt": chat.render_prompt(own["prompt"])} for own in requests] if chat.applied else requests
+        )
+        for batch in BATCHES:
+            yield f"batches of {batch}", lm_eval_task.answer(scratch / "reference", rendered, batch)
+        return
+    ids = [_prompt_ids(request, chat) for request in requests]
+    for slots in SLOTS:
+        yield f"{slots} slots", serve(fetch(WHEEL_MODEL), ids, requests, slots, log)
 
 
 def parts_of(result: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -279,12 +299,12 @@ def _parts(
     checkpoint: Checkpoint,
     batches: Sequence[float],
     load: float,
-    served: Mapping[int, Sequence[ServedRun]] = MappingProxyType({}),
+    alone: Mapping[str, Mapping[str, Sequence[PeerRun]]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Return a part of the result for each peer.
 
     batches: seconds of `transformers` in padded batches. load: runnable processes when the call began.
-    served: slots -> runs of llama.cpp's server.
+    alone: peer without HELM -> setting -> runs.
     """
     rows = {label: _row(task, label, own) for label, own in runs.items()}
     ours = _fastest(rows, FLEXGEN)
@@ -352,9 +372,9 @@ def _parts(
                 "notes": [f"{task.name}: {ours} against {PADDED} batches, whose answers are not compared"],
             }
         )
-    if served:
-        compared = llama_server_task.compare(task.name, typical, rows[ours], served)
-        parts.append({**common, "peer": LLAMA_CPP, **compared, "rows": [*own_rows, *compared["rows"]]})
+    for peer, found in alone.items():
+        compared = compare(_ALONE[peer].peer(), task.name, typical, rows[ours], found)
+        parts.append({**common, "peer": peer, **compared, "rows": [*own_rows, *compared["rows"]]})
     busy = [f"  {task.name} was measured on a busy machine (load {load:.1f})"] if load > BUSY_LOAD else []
     return [
         {**part, "notes": part["notes"] + busy, "settings": {"repeats": len(runs[ours]), **PEERS[part["peer"]]}}

@@ -13,39 +13,26 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from statistics import median
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import psutil
 
-from flexgen_helm.benchmarks import llama_server, summary
+from flexgen_helm.benchmarks import llama_server
 from flexgen_helm.benchmarks.common import log_tail
-from flexgen_helm.benchmarks.helm_runs import HelmRun
 from flexgen_helm.benchmarks.llama_cpp_task import version
 from flexgen_helm.benchmarks.llama_server import MODULE
+from flexgen_helm.benchmarks.peer_runs import Peer, PeerRun
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.report.throughput import versions
 
 PROGRAM = "llama-server"
 # Requests that it computes at a time; the better one counts.
 SLOTS = (1, 8)
 _START_S, _ANSWER_S, _END_S = 120.0, 3600.0, 10.0
-
-
-@dataclass(frozen=True)
-class ServedRun:
-    """seconds: of the whole process. ready_s: until the model was loaded. texts: completions, in order."""
-
-    seconds: float
-    ready_s: float
-    texts: Sequence[str]
-    flags: Sequence[str] = ()
 
 
 def missing() -> str | None:
@@ -80,7 +67,7 @@ def flags(slots: int, tokens: int) -> list[str]:
 
 def serve(
     file: Path, prompts: Sequence[Sequence[int]], requests: Sequence[Mapping[str, Any]], slots: int, log: Path
-) -> ServedRun:
+) -> PeerRun:
     """Start a server, send it HELM's `requests`, and end it; prompts: token ids of each.
 
     Raises `FlexgenError` with the end of the server's log if it ends, or answers with an error.
@@ -97,7 +84,7 @@ def serve(
             ready_s = time.perf_counter() - began
             with ThreadPoolExecutor(2 * slots) as pool:  # a slot never waits for this program
                 texts = list(pool.map(lambda ids, request: _complete(url, ids, request), prompts, requests))
-            return ServedRun(time.perf_counter() - began, ready_s, texts, chosen)
+            return PeerRun(time.perf_counter() - began, ready_s, texts, chosen)
         except (OSError, KeyError, ValueError) as error:
             raise FlexgenError(f"{PROGRAM} failed ({error}):\n{log_tail(log)}") from error
         finally:
@@ -108,40 +95,8 @@ def serve(
                 server.kill()
 
 
-def compare(
-    task: str, ours: HelmRun, our_row: Mapping[str, Any], served: Mapping[int, Sequence[ServedRun]]
-) -> dict[str, Any]:
-    """Return rows, ratios, equal completions, versions and notes of a comparison with the server at its best.
-
-    Its seconds are those of the server alone: HELM's own start-up and metrics, which ours have, are not in them.
-    ours: our typical run. our_row: of the result. served: slots -> runs.
-    """
-    rows = {
-        slots: {
-            "label": f"{task}: llama.cpp's server, {slots} slots",
-            **summary([run.seconds for run in runs]),
-            "ready_s": median(run.ready_s for run in runs),
-            "seconds": [run.seconds for run in runs],
-            "flags": list(runs[-1].flags),
-        }
-        for slots, runs in served.items()
-    }
-    best = min(rows, key=lambda slots: float(rows[slots]["median"]))
-    after = median(run.seconds - run.ready_s for run in served[best])
-    equal = sum(a == b for a, b in zip(ours.texts, served[best][-1].texts, strict=True))
-    return {
-        "rows": list(rows.values()),
-        "ratios": {
-            "against_llama_cpp": rows[best]["median"] / our_row["median"],
-            "against_llama_cpp_after_start_up": after / (ours.seconds - ours.ready_s),
-        },
-        "scores": {"equal_completions": equal, "completions": len(ours.texts)},
-        "versions": {**versions(), "llama.cpp": version(program())},
-        "notes": [
-            f"{our_row['label']} against llama.cpp's server with {best} slots, which runs without HELM; "
-            f"{equal} of {len(ours.texts)} completions equal"
-        ],
-    }
+def peer() -> Peer:
+    return Peer("llama_cpp", "llama.cpp's server", {"llama.cpp": version(program())})
 
 
 def _wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:

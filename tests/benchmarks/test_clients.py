@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.benchmarks import KNOWN, Options, clients, helm_runs, llama_server_task, load, summary
-from flexgen_helm.benchmarks.llama_server_task import ServedRun
+from flexgen_helm.benchmarks.peer_runs import PeerRun
 from flexgen_helm.benchmarks.reference import SAMPLE_TEXTS, export, same_tokens
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.errors import FlexgenError, UsageError
@@ -304,7 +304,7 @@ def test_llama_cpp_gets_the_prompts_of_each_task_that_it_can_answer(monkeypatch,
     def serve(file, prompts, requests, slots, log):
         assert file.suffix == ".gguf" and [len(requests), log.parent.is_dir()] == [2, True]
         asked.append((slots, prompts))
-        return ServedRun(40.0 / slots, 1.0, ["a", "x"])
+        return PeerRun(40.0 / slots, 1.0, ["a", "x"])
 
     monkeypatch.setattr(clients, "helm_run", lambda entries, *_, **__: scored if "pattern" in entries[0] else ours)
     monkeypatch.setattr(clients, "_prepare", lambda scratch, checkpoint: scratch)

@@ -12,7 +12,8 @@ import pytest
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.benchmarks import Options, clients, llama_server_task
 from flexgen_helm.benchmarks.helm_runs import HelmRun
-from flexgen_helm.benchmarks.llama_server_task import ServedRun, compare, serve, unsupported
+from flexgen_helm.benchmarks.llama_server_task import peer, serve, unsupported
+from flexgen_helm.benchmarks.peer_runs import PeerRun, compare
 from flexgen_helm.errors import FlexgenError, UsageError
 
 # Answers with the sum of the ids; the first look at its health is too early. Prompt [0] is refused, as is a model
@@ -96,15 +97,18 @@ def test_what_the_server_cannot_give_is_said() -> None:
 
 def test_the_better_number_of_slots_is_compared_and_equal_answers_are_counted(model: Path) -> None:
     ours = HelmRun(10.0, 1.0, {}, ["a", "b", "c"], [], ready_s=6.0)
-    served = {1: [ServedRun(30.0, 2.0, ["a", "b", "c"])], 8: [ServedRun(s, 2.0, ["a", "x", "c"]) for s in (14.0, 20.0)]}
-    found = compare("task", ours, {"label": "task: ours", "median": 10.0}, served)
+    served = {
+        "1 slots": [PeerRun(30.0, 2.0, ["a", "b", "c"])],
+        "8 slots": [PeerRun(s, 2.0, ["a", "x", "c"]) for s in (14.0, 20.0)],
+    }
+    found = compare(peer(), "task", ours, {"label": "task: ours", "median": 10.0}, served)
     assert [row["median"] for row in found["rows"]] == [30.0, 17.0]
     # Of both sides the time after the model was loaded: 15 s in the middle, and 4 s.
     assert found["ratios"] == {"against_llama_cpp": 1.7, "against_llama_cpp_after_start_up": 15.0 / 4.0}
     assert found["scores"] == {"equal_completions": 2, "completions": 3}
     assert found["versions"]["llama.cpp"] == "9999 (fake)"
     with pytest.raises(ValueError):  # an answer is missing
-        compare("task", ours, {"label": "", "median": 1.0}, {1: [ServedRun(1.0, 0.5, ["a"])]})
+        compare(peer(), "task", ours, {"label": "", "median": 1.0}, {"1 slots": [PeerRun(1.0, 0.5, ["a"])]})
 
 
 def test_without_the_program_the_peer_is_skipped_visibly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
