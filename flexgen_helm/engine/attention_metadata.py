@@ -8,19 +8,27 @@ Shapes: T tokens of a batch, t of them, B sequences of a cache block, Hq query h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.engine.small_tensors import host_and_device
-from flexgen_helm.kernels.attention import Prompt, SegmentTable, attend_prompts, can_attend
+from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
+from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows, can_attend_rows
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tokens
-from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart, decode_parts, prefix_parts, query_chunks
+from flexgen_helm.kv_cache.visibility import (
+    DecodePart,
+    PrefixPart,
+    decode_parts,
+    prefix_parts,
+    query_chunks,
+    whole_part,
+)
 from flexgen_helm.models import attention, sparse
 from flexgen_helm.models.attention import AttentionConfig, PartialAttention, mask_dtype, merge_partial
 from flexgen_helm.models.config import Window
@@ -73,6 +81,7 @@ class DecodeAttention:
     positions: [B], of the tokens among their sequences' own; on the host if it computes attention.
     new: where the tokens go.
     parts: of what they see; the first covers all of them.
+    rows: the same by sliding window for the compiled loop; None where it cannot be used.
     """
 
     tokens: slice
@@ -81,9 +90,15 @@ class DecodeAttention:
     positions: Tensor
     new: NewTokens
     parts: tuple[DecodePart, ...]
+    rows: Mapping[Window | None, RowTable] | None = None
 
-    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
-        """q [B, Hq, D], k and v [B, Hk, D] -> output [B, Hq, D], log-sum-exp [B, Hq]; stores k and v."""
+    def attend(
+        self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor, before: PartialAttention | None = None
+    ) -> PartialAttention:
+        """q [B, Hq, D], k and v [B, Hk, D] -> output [B, Hq, D], log-sum-exp [B, Hq]; stores k and v.
+
+        before: over the shared prefixes, which the result is merged with; both are written.
+        """
         cache = at.cache
         if self.on_host:
             heads = q.shape[1], k.shape[1], v.shape[1]
@@ -92,12 +107,23 @@ class DecodeAttention:
             at = replace(at, config=at.config.on_host)
         cache.append(self.block, at.layer, self.new, k, v)
         first, *others = self.parts
-        out, lse = self._attend(first, at, q)
+        if self.rows is not None:
+            out, lse = self._attend_rows(self.rows[at.window], first, at, q, before)
+        else:
+            out, lse = self._attend(first, at, q)
         for part in others:
             own = part.sequences
             out[own], lse[own] = merge_partial((out[own], lse[own]), self._attend(part, at, q))
         cache.done(self.block, at.layer)
         return _to_device(cache, (out, lse)) if self.on_host else (out, lse)
+
+    def _attend_rows(
+        self, rows: RowTable, part: DecodePart, at: LayerAttention, q: Tensor, before: PartialAttention | None
+    ) -> PartialAttention:
+        keys, values = at.cache.read(self.block, at.layer, part)
+        config = at.config
+        out, lse = attend_rows(rows, q, keys, values, config.scale, config.softcap, config.slopes, before)
+        return out.to(q.dtype), lse
 
     def _attend(self, part: DecodePart, at: LayerAttention, q: Tensor) -> PartialAttention:
         layer, config, cache = at.layer, at.config, at.cache
@@ -165,7 +191,7 @@ class AttentionMetadata:
 
         sinks: [Hq], logits that take a share of each head's softmax and have no value.
         """
-        if (fused := self._attend_prompts(at, q, k, v)) is not None:
+        if (fused := self._attend_compiled(at, q, k, v)) is not None:
             out, lse = fused
             return out if sinks is None else _with_sinks(out, lse, sinks)
         own: tuple[PromptAttention | DecodeAttention, ...] = (*self.prompts, *self.decodes)
@@ -186,34 +212,54 @@ class AttentionMetadata:
             out[prefix.tokens], lse[prefix.tokens] = joined
         return out if sinks is None else _with_sinks(out, lse, sinks)
 
-    def _attend_prompts(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention | None:
-        """Attend over all segments of prompts at once; None where only the segments one by one can be.
+    def _attend_compiled(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention | None:
+        """Attend over all segments in compiled loops; None where only the segments one by one can be.
 
-        A packed cache shows each query other versions of keys; soft caps and ALiBi change scores.
+        A packed cache shows each query other versions of keys. Soft caps and ALiBi change scores, which the loop over
+        segments does not.
         """
         cache, config, window = at.cache, at.config, at.window
-        plain = cache.codec.cache_format is None and config.softcap is None and config.slopes is None
-        if self.decodes or not plain or (window is not None and window.is_chunked) or not can_attend(q, k, v):
+        has_segments = bool(self.prompts or self.prefixes)
+        bends = config.softcap is not None or config.slopes is not None or (window is not None and window.is_chunked)
+        if cache.codec.cache_format is not None or (has_segments and bends) or not can_attend(q, k, v):
             return None
-        for prompt in self.prompts:  # a prefix is read in the batch that computes it
-            prompt.store(at, k[prompt.tokens], v[prompt.tokens])
-        shared = [cache.read_prefix(*prefix.prefix.seat, at.layer, *prefix.parts) for prefix in self.prefixes]
-        tokens = None if window is None else window.tokens
-        attended = attend_prompts(self._segments, q, k, v, shared, config.scale, tokens)
-        for prefix in self.prefixes:
-            cache.done(prefix.prefix.seat[0], at.layer)
-        return attended
+        if any(own.rows is None for own in self.decodes):
+            return None
+        attended = None
+        if has_segments:
+            for prompt in self.prompts:  # a prefix is read in the batch that computes it
+                prompt.store(at, k[prompt.tokens], v[prompt.tokens])
+            shared = [cache.read_prefix(*prefix.prefix.seat, at.layer, *prefix.parts) for prefix in self.prefixes]
+            width = None if window is None else window.tokens
+            attended = attend_prompts(self._segments, q, k, v, shared, config.scale, width)
+            for prefix in self.prefixes:
+                cache.done(prefix.prefix.seat[0], at.layer)
+        if attended is None and len(self.decodes) == 1:
+            return self.decodes[0].attend(at, q, k, v)
+        out, lse = attended or (torch.empty_like(q), q.new_empty(q.shape[:2]))
+        for own in self.decodes:
+            tokens = own.tokens
+            own.attend(at, q[tokens], k[tokens], v[tokens], (out[tokens], lse[tokens]))
+        return out, lse
 
     @cached_property
     def _segments(self) -> SegmentTable:
-        """What the prompts of a batch without decoding tokens see."""
+        """What prompts see, and decoding tokens of shared prefixes."""
         numbers = {own.prefix: number for number, own in enumerate(self.prefixes)}
-        prompts = [
-            Prompt(own.tokens.start, own.tokens.stop - own.tokens.start, own.sequence.start,
-                   [numbers[prefix] for prefix in own.sequence.prefixes])
+        groups = [
+            TokenGroup(own.tokens.start, own.tokens.stop - own.tokens.start,
+                       [numbers[prefix] for prefix in own.sequence.prefixes])
             for own in self.prompts
         ]  # fmt: skip
-        return SegmentTable.of(prompts, [(own.prefix.prompt_len, own.prefix.start) for own in self.prefixes])
+        for own in self.decodes:
+            first = own.tokens.start
+            for prefixes, sequences in groupby(own.block.sequences, lambda sequence: sequence.prefixes):
+                count = len(list(sequences))
+                if prefixes:
+                    groups.append(TokenGroup(first, count, [numbers[prefix] for prefix in prefixes], is_prompt=False))
+                first += count
+        shared = [(own.prefix.prompt_len, own.prefix.start) for own in self.prefixes]
+        return SegmentTable.of(groups, self.positions.on_host.numpy(), shared)
 
     def state_groups(self, layer: int, cache: KVCache) -> Iterator[StateGroup]:
         """Divide the tokens for a layer that keeps states: prompts one by one, decoding sequences block by block."""
@@ -340,8 +386,13 @@ def build_attention_metadata(
         tokens = slice(first, first + len(block.sequences))
         new = new_tokens(block, cache.codec, on_host, on_device)
         starts = (host_at if host_attends else at)[tokens] - own if has_chunks else 0
-        seen = decode_parts(block, own, starts, kinds, cache.codec, mask_dtype(own.device, dtype))
-        decodes.append(DecodeAttention(tokens, block, host_attends, own, new, seen))
+        own_rows = None
+        if cache.codec.cache_format is None and can_attend_rows(own.device, dtype):
+            own_rows = {window: _rows(block, window) for window in kinds}
+            seen: tuple[DecodePart, ...] = (whole_part(block),)
+        else:
+            seen = decode_parts(block, own, starts, kinds, cache.codec, mask_dtype(own.device, dtype))
+        decodes.append(DecodeAttention(tokens, block, host_attends, own, new, seen, own_rows))
 
     prefixes = []
     for (prefix, index), own_positions in zip(users.items(), in_prefixes):
@@ -353,6 +404,16 @@ def build_attention_metadata(
 
     rows = TableRows(ids, host_ids), TableRows(at, host_at)
     return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes))
+
+
+def _rows(block: CacheBlock, window: Window | None) -> RowTable:
+    """What the next tokens of a block's sequences see of their own caches."""
+    rows = []
+    for sequence in block.sequences:
+        last = sequence.num_computed
+        oldest = 0 if window is None else max(0, window.oldest(last, sequence.start))
+        rows.append(Row(oldest, last, bool(sequence.prefixes)))
+    return RowTable.of(rows)
 
 
 def _to_device(cache: KVCache, part: PartialAttention) -> PartialAttention:

@@ -1,8 +1,9 @@
-"""Attention of a batch's prompts on the host, over all that each sees, in one call.
+"""Attention of a batch's tokens on the host, over all that they see together, in one call.
 
 A query sees segments of keys: shared prefixes, and the prompt that it is part of. All segments of a tile of queries are
 taken one after the other with a running maximum and sum of the softmax (Milakov and Gimelshein, 2018; Dao et al.,
-2022), so scores never leave the caches of the processor, and no partial results are merged.
+2022), so scores never leave the caches of the processor, and no partial results are merged. What a decoding token sees
+of its own cache is no segment (`decode_attention`).
 
 Shapes: T tokens, Hq query heads, Hk key heads, S keys, D elements of a head.
 """
@@ -30,51 +31,57 @@ _FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Consecutive tokens of a batch that see each other causally, and before that all of some shared segments.
+class TokenGroup:
+    """Neighbouring tokens of a batch that see the same shared segments.
 
     first, count: tokens of the batch.
-    position: of the first one.
     shared: numbers of the segments.
+    is_prompt: they also see each other, causally.
     """
 
     first: int
     count: int
-    position: int
     shared: Sequence[int]
+    is_prompt: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentTable:
-    """The prompts of a batch as the compiled function reads them; the same for all layers.
+    """What the tokens of a batch see, as the compiled function reads it; the same for all layers.
 
-    jobs: [prompts, 5]; segments: [n, 8] without addresses (`compiled.attend`).
+    positions: [T].
+    jobs: [groups, 4]; segments: [n, 8] without addresses (`prompt_loop.attend`).
     source: [n], the first token of an own segment, or the number of a shared one.
     is_own: [n].
     """
 
+    positions: Integers
     jobs: Integers
     segments: Integers
     source: Integers
     is_own: np.ndarray[Any, np.dtype[np.bool_]]
 
     @classmethod
-    def of(cls, prompts: Iterable[Prompt], shared: Sequence[tuple[int, int]]) -> SegmentTable:
+    def of(
+        cls, groups: Iterable[TokenGroup], positions: Sequence[int] | Integers, shared: Sequence[tuple[int, int]]
+    ) -> SegmentTable:
         """shared: length and first position of the shared segments."""
         jobs: list[tuple[int, ...]] = []
         segments: list[list[int]] = []
         source: list[int] = []
         is_own: list[bool] = []
-        for prompt in prompts:
+        for group in groups:
             first = len(segments)
-            seen = [(*shared[number], number, False) for number in prompt.shared]
-            for length, position, number, own in (*seen, (prompt.count, prompt.position, prompt.first, True)):
+            seen = [(*shared[number], number, False) for number in group.shared]
+            if group.is_prompt:
+                seen.append((group.count, int(positions[group.first]), group.first, True))
+            for length, position, number, own in seen:
                 segments.append([0] * 6 + [length, position])
                 source.append(number)
                 is_own.append(own)
-            jobs.append((prompt.first, prompt.count, prompt.position, first, len(segments)))
-        table, rows, numbers = (np.array(each, np.int64) for each in (jobs, segments, source))
-        return cls(table, rows, numbers, np.array(is_own, np.bool_))
+            jobs.append((group.first, group.count, first, len(segments)))
+        each, table, rows, numbers = (np.array(x, np.int64) for x in (positions, jobs, segments, source))
+        return cls(each, table, rows, numbers, np.array(is_own, np.bool_))
 
     def at(self, k: Tensor, v: Tensor, shared: Sequence[tuple[Tensor, Tensor]]) -> Integers:
         """Fill in where keys and values are: k, v [T, Hk, D] of the batch, and those of shared segments [Hk, S, D]."""
@@ -113,7 +120,7 @@ def attend_prompts(
 
     All operands are such that `can_attend` is true.
 
-    table: covers all T tokens.
+    table: of tokens that it leaves out, nothing is written.
     shared: keys and values [Hk, S, D] of the shared segments.
     window: a token sees so many positions, itself included; None: all.
     compiled: on trial; None: what has passed its trial.
@@ -134,7 +141,7 @@ def attend_prompts(
     for x in (q, out):
         addresses += [x.data_ptr(), _FLOAT_BYTES * x.stride(0), _FLOAT_BYTES * x.stride(1)]
     addresses += [lse.data_ptr(), _FLOAT_BYTES * heads, key_heads, group, dim, window or 0, factor.ctypes.data]
-    addresses += [scratch.data_ptr(), _FLOAT_BYTES * floats]
+    addresses += [scratch.data_ptr(), _FLOAT_BYTES * floats, table.positions.ctypes.data]
     run_on_threads(compiled.address_of(compiled.attend), addresses, threads)
     return out, lse
 
@@ -150,8 +157,9 @@ def _is_right(compiled: ModuleType) -> bool:
     dim, before, counts = compiled.LANES + 4, 67, (70, 9)
     q, k, v = (torch.randn(sum(counts), heads, dim, generator=draw) for heads in (4, 2, 2))
     pair = torch.randn(2, before, dim, generator=draw), torch.randn(2, before, dim, generator=draw)
-    prompts = Prompt(0, counts[0], before, (0,)), Prompt(counts[0], counts[1], 0, ())
-    table = SegmentTable.of(prompts, [(before, 0)])
+    prompts = TokenGroup(0, counts[0], (0,)), TokenGroup(counts[0], counts[1], ())
+    positions = [*range(before, before + counts[0]), *range(counts[1])]
+    table = SegmentTable.of(prompts, positions, [(before, 0)])
     for window in (None, 50):
         out, lse = attend_prompts(table, q, k, v, [pair], 0.3, window, compiled)
         for prompt in prompts:
@@ -159,7 +167,7 @@ def _is_right(compiled: ModuleType) -> bool:
             keys, values = k[own].transpose(0, 1), v[own].transpose(0, 1)
             if prompt.shared:
                 keys, values = torch.cat((pair[0], keys), 1), torch.cat((pair[1], values), 1)
-            at = torch.arange(prompt.position, prompt.position + prompt.count)[:, None] - torch.arange(keys.shape[1])
+            at = torch.tensor(positions)[own, None] - torch.arange(keys.shape[1])
             hidden = (at < 0) | (at >= (window or math.inf))
             scores = q[own].transpose(0, 1) @ keys.repeat_interleave(2, 0).transpose(1, 2) * 0.3
             scores = scores.masked_fill(hidden, -math.inf)

@@ -156,6 +156,12 @@ def decode_parts(
     return tuple(parts)
 
 
+def whole_part(block: CacheBlock) -> DecodePart:
+    """Return all that the block's next queries see of a plain cache, without masks."""
+    longest = max(sequence.num_computed for sequence in block.sequences)
+    return DecodePart(slice(0, len(block.sequences)), longest + 1, {})
+
+
 def _visible_older(
     positions: Tensor,
     starts: Tensor | int,

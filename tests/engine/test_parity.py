@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.models import attention
+from flexgen_helm.engine import attention_metadata
 from tests.helpers.backend_models import saved
-from tests.helpers.parity import TOLERANCE, assert_equals_reference, prompts
+from tests.helpers.parity import TOLERANCE, assert_equals_reference, prompts, seeing_longer_neighbours
 from tests.helpers.tiny_models import VARIANTS, TinyModel
 
 # One request alone is tried with one family in three, and with all of them by the slow suite.
@@ -134,11 +134,9 @@ def max_difference(a, b) -> float:
 
 @pytest.mark.one_release
 def test_the_needle_test_would_notice_a_leak(tiny, needle, monkeypatch):
-    """The guard's inverse: without the mask over longer neighbours' columns the needle's answer changes."""
+    """The guard's inverse: if every sequence sees the columns of longer neighbours, the needle's answer changes."""
     request, alone = needle
-    honest = attention.attend_cached
-    leak = lambda q, k, v, config, at, mask, *rest: honest(q, k, v, config, at, None, *rest)  # noqa: E731
-    monkeypatch.setattr(attention, "attend_cached", leak)
+    monkeypatch.setattr(attention_metadata, "attend_rows", seeing_longer_neighbours)
     others = [GenerationRequest(prompt_token_ids=p, max_tokens=12) for p in prompts(5, 40, seed=9)]
     with Engine.from_pretrained(tiny("llama").path) as engine:
         result = engine.run([*others, request])[-1]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+from torch import Tensor
+
+from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows
 from tests.helpers.tiny_models import VOCABULARY
 
 TOLERANCE = 1e-4
@@ -39,3 +43,8 @@ def assert_same(found, expected, tolerance=TOLERANCE):
             assert abs(x - y) <= tolerance
         for x, y in zip((ours.prompt_top_logprobs or ())[1:], (theirs.prompt_top_logprobs or ())[1:], strict=True):
             assert all(abs(a - b) <= tolerance for (_, a), (_, b) in zip(x, y, strict=True))
+
+
+def seeing_longer_neighbours(table: RowTable, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Attend as `attend_rows`, but every sequence sees the columns of the longest: what a leak would be."""
+    return attend_rows(RowTable.of([Row(0, k.shape[2] - 1)] * len(q)), q, k, *rest)

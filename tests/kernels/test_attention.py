@@ -14,7 +14,7 @@ from torch import Tensor
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.engine import attention_metadata
 from flexgen_helm.kernels import attention
-from flexgen_helm.kernels.attention import Prompt, SegmentTable, attend_prompts, can_attend
+from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
 from tests.helpers.tiny_models import VOCABULARY
 
 pytest.importorskip("flexgen_helm.kernels.compiled")
@@ -54,29 +54,36 @@ def test_any_batch(seed: int, key_heads: int, group: int, dim: int, window: int 
     total = sum(counts)
     k, v = (normal(total, key_heads, dim + 4)[..., :dim] for _ in "kv")
     q = normal(group * key_heads, total, dim).transpose(0, 1) * draw.choice([0.1, 1.0, 20.0])
-    prompts, first = [], 0
+    groups, positions, first = [], [], 0
     for count in counts:
         shared = [] if not lengths else [0, *draw.sample(range(1, len(lengths)), k=min(1, len(lengths) - 1))]
         shared = shared[: draw.randrange(len(shared) + 1)]
-        prompts.append(Prompt(first, count, sum(lengths[number] for number in shared), shared))
+        is_prompt = not shared or draw.random() < 0.7
+        groups.append(TokenGroup(first, count, shared, is_prompt))
+        end = sum(lengths[number] for number in shared)
+        # Tokens that decode are at any positions behind what they share.
+        positions += range(end, end + count) if is_prompt else [end + draw.randrange(90) for _ in range(count)]
         first += count
-    table = SegmentTable.of(prompts, [*zip(lengths, starts)])
+    table = SegmentTable.of(groups, positions, [*zip(lengths, starts)])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         out, lse = attend_prompts(table, q, k, v, stored, dim**-0.5, window)
     finally:
         torch.set_num_threads(before)
-    for prompt in prompts:
-        own = slice(prompt.first, prompt.first + prompt.count)
+    for group in groups:
+        own = slice(group.first, group.first + group.count)
         keys, values = (
-            torch.cat([*(stored[number][i].transpose(0, 1) for number in prompt.shared), x[own]])
+            torch.cat(
+                [*(stored[number][i].transpose(0, 1) for number in group.shared), x[own][: group.is_prompt * 999]]
+            )
             for i, x in enumerate((k, v))
         )
-        positions = torch.arange(prompt.position, prompt.position + prompt.count)
-        expected = formula(q[own], keys, values, positions, dim**-0.5, window)
+        expected = formula(q[own], keys, values, torch.tensor(positions[own]), dim**-0.5, window)
+        sees_none = expected[1].isinf()
+        expected[0][sees_none] = 0.0
         # A score is off by some units in its last place, and a weight by as much of itself.
-        bound = 1e-6 * (10 + expected[1].abs().max().item())
+        bound = 1e-6 * (10 + max(expected[1][~sees_none].abs().tolist(), default=0))
         torch.testing.assert_close(out[own].double(), expected[0], rtol=0, atol=bound * values.abs().max().item())
         torch.testing.assert_close(lse[own].double(), expected[1], rtol=0, atol=bound)
 
@@ -85,7 +92,7 @@ def test_scores_beyond_what_an_exponential_holds() -> None:
     """Differences of thousands between scores; equal scores; a first key that outweighs all later blocks."""
     q = torch.ones(200, 1, 16)
     k, v = torch.zeros(200, 1, 16), torch.arange(200.0)[:, None, None].expand(200, 1, 16).contiguous()
-    table = SegmentTable.of([Prompt(0, 200, 0, ())], [])
+    table = SegmentTable.of([TokenGroup(0, 200, ())], range(200), [])
     out, lse = attend_prompts(table, q, k, v, [], 1.0, None)
     torch.testing.assert_close(out[:, 0, 0], torch.arange(200.0) / 2)
     torch.testing.assert_close(lse[:, 0], torch.arange(1.0, 201.0).log())
@@ -101,15 +108,15 @@ def test_a_value_that_is_not_finite_stays_in_its_prompt() -> None:
     """A number that is none must reach the scores of its own prompt, which are then refused, and no others."""
     q, k, v = (torch.randn(30, 2, 16) for _ in "qkv")
     k[12] = math.nan
-    prompts = [Prompt(first, 10, 0, ()) for first in (0, 10, 20)]
-    out, _ = attend_prompts(SegmentTable.of(prompts, []), q, k, v, [], 0.25, None)
+    prompts = [TokenGroup(first, 10, ()) for first in (0, 10, 20)]
+    out, _ = attend_prompts(SegmentTable.of(prompts, [*range(10)] * 3, []), q, k, v, [], 0.25, None)
     assert out[:12].isfinite().all() and out[20:].isfinite().all()
     assert out[12:20].isnan().all()
 
 
 def test_the_same_bits_on_any_number_of_threads() -> None:
     q, k, v = (torch.randn(500, heads, 64) for heads in (6, 2, 2))
-    table = SegmentTable.of([Prompt(0, 300, 0, ()), Prompt(300, 200, 0, ())], [])
+    table = SegmentTable.of([TokenGroup(0, 300, ()), TokenGroup(300, 200, ())], [*range(300), *range(200)], [])
     results, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
@@ -119,6 +126,23 @@ def test_the_same_bits_on_any_number_of_threads() -> None:
         torch.set_num_threads(before)
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+def test_the_same_bits_whoever_decodes_beside_it() -> None:
+    """A window begins elsewhere for each token of a tile."""
+    positions, pair = [300, 420, 350, 301, 777], tuple(torch.randn(2, 300, 64) for _ in "kv")
+    q, k, v = (torch.randn(5, heads, 64) for heads in (6, 2, 2))
+
+    def attended(*tokens: int) -> tuple[Tensor, Tensor]:
+        own, group = [*tokens], TokenGroup(0, len(tokens), (0,), is_prompt=False)
+        table = SegmentTable.of([group], [positions[token] for token in tokens], [(300, 0)])
+        return attend_prompts(table, q[own], k[own], v[own], [pair], 0.125, 210)
+
+    together = attended(*range(5))
+    for token in range(5):
+        for whole, (own,) in zip(together, attended(token)):
+            assert torch.equal(whole[token], own)
+    assert together[1][4].eq(-math.inf).all() and together[0][4].eq(0).all()
 
 
 def test_what_it_does_not_take() -> None:

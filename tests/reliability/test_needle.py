@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, GenerationResult
+from flexgen_helm.engine import attention_metadata
 from flexgen_helm.errors import OffloadError
-from flexgen_helm.models import attention
 from flexgen_helm.offload import copy_engine, disk
 from flexgen_helm.quant import precisions
 from tests.helpers.faults import replaced
 from tests.helpers.offload import offloaded, policies
-from tests.helpers.parity import assert_same, prompts
+from tests.helpers.parity import assert_same, prompts, seeing_longer_neighbours
 from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import TinyModel
 
@@ -163,14 +163,12 @@ def test_a_transfer_that_fails_ends_the_run_and_leaves_nothing_wrong(
 
 
 def test_the_needle_would_notice_a_neighbour(tiny: Any, tmp_path: Path, alone: Any) -> None:
-    """The inverse: without the mask over longer neighbours' columns its answer changes, in this harness too."""
-    honest = attention.attend_cached
+    """The inverse: if every sequence sees the columns of longer neighbours, its answer changes in this harness too."""
     neighbours = [
         {"shared": 0, "own": 40, "max_tokens": 12, "n": 1, "temperature": 0.0, "echo_logprobs": False}
     ] * 5  # fmt: skip
     plan = {"policy": "6x1,0,100,0,100,0,100", "schedule": "zigzag"}
     with pytest.MonkeyPatch.context() as patch:
-        leak = lambda q, k, v, config, at, mask, *rest: honest(q, k, v, config, at, None, *rest)  # noqa: E731
-        patch.setattr(attention, "attend_cached", leak)
+        patch.setattr(attention_metadata, "attend_rows", seeing_longer_neighbours)
         with pytest.raises(AssertionError):
             find(tiny, tmp_path, alone, "fp16", neighbours, plan, 0, 0)
