@@ -25,6 +25,7 @@ KNOWN = (
     "offload",
     "ablation",
     "blocks",
+    "scaled",
     "policy",
     "kernels",
     "formats",

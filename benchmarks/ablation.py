@@ -133,17 +133,24 @@ def scale(workload: Workload, options: Options) -> Scaled:
     return Scaled(link, gpu, rate, prompt)
 
 
-def block_arguments(workload: Workload, scaled: Scaled, policy: Policy, scratch: Path, **engine: Any) -> dict[str, Any]:
-    """Return the arguments with which `run_engine` runs a block of `policy` on the simulated GPU.
+def block_arguments(
+    workload: Workload, scaled: Scaled, policy: Policy | None, scratch: Path, *, rows: int | None = None, **engine: Any
+) -> dict[str, Any]:
+    """Return the arguments with which `run_engine` runs sequences on the simulated GPU.
 
+    policy: None for the one that the engine searches.
+    rows: sequences; a block of the policy where nothing is said.
     engine: arguments of the engine that differ.
     """
-    link = {"device": "sim", "link_gb_s": [scaled.link_gb_s] * 2, "schedule": "zigzag"}
+    link: dict[str, Any] = {"device": "sim", "link_gb_s": [scaled.link_gb_s] * 2, "offload_dir": str(scratch)}
+    if policy is not None:
+        link |= {"schedule": "zigzag", "policy": policy_text(policy)}
+        rows = rows or policy.block_size
     return {
         "model": workload.model,
-        "engine": {**link, **engine, "policy": policy_text(policy), "offload_dir": str(scratch)},
+        "engine": {**link, **engine},
         "limits": {"gpu": scaled.gpu_bytes},
-        "rows": policy.block_size,
+        "rows": rows,
         "prompt": scaled.prompt,
         "output": workload.output,
     }

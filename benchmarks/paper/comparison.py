@@ -45,7 +45,7 @@ class Table:
     rows: label, paper, predicted, measured; the last three None where there is none.
     note: what was measured on what shapes, why columns are empty, and why figures differ.
     columns: names of further figures that rows have, and what the page calls them.
-    measured_by: None where nothing here can measure it.
+    measured_by: empty where nothing here can measure it.
     picture: what the page's picture of it shows, in `docs/images/paper_<name>.svg`; None without a picture.
     """
 
@@ -55,7 +55,7 @@ class Table:
     rows: Callable[[Sources], list[Row]]
     note: str
     columns: tuple[tuple[str, str], ...] = ()
-    measured_by: Measurement | None = None
+    measured_by: tuple[Measurement, ...] = ()
     picture: str | None = None
 
 
@@ -68,10 +68,11 @@ def run(options: Options) -> dict[str, Any]:
     lengths = options.prompt_len or PROMPT, options.gen_len or OUTPUT
     if lengths != (PROMPT, OUTPUT) and options.table != "throughput":
         raise UsageError("other lengths are for one table: give --table throughput with them")
-    if options.measure and all(table.measured_by is None for table in tables):
+    if options.measure and not any(table.measured_by for table in tables):
         raise UsageError(f"nothing here measures the table {options.table!r}: leave out --measure")
     for table in tables:
-        filled = "nothing here measures it" if table.measured_by is None else f"--measure runs {table.measured_by}"
+        runs = " and ".join(map(str, table.measured_by))
+        filled = f"--measure runs {runs}" if runs else "nothing here measures it"
         options.tell(f"{table.name}: predicted in seconds; {filled}")
     sources = Sources(_measured(tables, options) if options.measure else {}, *lengths)
     found = [{"table": table.name, **row} for table in tables for row in table.rows(sources)]
@@ -88,33 +89,33 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _measured(tables: Sequence[Table], options: Options) -> dict[str, Mapping[str, Any]]:
-    """Run each benchmark that measures one of the tables; of several tables, those that can be measured here."""
+    """Run each benchmark that measures one of the tables; that of a GPU alone, where there is one."""
     from torch.cuda import is_available
 
     results: dict[str, Mapping[str, Any]] = {}
-    for table in tables:
-        own = table.measured_by
-        if own is None or own.benchmark in results:
+    for own in {own.benchmark: own for table in tables for own in table.measured_by}.values():
+        if own.benchmark == "gpu" and not is_available():
+            options.tell(f"{own}: left out, because torch finds no CUDA device")
             continue
-        if own.benchmark == "gpu" and len(tables) > 1 and not is_available():
-            options.tell(f"{table.name}: left out, because torch finds no CUDA device")
-            continue
-        options.tell(f"measuring {table.name}: {own}")
+        options.tell(f"measuring: {own}")
         results[own.benchmark] = load(own.benchmark)(
             Options(quick=options.quick, repeats=options.repeats, tell=options.tell, **own.options)
         )
     return results
 
 
+_SCALED = Measurement("scaled", 12)
 TABLES = (
     Table(
         "throughput",
         "Maximum throughput, 512 + 32 tokens",
         "tokens/s",
         rows.throughput,
-        "not measured here: no T4, and not the memory for these models. The largest error is that of 4-bit "
+        "not measured here: no T4, and not the memory for these models. Shares: OPT-125M with dummy weights on the "
+        "simulated GPU, by our engine with the system's policy, schedule and overlap (`bench scaled`). The largest "
+        "error is that of 4-bit "
         "OPT-175B, where one rate of dequantization serves weights and cache.",
-        measured_by=Measurement("gpu", 10),
+        measured_by=(_SCALED, Measurement("gpu", 10)),
     ),
     Table(
         "frontier",
@@ -127,7 +128,7 @@ TABLES = (
         "OPT-175B is predicted to take up to 27 % longer than it did for few sequences, and 27 % less for many: one "
         "rate of dequantization serves weights and cache.",
         (("paper_s", "paper, s"), ("predicted_s", "predicted, s")),
-        Measurement("blocks", 12),
+        (Measurement("blocks", 12),),
         "Throughput by latency of four systems, the paper's and predicted",
     ),
     Table(
@@ -138,7 +139,7 @@ TABLES = (
         "measured: OPT-125M with dummy weights, 22 + 12 tokens, a simulated GPU with the paper's proportions on "
         "two cores of an AMD EPYC (`bench ablation`). All rows agree in direction. The simulated GPU's copies "
         "and products use the host's cores, so overlap and attention on the CPU have less to gain.",
-        measured_by=Measurement("ablation", 5),
+        measured_by=(Measurement("ablation", 5),),
         picture="Throughput without each technique, of the paper, predicted and measured",
     ),
     Table(
@@ -146,8 +147,10 @@ TABLES = (
         "Ablation of policies",
         "tokens/s",
         rows.policies,
-        "not measured here: no T4. OOM: memory ran out. A paper's figure below 0.05 has two decimals and is too "
+        "not measured here: no T4. Shares: as in the throughput table. Policies with the disk are left out there: this "
+        "machine's disk is not scaled. OOM: memory ran out. A paper's figure below 0.05 has two decimals and is too "
         "coarse to compare.",
+        measured_by=(_SCALED,),
     ),
     Table(
         "breakdown",
@@ -160,7 +163,7 @@ TABLES = (
         "paper's block, on the simulated GPU (`bench blocks`). The disk is the machine's own and is not scaled, "
         "and other programs computed, so only the order of the parts can be compared. It is the paper's but for "
         "weights and cache in decoding: a quarter of the block reads a quarter of the cache, and all of the weights.",
-        measured_by=Measurement("blocks", 12),
+        measured_by=(Measurement("blocks", 12),),
         picture="Parts of both phases, as shares of their time",
     ),
     Table(
@@ -176,16 +179,20 @@ TABLES = (
         "Sub-scenarios of HELM, OPT-IML-30B",
         "minutes",
         rows.subscenarios,
-        "not measured here: no T4. The paper's minutes have downloads, initialization and metrics in them, the "
+        "not measured here: no T4. Shares: an eighth of the sequences in small, with the policies that our search "
+        "finds (`bench scaled`). The paper's minutes have downloads, initialization and metrics in them, the "
         "predicted ones generation alone. The paper names no policies: the search's are predicted. Shapes are "
         "OPT-30B's, and prompts have the paper's padded lengths.",
+        measured_by=(_SCALED,),
     ),
     Table(
         "data_wrangling",
         "Data wrangling",
         "seconds",
         rows.data_wrangling,
-        "not measured here: no T4. The paper names no policies: the search's are predicted.",
+        "not measured here: no T4. Shares: as many prompts in small, with the policies that our search finds (`bench "
+        "scaled`). The paper names no policies: the search's are predicted.",
+        measured_by=(_SCALED,),
     ),
     Table(
         "mixed_lengths",
@@ -194,7 +201,7 @@ TABLES = (
         rows.mixed_lengths,
         "measured: SmolLM2-135M in memory, two subjects of MMLU, 100 prompts each (`bench clients`). Our batches have "
         "no padding; the paper pads to the longest. XSum has to be downloaded.",
-        measured_by=Measurement("clients", 7, {"tasks": ("mmlu",), "peers": ("huggingface",)}),
+        measured_by=(Measurement("clients", 7, {"tasks": ("mmlu",), "peers": ("huggingface",)}),),
     ),
     Table(
         "devices",
@@ -212,7 +219,7 @@ TABLES = (
         "the paper has a picture of three networks, and Petals' throughput below 10 ms at 1 Gbit/s: 2.84 tokens/s. The "
         "model has no cost of Petals' servers and clients, so the pipeline is predicted faster than Petals was. "
         "Measured: two processes over links of that delay and rate (`bench network`), predicted for them.",
-        measured_by=Measurement("network", None),
+        measured_by=(Measurement("network", None),),
     ),
     Table(
         "accuracy",
@@ -222,6 +229,6 @@ TABLES = (
         "measured: SmolLM2-135M, precision `4bit`, 100 passages (`bench precisions`). No cost model predicts "
         "accuracy. This model is 220 and 1,300 times smaller than the paper's and loses more. The paper's sparse "
         "attention is left out.",
-        measured_by=Measurement("precisions", None, {"instances": 100}),
+        measured_by=(Measurement("precisions", None, {"instances": 100}),),
     ),
 )

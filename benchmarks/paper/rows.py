@@ -6,7 +6,7 @@ A row has a label, and under `paper`, `predicted` and `measured` a figure or Non
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from flexgen_helm.benchmarks.network import NETWORKS, offloading, pipeline
 from flexgen_helm.benchmarks.paper.pipeline import evaluate_pipeline
 from flexgen_helm.benchmarks.paper.systems import COMPRESSED, SYSTEMS, with_page_cache
 from flexgen_helm.benchmarks.paper.tables import evaluate_csv, full_memory, predict_row, row_problem
+from flexgen_helm.benchmarks.scaled import throughput_label
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.affine import CACHE, HIDDEN, WEIGHTS, Affine, fraction_vector
@@ -77,7 +78,7 @@ class Sources:
 
 
 def throughput(sources: Sources) -> list[Row]:
-    """Return the main table, and what `bench gpu` has measured.
+    """Return the main table, OPT-30B's in small, and what `bench gpu` has measured.
 
     For other lengths there are predictions alone, for FlexGen with the search's policies.
     """
@@ -85,7 +86,7 @@ def throughput(sources: Sources) -> list[Row]:
     if (sources.prompt, sources.output) == (PROMPT, OUTPUT):
         own = [row for row in sources.rows("gpu").values() if "tokens_per_s" in row]
         device = (sources.result("gpu") or {"hardware": {"device": ""}})["hardware"]["device"]
-        return [_predicted(line) for line in lines] + [
+        on_gpu = [
             {
                 "label": f"{device}: {row['label']}",
                 "paper": None,
@@ -94,6 +95,7 @@ def throughput(sources: Sources) -> list[Row]:
             }
             for row in own
         ]
+        return [_predicted(line) for line in lines] + _in_small(lines, sources) + on_gpu
     rows = []
     for line in lines:
         other = {**line, "prompt_len": str(sources.prompt), "gen_len": str(sources.output)}
@@ -102,14 +104,51 @@ def throughput(sources: Sources) -> list[Row]:
             found = search(problem, (ZIGZAG,))
             label, costs = f"{line['system']} {line['model']} {found.policy}", found.prediction
         else:
-            label, costs = _label(line), predict_row(other, load_profile("t4"))
+            label, costs = throughput_label(line), predict_row(other, load_profile("t4"))
         predicted = _digits(costs.tokens_per_s) if costs.feasible else "OOM"
         rows.append({"label": label, "paper": None, "predicted": predicted, "measured": None})
     return rows
 
 
 def policies(sources: Sources) -> list[Row]:
-    return [_predicted(row) for row in _evaluated() if row["table"] == "ablation_policies"]
+    lines = [row for row in _evaluated() if row["table"] == "ablation_policies"]
+    return [_predicted(row) for row in lines] + _in_small(lines, sources)
+
+
+def _in_small(lines: Iterable[Row], sources: Sources) -> list[Row]:
+    """Return what `bench scaled` has of these rows: throughputs over that of the paper's best policy for OPT-30B."""
+    own, best = sources.rows("scaled"), _opt_30b()
+    rows: list[Row] = []
+    for line in lines:
+        measured = own.get(f"throughput: {throughput_label(line)}")
+        if measured is None or line is best:
+            continue
+        pairs = {
+            "paper": (line["tokens_per_s"], best["tokens_per_s"]),
+            "predicted": (line["predicted_tokens_per_s"], best["predicted_tokens_per_s"]),
+            "measured": (measured["tokens_per_s"], own[f"throughput: {throughput_label(best)}"]["tokens_per_s"]),
+        }
+        shares = {column: round(float(value) / float(whole), 3) for column, (value, whole) in pairs.items()}
+        rows.append({"label": f"share of {throughput_label(best)}: {throughput_label(line)}", **shares})
+    return rows
+
+
+def _shares_of_time(rows: Sequence[Row], table: str, sources: Sources) -> list[Row]:
+    """Return what `bench scaled` has of a table of times: each over the sum of all."""
+    own = sources.rows("scaled")
+    measured = {name: row for row in rows if (name := f"{table}: {row['label'].removeprefix('opt-30b: ')}") in own}
+    if not measured:
+        return []
+    sums = {column: sum(row[column] for row in measured.values()) for column in ("paper", "predicted")}
+    whole = sum(own[name]["median"] for name in measured)
+    return [
+        {
+            "label": f"share of the time of all: {row['label']}",
+            **{column: round(row[column] / sums[column], 3) for column in sums},
+            "measured": round(own[name]["median"] / whole, 3),
+        }
+        for name, row in measured.items()
+    ]
 
 
 def ssd_speed(sources: Sources) -> list[Row]:
@@ -273,7 +312,7 @@ def subscenarios(sources: Sources) -> list[Row]:
         rows.append(
             {"label": line["run_entry"], "paper": line["minutes"], "predicted": round(minutes), "measured": None}
         )
-    return rows
+    return rows + _shares_of_time(rows, "subscenarios", sources)
 
 
 def data_wrangling(sources: Sources) -> list[Row]:
@@ -291,7 +330,7 @@ def data_wrangling(sources: Sources) -> list[Row]:
                     "measured": None,
                 }
             )
-    return rows
+    return rows + _shares_of_time(rows, "data_wrangling", sources)
 
 
 def mixed_lengths(sources: Sources) -> list[Row]:
@@ -319,11 +358,7 @@ def devices(sources: Sources) -> list[Row]:
 def network(sources: Sources) -> list[Row]:
     """OPT-30B over four T4s in three networks, of which the first is the paper's for Petals, and offloaded on one."""
     petals = pd.read_csv(PAPER / "petals_512_T4.csv", index_col="model").tokens_per_s_of_one_gpu
-    (own,) = (
-        row
-        for row in _evaluated()
-        if (row["table"], row["system"], row["model"]) == ("throughput_512", "FlexGen", "opt-30b")
-    )
+    own = _opt_30b()
     seconds, rate = offloading(OUTPUT)
     paper = {"offloading": float(own["tokens_per_s"]), next(iter(NETWORKS)): float(petals["opt-30b"])}
     found = {"offloading": (seconds, rate)} | {name: pipeline(OUTPUT, network) for name, network in NETWORKS.items()}
@@ -346,6 +381,16 @@ def _evaluated() -> list[Row]:
     return list(evaluate_csv(PAPER / "throughput.csv", load_profile("t4"))["rows"])
 
 
+def _opt_30b() -> Row:
+    """Return FlexGen's row of OPT-30B in the throughput table."""
+    (line,) = (
+        row
+        for row in _evaluated()
+        if (row["table"], row["system"], row["model"]) == ("throughput_512", "FlexGen", "opt-30b")
+    )
+    return line
+
+
 def _searched(model: str, workload: Workload, precision: Precision = FP16) -> Solution:
     """Return the search's policy for FlexGen on the paper's T4, whose disk has a page cache."""
     entry = resolve(model).entry
@@ -356,7 +401,7 @@ def _searched(model: str, workload: Workload, precision: Precision = FP16) -> So
 
 
 def _predicted(row: Row) -> Row:
-    label = _label(row)
+    label = throughput_label(row)
     if row["page_cache"] == "held_back":
         label += ", page cache held back"
     measured = row["tokens_per_s"]
@@ -368,8 +413,3 @@ def _predicted(row: Row) -> Row:
 def _digits(value: float) -> float:
     """Round to three digits, or to a whole number."""
     return float(f"{value:.3g}") if value < 1000 else float(round(value))
-
-
-def _label(row: Row) -> str:
-    shares = " ".join("/".join(row[f"{kind}{tier}"] for tier in "gc") for kind in "wch")
-    return f"{row['system']} {row['model']} {row['gpu_batch_size']}x{row['num_gpu_batches']} {shares}"

@@ -89,6 +89,7 @@ def bench(
       long_answers  many long answers in little memory, against reserving the most
       ablation      each technique left out, on a simulated GPU
       blocks        throughput by block size, and a run's seconds by part, on a simulated GPU
+      scaled        the paper's policies, data wrangling and sub-scenarios in small, on a simulated GPU
       network       a pipeline over slow links, against offloading on one device
       experts       a mixture of experts four times as large as memory
       gpu           a GPU's links and products, and large models in 16 GB of it
