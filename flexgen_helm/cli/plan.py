@@ -34,6 +34,7 @@ _COST_LABELS = {
     "convert": "converting weights",
     "attention": "attention",
     "host_attention": "attention on the CPU",
+    "growth": "copying caches that grow",
     "to_gpu": "copies to the GPU",
     "to_cpu": "copies from the GPU",
     "disk_read": "reading the disk",

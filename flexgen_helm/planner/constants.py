@@ -39,6 +39,9 @@ PASS_TOKENS = 4 * BATCH_TOKENS
 PAGE_TOKENS = 16
 # The same for long answers, whose caches are large: a page is a small part of them, and copying costs 2 to 5 %.
 LONG_PAGE_TOKENS = 64
+# Most ages of the sequences that a paced schedule has under way. Each age is a cache block, which costs an attention
+# call a layer. With fewer ages more memory is empty: half of what a sequence grows by from one age to the next.
+PACED_AGES = 24
 # Answers that may end early and may have more tokens than this get their cache by pages. Shorter ones get it at once:
 # there is little to be gained, and reserving never has to be taken back.
 LONG_ANSWER_TOKENS = 128

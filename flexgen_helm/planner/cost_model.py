@@ -18,9 +18,10 @@ from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
 from flexgen_helm.planner.affine import CACHE, CD, HD, HIDDEN, ONE, WD, WEIGHTS, Affine, affine
-from flexgen_helm.planner.constants import PREFILL_LANES
+from flexgen_helm.planner.constants import BLOCK_SEQUENCES, PAGE_TOKENS, PREFILL_LANES
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
+from flexgen_helm.planner.scheduler_limits import paced_group, paced_positions
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.quant.formats import GroupFormat
 
@@ -63,6 +64,7 @@ class BlockCosts:
 
     sequences: of the block; for schedules without blocks, of the workload.
     decode_passes: of the block.
+    stay_passes: decode passes from a sequence's admission to its end; all of the block's unless admissions are paced.
     memory: bytes by tier; each form must stay within the tier's limit.
     workspace: bytes by tier that computing takes besides; they count against the machine's memory, not the limit.
     """
@@ -71,8 +73,14 @@ class BlockCosts:
     prefill: PassTimes
     decode: PassTimes
     decode_passes: float
+    stay_passes: float
     memory: Mapping[Tier, tuple[Affine, ...]]
     workspace: Mapping[Tier, float]
+
+    @property
+    def stay_share(self) -> float:
+        """Share of the decode passes that a sequence stays for."""
+        return self.stay_passes / self.decode_passes if self.decode_passes else 1.0
 
 
 def block_costs(
@@ -115,21 +123,23 @@ def block_costs(
         slot_positions=positions,
         reads=reads,
     )
-    decode = replace(prefill, prefill=False).times()
     passes = workload.output - 1
     if schedule.is_paced and passes > 0:
         # Each pass admits a few sequences and decodes a token of the others. There are as many passes as all sequences
-        # need, and the ramp; they count as decode passes that carry a share of the prompts.
-        admission = replace(prefill, sequences=prefill.sequences / workload.output, weight_loads=0.0).times()
-        mixed = {name: form + decode[name] for name, form in admission.items()}
-        nothing = dict.fromkeys((*RESOURCES, *CHANNELS), affine())
+        # need, and the ramp; they count as decode passes that carry an even share of the work.
         ramp = 0.0 if problem.endless else passes
         mixed_passes = all_sequences / sequences * workload.output + ramp
-        return BlockCosts(all_sequences, nothing, mixed, mixed_passes, memory, workspace)
+        admitted, group = all_sequences / mixed_passes, paced_group(sequences, workload.output)
+        admission = replace(prefill, sequences=admitted / lanes, weight_loads=0.0).times()
+        decode = replace(prefill, sequences=admitted * passes / lanes, prefill=False, group=group).times()
+        mixed = {name: form + decode[name] for name, form in admission.items()}
+        nothing = dict.fromkeys((*RESOURCES, *CHANNELS), affine())
+        return BlockCosts(all_sequences, nothing, mixed, mixed_passes, workload.output, memory, workspace)
+    decode = replace(prefill, prefill=False).times()
     decode_passes = 0.0 if schedule.is_single_pass else passes
     prefill_turns, _ = _turns(problem.stages, lanes)
     prefills = {name: prefill_turns * form for name, form in prefill.times().items()}
-    return BlockCosts(sequences, prefills, decode, decode_passes, memory, workspace)
+    return BlockCosts(sequences, prefills, decode, decode_passes, decode_passes, memory, workspace)
 
 
 def _turns(stages: float, lanes: float) -> tuple[float, float]:
@@ -150,6 +160,7 @@ class _Pass:
     slot_positions: that a sequence's cache has.
     reads: see `block_costs`.
     weight_loads: times that the weights are read; 0 if another part of the same pass reads them.
+    group: sequences that begin together and share a cache block that grows; 0 if all of the block begin together.
     """
 
     problem: PlanningProblem
@@ -160,6 +171,7 @@ class _Pass:
     slot_positions: float
     reads: Mapping[Tier, WeightReads] | None = None
     weight_loads: float = 1.0
+    group: float = 0.0
 
     @cached_property
     def tokens(self) -> float:
@@ -172,6 +184,11 @@ class _Pass:
         if self.prefill:
             batch_tokens = min(batch_tokens * self.problem.workload.computed, self.problem.max_batch_tokens)
         return max(1.0, math.ceil(self.tokens / max(1.0, batch_tokens) - _ROUNDING))
+
+    @cached_property
+    def cache_blocks(self) -> float:
+        """Cache blocks of sequences in groups."""
+        return math.ceil(self.sequences / min(self.group, BLOCK_SEQUENCES, self.batch_sequences) - _ROUNDING)
 
     @cached_property
     def attended_elements(self) -> float:
@@ -222,6 +239,8 @@ class _Pass:
             read_bytes += read
         reading_s = batches * read_bytes / processor.memory_bytes_s
         steps = batches if self.prefill else problem.decode_steps(batches, sequences)
+        if self.group:
+            steps = batches + self.cache_blocks
         products = max(layers_s + head_s, reading_s * self.weight_loads) + steps * config.num_layers * processor.step_s
 
         attention, host_attention = affine(), affine()
@@ -241,8 +260,18 @@ class _Pass:
         # What was learnt may raise rates that a busy machine has shown, but no product is faster than the fastest.
         roofline_s = (config.linear_flops_per_token * self.tokens + config.head_flops_per_token * heads) / rate.best
         forms = {"products": affine(max(products, roofline_s / slowdown)), "convert": affine(convert)}
-        forms |= {"attention": attention, "host_attention": host_attention}
+        forms |= {"attention": attention, "host_attention": host_attention, "growth": self._growth()}
         return {name: slowdown * form for name, form in forms.items()}
+
+    def _growth(self) -> Affine:
+        """Cost the copies of cache blocks that grow: of each, the whole into a larger one once a page."""
+        problem, hardware = self.problem, self.problem.hardware
+        copied = problem.kv_elements * self.sequences * self.context * problem.cache_bytes / PAGE_TOKENS
+        growth = affine()
+        for tier in TIERS if self.group else ():
+            device = hardware.compute_processor if tier == "gpu" else hardware.cpu
+            growth[CACHE[tier]] = 2 * copied / device.memory_bytes_s  # read and written
+        return growth
 
     def _conversion_and_reading(self, elements: float, fmt: GroupFormat | None, rows: float) -> tuple[float, float]:
         """Return the seconds of converting some weights in a pass, and the bytes that a batch's products read of them.
@@ -336,7 +365,7 @@ class _Pass:
 
     @property
     def _cache_transfers(self) -> float:
-        return 2 * self.problem.config.num_layers * self.batches
+        return 2 * self.problem.config.num_layers * (self.cache_blocks if self.group else self.batches)
 
     @property
     def _new_cache_bytes(self) -> float:
@@ -355,7 +384,7 @@ def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
     if schedule.is_single_pass or workload.output == 1:  # the first token is drawn from the prompt's own pass
         return 0
     if schedule.is_paced:
-        return math.ceil(workload.longest_prompt + workload.output / 2 + 8)
+        return math.ceil(paced_positions(workload.longest_prompt, workload.output))
     return workload.longest
 
 

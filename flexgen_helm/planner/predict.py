@@ -33,6 +33,7 @@ class CostEstimate:
     prefill_s, decode_s: of the first block.
     latency_s: of the whole workload.
     tokens_per_s: generated tokens per second.
+    block_s: from a sequence's admission to its end, at most; where all begin together, of the first block.
     seconds: phase -> resource or part of computing -> seconds of the first block, each as if it were alone.
     missing: tier -> bytes short.
     """
@@ -41,6 +42,7 @@ class CostEstimate:
     decode_s: float
     latency_s: float
     tokens_per_s: float
+    block_s: float
     seconds: Mapping[str, Mapping[str, float]]
     memory: Mapping[Tier, TierMemory]
     missing: Mapping[Tier, int]
@@ -49,11 +51,6 @@ class CostEstimate:
     @property
     def feasible(self) -> bool:
         return not self.missing
-
-    @property
-    def block_s(self) -> float:
-        """Seconds of the first block."""
-        return self.prefill_s + self.decode_s
 
 
 def predict(problem: PlanningProblem, policy: Policy, schedule: Schedule, rounded: bool = True) -> CostEstimate:
@@ -67,6 +64,8 @@ def predict(problem: PlanningProblem, policy: Policy, schedule: Schedule, rounde
         fractions = _with_placed(problem, policy, placed)
     else:
         fractions = fraction_vector(policy, problem.compute_tier == "gpu")
+    if tier_fractions(policy, "cache", problem.compute_tier == "gpu")["disk"] > 0:
+        shape = replace(shape, schedule=schedule.with_files)
     is_exact = rounded or problem.config.experts is not None  # experts have no share of every tier
     return evaluate(problem, shape, fractions, weight_reads(problem, placed, fractions) if is_exact else None)
 
@@ -160,6 +159,7 @@ def evaluate(
     costs = block_costs(problem, shape, resident, reads)
     prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
     latency_s = workload_seconds(problem, shape, costs, fractions, resident, reads)
+    block_s = prefill_s + decode_s * costs.stay_share
     tokens = costs.sequences * workload.output if problem.endless else workload.output_tokens
     memory, missing = _memory(problem, costs, fractions)
     phases = {"prefill": (costs.prefill, 1.0), "decode": (costs.decode, costs.decode_passes)}
@@ -168,7 +168,9 @@ def evaluate(
         for phase, (times, passes) in phases.items()
     }
     bottleneck = max(RESOURCES, key=lambda name: sum(phase.get(name, 0.0) for phase in seconds.values()))
-    return CostEstimate(prefill_s, decode_s, latency_s, tokens / latency_s, seconds, memory, missing, bottleneck)
+    return CostEstimate(
+        prefill_s, decode_s, latency_s, tokens / latency_s, block_s, seconds, memory, missing, bottleneck
+    )
 
 
 def workload_seconds(

@@ -131,7 +131,7 @@ class RunMemory:
         block_sequences = self._block_sequences
         if policy is not None:
             batch_tokens, batch_sequences, max_sequences = MAX_BATCH_TOKENS, policy.gpu_batch_size, policy.block_size
-            if self.is_searched and self._page_tokens:
+            if self.is_searched and self._page_tokens and not self.schedule.is_paced:
                 max_sequences *= LONG_BLOCKS
         elif placement.streams_weights:
             batch_tokens = batch_sequences = STREAMED_BATCH_TOKENS

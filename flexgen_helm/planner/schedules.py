@@ -33,7 +33,7 @@ class Schedule:
     order: of the work items of a pass.
     reads_once: a pass reads each weight once, for all batches, whose hidden states are alive meanwhile. Otherwise it
         reads each weight once a batch, and the hidden states of one batch are alive.
-    is_paced: each pass admits a few sequences and caches grow by pages, so that sequences of all ages fill the memory.
+    is_paced: sequences begin in small groups and caches grow by pages, so that sequences of all ages fill the memory.
         Otherwise a block is full from its first step on.
     is_single_pass: one pass takes the whole data set, of which no sequence needs a second token.
     """
@@ -43,6 +43,11 @@ class Schedule:
     reads_once: bool = True
     is_paced: bool = False
     is_single_pass: bool = False
+
+    @property
+    def with_files(self) -> Schedule:
+        """What it is with caches on the disk: files have their final size from the beginning, so nothing is paced."""
+        return ZIGZAG if self.is_paced else self
 
     def __str__(self) -> str:
         return self.name
@@ -54,5 +59,5 @@ DIAGONAL = Schedule("diagonal", by_stage, is_paced=True)
 PREFILL_ONLY = Schedule("prefill-only", by_stage, is_single_pass=True)
 
 SCHEDULES: Mapping[str, Schedule] = {own.name: own for own in (ROW, ZIGZAG, DIAGONAL, PREFILL_ONLY)}
-# Those that a search tries. 'row' is never better, and the cost model lacks what the growing caches of 'diagonal' cost.
+# Those that a search tries unless it is told others; 'row' is never better.
 AUTOMATIC = (ZIGZAG, PREFILL_ONLY)

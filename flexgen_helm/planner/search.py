@@ -42,7 +42,7 @@ def search(
 ) -> Solution:
     """Return the policy with the highest throughput.
 
-    max_latency: seconds that a block may take.
+    max_latency: seconds that a block may take; where admissions are paced, a sequence from its admission to its end.
     fixed: a policy whose weights are loaded already; the search chooses block, cache and hidden states.
 
     Raises `MemoryLimitError` with tier and missing bytes if nothing fits, or with the least latency if no block is
@@ -56,6 +56,9 @@ def search(
         finished = (finish(problem, candidate, max_latency) for candidate in candidates)
         solutions = list(islice((solution for solution in finished if solution is not None), _ROUNDED))
     if not solutions:
+        if any(schedule.is_paced for schedule in schedules):  # the cache needs the disk
+            others = [schedule.with_files for schedule in schedules]
+            return search(problem, others, max_latency=max_latency, fixed=fixed)
         raise MemoryLimitError(explain_infeasible(problem, schedules, max_latency, fixed))
     best = max(solutions, key=_worth)
     policy = as_placed(problem, best.policy)
@@ -93,7 +96,7 @@ def _candidates(
         candidate = solve(problem, shape, costs, resident, fixed)
         if candidate is None:
             continue
-        if max_latency is not None and candidate.seconds_per_sequence * costs.sequences > max_latency * _PRUNED_FROM:
+        if max_latency is not None and _block_seconds(candidate, costs) > max_latency * _PRUNED_FROM:
             continue
         if not problem.endless and workload.num_sequences % costs.sequences:  # the last block is smaller
             total_s = workload_seconds(problem, shape, costs, candidate.fractions, resident)
@@ -144,6 +147,11 @@ def _batch_numbers(problem: PlanningProblem, schedule: Schedule, batch_size: int
         return [1]
     whole = -(-problem.workload.num_sequences // batch_size)
     return sorted({*_NUM_BATCHES, min(whole, _NUM_BATCHES[-1])}, reverse=True)
+
+
+def _block_seconds(candidate: Candidate, costs: BlockCosts) -> float:
+    """Return about the seconds from a sequence's admission to its end; prefill passes are none where it matters."""
+    return candidate.seconds_per_sequence * costs.sequences * costs.stay_share
 
 
 def _least_seconds(costs: BlockCosts) -> float:
