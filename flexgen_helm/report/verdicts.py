@@ -148,9 +148,14 @@ def suite_equivalence(
     equal = [entry for entry, verdict, *_ in judged if verdict.decision == "equivalent"]
     rejected = holm([1.0 if test is None else test.p_value for _, _, test, _ in judged])
     worse = [entry for (entry, _, _, is_worse), found in zip(judged, rejected) if found and is_worse]
-    total = f"{len(entries):,} run {'entry' if len(entries) == 1 else 'entries'}"
-    if len(equal) == len(entries):
-        text = f"equivalent everywhere, within {100 * margin:g} % or pp ({total})"
+    total, within = f"{len(entries):,} run entries", f"within {100 * margin:g} % or pp"
+    if len(entries) == 1:
+        decision = (
+            f"equivalent {within}" if equal else "worse" if worse else "not decided: neither equivalent nor worse"
+        )
+        text = f"{decision} in the only run entry: {entries[0]}"
+    elif len(equal) == len(entries):
+        text = f"equivalent everywhere, {within} ({total})"
     elif worse:
         text = f"worse in {len(worse):,} of {total} (Holm's correction): {first_names(worse)}"
     else:

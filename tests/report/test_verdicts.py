@@ -287,7 +287,11 @@ def test_the_suite_is_equivalent_only_if_every_entry_is():
     worse = suite_equivalence([("a", equal, None, False), ("b", judge(9, 0, 9), test, True)], 0.01)
     assert worse.text == "worse in 1 of 2 run entries (Holm's correction): b" and worse.worse == ["b"]
     better = suite_equivalence([("b", judge(0, 9, 9), test, False)], 0.01)
-    assert better.worse == [] and better.text.startswith("not decided")
+    assert better.worse == [] and better.text == "not decided: neither equivalent nor worse in the only run entry: b"
+    only = [
+        suite_equivalence([one], 0.01).text for one in (("a", equal, None, False), ("b", judge(9, 0, 9), test, True))
+    ]
+    assert only == ["equivalent within 1 % or pp in the only run entry: a", "worse in the only run entry: b"]
 
 
 # ---- the command ----
@@ -339,4 +343,4 @@ def test_pools_are_judged_in_place_of_their_runs(tmp_path):
             write_run(tmp_path, f"mmlu:subject={subject}", precision, {"exact_match": 1.0}, accuracies([1] * 100))
     (model,) = compare_suite(tmp_path)
     assert {each.equivalence.decision for each in model.comparisons} == {"not decided"}
-    assert model.verdicts["4bit"].text == "equivalent everywhere, within 1 % or pp (1 run entry)"
+    assert model.verdicts["4bit"].text.startswith("equivalent within 1 % or pp in the only run entry: mmlu")
