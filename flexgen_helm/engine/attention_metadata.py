@@ -215,23 +215,22 @@ class AttentionMetadata:
     def _attend_compiled(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention | None:
         """Attend over all segments in compiled loops; None where only the segments one by one can be.
 
-        A packed cache shows each query other versions of keys. Soft caps and ALiBi change scores, which the loop over
-        segments does not.
+        A packed cache shows each query other versions of keys.
         """
-        cache, config, window = at.cache, at.config, at.window
-        has_segments = bool(self.prompts or self.prefixes)
-        bends = config.softcap is not None or config.slopes is not None or (window is not None and window.is_chunked)
-        if cache.codec.cache_format is not None or (has_segments and bends) or not can_attend(q, k, v):
+        cache, config = at.cache, at.config
+        if cache.codec.cache_format is not None or not can_attend(q, k, v):
             return None
         if any(own.rows is None for own in self.decodes):
             return None
         attended = None
-        if has_segments:
+        if self.prompts or self.prefixes:
             for prompt in self.prompts:  # a prefix is read in the batch that computes it
                 prompt.store(at, k[prompt.tokens], v[prompt.tokens])
             shared = [cache.read_prefix(*prefix.prefix.seat, at.layer, *prefix.parts) for prefix in self.prefixes]
-            width = None if window is None else window.tokens
-            attended = attend_prompts(self._segments, q, k, v, shared, config.scale, width)
+            window, is_chunked = (None, False) if at.window is None else (at.window.tokens, at.window.is_chunked)
+            attended = attend_prompts(
+                self._segments, q, k, v, shared, config.scale, window, is_chunked, config.softcap, config.slopes
+            )
             for prefix in self.prefixes:
                 cache.done(prefix.prefix.seat[0], at.layer)
         if attended is None and len(self.decodes) == 1:

@@ -113,7 +113,10 @@ def attend_prompts(
     v: Tensor,
     shared: Sequence[tuple[Tensor, Tensor]],
     scale: float,
-    window: int | None,
+    window: int | None = None,
+    is_chunked: bool = False,
+    softcap: float | None = None,
+    slopes: Tensor | None = None,
     compiled: ModuleType | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
@@ -123,6 +126,8 @@ def attend_prompts(
     table: of tokens that it leaves out, nothing is written.
     shared: keys and values [Hk, S, D] of the shared segments.
     window: a token sees so many positions, itself included; None: all.
+    is_chunked: it sees those of its own chunk of so many positions.
+    slopes: [Hq] of ALiBi, in float32, neighbours.
     compiled: on trial; None: what has passed its trial.
     """
     if compiled is None:
@@ -132,7 +137,7 @@ def attend_prompts(
     (tokens, heads, dim), key_heads = q.shape, k.shape[1]
     group = heads // key_heads
     out, lse = q.new_empty(q.shape), q.new_empty((tokens, heads))
-    segments, factor = table.at(k, v, shared), np.array([scale], np.float32)
+    segments, factor = table.at(k, v, shared), np.array([scale, softcap or 0.0], np.float32)
     tiles = key_heads * sum(-(-count * group // compiled.TILE_QUERIES) for count in table.jobs[:, 1].tolist())
     threads = max(1, min(tiles, torch.get_num_threads()))
     floats = compiled.scratch_floats(dim)
@@ -142,6 +147,7 @@ def attend_prompts(
         addresses += [x.data_ptr(), _FLOAT_BYTES * x.stride(0), _FLOAT_BYTES * x.stride(1)]
     addresses += [lse.data_ptr(), _FLOAT_BYTES * heads, key_heads, group, dim, window or 0, factor.ctypes.data]
     addresses += [scratch.data_ptr(), _FLOAT_BYTES * floats, table.positions.ctypes.data]
+    addresses += [0 if slopes is None else slopes.data_ptr(), is_chunked]
     run_on_threads(compiled.address_of(compiled.attend), addresses, threads)
     return out, lse
 
@@ -160,16 +166,25 @@ def _is_right(compiled: ModuleType) -> bool:
     prompts = TokenGroup(0, counts[0], (0,)), TokenGroup(counts[0], counts[1], ())
     positions = [*range(before, before + counts[0]), *range(counts[1])]
     table = SegmentTable.of(prompts, positions, [(before, 0)])
-    for window in (None, 50):
-        out, lse = attend_prompts(table, q, k, v, [pair], 0.3, window, compiled)
+    slopes = torch.rand(4, generator=draw)
+    for window, is_chunked, softcap, biases in (
+        (None, False, None, None),
+        (50, False, 2.0, None),
+        (50, True, None, slopes),
+    ):
+        out, lse = attend_prompts(table, q, k, v, [pair], 0.3, window, is_chunked, softcap, biases, compiled)
         for prompt in prompts:
             own = slice(prompt.first, prompt.first + prompt.count)
             keys, values = k[own].transpose(0, 1), v[own].transpose(0, 1)
             if prompt.shared:
                 keys, values = torch.cat((pair[0], keys), 1), torch.cat((pair[1], values), 1)
-            at = torch.tensor(positions)[own, None] - torch.arange(keys.shape[1])
-            hidden = (at < 0) | (at >= (window or math.inf))
+            queries, places = torch.tensor(positions)[own, None], torch.arange(keys.shape[1])
+            hidden = places > queries
+            if window is not None:
+                hidden |= places < (queries // window * window if is_chunked else queries + 1 - window)
             scores = q[own].transpose(0, 1) @ keys.repeat_interleave(2, 0).transpose(1, 2) * 0.3
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            scores = scores if biases is None else scores + biases[:, None, None] * (places - queries)
             scores = scores.masked_fill(hidden, -math.inf)
             expected = torch.softmax(scores, -1) @ values.repeat_interleave(2, 0), torch.logsumexp(scores, -1)
             if not torch.allclose(out[own].transpose(0, 1), expected[0], rtol=1e-4, atol=1e-5):

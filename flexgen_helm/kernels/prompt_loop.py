@@ -31,6 +31,7 @@ from flexgen_helm.kernels.emit import (
     put_integer,
     spread,
     store,
+    tanh,
 )
 from flexgen_helm.kernels.processor import HAS_AVX512, LANES
 
@@ -38,8 +39,9 @@ from flexgen_helm.kernels.processor import HAS_AVX512, LANES
 # stay in registers. Keys of a block: its scores stay in the first cache.
 _QUERY_VECTORS, _STEP_ROWS = (3, 8) if HAS_AVX512 else (3, 4)
 TILE_QUERIES, BLOCK_KEYS = _QUERY_VECTORS * LANES, 64
-# A tile also has a row each for maxima, sums and two bounds of what is seen, and two rows for 64-bit addresses.
-_TILE_ROWS_BESIDE = 6
+# A tile also has a row each for maxima, sums, two bounds of what is seen, slopes and distances, and two rows for 64-bit
+# addresses.
+_TILE_ROWS_BESIDE = 8
 
 
 def scratch_floats(head_dim: int) -> int:
@@ -153,6 +155,35 @@ def _softmax(
     return types.void(*[int64] * 8), generate
 
 
+@emitted
+def _bend(typing: Any, vectors: Any, scores: Any, count: Any, first: Any, cap: Any, slopes: Any, distances: Any) -> Any:
+    """Give the scores of a block [count, queries] a soft cap, if it is not 0, and ALiBi's slope times distance.
+
+    first: number of the block's first key; slopes, distances: addresses of each query's slope, and of the distance
+    from it to key 0 of the segment.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        vectors, scores, count, first, cap, slopes, distances = arguments
+        cap = spread(builder, cap)
+        is_capped = builder.extract_element(builder.fcmp_ordered("!=", cap, constant(0.0)), INT32(0))
+        with cgutils.for_range(builder, vectors) as column:
+            offset = builder.mul(column.index, INT64(4 * LANES))
+            slope = load(builder, builder.add(slopes, offset), VECTOR, 4)
+            distance = load(builder, builder.add(distances, offset), VECTOR, 4)
+            own = builder.add(scores, offset)
+            with cgutils.for_range(builder, count) as key:
+                at = builder.add(own, builder.mul(key.index, INT64(4 * TILE_QUERIES)))
+                with builder.if_then(is_capped):
+                    score = tanh(builder, builder.fdiv(load(builder, at, VECTOR, 4), cap))
+                    store(builder, builder.fmul(cap, score), at, 4)
+                number = spread(builder, builder.sitofp(builder.add(first, key.index), FLOAT))
+                number = builder.fadd(number, distance)
+                store(builder, multiply_add(builder, slope, number, load(builder, at, VECTOR, 4)), at, 4)
+
+    return types.void(int64, int64, int64, int64, types.float32, int64, int64), generate
+
+
 def _turned(builder: Any, rows: list[Any]) -> list[Any]:
     """Transpose vectors: the columns of as many rows as a vector has elements."""
     step = 1
@@ -204,6 +235,14 @@ _LEAST = np.float32(-3e38)
 
 
 @numba.njit
+def _oldest(position: Any, window: Any, is_chunked: Any) -> Any:
+    """The first position that a token sees (`models.config.Window.oldest`)."""
+    if window == 0:
+        return np.int64(0)
+    return position // window * window if is_chunked else position + 1 - window
+
+
+@numba.njit
 def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, rows: Any) -> None:
     """Attention of a tile: rows `first_row` … of a job's (token, query head) pairs of one key head, over its segments.
 
@@ -213,13 +252,15 @@ def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, r
     segments, q, q_row, q_head = data[6], data[7], data[8], data[9]
     out, out_row, out_head = data[10], data[11], data[12]
     lse, lse_row, group, size, window = data[13], data[14], data[16], data[17], data[18]
-    scale = get_float(data[19])
+    scale, cap, slopes = get_float(data[19]), get_float(data[19] + 4), data[23]
+    bends, is_chunked = cap != 0.0 or slopes != 0, data[24]
     token, positions = get_integer(job), data[22] + 8 * get_integer(job)
     width = 4 * TILE_QUERIES
     queries, outputs = scratch, scratch + size * width
     scores = outputs + size * width
     maximum = scores + BLOCK_KEYS * width
     sums, low, high, addresses = maximum + width, maximum + 2 * width, maximum + 3 * width, maximum + 4 * width
+    own_slopes, distances = maximum + 6 * width, maximum + 7 * width
     vectors, turned = (rows + LANES - 1) // LANES, size // LANES * LANES
     # Columns behind the last row repeat it.
     for lane in range(vectors * LANES):
@@ -230,6 +271,9 @@ def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, r
             put_float(queries + element * width + 4 * lane, get_float(source + 4 * element) * scale)
         put_float(maximum + 4 * lane, _LEAST)
         put_float(sums + 4 * lane, np.float32(0.0))
+        if bends:
+            slope = get_float(slopes + 4 * (head * group + row % group)) if slopes else np.float32(0.0)
+            put_float(own_slopes + 4 * lane, slope)
     for vector in range(vectors):
         for element in range(0, turned, LANES):
             target = queries + element * width + 4 * LANES * vector
@@ -248,13 +292,14 @@ def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, r
         length, start = get_integer(segment + 48), get_integer(segment + 56)
         for lane in range(vectors * LANES):
             own = get_integer(positions + 8 * ((first_row + min(lane, rows - 1)) // group)) - start
-            put_integer(low + 4 * lane, max(0, own + 1 - window) if window else 0)
+            put_integer(low + 4 * lane, max(0, _oldest(own + start, window, is_chunked) - start))
             put_integer(high + 4 * lane, min(length, own + 1))
+            put_float(distances + 4 * lane, np.float32(-own))
         end = min(length, last_position + 1 - start)
         all_see_to = min(length, first_position + 1 - start)
-        all_see_from = max(0, last_position + 1 - start - window) if window else 0
+        all_see_from = max(0, _oldest(last_position, window, is_chunked) - start)
         # From a whole block on, so that a query's sums do not depend on the others of its tile.
-        begin = max(0, first_position + 1 - start - window) // BLOCK_KEYS * BLOCK_KEYS if window else 0
+        begin = max(0, _oldest(first_position, window, is_chunked) - start) // BLOCK_KEYS * BLOCK_KEYS
         for key in range(begin, end, BLOCK_KEYS):
             count = min(BLOCK_KEYS, end - key)
             at = 0
@@ -262,6 +307,8 @@ def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, r
                 step = _STEP_ROWS if at + _STEP_ROWS <= count else 1
                 _step(step, vectors, keys + (key + at) * key_row, key_row, 4, queries, size, scores + at * width, 0)
                 at += step
+            if bends:
+                _bend(vectors, scores, count, key, cap, own_slopes, distances)
             is_masked = key < all_see_from or key + count > all_see_to
             _softmax(vectors, scores, count, key, low if is_masked else 0, maximum, outputs, size if adds else 0)
             at = 0
@@ -297,11 +344,12 @@ def attend(address: Any) -> None:
 
     Arguments: jobs and their number, segments, q, bytes of its rows and heads, out, bytes of its rows and heads, the
     log-sum-exps, bytes of their rows, key heads, query heads of each, elements of a head, window (0: none), address of
-    the scale, scratch memory, its bytes for a thread, the positions of all tokens.
+    scale and soft cap (0: none), scratch memory, its bytes for a thread, the positions of all tokens, each head's slope
+    (0: none), whether positions are divided into chunks of the window.
     A job has 4 integers: first token, tokens, its first segment, and the one behind its last.
     A segment has 8: addresses of keys and values, bytes of their rows, bytes of their heads, length, first position.
     """
-    data = numba.carray(address, 23, np.int64)
+    data = numba.carray(address, 25, np.int64)
     jobs, count, heads, group = data[4], data[5], data[15], data[16]
     part, parts = part_of_thread(data)
     scratch = data[20] + part * data[21]

@@ -15,18 +15,28 @@ from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.engine import attention_metadata
 from flexgen_helm.kernels import attention
 from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
+from flexgen_helm.models.config import Window
 from tests.helpers.tiny_models import VOCABULARY
 
 pytest.importorskip("flexgen_helm.kernels.compiled")
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None):
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: Window | None,
+    softcap: float | None, slopes: Tensor | None,
+):  # fmt: skip
     """q [t, Hq, D], k and v [S, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq] in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("thd,shd->ths", q.double(), k) * scale
-    distance = positions[:, None] - torch.arange(len(k))
-    hidden = (distance < 0) | (distance >= (window or math.inf))
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    at = torch.arange(len(k))
+    if slopes is not None:
+        scores = scores + slopes.double()[:, None] * (at - positions[:, None])[:, None]
+    hidden = at > positions[:, None]
+    if window is not None:
+        hidden |= at < torch.tensor([window.oldest(position) for position in positions.tolist()])[:, None]
     scores = scores.masked_fill(hidden[:, None], -math.inf)
     return torch.einsum("ths,shd->thd", torch.softmax(scores, -1), v), torch.logsumexp(scores, -1)
 
@@ -37,10 +47,12 @@ def formula(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, wi
     key_heads=st.integers(1, 3),
     group=st.integers(1, 5),
     dim=st.sampled_from([4, 8, 16, 20, 64, 80, 128]),
-    window=st.sampled_from([None, None, 1, 7, 100]),
+    window=st.sampled_from([None, None, Window(1), Window(7), Window(100), Window(7, True), Window(100, True)]),
+    softcap=st.sampled_from([None, None, 2.0, 50.0]),
+    has_slopes=st.booleans(),
     threads=st.integers(1, 3),
 )
-def test_any_batch(seed: int, key_heads: int, group: int, dim: int, window: int | None, threads: int) -> None:
+def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, threads) -> None:
     draw, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -65,21 +77,21 @@ def test_any_batch(seed: int, key_heads: int, group: int, dim: int, window: int 
         positions += range(end, end + count) if is_prompt else [end + draw.randrange(90) for _ in range(count)]
         first += count
     table = SegmentTable.of(groups, positions, [*zip(lengths, starts)])
+    slopes = torch.rand(group * key_heads, generator=numbers) if has_slopes else None
+    seen = (None, False) if window is None else (window.tokens, window.is_chunked)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        out, lse = attend_prompts(table, q, k, v, stored, dim**-0.5, window)
+        out, lse = attend_prompts(table, q, k, v, stored, dim**-0.5, *seen, softcap, slopes)
     finally:
         torch.set_num_threads(before)
-    for group in groups:
-        own = slice(group.first, group.first + group.count)
+    for each in groups:
+        own = slice(each.first, each.first + each.count)
         keys, values = (
-            torch.cat(
-                [*(stored[number][i].transpose(0, 1) for number in group.shared), x[own][: group.is_prompt * 999]]
-            )
-            for i, x in enumerate((k, v))
+            torch.cat([*(stored[number][i].transpose(0, 1) for number in each.shared), x])
+            for i, x in enumerate((k[own], v[own]) if each.is_prompt else (k[:0], v[:0]))
         )
-        expected = formula(q[own], keys, values, torch.tensor(positions[own]), dim**-0.5, window)
+        expected = formula(q[own], keys, values, torch.tensor(positions[own]), dim**-0.5, window, softcap, slopes)
         sees_none = expected[1].isinf()
         expected[0][sees_none] = 0.0
         # A score is off by some units in its last place, and a weight by as much of itself.
@@ -93,14 +105,14 @@ def test_scores_beyond_what_an_exponential_holds() -> None:
     q = torch.ones(200, 1, 16)
     k, v = torch.zeros(200, 1, 16), torch.arange(200.0)[:, None, None].expand(200, 1, 16).contiguous()
     table = SegmentTable.of([TokenGroup(0, 200, ())], range(200), [])
-    out, lse = attend_prompts(table, q, k, v, [], 1.0, None)
+    out, lse = attend_prompts(table, q, k, v, [], 1.0)
     torch.testing.assert_close(out[:, 0, 0], torch.arange(200.0) / 2)
     torch.testing.assert_close(lse[:, 0], torch.arange(1.0, 201.0).log())
     k[0] = 500.0
-    out, lse = attend_prompts(table, q, k, v, [], 1.0, None)
+    out, lse = attend_prompts(table, q, k, v, [], 1.0)
     assert out.abs().max() == 0.0 and torch.equal(lse, torch.full((200, 1), 8000.0))
     k[0], k[-1] = -500.0, 500.0
-    out, lse = attend_prompts(table, q, k, v, [], 1.0, None)
+    out, lse = attend_prompts(table, q, k, v, [], 1.0)
     assert out[0].eq(0).all() and lse[0] == -8000.0 and out[-1].eq(199).all() and lse[-1] == 8000.0
 
 
@@ -109,7 +121,7 @@ def test_a_value_that_is_not_finite_stays_in_its_prompt() -> None:
     q, k, v = (torch.randn(30, 2, 16) for _ in "qkv")
     k[12] = math.nan
     prompts = [TokenGroup(first, 10, ()) for first in (0, 10, 20)]
-    out, _ = attend_prompts(SegmentTable.of(prompts, [*range(10)] * 3, []), q, k, v, [], 0.25, None)
+    out, _ = attend_prompts(SegmentTable.of(prompts, [*range(10)] * 3, []), q, k, v, [], 0.25)
     assert out[:12].isfinite().all() and out[20:].isfinite().all()
     assert out[12:20].isnan().all()
 
@@ -121,7 +133,7 @@ def test_the_same_bits_on_any_number_of_threads() -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(attend_prompts(table, q, k, v, [], 0.125, None))
+            results.append(attend_prompts(table, q, k, v, [], 0.125))
     finally:
         torch.set_num_threads(before)
     for out, lse in results[1:]:
@@ -161,7 +173,7 @@ def test_a_trial_with_wrong_numbers_ends_its_use(monkeypatch: pytest.MonkeyPatch
         assert not attention._is_right(compiled)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma2", "bloom"])
 def test_an_engine_answers_the_same_without_it(tiny, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """With shared beginnings, a window, and heads of 8 elements; and it is what computes."""
     draw = random.Random(5)
