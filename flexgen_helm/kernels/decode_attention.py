@@ -9,8 +9,8 @@ Shapes: T tokens, Hq query heads, Hk key heads, S keys, D elements of a head.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -42,15 +42,18 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RowTable:
-    """Rows as the compiled function reads them; the same for all layers of one window.
+    """Rows as the compiled function reads them, and memory that it needs; the same for all layers of one window.
 
-    rows: [B, 4] (`decode_loop.attend_rows`).
-    pieces: of all rows; keys: that they see.
+    rows: [B, 4] (`decode_loop.attend_rows`); address: of them.
+    pieces: of all rows; keys: that they see; longest: the most keys that a row's cache must have.
     """
 
     rows: Integers
+    address: int
     pieces: int
     keys: int
+    longest: int
+    _workspaces: dict[tuple[int, ...], Workspace] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Iterable[Row], piece_keys: int | None = None) -> RowTable:
@@ -59,12 +62,31 @@ class RowTable:
             compiled = _compiled()
             assert compiled is not None
             piece_keys = compiled.PIECE_KEYS
-        table, pieces, keys = [], 0, 0
+        numbers, pieces, keys = [], 0, 0
         for row in rows:
-            table.append((row.first, row.last + 1, pieces, row.follows))
+            numbers.append((row.first, row.last + 1, pieces, row.follows))
             pieces += row.last // piece_keys - row.first // piece_keys + 1
             keys += row.last + 1 - row.first
-        return cls(np.array(table, np.int64), pieces, keys)
+        table = np.array(numbers, np.int64)
+        return cls(table, table.ctypes.data, pieces, keys, max(end for _, end, *_ in numbers))
+
+    def workspace(self, heads: int, key_heads: int, dim: int, floats: int) -> Workspace:
+        """floats: of a thread's scratch memory."""
+        threads = max(1, min(torch.get_num_threads(), self.keys * key_heads * dim // _THREAD_ELEMENTS))
+        needs = threads, self.pieces * heads * (dim + 1), self.pieces * key_heads, threads * floats
+        if needs not in self._workspaces:
+            _, parts, counters, scratch = needs
+            memory = torch.empty(parts), torch.zeros(counters, dtype=torch.int64), torch.empty(scratch)
+            self._workspaces[needs] = Workspace(threads, memory, tuple(x.data_ptr() for x in memory))
+        return self._workspaces[needs]
+
+
+class Workspace(NamedTuple):
+    """Partial results, counters, which are 0 between two calls, and scratch memory of so many threads."""
+
+    threads: int
+    memory: tuple[Tensor, Tensor, Tensor]
+    addresses: tuple[int, ...]
 
 
 def can_attend_rows(device: torch.device, dtype: torch.dtype) -> bool:
@@ -97,28 +119,30 @@ def attend_rows(
         assert can_attend_rows(k.device, k.dtype) and k.dtype == v.dtype and k.stride(-1) == v.stride(-1) == 1
         compiled = _compiled()
         assert compiled is not None
-    assert len(table.rows) == len(q) and table.rows[:, 1].max() <= k.shape[2]
+    assert len(table.rows) == len(q) and table.longest <= k.shape[2]
     (rows, heads, dim), key_heads = q.shape, k.shape[1]
     q = q.float()
     if q.stride(2) != 1:
         q = q.contiguous()
     out, lse = before if before is not None else (torch.empty(q.shape), torch.empty((rows, heads)))
-    strides = [x.element_size() * x.stride(axis) for x in (k, v) for axis in range(3)]
-    cache = np.array([k.data_ptr(), v.data_ptr(), *strides], np.int64)
-    factors = np.array([scale, softcap or 0.0], np.float32)
-    parts = torch.empty(table.pieces * heads * (dim + 1))
-    counters = torch.zeros(table.pieces * key_heads, dtype=torch.int64)
-    threads = max(1, min(torch.get_num_threads(), table.keys * key_heads * dim // _THREAD_ELEMENTS))
     floats = compiled.row_scratch_floats(dim)
-    scratch = torch.empty(threads * floats)
-    arguments = [table.rows.ctypes.data, rows]
+    work = table.workspace(heads, key_heads, dim, floats)
+    arguments = [table.address, rows]
     for x in (q, out):
-        arguments += [x.data_ptr(), 4 * x.stride(0), 4 * x.stride(1)]
-    arguments += [lse.data_ptr(), 4 * lse.stride(0), cache.ctypes.data, key_heads, heads // key_heads, dim]
-    arguments += [_KINDS[k.dtype], factors.ctypes.data, 0 if slopes is None else slopes.data_ptr()]
-    arguments += [parts.data_ptr(), counters.data_ptr(), scratch.data_ptr(), 4 * floats, before is not None]
-    run_on_threads(compiled.address_of(compiled.attend_rows), arguments, threads)
+        row, head, _ = x.stride()
+        arguments += (x.data_ptr(), 4 * row, 4 * head)
+    arguments += (lse.data_ptr(), 4 * lse.stride(0), key_heads, heads // key_heads, dim, _KINDS[k.dtype])
+    arguments += (_factors(scale, softcap or 0.0).ctypes.data, 0 if slopes is None else slopes.data_ptr())
+    arguments += (*work.addresses, 4 * floats, before is not None, k.data_ptr(), v.data_ptr())
+    size = k.element_size()
+    arguments += (size * stride for x in (k, v) for stride in x.stride()[:3])
+    run_on_threads(compiled.address_of(compiled.attend_rows), arguments, work.threads)
     return out, lse
+
+
+@cache
+def _factors(scale: float, softcap: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.array([scale, softcap], np.float32)
 
 
 @lru_cache(maxsize=1)

@@ -34,6 +34,7 @@ from flexgen_helm.kernels.emit import (
     multiply_add,
     part_of_thread,
     prefetch,
+    put_address,
     put_float,
     spread,
     store,
@@ -248,12 +249,11 @@ def _attend_piece(
     lse: Any, lse_head: Any,
 ) -> None:  # fmt: skip
     """Attention of a row's query heads of one key head to keys first … last - 1 -> out and log-sum-exp of each."""
-    q, q_row, q_head, cache = data[6], data[7], data[8], data[14]
-    group, size, kind, factors, slopes = data[16], data[17], data[18], data[19], data[20]
-    key_row, value_row = get_integer(cache + 32), get_integer(cache + 56)
-    keys = get_integer(cache) + row * get_integer(cache + 16) + head * get_integer(cache + 24) + first * key_row
-    values = get_integer(cache + 8) + row * get_integer(cache + 40) + head * get_integer(cache + 48)
-    values += first * value_row
+    q, q_row, q_head = data[6], data[7], data[8]
+    group, size, kind, factors, slopes = data[15], data[16], data[17], data[18], data[19]
+    key_row, value_row = data[29], data[32]
+    keys = data[25] + row * data[27] + head * data[28] + first * key_row
+    values = data[26] + row * data[30] + head * data[31] + first * value_row
     scale, cap = get_float(factors), get_float(factors + 4)
     count, width, score_row = last - first, 4 * _padded(size), 4 * _ROW_SCORES
     queries = scratch
@@ -322,32 +322,25 @@ def attend_rows(address: Any) -> None:
     """Attention of single queries, row by row, to keys and values of a cache.
 
     Arguments: rows and their number, q, bytes of its rows and heads, out, bytes of its rows and heads, the
-    log-sum-exps, bytes of their rows, the cache, key heads, query heads of each, elements of a head, kind of the
-    elements of the cache (`_KINDS`), addresses of scale and soft cap (0: none), and of each head's slope (0: none),
-    partial results, counters, scratch memory, its bytes for a thread, whether there are results of earlier keys.
+    log-sum-exps, bytes of their rows, key heads, query heads of each, elements of a head, kind of the elements of the
+    cache (`_KINDS`), addresses of scale and soft cap (0: none), and of each head's slope (0: none), partial results,
+    counters, which are 0 before and after, scratch memory, its bytes for a thread, whether there are results of
+    earlier keys, keys, values, the bytes of a row's keys, of a head and of a key, and of values.
     A row has 4 integers: the first key that it sees, the one behind its last, which is its own, the number of its
     first piece among those of all rows, and whether out and log-sum-exp hold the result of earlier keys, if any do.
-    A cache has 8: addresses of keys and values, and the bytes of a row's keys, of a head and of a key of each.
     """
-    data = numba.carray(address, 26, np.int64)
-    rows, count, out, out_row, out_head, lse, lse_row = (
-        data[4],
-        data[5],
-        data[9],
-        data[10],
-        data[11],
-        data[12],
-        data[13],
-    )
-    heads, group, size, partial, counters = data[15], data[16], data[17], data[21], data[22]
+    data = numba.carray(address, 33, np.int64)
+    rows, count, out, out_row, out_head = data[4], data[5], data[9], data[10], data[11]
+    lse, lse_row, heads, group, size = data[12], data[13], data[14], data[15], data[16]
+    partial, counters = data[20], data[21]
     part, parts = part_of_thread(data)
-    scratch = data[23] + part * data[24]
+    scratch = data[22] + part * data[23]
     part_row, number = 4 * (size + 1), 0
     piece_row = heads * group * part_row
     for row in range(count):
         job = rows + 32 * row
         low, end, first_piece = get_integer(job), get_integer(job + 8), get_integer(job + 16)
-        follows = data[25] * get_integer(job + 24)
+        follows = data[24] * get_integer(job + 24)
         pieces = (end - 1) // PIECE_KEYS - low // PIECE_KEYS + 1
         for head in range(heads):
             own_out, own_lse = out + row * out_row + head * group * out_head, lse + row * lse_row + 4 * head * group
@@ -366,7 +359,9 @@ def attend_rows(address: Any) -> None:
                               lse_head)  # fmt: skip
                 if not (pieces > 1 or follows):
                     continue
-                if _count_up(counters + 8 * (first_piece * heads + head)) == pieces - 1:
+                counter = counters + 8 * (first_piece * heads + head)
+                if _count_up(counter) == pieces - 1:
+                    put_address(counter, 0)
                     for one in range(group):
                         _merge(results + one * part_row, piece_row, pieces, size, own_out + one * out_head,
                                own_lse + 4 * one, follows)  # fmt: skip

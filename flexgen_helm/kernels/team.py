@@ -10,12 +10,13 @@ loaded has none, the function runs on Python threads.
 from __future__ import annotations
 
 import ctypes
+from array import array
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
-import numpy as np
 import torch
 
 
@@ -37,18 +38,23 @@ def run_on_threads(address: int, arguments: list[int], most_threads: int) -> Non
     threads = max(1, min(most_threads, torch.get_num_threads()))
     openmp = _openmp() if threads > 1 else None
     if openmp is not None:
-        data = np.array([openmp.thread_num, openmp.num_threads, 0, 0, *arguments], np.int64)
-        openmp.parallel(address, data.ctypes.data, threads, 0)
+        data = array("q", [openmp.thread_num, openmp.num_threads, 0, 0, *arguments])
+        openmp.parallel(address, data.buffer_info()[0], threads, 0)
         return
-    function = _PROTOTYPE(address)
-    parts = [np.array([0, 0, part, threads, *arguments], np.int64) for part in range(threads)]
-    futures = [thread_pool(threads).submit(function, part.ctypes.data) for part in parts[1:]]
-    function(parts[0].ctypes.data)
+    function = _function(address)
+    parts = [array("q", [0, 0, part, threads, *arguments]) for part in range(threads)]
+    futures = [thread_pool(threads).submit(function, part.buffer_info()[0]) for part in parts[1:]]
+    function(parts[0].buffer_info()[0])
     for future in futures:
         future.result()
 
 
 _PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _function(address: int) -> Callable[[int], None]:
+    return _PROTOTYPE(address)
 
 
 @cache
