@@ -64,7 +64,6 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
     import torch
 
     from flexgen_helm.hardware.rates import linear
-    from flexgen_helm.models.attention import AttentionConfig, attend_cached, attend_causal
 
     def best(calls: Sequence[Callable[[], Any]], repeats: int = 3) -> float:
         return _best(calls, repeats, device)
@@ -81,18 +80,7 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
             points.append((float(rows), 2.0 * rows * _WIDTH * _WIDTH / seconds))
         curves[name] = Curve(tuple(points))
     kind: torch.dtype = torch.float32 if device.type == "cpu" else torch.float16
-    heads, dim, tokens, group = _HOST_ATTENTION if device.type == "cpu" else _DEVICE_ATTENTION
-    scoring = AttentionConfig(scale=dim**-0.5)
-    prompt = [torch.randn(tokens, heads, dim, device=device, dtype=kind) for _ in range(3)]
-    attention = 4.0 * tokens * tokens * heads * dim / best([_bind(attend_causal, *prompt, scoring)], 10)
-    q = torch.randn(group, heads, dim, device=device, dtype=kind)
-    last = torch.full((group,), tokens - 1, device=device)
-    pair = 2 * group * heads * tokens * dim * kind.itemsize
-    caches = [
-        torch.randn(2, group, heads, tokens, dim, device=device, dtype=kind)
-        for _ in range(max(1, _UNCACHED_BYTES // pair))
-    ]
-    reading = pair / best([_bind(attend_cached, q, pair_[0], pair_[1], scoring, last, None) for pair_ in caches])
+    attention, reading = _attention_rates(best, device, kind)
     source = torch.zeros(_UNCACHED_BYTES, device=device, dtype=torch.uint8)
     target = torch.zeros_like(source)
     copying = 2.0 * _UNCACHED_BYTES / best([_bind(target.copy_, source)])
@@ -114,6 +102,37 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
         quantize_elements_s=packing,
         step_s=best([many], 10),
     )
+
+
+def _attention_rates(best: Callable[..., float], device: torch.device, kind: torch.dtype) -> tuple[float, float]:
+    """Return the FLOP/s of a prompt's attention, and the bytes of the cache that decoding tokens read in a second."""
+    import torch
+
+    from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
+    from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows, can_attend_rows
+    from flexgen_helm.models.attention import AttentionConfig, attend_cached, attend_causal
+
+    heads, dim, tokens, group = _HOST_ATTENTION if device.type == "cpu" else _DEVICE_ATTENTION
+    scoring = AttentionConfig(scale=dim**-0.5)
+    prompt = [torch.randn(tokens, heads, dim, device=device, dtype=kind) for _ in range(3)]
+    q = torch.randn(group, heads, dim, device=device, dtype=kind)
+    pair = 2 * group * heads * tokens * dim * kind.itemsize
+    caches = [
+        torch.randn(2, group, heads, tokens, dim, device=device, dtype=kind)
+        for _ in range(max(1, _UNCACHED_BYTES // pair))
+    ]
+    if can_attend(*prompt):
+        table = SegmentTable.of([TokenGroup(0, tokens, ())], range(tokens), ())
+        attend = _bind(attend_prompts, table, *prompt, (), scoring.scale, None)
+    else:
+        attend = _bind(attend_causal, *prompt, scoring)
+    if can_attend_rows(device, kind):
+        rows = RowTable.of([Row(0, tokens - 1)] * group)
+        read = [_bind(attend_rows, rows, q, *cache, scoring.scale) for cache in caches]
+    else:
+        last = torch.full((group,), tokens - 1, device=device)
+        read = [_bind(attend_cached, q, *cache, scoring, last, None) for cache in caches]
+    return 4.0 * tokens * tokens * heads * dim / best([attend], 10), pair / best(read)
 
 
 def _upcast_rate(best: Callable[[Sequence[Callable[[], Any]]], float]) -> float:
