@@ -125,14 +125,14 @@ def block_costs(
     )
     passes = workload.output - 1
     if schedule.is_paced and passes > 0:
-        # Each pass admits a few sequences and decodes a token of the others. There are as many passes as all sequences
+        # A pass decodes a token of most sequences, and some passes admit a group. There are as many as all sequences
         # need, and the ramp; they count as decode passes that carry an even share of the work.
         ramp = 0.0 if problem.endless else passes
         mixed_passes = all_sequences / sequences * workload.output + ramp
         admitted, group = all_sequences / mixed_passes, paced_group(sequences, workload.output)
-        admission = replace(prefill, sequences=admitted / lanes, weight_loads=0.0).times()
+        admission = replace(prefill, sequences=group / lanes, weight_loads=0.0).times()
         decode = replace(prefill, sequences=admitted * passes / lanes, prefill=False, group=group).times()
-        mixed = {name: form + decode[name] for name, form in admission.items()}
+        mixed = {name: form * admitted / group + decode[name] for name, form in admission.items()}
         nothing = dict.fromkeys((*RESOURCES, *CHANNELS), affine())
         return BlockCosts(all_sequences, nothing, mixed, mixed_passes, workload.output, memory, workspace)
     decode = replace(prefill, prefill=False).times()

@@ -22,7 +22,7 @@ MANY = 1 << 30
 
 @dataclass
 class Counted:
-    """What a run did, over all passes; calls: batches and cache blocks that decoded."""
+    """What a run did, over all passes; calls: batches, and cache blocks that decoded."""
 
     passes: int = 0
     calls: int = 0
@@ -47,7 +47,7 @@ def counted(prompt: int, output: int, room: int, count: int, page: int = 16, mos
             return total
         decoding = [item.sequence for batch in batches if not batch.is_prefill for item in batch.scheduled]
         total.passes += 1
-        total.calls += len({sequence.block for sequence in decoding}) + bool(decoding)
+        total.calls += len({sequence.block for sequence in decoding}) + len(batches)
         total.attended += sum(len(sequence.tokens) for sequence in decoding)
         total.peak = max(total.peak, scheduler.num_running)
         for sequence in [item.sequence for batch in batches for item in batch.scheduled]:
@@ -73,10 +73,9 @@ def predicted(prompt: int, output: int, sequences: int, count: int) -> Counted:
     position_bytes = 2 * config.num_layers * config.kv_size * problem.compute_bytes
     free, costly = seconds(0.0), seconds(1e6)
     calls = (costly["products"] - free["products"]) / 1e6 / config.num_layers
-    # Batches of prompts are calls too, one a pass here; they have no cache block.
     return Counted(
         passes,
-        round(calls) - passes,
+        round(calls),
         round(free["growth"] / 2 / position_bytes),
         round(free["host_attention"] / position_bytes),
         sequences,
@@ -120,9 +119,10 @@ def test_a_cache_that_needs_the_disk_is_planned_as_it_is_run():
     assert found.schedule is ZIGZAG and found.policy.cd > 0
 
 
-@pytest.mark.parametrize("prompt, output, gpu, cpu, best", [(16, 400, 40, 300, DIAGONAL), (400, 16, 40, 300, ZIGZAG)])
-def test_the_search_takes_what_is_predicted_to_be_faster(prompt, output, gpu, cpu, best):
-    problem = small(gpu, cpu, 260, prompt=prompt, output=output, count=400)
+@pytest.mark.parametrize("count, best", [(400, DIAGONAL), (16, ZIGZAG)])
+def test_the_search_takes_what_is_predicted_to_be_faster(count, best):
+    """The disk has no room for caches; for few sequences, filling and emptying the memory is most of the run."""
+    problem = small(40, 300, 260, prompt=16, output=400, count=count)
     alone = {schedule: search(problem, (schedule,)).prediction.tokens_per_s for schedule in (ZIGZAG, DIAGONAL)}
     print(alone)
     assert search(problem, (ZIGZAG, DIAGONAL)).schedule is best is max(alone, key=alone.__getitem__)
