@@ -8,6 +8,7 @@ import pytest
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.planner import scheduler_limits
+from flexgen_helm.planner.plan import make_plan
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.scheduler_limits import SchedulerLimits, paced_positions
@@ -141,3 +142,13 @@ def test_a_latency_is_that_of_a_sequence_under_way(endless):
     assert bound.prediction.tokens_per_s < free.prediction.tokens_per_s
     with pytest.raises(MemoryLimitError, match="within 1e-06 s"):
         search(problem, (DIAGONAL,), max_latency=1e-6)
+
+
+@pytest.mark.parametrize("schedule, cache, sequences", [(DIAGONAL, 1.0, 200), (DIAGONAL, 0.5, 16), (ZIGZAG, 1.0, 16)])
+def test_a_plan_says_of_how_many_sequences_its_seconds_are(schedule, cache, sequences):
+    problem, policy = small(200, 400, prompt=32, output=128, count=200), Policy(16, 1, 0, 1, 0, cache, 0, 1)
+    made = make_plan(problem, policy=policy, schedule=schedule)
+    seconds, one = made.solution.prediction.seconds["decode"], predict(problem, policy, ZIGZAG).seconds["decode"]
+    assert made.phase_sequences == sequences and made.block_sequences == 16
+    # What a sequence attends to does not depend on who runs beside it.
+    assert seconds["host_attention"] / sequences == pytest.approx(one["host_attention"] / 16, rel=0.01)
