@@ -21,7 +21,7 @@ from flexgen_helm.planner.affine import CACHE, CD, HD, HIDDEN, ONE, WD, WEIGHTS,
 from flexgen_helm.planner.constants import BLOCK_SEQUENCES, PAGE_TOKENS, PREFILL_LANES
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
-from flexgen_helm.planner.scheduler_limits import paced_group, paced_positions
+from flexgen_helm.planner.scheduler_limits import paced_group, paced_positions, pacing_pays
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.quant.formats import GroupFormat
 
@@ -81,6 +81,24 @@ class BlockCosts:
     def stay_share(self) -> float:
         """Share of the decode passes that a sequence stays for."""
         return self.stay_passes / self.decode_passes if self.decode_passes else 1.0
+
+
+def as_run(problem: PlanningProblem, shape: BlockShape, with_files: bool = False) -> BlockShape:
+    """Return a shape with the schedule that really runs: a paced one only where the scheduler's rule says that it pays.
+
+    with_files: a part of the cache is on the disk, where it has its final size from the beginning.
+    """
+    workload, sequences = problem.workload, float(shape.num_sequences)
+    if not shape.schedule.is_paced:
+        return shape
+    if not problem.endless:
+        sequences = min(sequences, float(workload.num_sequences))
+    positions = paced_positions(workload.prompt, workload.output)
+    together = max(1.0, sequences * positions // (workload.prompt + workload.output))
+    count = 1e9 if problem.endless else workload.num_sequences
+    if with_files or not pacing_pays(count, sequences, together):
+        return replace(shape, schedule=shape.schedule.unpaced)
+    return shape
 
 
 def block_costs(

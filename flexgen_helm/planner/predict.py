@@ -10,7 +10,15 @@ import numpy as np
 
 from flexgen_helm.planner.affine import COLUMNS, WEIGHTS, Affine, fraction_vector
 from flexgen_helm.planner.constants import BLOCK_SEQUENCES
-from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, WeightReads, block_costs, pass_seconds
+from flexgen_helm.planner.cost_model import (
+    CHANNELS,
+    RESOURCES,
+    BlockCosts,
+    WeightReads,
+    as_run,
+    block_costs,
+    pass_seconds,
+)
 from flexgen_helm.planner.placement import TIERS, Kind, Tier, achieved_fractions, place, tier_fractions
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
@@ -64,8 +72,7 @@ def predict(problem: PlanningProblem, policy: Policy, schedule: Schedule, rounde
         fractions = _with_placed(problem, policy, placed)
     else:
         fractions = fraction_vector(policy, problem.compute_tier == "gpu")
-    if tier_fractions(policy, "cache", problem.compute_tier == "gpu")["disk"] > 0:
-        shape = replace(shape, schedule=schedule.with_files)
+    shape = as_run(problem, shape, tier_fractions(policy, "cache", problem.compute_tier == "gpu")["disk"] > 0)
     is_exact = rounded or problem.config.experts is not None  # experts have no share of every tier
     return evaluate(problem, shape, fractions, weight_reads(problem, placed, fractions) if is_exact else None)
 

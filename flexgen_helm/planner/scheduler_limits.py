@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from flexgen_helm.planner.constants import BLOCK_SEQUENCES, PACED_AGES, PAGE_TOKENS, UNLIMITED
@@ -47,3 +48,11 @@ def paced_positions(prompt: float, steps: float, page_tokens: int = PAGE_TOKENS)
 def paced_group(sequences: float, steps: float) -> float:
     """Return how many of `sequences` of all ages begin together at least."""
     return max(1.0, sequences / max(1.0, steps), sequences / PACED_AGES)
+
+
+def pacing_pays(sequences: float, mixed: float, together: float) -> bool:
+    """Whether `mixed` of all ages take fewer passes than `together` that begin and end together.
+
+    sequences: of the run. Filling and emptying takes as many passes as one sequence.
+    """
+    return sequences / mixed + 1 < math.ceil(sequences / together)

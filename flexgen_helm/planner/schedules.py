@@ -45,8 +45,8 @@ class Schedule:
     is_single_pass: bool = False
 
     @property
-    def with_files(self) -> Schedule:
-        """What it is with caches on the disk: files have their final size from the beginning, so nothing is paced."""
+    def unpaced(self) -> Schedule:
+        """What runs where pacing is not possible, or does not pay."""
         return ZIGZAG if self.is_paced else self
 
     def __str__(self) -> str:

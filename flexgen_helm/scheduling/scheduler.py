@@ -5,14 +5,13 @@ The scheduler decides by numbers alone: it knows sequences and how many position
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from flexgen_helm.planner.scheduler_limits import SchedulerLimits, paced_group, paced_positions
+from flexgen_helm.planner.scheduler_limits import SchedulerLimits, paced_group, paced_positions, pacing_pays
 from flexgen_helm.scheduling.answer_lengths import AnswerLengths, CacheDemand, Forecast
 from flexgen_helm.scheduling.block_layout import BlockLayout
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, ScheduledTokens, Sequence, SequenceKind
@@ -451,6 +450,6 @@ def _paced_admissions(waiting: Iterable[Sequence], limits: SchedulerLimits) -> _
     steps = sum(sequence.cache_tokens - sequence.prompt_len for sequence in decoding) / len(decoding)
     together = max(1.0, limits.cache_tokens // (prompt + steps))
     mixed = min(limits.cache_tokens / paced_positions(prompt, steps, limits.page_tokens), float(limits.max_sequences))
-    if len(decoding) * steps / mixed + steps >= math.ceil(len(decoding) / together) * steps:
+    if not pacing_pays(len(decoding), mixed, together):
         return None
     return _Pace(mixed / max(1.0, steps), paced_group(mixed, steps))

@@ -160,7 +160,7 @@ def test_rates_move_towards_what_was_measured():
 
 def test_a_pass_of_both_kinds_corrects_both():
     """The diagonal schedule's passes carry prompts and single tokens, and are told as decoding."""
-    situation = small(200, 400)
+    situation = small(200, 400, output=64, count=240)
     told = predict(situation, Policy(24, 1, 0.5, 0.5, 0, 1, 0, 1), DIAGONAL)
     assert not told.seconds["prefill"].get("compute")
     spent = told.latency_s / told.decode_s * told.seconds["decode"]["compute"]

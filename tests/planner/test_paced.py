@@ -113,6 +113,17 @@ def test_with_a_cache_on_the_disk_nothing_is_paced():
     assert predict(problem, in_memory, DIAGONAL) != predict(problem, in_memory, ZIGZAG)
 
 
+def test_where_too_few_sequences_wait_nothing_is_paced():
+    """By the scheduler's own rule: filling and emptying the memory would take as many passes as whole blocks."""
+    few, many, policy = 40, 400, Policy(20, 1, 0, 1, 0, 1, 0, 1)
+    for count in (few, many):
+        problem = small(200, 400, prompt=64, output=64, count=count)
+        room = int(policy.block_size * paced_positions(64, 64))
+        found, whole = counted(64, 64, room, count), counted(64, 64, room, count, page=0)
+        is_zigzag = predict(problem, policy, DIAGONAL) == predict(problem, policy, ZIGZAG)
+        assert is_zigzag == (found.passes > 0.98 * whole.passes) == (count == few)
+
+
 def test_a_cache_that_needs_the_disk_is_planned_as_it_is_run():
     """Host memory for weights alone: the schedule that was asked for has no room, zigzag has."""
     problem = small(60, 40, prompt=1_500, output=500, count=4)
