@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexgen_helm.benchmarks.paper.page import day_of, processor_of
+from flexgen_helm.benchmarks.paper.rows import Sources
+
 DOCS = Path(__file__).resolve().parent
-RESULTS = DOCS.parent / "benchmarks" / "results"
 CHART = DOCS / "images" / "measured.svg"
-HARDWARE = "cpu_2core_amd_epyc"
-NOTE = "Two cores of an AMD EPYC, no GPU; medians of 2 (HELM) or 3 (offloading) runs of each side, in alternation."
 
 # Geometry in pixels.
 WIDTH, LABELS, BAR, GROUP_GAP, VALUE = 800, 310, 15, 13, 150
@@ -50,15 +50,25 @@ class Panel:
     groups: list[Group]
 
 
-def rows(benchmark: str) -> dict[str, dict[str, Any]]:
-    """Rows of a stored benchmark result, by label."""
-    content = json.loads((RESULTS / f"{benchmark}_{HARDWARE}.json").read_text(encoding="utf-8"))
-    return {row["label"]: row for row in content["rows"]}
+def newest(benchmark: str) -> Mapping[str, Any]:
+    """Return a benchmark's newest stored result."""
+    found = Sources().result(benchmark)
+    assert found is not None, f"no stored result of bench {benchmark}"
+    return found
+
+
+def note() -> str:
+    """Return where and when the figures were measured."""
+    parts = [
+        f"{what}: {processor_of(result)}, {day_of(result)}"
+        for what, result in (("HELM", newest("clients")), ("offloading", newest("offload")))
+    ]
+    return f"Two cores, no GPU, medians. {'; '.join(parts)}."
 
 
 def helm_panel() -> Panel:
     """Seconds of a whole process: the better of our two commands, and of HELM's client with 1 and 4 threads."""
-    result = rows("clients")
+    result = Sources().rows("clients")
     tasks = {
         "mmlu": "MMLU, 200 requests",
         "natural": "synthetic_reasoning_natural, 100 requests",
@@ -78,7 +88,7 @@ def helm_panel() -> Panel:
 
 def offload_panel() -> Panel:
     """Tokens a second with weights on the disk, each side in a memory control group of 2 GiB."""
-    result = rows("offload")
+    result = Sources().rows("offload")
     groups = [
         Group(
             f"batch of {batch} sequences",
@@ -125,7 +135,7 @@ def chart() -> str:
     for panel in (helm_panel(), offload_panel()):
         drawn, y = draw(panel, y)
         lines += drawn
-    lines.append(f'<text class="note" x="16" y="{y + 4}">{NOTE}</text>')
+    lines.append(f'<text class="note" x="16" y="{y + 4}">{note()}</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 16}" role="img"'
     body = "\n".join(["<title>Measured times and throughputs</title>", f"<style>{STYLE}</style>", *lines])
     return f"{head}>\n{body}\n</svg>\n"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from datetime import date
+from typing import Any
 
 from flexgen_helm.benchmarks.paper.comparison import TABLES, Table
 from flexgen_helm.benchmarks.paper.rows import Sources
@@ -42,12 +44,20 @@ def page() -> str:
 def _measurement(sources: Sources, benchmark: str) -> str:
     result = sources.result(benchmark)
     assert result is not None, f"no stored result of bench {benchmark}"
-    day = date.fromisoformat(result["date"])
-    processor = next(name for part, name in _PROCESSORS.items() if part in result["file"])
     busy = "computed, too" if any("other programs were computing" in note for note in result["notes"]) else "-"
     releases = " | ".join(result["versions"][name] for name in ("flexgen-helm", "torch", "transformers"))
     threads = result["hardware"].get("threads", "-")
-    return f"| `bench {benchmark}` | {day.day} {day:%B %Y} | {processor} | {threads} | {busy} | {releases} |"
+    return f"| `bench {benchmark}` | {day_of(result)} | {processor_of(result)} | {threads} | {busy} | {releases} |"
+
+
+def day_of(result: Mapping[str, Any]) -> str:
+    day = date.fromisoformat(result["date"])
+    return f"{day.day} {day:%B %Y}"
+
+
+def processor_of(result: Mapping[str, Any]) -> str:
+    """Return the processor of a stored result."""
+    return next(name for part, name in _PROCESSORS.items() if part in result["file"])
 
 
 def _lines(table: Table, sources: Sources) -> list[str]:
