@@ -20,8 +20,9 @@ def log_normalizers(logits: Tensor) -> Tensor:
     rows, width = logits.shape
     # Not one row alone, whose sum several threads would divide among themselves.
     parts = min(rows // 2, -(-rows * width // _SLICE_ELEMENTS)) if logits.device.type == "cpu" else 1
-    slices = logits.tensor_split(parts) if parts > 1 else (logits,)
-    return torch.cat([torch.logsumexp(own, dim=-1, keepdim=True) for own in slices])
+    if parts < 2:
+        return torch.logsumexp(logits, dim=-1, keepdim=True)
+    return torch.cat([torch.logsumexp(own, dim=-1, keepdim=True) for own in logits.tensor_split(parts)])
 
 
 def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
