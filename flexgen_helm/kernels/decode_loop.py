@@ -39,6 +39,7 @@ from flexgen_helm.kernels.emit import (
     spread,
     store,
     summed,
+    summed_together,
     tanh,
     widen,
 )  # fmt: skip
@@ -126,8 +127,7 @@ def _score(
                 _score_step(builder, kind, q_at, key_at, whole, builder.sub(size, whole), sums)
             for i, own in enumerate(sums):
                 row = builder.add(scores, builder.mul(score_row, INT64(i)))
-                for j, one in enumerate(own):
-                    store(builder, summed(builder, builder.load(one)), builder.add(row, INT64(4 * j)), 4)
+                store(builder, summed_together(builder, [builder.load(one) for one in own]), row, 4)
 
     return types.void(*[int64] * 10), generate
 

@@ -119,6 +119,33 @@ def exponential(builder: Any, x: Any) -> Any:
     return builder.select(is_least, constant(0.0), builder.fmul(value, scale))
 
 
+def summed_together(builder: Any, vectors: list[Any]) -> Any:
+    """The sums of four vectors' elements as a vector of four; a step adds halves of groups, and joins two vectors.
+
+    a a a a a a a a   b b b b b b b b        8 lanes
+    a a a a b b b b   c c c c d d d d
+    a a b b c c d d
+    """
+    size = LANES
+    while len(vectors) > 1:
+        places = [lane for lane in range(2 * LANES) if lane % size < size // 2]
+        first, second = (
+            ir.Constant(ir.VectorType(INT32, LANES), [lane + shift for lane in places]) for shift in (0, size // 2)
+        )
+        vectors = [
+            builder.fadd(builder.shuffle_vector(a, b, first), builder.shuffle_vector(a, b, second))
+            for a, b in zip(vectors[::2], vectors[1::2])
+        ]
+        size //= 2
+    (joined,) = vectors
+    while size > 1:
+        size //= 2
+        swapped = ir.Constant(ir.VectorType(INT32, LANES), [lane ^ size for lane in range(LANES)])
+        joined = builder.fadd(joined, builder.shuffle_vector(joined, joined, swapped))
+    every = ir.Constant(ir.VectorType(INT32, 4), [0, LANES // 4, LANES // 2, 3 * LANES // 4])
+    return builder.shuffle_vector(joined, joined, every)
+
+
 def larger(builder: Any, vector: Any) -> Any:
     """The largest element of a vector; one that is no number is not seen."""
     rows = vector
