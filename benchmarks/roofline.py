@@ -108,11 +108,10 @@ def operation_seconds(
     import torch
 
     from flexgen_helm.checkpoint.open import open_checkpoint
+    from flexgen_helm.engine.profiler import cache_attention, prompt_attention
     from flexgen_helm.hardware.rates import linear
-    from flexgen_helm.models.attention import AttentionConfig, attend_cached, attend_causal
 
     config = open_checkpoint(model, weights="dummy").config
-    attention = AttentionConfig(scale=config.head_dim**-0.5)
 
     def products(matrices: Sequence[tuple[int, int]], tokens: int) -> float:
         seconds = 0.0
@@ -126,12 +125,12 @@ def operation_seconds(
     length = prompt + output // 2
     q_shape, kv_shape = (config.num_heads, config.head_dim), (config.num_kv_heads, config.head_dim)
     cache_shape = (group, config.num_kv_heads, length, config.head_dim)
-    q, last = torch.randn(group, *q_shape), torch.full((group,), length - 1)
+    q = torch.randn(group, *q_shape)
     num_caches = _copies(8 * group * length * config.kv_size)
     caches = [(torch.randn(cache_shape), torch.randn(cache_shape)) for _ in range(num_caches)]
     sequence = torch.randn(prompt, *q_shape), torch.randn(prompt, *kv_shape), torch.randn(prompt, *kv_shape)
-    prefill_attention = [partial(attend_causal, *sequence, attention)]
-    decode_attention = [partial(attend_cached, q, k, v, attention, last, None) for k, v in caches]
+    prefill_attention = [prompt_attention(*sequence)]
+    decode_attention = [cache_attention(q, k, v) for k, v in caches]
     with torch.no_grad():
         return {
             "prefill_products": products(layer_matrices(config), prefill_rows * prompt),

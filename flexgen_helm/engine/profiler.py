@@ -108,12 +108,7 @@ def _attention_rates(best: Callable[..., float], device: torch.device, kind: tor
     """Return the FLOP/s of a prompt's attention, and the bytes of the cache that decoding tokens read in a second."""
     import torch
 
-    from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
-    from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows, can_attend_rows
-    from flexgen_helm.models.attention import AttentionConfig, attend_cached, attend_causal
-
     heads, dim, tokens, group = _HOST_ATTENTION if device.type == "cpu" else _DEVICE_ATTENTION
-    scoring = AttentionConfig(scale=dim**-0.5)
     prompt = [torch.randn(tokens, heads, dim, device=device, dtype=kind) for _ in range(3)]
     q = torch.randn(group, heads, dim, device=device, dtype=kind)
     pair = 2 * group * heads * tokens * dim * kind.itemsize
@@ -121,18 +116,35 @@ def _attention_rates(best: Callable[..., float], device: torch.device, kind: tor
         torch.randn(2, group, heads, tokens, dim, device=device, dtype=kind)
         for _ in range(max(1, _UNCACHED_BYTES // pair))
     ]
-    if can_attend(*prompt):
-        table = SegmentTable.of([TokenGroup(0, tokens, ())], range(tokens), ())
-        attend = _bind(attend_prompts, table, *prompt, (), scoring.scale, None)
-    else:
-        attend = _bind(attend_causal, *prompt, scoring)
-    if can_attend_rows(device, kind):
-        rows = RowTable.of([Row(0, tokens - 1)] * group)
-        read = [_bind(attend_rows, rows, q, *cache, scoring.scale) for cache in caches]
-    else:
-        last = torch.full((group,), tokens - 1, device=device)
-        read = [_bind(attend_cached, q, *cache, scoring, last, None) for cache in caches]
-    return 4.0 * tokens * tokens * heads * dim / best([attend], 10), pair / best(read)
+    attending = best([prompt_attention(*prompt)], 10)
+    reading = best([cache_attention(q, *cache) for cache in caches])
+    return 4.0 * tokens * tokens * heads * dim / attending, pair / reading
+
+
+def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+    """Return a call of the attention that the engine takes for a prompt; q [T, Hq, D], k and v [T, Hk, D]."""
+    from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
+    from flexgen_helm.models.attention import AttentionConfig, attend_causal
+
+    scale, tokens = q.shape[-1] ** -0.5, len(q)
+    if not can_attend(q, k, v):
+        return _bind(attend_causal, q, k, v, AttentionConfig(scale))
+    return _bind(
+        attend_prompts, SegmentTable.of([TokenGroup(0, tokens, ())], range(tokens), ()), q, k, v, (), scale, None
+    )
+
+
+def cache_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+    """Return a call of the attention of decoding tokens over whole caches; q [B, Hq, D], k and v [B, Hk, S, D]."""
+    import torch
+
+    from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows, can_attend_rows
+    from flexgen_helm.models.attention import AttentionConfig, attend_cached
+
+    scale, last = q.shape[-1] ** -0.5, k.shape[2] - 1
+    if can_attend_rows(k.device, k.dtype):
+        return _bind(attend_rows, RowTable.of([Row(0, last)] * len(q)), q, k, v, scale)
+    return _bind(attend_cached, q, k, v, AttentionConfig(scale), torch.full((len(q),), last, device=q.device), None)
 
 
 def _upcast_rate(best: Callable[[Sequence[Callable[[], Any]]], float]) -> float:
