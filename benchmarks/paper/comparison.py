@@ -112,7 +112,8 @@ TABLES = (
         "tokens/s",
         rows.throughput,
         "not measured here: no T4, and not the memory for these models. Shares: OPT-125M with dummy weights on the "
-        "simulated GPU, by our engine with the system's policy, schedule and overlap (`bench scaled`). The largest "
+        "simulated GPU, by our engine with the system's policy, schedule and overlap (`bench scaled`), without "
+        "compression: a processor unpacks 4 bits for a time that a GPU does not take. The largest "
         "error is that of 4-bit "
         "OPT-175B, where one rate of dequantization serves weights and cache.",
         measured_by=(_SCALED, Measurement("gpu", 10)),
