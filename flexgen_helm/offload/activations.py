@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.host_pool import HostRegion
 from flexgen_helm.offload.staging import aligned
@@ -52,24 +53,46 @@ class ActivationStore:
     def store(self, batch: int, hidden: Tensor) -> None:
         """Store a batch's states; blocks while too many bytes wait to be stored.
 
-        Raises `MemoryLimitError` if a tier has no room for its rows.
+        Shares are of whole rows, so what one tier has no room for goes to the next.
+
+        Raises `MemoryLimitError` if the last one has no room for its rows.
         """
-        tiers, compute_tier, num_rows = self._tiers, self._tiers.compute_tier, hidden.shape[0]
-        rows, share = {}, 0.0
-        for tier in (compute_tier, *(t for t in TIERS if t != compute_tier)):  # in `_fetch`, the disk's are the last
-            first, share = round(share * num_rows), share + self._fractions[tier]
-            rows[tier] = hidden[first : round(min(share, 1.0) * num_rows)]
-        stored = self._batches[batch] = _StoredBatch(hidden.shape, rows[compute_tier])
-        for tier, part in rows.items():
-            if not part.numel():
-                continue
-            stored.claims.callback(tiers.ledgers[tier].release, tiers.ledgers[tier].claim("activations", part.nbytes))
-            self.placed[tier] += part.nbytes
-            if tier != compute_tier:
+        compute_tier, num_rows, row_bytes = self._tiers.compute_tier, hidden.shape[0], hidden[:1].nbytes
+        tiers = (compute_tier, *(t for t in TIERS if t != compute_tier))  # in `_fetch`, the disk's are the last
+        last = next(tier for tier in reversed(tiers) if self._fractions[tier] > 0)
+        stored = self._batches[batch] = _StoredBatch(hidden.shape, hidden[:0])
+        first, share = 0, 0.0
+        for tier in tiers:
+            share += self._fractions[tier]
+            end = num_rows if tier == last else round(min(share, 1.0) * num_rows)
+            wanted = max(0, end - first) if self._fractions[tier] > 0 else 0
+            rows = self._claim_rows(stored, tier, wanted, row_bytes, tier == last)
+            part, first = hidden[first : first + rows], first + rows
+            if tier == compute_tier:
+                stored.resident = part
+            elif rows:
                 stored.stores[tier] = self._store_async(batch, tier, part, stored.regions)
+            if tier == last:
+                break
         if stored.stores:
             # A view, even an empty one, would keep the memory of the other rows.
             stored.resident = stored.resident.clone()
+
+    def _claim_rows(self, stored: _StoredBatch, tier: Tier, rows: int, row_bytes: int, needs_all: bool) -> int:
+        """Claim memory for up to `rows` rows; return how many have room."""
+        ledger = self._tiers.ledgers[tier]
+        while rows:
+            try:
+                claim = ledger.claim("activations", rows * row_bytes)
+            except MemoryLimitError:
+                if needs_all:
+                    raise
+                rows = min(rows - 1, max(0, ledger.free // row_bytes))
+                continue
+            stored.claims.callback(ledger.release, claim)
+            self.placed[tier] += rows * row_bytes
+            break
+        return rows
 
     def prefetch(self, batch: int) -> None:
         """Begin to fetch a batch's states; does nothing if there are none, or all are resident or being fetched."""
