@@ -24,7 +24,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.version:
         sys.exit(print(f"version: {MODULE} {version(MODULE)}"))
-    import xllamacpp  # type: ignore[import-not-found]
+    import xllamacpp
 
     settings = xllamacpp.CommonParams()
     settings.model.path, settings.hostnames, settings.port = given.m, [given.host], given.port
