@@ -87,7 +87,9 @@ def _with_room_of_weights(problem: PlanningProblem, config: EngineConfig, model:
     from flexgen_helm.offload.at_rest import bytes_at_rest
 
     disk, limit = problem.hardware.disk, config.limits.disk
-    at_rest = bytes_at_rest(resolve(model), problem.precision, _offload_folder(config), limit is None)
+    at_rest = bytes_at_rest(
+        resolve(model), problem.precision, _offload_folder(config), limit is None, config.weights, config.seed
+    )
     if not at_rest:
         return problem
     say(f"the disk has {size(at_rest)} of these weights already, which need no more room")

@@ -53,7 +53,7 @@ _STEP_KEYS = 4
 _ROW_SCORES = PIECE_KEYS + LANES
 # Kinds of elements: float16, bfloat16, float32.
 _KINDS = (0, 1, 2) if CONVERTS_HALVES else (1, 2)
-# So far ahead of what is computed, memory is asked for what comes: a processor's own guess ends with a page.
+# Bytes between a load and what is prefetched beside it: the processor's own prefetcher stops at the end of a page.
 _AHEAD_BYTES = 4096
 
 

@@ -39,8 +39,8 @@ from flexgen_helm.kernels.processor import HAS_AVX512, LANES
 # stay in registers. Keys of a block: its scores stay in the first cache.
 _QUERY_VECTORS, _STEP_ROWS = (3, 8) if HAS_AVX512 else (3, 4)
 TILE_QUERIES, BLOCK_KEYS = _QUERY_VECTORS * LANES, 64
-# A tile also has a row each for maxima, sums, two bounds of what is seen, slopes and distances, and two rows for 64-bit
-# addresses.
+# Rows of a tile besides queries, outputs and scores: maxima, sums, first and last visible keys, slopes, distances, and
+# two for addresses, which have 64 bits.
 _TILE_ROWS_BESIDE = 8
 
 

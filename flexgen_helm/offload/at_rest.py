@@ -10,22 +10,26 @@ from flexgen_helm.checkpoint.fetch import local_weights
 from flexgen_helm.checkpoint.names import ResolvedModel
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.stored_tensors import StoredRange
+from flexgen_helm.config import WeightSource
 from flexgen_helm.files import existing_folder
 from flexgen_helm.offload.disk import written_bytes
 from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.quant.precisions import Precision
 
 
-def bytes_at_rest(model: ResolvedModel, precision: Precision, folder: Path, with_written: bool) -> int:
+def bytes_at_rest(
+    model: ResolvedModel, precision: Precision, folder: Path, with_written: bool, weights: WeightSource, seed: int
+) -> int:
     """Return the bytes of a model's matrices that need no more room below `folder`; 0 before the model is fetched.
 
     with_written: see `WeightsAtRest.num_bytes`.
+    weights, seed: see `open_checkpoint`.
 
     Raises `CheckpointError` for weights that cannot be used.
     """
-    if local_weights(model) is None:
+    if weights == "pretrained" and local_weights(model) is None:
         return 0
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, weights=weights, seed=seed)
     sizes = StorageSizes(checkpoint.config, precision).matrices
     return WeightsAtRest(checkpoint, precision, folder).num_bytes(sizes, with_written)
 

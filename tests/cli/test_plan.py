@@ -168,6 +168,8 @@ def test_weights_that_the_disk_has_already_need_no_more_room(monkeypatch, capsys
     out, err = capsys.readouterr()
     assert json.loads(out)["feasible"] == fits
     assert ("of these weights already, which need no more room" in err) == fits
+    assert cli.main(["plan", "--model", str(path), *lengths, *little, "--dummy-weights", "--json"]) == 0
+    assert not json.loads(capsys.readouterr().out)["feasible"], "random weights are in no file"
     options = {"policy": little[3], "offload_dir": tmp_path, "precision": precision}
     if fits:
         Engine.from_pretrained(path, limits=MemoryLimits(disk=4096), **options).close()
