@@ -343,7 +343,8 @@ def _parts(
             f"prompt tokens were computed, the trie has {prompts['nodes']} "
             f"({prompts['computed'] / prompts['nodes']:.2f}x); efficiency {prompts['efficiency']:.1%}",
             f"  bound: {bound['flops']:.3g} operations at {bound['flops_per_s']:.3g}/s take {bound['seconds']:.1f} s; "
-            f"the run takes {bound['of_bound']:.2f} times that after a start-up of {bound['start_up_s']:.1f} s",
+            f"the run takes {bound['of_bound']:.2f} times that after a start-up of {bound['start_up_s']:.1f} s "
+            f"({bound['of_library_bound']:.2f} times what they take at PyTorch's rate)",
             f"  completions: {equal} of {len(typical.texts)} equal; metrics: {num_compared - len(differing)} "
             f"equal, {len(differing) - len(unexplained)} differ as HELM's client must, {len(unexplained)} otherwise",
             *dict.fromkeys(f"    {line['why']}" for line in differing if line["why"]),
@@ -468,8 +469,11 @@ def prompt_tokens(records: Sequence[Mapping[str, Any]], prompts: Sequence[Sequen
 
 
 def bound_of(run: HelmRun, prompts: Mapping[str, float], flops_per_token: float) -> dict[str, float]:
-    """Return the least seconds for the trie's nodes and the decoded tokens at the measured FLOP/s, and their share."""
-    rate = run.records[0]["hardware"]["matmul_flops"]
+    """Return the least seconds for the trie's nodes and the decoded tokens at the measured FLOP/s, and their share.
+
+    of_library_bound: by PyTorch's rate in the compute dtype, where something faster multiplies (`kernels.amx`).
+    """
+    rate, library_rate = (run.records[0]["hardware"][kind] for kind in ("matmul_flops", "library_flops"))
     computed = sum(record["flops"] for record in run.records)
     flops = computed - (prompts["computed"] - prompts["nodes"]) * flops_per_token
     least = flops / rate
@@ -479,6 +483,7 @@ def bound_of(run: HelmRun, prompts: Mapping[str, float], flops_per_token: float)
         "seconds": least,
         "start_up_s": run.ready_s,
         "of_bound": (run.seconds - run.ready_s) / least,
+        "of_library_bound": (run.seconds - run.ready_s) * library_rate / flops,
         "fraction_of_engine": least / sum(record["latency_s"] for record in run.records),
     }
 

@@ -71,7 +71,7 @@ def measure_rates(*, folder: str, file_bytes: int) -> dict[str, float]:
     """
     import torch
 
-    from flexgen_helm.hardware.rates import matmul_flops
+    from flexgen_helm.kernels.products import matmul_flops, multiplied_dtype
     from flexgen_helm.offload.disk import DirectFile
     from flexgen_helm.offload.staging import pages
 
@@ -94,7 +94,9 @@ def measure_rates(*, folder: str, file_bytes: int) -> dict[str, float]:
     finally:
         file.close(delete=True)
     disk_bytes_s = len(offsets) * chunk / min(seconds)
-    return {"product_flops": matmul_flops(torch.device("cpu"), torch.float32), "disk_bytes_s": disk_bytes_s}
+    host = torch.device("cpu"), torch.float32
+    rate = matmul_flops(*host, multiplied_dtype(*host, torch.float16))
+    return {"product_flops": rate, "disk_bytes_s": disk_bytes_s}
 
 
 def operation_seconds(
@@ -109,16 +111,20 @@ def operation_seconds(
 
     from flexgen_helm.checkpoint.open import open_checkpoint
     from flexgen_helm.engine.profiler import cache_attention, prompt_attention
-    from flexgen_helm.hardware.rates import linear
+    from flexgen_helm.kernels.products import multiplied_dtype
+    from flexgen_helm.offload.linear import tiled_linear
 
-    config = open_checkpoint(model, weights="dummy").config
+    checkpoint = open_checkpoint(model, weights="dummy")
+    config = checkpoint.config
+    dtype = multiplied_dtype(torch.device("cpu"), torch.float32, checkpoint.storage_dtype)
 
     def products(matrices: Sequence[tuple[int, int]], tokens: int) -> float:
         seconds = 0.0
         for out_size, in_size in matrices:
             x = torch.randn(tokens, in_size)
-            weights = [torch.randn(out_size, in_size) for _ in range(_copies(4 * out_size * in_size))]
-            seconds += min(time_calls([partial(linear, x, weight, None) for weight in weights], repeats))
+            copies = _copies(dtype.itemsize * out_size * in_size)
+            weights = [torch.randn(out_size, in_size).to(dtype) for _ in range(copies)]
+            seconds += min(time_calls([partial(tiled_linear, x, weight, None) for weight in weights], repeats))
         return seconds
 
     group = min(BLOCK_SEQUENCES, batch_rows)

@@ -220,10 +220,11 @@ def _weights() -> Finding:
 def _speed() -> Finding:
     import torch
 
-    from flexgen_helm.hardware.rates import matmul_flops
+    from flexgen_helm.kernels.products import matmul_flops, multiplied_dtype, product_library
 
-    rate = matmul_flops(torch.device("cpu"), torch.float32)
-    found = f"{rate / 1e9:.0f} GFLOP/s in float32 on the CPU"
+    cpu, dtype = torch.device("cpu"), torch.float32
+    rate = matmul_flops(cpu, dtype, multiplied_dtype(cpu, dtype, torch.float16))
+    found = f"{rate / 1e9:.0f} GFLOP/s in float32 on the CPU, by {product_library(cpu, dtype)}"
     if rate < LOW_FLOPS:
         return Finding("warning", found, "The machine is slow or busy: look for other programs that compute.")
     return Finding("ok", found)

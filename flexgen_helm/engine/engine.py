@@ -37,8 +37,9 @@ from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
-from flexgen_helm.hardware.rates import compute_dtype
 from flexgen_helm.hardware.threads import ThreadGovernor
+from flexgen_helm.kernels.amx import has_amx
+from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Decoder
@@ -122,6 +123,7 @@ class Engine:
             self.precision,
             device,
             self._dtype,
+            self._dtype if model.precision.weights is not None else checkpoint.storage_dtype,
             model.why_not_float16 or dtype_reason(device, self._dtype, checkpoint),
             model.is_simulated,
             time.perf_counter() - began,
@@ -402,7 +404,10 @@ class Engine:
             pins_host_memory=lambda: link is None or link.pins,
         )
         dtype = str(self._dtype).removeprefix("torch.")
-        machine = Machine(capacities, model.compute_tier, dtype, options.overlap, options.cpu_attention)
+        as_stored = None
+        if model.compute_tier == "cpu" and has_amx():
+            as_stored = str(model.checkpoint.storage_dtype).removeprefix("torch.")
+        machine = Machine(capacities, model.compute_tier, dtype, options.overlap, options.cpu_attention, as_stored)
         choices = Choices(options.fixed_policy, options.fixed_schedule, options.max_latency)
         planner = Planner(self.config, model.precision, machine, choices, profile)
         own = RankDevice(profile.name or device_name(model.device), (capacities["gpu"], capacities["cpu"]))

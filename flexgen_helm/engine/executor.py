@@ -33,6 +33,7 @@ from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.host_memory import ResidentMemory
 from flexgen_helm.hardware.threads import ThreadGovernor
+from flexgen_helm.kernels.amx import product_bytes
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.attention import has_fused_attention
 from flexgen_helm.models.config import EMBED, HEAD, stage_names
@@ -40,7 +41,7 @@ from flexgen_helm.models.decoder import LayerDecoder, StageWeights
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import Tier
-from flexgen_helm.planner.workspace import Workspace
+from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.scheduling.sequence import Batch
 from flexgen_helm.scheduling.work_items import WorkItem, stage_visits
 
@@ -129,6 +130,7 @@ class Executor:
             cache.codec.cache_format,
             converts=weights.are_converted,
             has_fused_attention=has_fused_attention(device, decoder.dtype, self._config.head_dim),
+            product_bytes=product_bytes(widest_matrix(self._config)) if device.type == "cpu" else 0,
         )
         self.peak_workspace_bytes = 0
         self.pending_heads: dict[Batch, HeadOutput] = {}  # of batches that `collect` has not asked for

@@ -6,6 +6,7 @@ and then replaced: so a busy machine is not measured again by every process, and
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -27,7 +28,7 @@ from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
 from flexgen_helm.progress import Message, ProgressPhase, report
 
 # Version of the profiler: raised when it measures something else.
-_VERSION = 5
+_VERSION = 6
 # Share of the processors' time that other programs take on a busy machine.
 _BUSY_SHARE = 0.25
 _WATCHED_S = 0.5
@@ -125,6 +126,7 @@ def machine_identity(folder: Path) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "processor": processor_name(),
+        "features": _processor_features(),
         "cores": psutil.cpu_count(logical=True),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "memory_bytes": psutil.virtual_memory().total,
@@ -132,6 +134,12 @@ def machine_identity(folder: Path) -> dict[str, Any]:
         "gpu": [line for gpu in _gpus() for line in gpu],
         "torch": version("torch"),
     }
+
+
+def _processor_features() -> str:
+    """Return a digest of the processor's instructions: two virtual machines have one name with and without some."""
+    flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(flags.encode()).hexdigest()[:16]
 
 
 def processor_name() -> str:

@@ -17,7 +17,7 @@ from flexgen_helm.engine.fingerprint import engine_fingerprint
 from flexgen_helm.engine.pipeline import process_exchange
 from flexgen_helm.errors import Float16Error, UsageError
 from flexgen_helm.hardware.ranks import Rank
-from flexgen_helm.hardware.rates import compute_dtype
+from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.progress import Message, ModelInUse, ProgressPhase, report

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.hardware.control_groups import host_memory
 from flexgen_helm.hardware.host_memory import keep_freed_memory, return_freed_memory
-from flexgen_helm.hardware.profile import PROFILED, Curve, Disk, HardwareProfile, Link, Processor
+from flexgen_helm.hardware.profile import PRODUCT_BY_WEIGHT, PROFILED, Curve, Disk, HardwareProfile, Link, Processor
 from flexgen_helm.units import exact_size
 
 if TYPE_CHECKING:
@@ -63,22 +63,12 @@ def measure(folder: Path) -> HardwareProfile:
 def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -> Processor:
     import torch
 
-    from flexgen_helm.hardware.rates import linear
+    from flexgen_helm.kernels.amx import has_amx
 
     def best(calls: Sequence[Callable[[], Any]], repeats: int = 3) -> float:
         return _best(calls, repeats, device)
 
-    curves = {}
-    for name in dtypes:
-        dtype: torch.dtype = getattr(torch, name)
-        copies = max(1, _UNCACHED_BYTES // (_WIDTH * _WIDTH * dtype.itemsize))
-        weights = [torch.randn(_WIDTH, _WIDTH, device=device, dtype=dtype) for _ in range(copies)]
-        points = []
-        for rows in _ROWS:
-            x = torch.randn(rows, _WIDTH, device=device, dtype=dtype)
-            seconds = best([_bind(linear, x, weight, None) for weight in weights[: 2 if rows > 256 else copies]])
-            points.append((float(rows), 2.0 * rows * _WIDTH * _WIDTH / seconds))
-        curves[name] = Curve(tuple(points))
+    reads_16_bits = device.type == "cpu" and has_amx()
     kind: torch.dtype = torch.float32 if device.type == "cpu" else torch.float16
     attention, reading = _attention_rates(best, device, kind)
     source = torch.zeros(_UNCACHED_BYTES, device=device, dtype=torch.uint8)
@@ -94,14 +84,41 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
     return Processor(
         memory_bytes=memory_bytes,
         memory_bytes_s=copying,
-        matmul_flops=curves,
+        matmul_flops=_product_curves(best, device, dtypes, reads_16_bits),
         attention_flops=attention,
         attention_bytes_s=reading,
-        upcast_elements_s=_upcast_rate(best) if device.type == "cpu" else math.inf,
+        upcast_elements_s=_upcast_rate(best) if device.type == "cpu" and not reads_16_bits else math.inf,
         dequantize_elements_s=unpacking,
         quantize_elements_s=packing,
         step_s=best([many], 10),
     )
+
+
+def _product_curves(
+    best: Callable[..., float], device: torch.device, dtypes: Sequence[str], reads_16_bits: bool
+) -> dict[str, Curve]:
+    """Measure the FLOP/s of products by rows of x; reads_16_bits: a host takes weights in 16 bits as they rest."""
+    import torch
+
+    from flexgen_helm.kernels.products import linear, linear_as_stored
+
+    kinds = {name: (name, name) for name in dtypes}  # of a rate -> dtypes of x and of the weight
+    if reads_16_bits:
+        kinds["float32"] = "float32", "float16"
+        kinds |= {name: ("float32", dtype) for dtype, name in PRODUCT_BY_WEIGHT.items()}
+    curves = {}
+    for name, (dtype, weight_dtype) in kinds.items():
+        product = linear if dtype == weight_dtype else linear_as_stored
+        weight = torch.randn(_WIDTH, _WIDTH, device=device, dtype=getattr(torch, weight_dtype))
+        weights = [weight, *(weight.clone() for _ in range(_UNCACHED_BYTES // (weight.element_size() * _WIDTH**2)))]
+        points = []
+        for rows in _ROWS:
+            x = torch.randn(rows, _WIDTH, device=device, dtype=getattr(torch, dtype))
+            used = weights[: 2 if rows > 256 else len(weights)]
+            seconds = best([_bind(product, x, weight, None) for weight in used])
+            points.append((float(rows), 2.0 * rows * _WIDTH * _WIDTH / seconds))
+        curves[name] = Curve(tuple(points))
+    return curves
 
 
 def _attention_rates(best: Callable[..., float], device: torch.device, kind: torch.dtype) -> tuple[float, float]:
@@ -217,7 +234,7 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
     """Measure the disk past the page cache, and the share of reads that overlaps with computing."""
     import torch
 
-    from flexgen_helm.hardware.rates import linear
+    from flexgen_helm.kernels.products import linear
     from flexgen_helm.offload.disk import DirectFile
     from flexgen_helm.offload.staging import pages
 

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from flexgen_helm.engine.device import device_name
-from flexgen_helm.hardware.rates import matmul_flops, product_library
+from flexgen_helm.kernels.products import library_flops, matmul_flops, multiplied_dtype, product_library
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import ExpertCounts
@@ -27,6 +27,7 @@ from flexgen_helm.request import Cost
 class EngineIdentity:
     """What the records of all runs of one engine share.
 
+    weight_dtype: of matrices in 16 bits; that of products where they are packed.
     dtype_reason: why products are in `dtype`.
     simulated: a gpu in host memory computes.
     load_s: seconds that loading took.
@@ -40,6 +41,7 @@ class EngineIdentity:
     precision: str
     device: torch.device
     dtype: torch.dtype
+    weight_dtype: torch.dtype
     dtype_reason: str
     simulated: bool
     load_s: float
@@ -69,7 +71,8 @@ def run_record(
     preemptions: how often a sequence gave its cache back and was computed again.
     """
     figures = throughput(costs, seconds)
-    rate = matmul_flops(engine.device, engine.dtype)
+    weight_dtype = multiplied_dtype(engine.device, engine.dtype, engine.weight_dtype)
+    rate = matmul_flops(engine.device, engine.dtype, weight_dtype)
     transfer_s = tiers.stats.seconds()
     wait_s = sum(spent for kind, spent in transfer_s.items() if kind.startswith("wait_"))
     batches_s = figures["prefill_s"] + figures["decode_s"]
@@ -114,6 +117,7 @@ def run_record(
             "product_library": product_library(engine.device, engine.dtype),
             "threads": torch.get_num_threads(),
             "matmul_flops": rate,
+            "library_flops": library_flops(engine.device, engine.dtype),
             "memory_bytes": psutil.virtual_memory().total,
         },
         "proved": engine.is_proved,

@@ -20,6 +20,8 @@ import numpy as np
 from flexgen_helm.errors import UsageError
 
 SPECS = "flexgen_helm.hardware.specs"
+# Dtype of weights -> name of its products in float32, where they are faster than those with weights in float16.
+PRODUCT_BY_WEIGHT = {"bfloat16": "float32 x bfloat16"}
 # Source of all rates of a machine that was measured.
 PROFILED = "measured by flexgen-helm profile"
 
@@ -56,9 +58,10 @@ class Processor:
     memory_bytes: capacity of its tier.
     memory_bytes_s: rate of reading long arrays.
     matmul_flops: dtype -> rate by rows of x, of products whose weight comes from memory (a multiply-add counts two).
+        Those that take weights in another dtype as they are have names of their own (`PRODUCT_BY_WEIGHT`).
     attention_flops: rate of a prompt's attention, counted as 4 s^2 h FLOPs for s tokens (the full square).
     attention_bytes_s: rate of keys and values that decoding attends to.
-    upcast_elements_s: 16 bits to the compute dtype; infinite where they are the same.
+    upcast_elements_s: 16 bits to the compute dtype; infinite where products take them as they are.
     dequantize_elements_s: 4 bits to the compute dtype.
     quantize_elements_s: the compute dtype to 4 bits.
     step_s: fixed time of one batch in one layer (launches, norms, interpreter).
@@ -73,6 +76,11 @@ class Processor:
     dequantize_elements_s: float = math.inf
     quantize_elements_s: float = math.inf
     step_s: float = 0.0
+
+    @property
+    def multiplies_as_stored(self) -> bool:
+        """Whether products in float32 read weights in 16 bits as they rest."""
+        return math.isinf(self.upcast_elements_s)
 
     @property
     def has_bfloat16(self) -> bool:

@@ -13,6 +13,15 @@ from typing import Any
 import numba
 from numba import types
 
+from flexgen_helm.kernels.amx_loop import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    PARTS,
+    SIDE,
+    multiply,
+)
+from flexgen_helm.kernels.amx_loop import scratch_bytes as multiply_bytes
 from flexgen_helm.kernels.decode_loop import PIECE_KEYS, attend_rows
 from flexgen_helm.kernels.decode_loop import scratch_floats as row_scratch_floats
 from flexgen_helm.kernels.processor import CONVERTS_HALVES, LANES
@@ -20,6 +29,13 @@ from flexgen_helm.kernels.product_loop import few_rows
 from flexgen_helm.kernels.prompt_loop import BLOCK_KEYS, TILE_QUERIES, attend, scratch_floats
 
 __all__ = [
+    "BFLOAT16",
+    "FLOAT16",
+    "FLOAT32",
+    "PARTS",
+    "SIDE",
+    "multiply",
+    "multiply_bytes",
     "BLOCK_KEYS",
     "PIECE_KEYS",
     "CONVERTS_HALVES",

@@ -15,6 +15,8 @@ def has(feature: str) -> bool:
 
 
 HAS_AVX512 = has("avx512f")
+# Tile registers and products of bfloat16 tiles, beside vectors of 16 numbers.
+HAS_AMX = HAS_AVX512 and has("amx-tile") and has("amx-bf16")
 # Numbers of a vector register.
 LANES = 16 if HAS_AVX512 else 8
 # Whether the processor itself converts IEEE's 16-bit numbers. Else LLVM calls a function that may not exist.

@@ -1,4 +1,4 @@
-"""Products with stored weights: as they rest for a few rows of x, else a tile of rows at a time in the compute dtype.
+"""Products with stored weights: as they rest where the host can, else a tile of rows at a time in the compute dtype.
 
 On a device a tile is a whole matrix, up to a bound (`planner.workspace`), because each tile costs launches. On the host
 it stays in the CPU cache, and its memory is reused: touching the pages of a new tensor costs more than the conversion.
@@ -12,8 +12,7 @@ import threading
 import torch
 from torch import Tensor
 
-from flexgen_helm.hardware.rates import linear
-from flexgen_helm.kernels.few_rows import few_rows_matmul
+from flexgen_helm.kernels.products import linear, linear_as_stored
 from flexgen_helm.planner.constants import HOST_UPCAST_ELEMENTS
 from flexgen_helm.planner.workspace import upcast_elements
 from flexgen_helm.quant.formats import GroupFormat
@@ -32,7 +31,7 @@ def tiled_linear(
     if fmt is None:
         if weight.dtype == x.dtype:
             return linear(x, weight, bias)
-        if (y := few_rows_matmul(x, weight, bias)) is not None:
+        if (y := linear_as_stored(x, weight, bias)) is not None:
             return y
         rows = weight.shape[0]
     elif (y := quantized_matmul(x, weight, fmt, rows, bias)) is not None:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.concurrency import stop_point
-from flexgen_helm.hardware.rates import column_major
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.few_rows import MOST_ROWS_BESIDE_COPY, few_rows_matmul
+from flexgen_helm.kernels.products import column_major
 from flexgen_helm.models.config import (
     EMBED,
     EMBED_TABLE,

@@ -235,7 +235,7 @@ class _Pass:
         problem, config, hardware = self.problem, self.problem.config, self.problem.hardware
         processor, work, cache = hardware.compute_processor, problem.compute_bytes, problem.precision.cache
         sequences, batches = self.sequences, self.batches
-        rate = processor.matmul_flops[problem.compute_dtype]
+        rate = problem.product_flops
         batch_rows = self.tokens / batches
         always = problem.layer_elements - problem.layer_expert_elements
         weights = (always + problem.layer_expert_elements * problem.experts_used(batch_rows)) * config.num_layers
@@ -305,6 +305,8 @@ class _Pass:
             return seconds, elements * (fmt.code_bytes + fmt.scale_bytes) / fmt.group_size
         if fmt is not None:
             return conversions * elements / processor.dequantize_elements_s, elements * work
+        if problem.multiplies_as_stored:
+            return 0.0, 2 * elements
         return conversions * elements / processor.upcast_elements_s if work > 2 else 0.0, elements * work
 
     def _link_times(self) -> tuple[Affine, Affine]:

@@ -17,6 +17,8 @@ class Machine:
     compute_dtype: of products and hidden states.
     overlap: transfers go on while the device computes.
     cpu_attention: beside a gpu, the host attends to the part of the cache that it holds.
+    multiplied_as_stored: type of weights in 16 bits that the host multiplies as they rest (`kernels.amx`); None where
+        products of many rows convert them first.
     """
 
     limits: Mapping[Tier, int]
@@ -24,6 +26,7 @@ class Machine:
     compute_dtype: str = "float32"
     overlap: bool = True
     cpu_attention: bool = True
+    multiplied_as_stored: str | None = None
 
     @property
     def has_gpu(self) -> bool:

@@ -84,6 +84,7 @@ def planning_problem(
         cpu_attention=cpu_attention,
         endless=endless,
         pins_host_memory=pins_host_memory,
+        storage_dtype=storage_dtype,
     )
     bytes_by_tier: dict[Tier, float] = {}
     for tier in TIERS:

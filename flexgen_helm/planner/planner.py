@@ -132,7 +132,7 @@ class Planner:
     def product_flops(self) -> float:
         """Rate of the fastest product that predictions are made with."""
         problem = self._problem(TYPICAL_WORKLOAD)
-        return problem.hardware.compute_processor.matmul_flops[problem.compute_dtype].best
+        return problem.product_flops.best
 
     def _rates(self, measure: bool = True) -> HardwareProfile | None:
         if self._profile is None:
@@ -148,7 +148,7 @@ class Planner:
             self._profile,
             workload,
             precision=self._precision,
-            storage_dtype=machine.compute_dtype,
+            storage_dtype=machine.multiplied_as_stored or machine.compute_dtype,
             limits=MemoryLimits(machine.limits["gpu"], machine.limits["cpu"], machine.limits["disk"]),
             overlap=machine.overlap,
             cpu_attention=machine.cpu_attention,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.hardware.profile import HardwareProfile, Link
+from flexgen_helm.hardware.profile import PRODUCT_BY_WEIGHT, Curve, HardwareProfile, Link
 from flexgen_helm.models.config import (
     EMBED,
     EMBED_TABLE,
@@ -23,7 +23,6 @@ from flexgen_helm.planner.affine import CACHE, Affine, affine
 from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.constants import (
     BLOCK_SEQUENCES,
-    COPIES_SHARE,
     FUSED_ROWS_ON_CPUS,
     FUSED_ROWS_ON_DEVICES,
     FUSED_ROWS_WITH_TENSOR_CORES,
@@ -37,6 +36,7 @@ from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.placement import StorageSizes, Tier
 from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.planner.staging import StagingSizes, expert_slot_bytes, loader_buffer_bytes, staging_sizes
+from flexgen_helm.planner.weight_placement import keeps_copies
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.quant.formats import GroupFormat
@@ -81,6 +81,7 @@ class PlanningProblem:
     max_batch_tokens: prompt tokens of one batch, however many sequences it has.
     pins_host_memory: the driver pins what crosses the link; False where it was seen to refuse.
     expert_skew: how unevenly tokens select experts (`planner.experts`); 0 where no run has counted.
+    storage_dtype: of weights in 16 bits.
     """
 
     config: ModelConfig
@@ -96,6 +97,7 @@ class PlanningProblem:
     max_batch_tokens: int = MAX_BATCH_TOKENS
     pins_host_memory: bool = True
     expert_skew: float = 0.0
+    storage_dtype: str = "float16"
 
     def __post_init__(self) -> None:
         if not 1 <= self.stages <= self.config.num_layers:
@@ -106,7 +108,13 @@ class PlanningProblem:
     def machine(self) -> Machine:
         limits = {tier: int(limit) for tier, limit in self.limits.items()}
         dtype = "float32" if self.compute_bytes == 4 else "float16"
-        return Machine(limits, self.compute_tier, dtype, self.overlap, self.cpu_attention)
+        as_stored = self.storage_dtype if self.multiplies_as_stored else None
+        return Machine(limits, self.compute_tier, dtype, self.overlap, self.cpu_attention, as_stored)
+
+    @property
+    def multiplies_as_stored(self) -> bool:
+        """Whether products on the host read weights in 16 bits as they rest."""
+        return self.hardware.gpu is None and self.hardware.cpu.multiplies_as_stored
 
     @property
     def compute_tier(self) -> Tier:
@@ -120,6 +128,15 @@ class PlanningProblem:
     def compute_dtype(self) -> str:
         half = [name for name in self.hardware.compute_processor.matmul_flops if name != "float32"]
         return half[0] if self.compute_bytes == 2 and half else "float32"
+
+    @cached_property
+    def product_flops(self) -> Curve:
+        """Rate of products by rows of x."""
+        curves = self.hardware.compute_processor.matmul_flops
+        if self.multiplies_as_stored and self.precision.weights is None:
+            own = PRODUCT_BY_WEIGHT.get(self.storage_dtype, self.compute_dtype)
+            return curves.get(own, curves[self.compute_dtype])
+        return curves[self.compute_dtype]
 
     def capacity(self, tier: Tier) -> float:
         """Bytes of a tier that the machine has."""
@@ -292,8 +309,7 @@ class PlanningProblem:
     @cached_property
     def copies_fit(self) -> bool:
         """Whether fully resident weights are kept in the compute dtype."""
-        needed = self.copies_bytes + self.storage.vector_bytes(self.compute_bytes)
-        return needed <= COPIES_SHARE * self.limits[self.compute_tier]
+        return keeps_copies(self.storage, self.machine)
 
     @cached_property
     def staging(self) -> StagingSizes:

@@ -3,7 +3,8 @@
 The rule of thumb:
 
 - Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is enough, else as stored.
-  On a host matrices in 16 bits are then there as stored too: products of a few rows read those.
+  On a host matrices in 16 bits are then there as stored too: products of a few rows read those. Where those of many
+  rows do so too, there are no copies.
 - Otherwise a staging ring (`planner.staging`) is set aside. Of the rest, weights take half (three quarters on a gpu,
   whose cache goes to the host). The next weights take half of the host's limit, the others go to the disk. Of a
   mixture, experts go to the slowest tiers.
@@ -93,7 +94,7 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     sizes, compute_bytes = model.matrices, machine.compute_bytes
     vector_bytes = model.vector_bytes(compute_bytes)
     total, copy_bytes = sum(sizes.values()), model.bytes_with_copies(compute_bytes, on_host=not has_gpu)
-    copies_fit = copy_bytes + vector_bytes <= COPIES_SHARE * limits[compute_tier]
+    copies_fit = keeps_copies(model, machine)
     staging = staging_sizes(model, limits[compute_tier])
     on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}
     everything = dict.fromkeys(sizes, compute_tier)
@@ -131,6 +132,14 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
                 f"{exact_size(needed[tier] - limits[tier])} more there: raise {limit_flag(tier)}"
             )
     return plan
+
+
+def keeps_copies(model: StorageSizes, machine: Machine) -> bool:
+    """Return whether weights that are all resident are kept in the compute dtype: if that is of use, and they fit."""
+    if machine.multiplied_as_stored is not None and model.precision.weights is None:
+        return False
+    needed = model.bytes_with_copies(machine.compute_bytes, on_host=not machine.has_gpu)
+    return needed + model.vector_bytes(machine.compute_bytes) <= COPIES_SHARE * machine.compute_limit
 
 
 def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Policy:

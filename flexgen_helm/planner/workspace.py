@@ -41,6 +41,11 @@ def _largest_matrix(config: ModelConfig) -> int:
     return max(prod(shape) for shape in tensor_shapes(config).values() if len(shape) > 1)
 
 
+def widest_matrix(config: ModelConfig) -> int:
+    """Return the columns of the widest matrix."""
+    return max(shape[1] for shape in tensor_shapes(config).values() if len(shape) == 2)
+
+
 @dataclass(frozen=True)
 class GraphMemory:
     """Bytes of CUDA graphs: of the tensors that all share, and of the pool that has the temporaries of every size."""
@@ -61,6 +66,7 @@ class Workspace:
     cache: format of a quantized or sparse cache; None for one in the compute dtype.
     converts: weights have another dtype than products, or are packed.
     has_fused_attention: the device has a kernel that keeps scores in registers.
+    product_bytes: that a product takes besides its operands (`kernels.amx`).
     """
 
     def __init__(
@@ -72,7 +78,9 @@ class Workspace:
         *,
         converts: bool = True,
         has_fused_attention: bool = True,
+        product_bytes: int = 0,
     ) -> None:
+        self._product_bytes = product_bytes
         self._config, self._element, self._cache = config, element, cache
         on_device = tier == "gpu"
         # Fused kernels know no soft cap, and on a device no bias in float32 beside queries in 16 bits, and no heads
@@ -111,6 +119,7 @@ class Workspace:
         states = self._element * tokens * (self._elements_per_token + 4 * config.state_size)
         states += self._mixing(tokens, prompt)
         total = states + (4 if self._direct else 2) * scores + self._element * self._upcast_elements
+        total += self._product_bytes
         if cache is not None:
             # Two masks of a query chunk, and the quantized and full-precision versions of keys and values.
             total += KEPT_MASK_BYTES + 2 * 4 * QUERY_CHUNK_TOKENS * prompt + self._element * 4 * config.kv_size * prompt

@@ -162,7 +162,7 @@ RECORD = {
     "actual_throughput": 2.7,
     "workload": {"prompt_tokens": 10, "prompt_tokens_computed": 7.0, "output_tokens": 2},
     "wall_s": {"generate": 5.0, "metrics": 1.0},
-    "hardware": {"matmul_flops": 2e9, "device": "cpu"},
+    "hardware": {"matmul_flops": 2e9, "library_flops": 1e9, "device": "cpu"},
 }
 
 
@@ -210,6 +210,7 @@ def test_a_tasks_result(tmp_path, tiny_checkpoint):
     assert (prompts["asked"], prompts["computed"], prompts["output"]) == (20, 14.0, 4)
     assert prompts["efficiency"] == pytest.approx(0.9)
     assert found["bound"]["of_bound"] == pytest.approx((11 - 3) / found["bound"]["seconds"])
+    assert found["bound"]["of_library_bound"] == pytest.approx(found["bound"]["of_bound"] / 2)
     whole = clients._joined([], [found, padded], ["a note"])
     assert [row["median"] for row in whole["rows"]] == [11.0, 13.0, 22.0, 44.0, 33.0]
     assert {"name", "hardware", "versions", "rows", "ratios"} <= set(whole)

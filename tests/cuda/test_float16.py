@@ -26,7 +26,7 @@ def gpu(monkeypatch):
     def of(capability):
         rates = {torch.float16: 8.0, torch.bfloat16: 8.0 if capability >= A100 else 0.5, torch.float32: 1.0}
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr("flexgen_helm.hardware.rates.matmul_flops", lambda device, dtype: rates[dtype])
+        monkeypatch.setattr("flexgen_helm.kernels.products.matmul_flops", lambda device, dtype: rates[dtype])
 
     with cuda_in_host_memory() as device:
         yield of

@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.engine import attention_metadata
+from flexgen_helm.kernels import amx
 from tests.helpers.backend_models import saved
 from tests.helpers.parity import TOLERANCE, assert_equals_reference, prompts, seeing_longer_neighbours
 from tests.helpers.tiny_models import VARIANTS, TinyModel
@@ -176,8 +177,9 @@ def test_completions_share_their_prompt_and_equal_single_ones(tiny, variant):
 
 
 @pytest.mark.one_release
-def test_weights_at_rest_in_16_bits_give_the_same_numbers(tiny):
+def test_weights_at_rest_in_16_bits_give_the_same_numbers(tiny, monkeypatch):
     """A limit without room for compute copies: products upcast by row tile."""
+    monkeypatch.setattr(amx, "_compiled", lambda: None)
     model = tiny("llama")
     request = GenerationRequest(prompt_token_ids=prompts(1, 60)[0], max_tokens=8, echo_logprobs=True)
     with Engine.from_pretrained(model.path) as engine:
@@ -187,6 +189,29 @@ def test_weights_at_rest_in_16_bits_give_the_same_numbers(tiny):
         tight = engine.run([request])[0]
     assert tight.completions[0].token_ids == roomy.completions[0].token_ids
     assert max_difference(tight, roomy) < 1e-5
+
+
+@pytest.mark.one_release
+@pytest.mark.skipif(not amx.has_amx(), reason="this processor has no AMX")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_matrix_unit_gives_the_same_numbers_without_copies(dtype, tmp_path, monkeypatch):
+    config = LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=300, torch_dtype=dtype)  # fmt: skip
+    torch.manual_seed(5)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(tmp_path)
+    ids = [[(7 * i + j * j) % 300 for j in range(90)] for i in range(20)]
+    requests = [GenerationRequest(prompt_token_ids=each, max_tokens=8, echo_logprobs=True) for each in ids]
+    with Engine.from_pretrained(tmp_path) as engine:
+        unit, as_stored = engine.run(requests), engine.ledger.by_kind()["weights"]
+        assert engine.last_run["hardware"]["product_library"] == "AMX"
+    monkeypatch.setattr(amx, "_compiled", lambda: None)
+    with Engine.from_pretrained(tmp_path) as engine:
+        vectors = engine.run(requests)
+        assert as_stored < 0.4 * engine.ledger.by_kind()["weights"]
+        assert engine.last_run["hardware"]["product_library"] != "AMX"
+    for one, other in zip(unit, vectors):
+        assert one.completions[0].token_ids == other.completions[0].token_ids
+        assert 0 < max_difference(one, other) < 1e-5
 
 
 @pytest.mark.one_release

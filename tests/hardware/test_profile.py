@@ -104,38 +104,3 @@ def test_products_run_in_the_faster_of_16_bits_and_float32():
     assert emulated.compute_dtype("bfloat16") == "float16"
     assert load_profile("a100").gpu.compute_dtype("bfloat16") != "float32"
     assert replace(gpu, matmul_flops={"float32": Curve(((1, 1.0),))}).compute_dtype("float16") == "float32"
-
-
-@pytest.mark.parametrize("name", ["_onednn", "_blas"])
-def test_column_major_gives_the_layout_that_the_chosen_product_reads_fastest(name, monkeypatch):
-    import torch
-
-    from flexgen_helm.hardware import rates
-
-    product = rates._onednn() if name == "_onednn" else rates._blas
-    if product is None:
-        pytest.skip("this PyTorch has no oneDNN")
-    monkeypatch.setattr(rates, "_linear_of", lambda device, dtype: product)
-    weight, bias = torch.randn(7, 5), torch.randn(7)
-    arranged = rates.column_major(weight)
-    assert torch.equal(arranged, weight) and arranged.is_contiguous() == (name == "_blas")
-    for rows in (1, 3, 70):
-        x = torch.randn(rows, 5)
-        torch.testing.assert_close(rates.linear(x, arranged, bias), x @ weight.t() + bias, rtol=1e-5, atol=1e-5)
-
-
-def test_no_measurement_chooses_what_multiplies_on_the_host(monkeypatch):
-    """The two libraries differ in the last bits: processes of a busy machine must not differ in their choice."""
-    import torch
-
-    from flexgen_helm.hardware import rates
-
-    def measure(*arguments):
-        raise AssertionError("measured")
-
-    monkeypatch.setattr(rates, "_seconds", measure)
-    cpu = torch.device("cpu")
-    assert rates._linear_of.__wrapped__(cpu, torch.float32) in (rates._onednn(), rates._blas)
-    assert rates.product_library(cpu, torch.float32) == ("BLAS" if rates._onednn() is None else "oneDNN")
-    with pytest.raises(AssertionError, match="measured"):  # the guard sees a measurement
-        rates.matmul_flops.__wrapped__(cpu, torch.float32)

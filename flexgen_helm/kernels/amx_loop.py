@@ -1,0 +1,349 @@
+"""Products in float32 by a processor's matrix unit (AMX), which multiplies bfloat16 numbers, compiled.
+
+The first 8 bits of a float32 number, the next 8 and the last 8 are bfloat16 numbers, and their sum is the number:
+
+    x = x1 + x2 + x3        y = x1 w + x2 w + x3 w        w in bfloat16
+
+A weight in float16 has 11 bits and is the sum of two such numbers, one in float32 of three. Of their products those
+below 2^-24 of the first are left out: x3 w2, x2 w3, x3 w3. Products are exact and sums are in float32, so y is as exact
+as a product in float32.
+
+A tile register has 16 rows of 64 bytes. The unit adds to y^T [16 outputs, 16 rows] the product of w [16 outputs, 32]
+and x^T [32, 16 rows], in which two neighbouring numbers of a row lie together. bfloat16 weights are read as they rest.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from flexgen_helm.kernels.emit import (
+    INT16,
+    INT32,
+    INT64,
+    VECTOR,
+    emitted,
+    int64,
+    load,
+    part_of_thread,
+    put_integer,
+    store,
+)
+
+# Rows of a tile; columns that one instruction multiplies; bytes of a tile's row, and of a tile.
+SIDE, DEPTH = 16, 32
+ROW_BYTES, TILE_BYTES = 64, 1024
+# Outputs of a panel: two tiles beside two tiles of rows are four sums, each operand of which is used twice.
+PANEL = 2 * SIDE
+# Parts of a number of x; and with how many of them each part of a weight is multiplied: bfloat16, float16, float32.
+PARTS = 3
+WEIGHT_PARTS = ((3,), (3, 2), (3, 2, 1))
+BFLOAT16, FLOAT16, FLOAT32 = range(3)
+# Panels whose sums wait together for the next block of columns.
+GROUP = 8
+_SUMS, _WEIGHTS, _ROWS = (0, 1, 2, 3), (4, 5), (6, 7)
+_BYTE = ir.IntType(8)
+_POINTER = _BYTE.as_pointer()
+_INTEGERS = ir.VectorType(INT32, SIDE)
+
+
+def _call(builder: Any, name: str, arguments: list[Any]) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    name = f"llvm.x86.{name}"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name=name)
+    builder.call(function, arguments)
+
+
+def _load_tile(builder: Any, tile: int, address: Any, row_bytes: Any) -> None:
+    _call(builder, "tileloadd64", [_BYTE(tile), builder.inttoptr(address, _POINTER), row_bytes])
+
+
+def _multiply_tiles(builder: Any, row_tiles: int) -> None:
+    """Add the products of both weight tiles with the tiles of rows to the sums."""
+    for i in range(2):
+        for j in range(row_tiles):
+            _call(builder, "tdpbf16ps", [_BYTE(_SUMS[2 * i + j]), _BYTE(_WEIGHTS[i]), _BYTE(_ROWS[j])])
+
+
+def _panel(builder: Any, row_tiles: int, kind: int, arguments: Any) -> None:
+    """Emit the product of a panel of weights with one or two tiles of rows, over all steps of a block of columns."""
+    weights, weight_row, rows, row_tile, steps, sums, is_first = arguments
+    places = [builder.add(sums, INT64(TILE_BYTES * place)) for place in range(2 * row_tiles)]
+    used = [_SUMS[2 * i + j] for i in range(2) for j in range(row_tiles)]
+    with builder.if_else(builder.icmp_signed("!=", is_first, INT64(0))) as (first, later):
+        with first:
+            for tile in used:
+                _call(builder, "tilezero", [_BYTE(tile)])
+        with later:
+            for tile, place in zip(used, places):
+                _load_tile(builder, tile, place, INT64(ROW_BYTES))
+    before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    step = builder.phi(INT64)
+    step.add_incoming(INT64(0), before)
+    # Weights of several parts were divided before: two tiles of each part follow each other.
+    is_divided = kind != BFLOAT16
+    step_bytes = 2 * len(WEIGHT_PARTS[kind]) * TILE_BYTES if is_divided else 2 * DEPTH
+    weights_at = builder.add(weights, builder.mul(step, INT64(step_bytes)))
+    rows_at = builder.add(rows, builder.mul(step, INT64(PARTS * TILE_BYTES)))
+    for weight_part, parts in enumerate(WEIGHT_PARTS[kind]):
+        for i, tile in enumerate(_WEIGHTS):
+            if is_divided:
+                place = builder.add(weights_at, INT64(TILE_BYTES * (2 * weight_part + i)))
+                _load_tile(builder, tile, place, INT64(ROW_BYTES))
+            else:
+                place = builder.add(weights_at, builder.mul(weight_row, INT64(SIDE * i)))
+                _load_tile(builder, tile, place, weight_row)
+        for part in range(parts):
+            for j in range(row_tiles):
+                own = builder.add(rows_at, builder.mul(row_tile, INT64(j)))
+                _load_tile(builder, _ROWS[j], builder.add(own, INT64(TILE_BYTES * part)), INT64(ROW_BYTES))
+            _multiply_tiles(builder, row_tiles)
+    following = builder.add(step, INT64(1))
+    step.add_incoming(following, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following, steps), loop, behind)
+    builder.position_at_end(behind)
+    for tile, place in zip(used, places):
+        address = builder.inttoptr(place, _POINTER)
+        _call(builder, "tilestored64", [_BYTE(tile), address, INT64(ROW_BYTES)])
+
+
+@emitted
+def _multiply_panel(
+    typing: Any, tiles: Any, kind: Any, weights: Any, row: Any, rows: Any, tile: Any, steps: Any, sums: Any, first: Any
+) -> Any:  # fmt: skip
+    """Sums of a panel with one or two tiles of rows."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        for case in product((1, 2), range(len(WEIGHT_PARTS))):
+            equal = [builder.icmp_signed("==", own, INT64(number)) for own, number in zip(arguments, case)]
+            with builder.if_then(builder.and_(*equal)):
+                _panel(builder, *case, arguments[2:])
+
+    return types.void(*[int64] * 9), generate
+
+
+@emitted
+def _configure(typing: Any, address: Any) -> Any:
+    """Give all tile registers of this thread the shape that 64 bytes at an address say."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        _call(builder, "ldtilecfg", [builder.inttoptr(arguments[0], _POINTER)])
+
+    return types.void(int64), generate
+
+
+@emitted
+def _release(typing: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        _call(builder, "tilerelease", [])
+
+    return types.void(), generate
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Transpose 16 vectors of 16 elements: each of four steps exchanges halves of groups between two vectors."""
+    size = 1
+    while size < SIDE:
+        # Groups of `size` elements change places between vectors that are `size` apart.
+        low = [lane if lane & size == 0 else lane - size + SIDE for lane in range(SIDE)]
+        high = [lane + size if lane & size == 0 else lane + SIDE for lane in range(SIDE)]
+        masks = [ir.Constant(_INTEGERS, places) for places in (low, high)]
+        result = list(rows)
+        for first in (row for row in range(SIDE) if row & size == 0):
+            pair = rows[first], rows[first + size]
+            result[first], result[first + size] = (builder.shuffle_vector(*pair, mask) for mask in masks)
+        rows, size = result, 2 * size
+    return rows
+
+
+@emitted
+def _store_sums(typing: Any, tile: Any, y: Any, y_row: Any, count: Any) -> Any:
+    """Store the first `count` columns of a tile [16 outputs, 16 rows] as rows of y."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        tile, y, y_row, count = arguments
+        own = [load(builder, builder.add(tile, INT64(ROW_BYTES * row)), VECTOR, 4) for row in range(SIDE)]
+        for row, vector in enumerate(_transposed(builder, own)):
+            with builder.if_then(builder.icmp_signed("<", INT64(row), count)):
+                store(builder, vector, builder.add(y, builder.mul(y_row, INT64(row))), 4)
+
+    return types.void(*[int64] * 4), generate
+
+
+def _parts_of(builder: Any, halves: list[Any], count: int) -> list[Any]:
+    """The bfloat16 numbers that add up to those of two vectors, in pairs of 32 bits: a vector for each part.
+
+    A number's upper 16 bits are one of bfloat16. What they leave is exact, too.
+    """
+    words = ir.VectorType(INT16, 2 * SIDE)
+    mask = ir.Constant(_INTEGERS, [0xFFFF0000] * SIDE)
+    odd = ir.Constant(ir.VectorType(INT32, 2 * SIDE), [2 * lane + 1 for lane in range(2 * SIDE)])
+    parts = []
+    for _ in range(count):
+        upper = [builder.and_(builder.bitcast(half, _INTEGERS), mask) for half in halves]
+        joined = builder.shuffle_vector(*(builder.bitcast(bits, words) for bits in upper), odd)
+        parts.append(builder.bitcast(joined, _INTEGERS))
+        halves = [builder.fsub(half, builder.bitcast(bits, VECTOR)) for half, bits in zip(halves, upper)]
+    return parts
+
+
+@emitted
+def _divide_rows(typing: Any, x: Any, x_row: Any, last: Any, to: Any) -> Any:
+    """Write a tile of each part of x [16 rows, 32 columns]; rows behind the last one repeat it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        x, x_row, last, to = arguments
+        pairs: list[list[Any]] = [[] for _ in range(PARTS)]
+        for row in range(SIDE):
+            inside = builder.icmp_signed("<", INT64(row), last)
+            own = builder.add(x, builder.mul(x_row, builder.select(inside, INT64(row), last)))
+            halves = [load(builder, builder.add(own, INT64(ROW_BYTES * half)), VECTOR, 4) for half in range(2)]
+            for part, joined in enumerate(_parts_of(builder, halves, PARTS)):
+                pairs[part].append(joined)
+        for part, own_pairs in enumerate(pairs):
+            for row, vector in enumerate(_transposed(builder, own_pairs)):
+                store(builder, vector, builder.add(to, INT64(TILE_BYTES * part + ROW_BYTES * row)), 4)
+
+    return types.void(*[int64] * 4), generate
+
+
+@emitted
+def _divide_weights(typing: Any, kind: Any, weights: Any, weight_row: Any, to: Any) -> Any:
+    """Write two tiles of each part of float16 or float32 weights [32 outputs, 32 columns]."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        kind, *operands = arguments
+        for case in (FLOAT16, FLOAT32):
+            with builder.if_then(builder.icmp_signed("==", kind, INT64(case))):
+                _divide_panel(builder, case, *operands)
+
+    return types.void(*[int64] * 4), generate
+
+
+def _divide_panel(builder: Any, kind: int, weights: Any, weight_row: Any, to: Any) -> None:
+    """Emit a loop over the rows of a panel."""
+    element, vector = (2, ir.VectorType(ir.HalfType(), SIDE)) if kind == FLOAT16 else (4, VECTOR)
+    before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    row = builder.phi(INT64)
+    row.add_incoming(INT64(0), before)
+    own = builder.add(weights, builder.mul(weight_row, row))
+    # Rows of the second tile follow the 16 of the first one.
+    target = builder.add(to, builder.mul(row, INT64(ROW_BYTES)))
+    places = [builder.add(own, INT64(element * SIDE * half)) for half in range(2)]
+    halves = [load(builder, place, vector, element) for place in places]
+    halves = [builder.fpext(half, VECTOR) for half in halves] if kind == FLOAT16 else halves
+    for part, joined in enumerate(_parts_of(builder, halves, len(WEIGHT_PARTS[kind]))):
+        store(builder, joined, builder.add(target, INT64(2 * TILE_BYTES * part)), ROW_BYTES)
+    following = builder.add(row, INT64(1))
+    row.add_incoming(following, loop)
+    builder.cbranch(builder.icmp_signed("<", following, INT64(PANEL)), loop, behind)
+    builder.position_at_end(behind)
+
+
+@numba.njit
+def _prepare(memory: Any) -> None:
+    """Give all tile registers of this thread 16 rows of 64 bytes."""
+    for place in range(0, 64, 4):
+        put_integer(memory + place, 0)
+    put_integer(memory, 1)  # the palette; then the bytes of a row and the rows of each register
+    for place in range(16, 32, 4):
+        put_integer(memory + place, ROW_BYTES << 16 | ROW_BYTES)
+    for place in range(48, 56, 4):
+        put_integer(memory + place, SIDE << 24 | SIDE << 16 | SIDE << 8 | SIDE)
+    _configure(memory)
+
+
+@numba.njit
+def _divide_block(x: Any, x_row: Any, count: Any, steps: Any, tiles: Any) -> None:
+    """Divide rows of x [count, 32 steps] into their parts: tiles [count / 16, step, part]."""
+    for row in range(0, count, SIDE):
+        last = min(SIDE, count - row) - 1
+        for step in range(steps):
+            source, target = x + row * x_row + step * 4 * DEPTH, (row // SIDE * steps + step) * PARTS * TILE_BYTES
+            _divide_rows(source, x_row, last, tiles + target)
+
+
+@numba.njit
+def _store_panel(sums: Any, tiles: Any, y: Any, y_row: Any, count: Any) -> None:
+    """Store the sums of a panel with one or two tiles of rows, of which `count` rows count."""
+    for i in range(2):
+        for j in range(tiles):
+            target = y + j * SIDE * y_row + i * SIDE * 4
+            _store_sums(sums + (i * tiles + j) * TILE_BYTES, target, y_row, min(SIDE, count - j * SIDE))
+
+
+def multiply(address: Any) -> None:
+    """y = x w^T for x [T, width] in float32 and w [outputs, width].
+
+    Threads divide rows among them, and outputs where rows are few: none waits for another. A thread takes its rows in
+    blocks whose parts stay in its core's cache while panels of weights pass by, and wide ones in blocks of columns too.
+    The order of a sum depends on the width alone.
+
+    Arguments: kind of w, x, bytes of its rows, w, bytes of its rows, y, bytes of its rows, T, outputs (at least 32),
+    width and columns of a block (multiples of 32), rows of a block (a multiple of 16), groups of threads with different
+    rows, memory, bytes of a thread's share of it (`scratch_bytes`).
+    """
+    data = numba.carray(address, 19, np.int64)
+    kind, x, x_row, w, w_row, y, y_row = data[4], data[5], data[6], data[7], data[8], data[9], data[10]
+    all_rows, outputs, width, block, block_rows = data[11], data[12], data[13], data[14], data[15]
+    part, parts = part_of_thread(data)
+    row_groups = min(data[16], parts)
+    output_groups = parts // row_groups
+    if part >= row_groups * output_groups:
+        return
+    memory = data[17] + part * data[18]
+    _prepare(memory)
+    steps, all_tiles, panels = width // DEPTH, (all_rows + SIDE - 1) // SIDE, (outputs + PANEL - 1) // PANEL
+    row_group, output_group = part // output_groups, part % output_groups
+    last_row = min(all_tiles * (row_group + 1) // row_groups * SIDE, all_rows)
+    last_panel = panels * (output_group + 1) // output_groups
+    weight_parts = 1 + (kind == FLOAT16) + 2 * (kind == FLOAT32)
+    element = 4 if kind == FLOAT32 else 2
+    tiles = memory + 64
+    divided = tiles + block_rows * steps * 2 * DEPTH * PARTS
+    waiting = divided + block // DEPTH * 2 * len(WEIGHT_PARTS) * TILE_BYTES
+    group_panels = GROUP if block < width else 1
+    for first in range(all_tiles * row_group // row_groups * SIDE, last_row, block_rows):
+        count = min(block_rows, last_row - first)
+        row_tiles = (count + SIDE - 1) // SIDE
+        _divide_block(x + first * x_row, x_row, count, steps, tiles)
+        for group in range(panels * output_group // output_groups, last_panel, group_panels):
+            for column in range(0, width, block):
+                own_steps = min(block, width - column) // DEPTH
+                for panel in range(group, min(group + group_panels, last_panel)):
+                    # The last panel is whole: it computes some outputs of the one before it again.
+                    output = min(panel * PANEL, outputs - PANEL)
+                    weights = w + output * w_row + column * element
+                    if kind != BFLOAT16:
+                        for step in range(own_steps):
+                            target = divided + step * 2 * weight_parts * TILE_BYTES
+                            _divide_weights(kind, weights + step * DEPTH * element, w_row, target)
+                        weights = divided
+                    for tile in range(0, row_tiles, 2):
+                        own_tiles = min(2, row_tiles - tile)
+                        sums = waiting
+                        if block < width:
+                            sums += ((panel - group) * (row_tiles + 1) + tile) * 2 * TILE_BYTES
+                        own = tiles + (tile * steps + column // DEPTH) * PARTS * TILE_BYTES
+                        _multiply_panel(own_tiles, kind, weights, w_row, own, steps * PARTS * TILE_BYTES, own_steps,
+                                        sums, np.int64(column == 0))  # fmt: skip
+                        if column + block >= width:
+                            row = first + tile * SIDE
+                            _store_panel(sums, own_tiles, y + row * y_row + output * 4, y_row, last_row - row)
+    _release()
+
+
+def scratch_bytes(rows: int, width: int, block: int) -> int:
+    """Return the bytes of a thread's memory in `multiply`, whole lines of the cache; rows: of a block."""
+    divided = block // DEPTH * 2 * len(WEIGHT_PARTS) * TILE_BYTES
+    waiting = GROUP * (rows // SIDE + 1) if block < width else 2
+    return 64 + rows * width * 2 * PARTS + divided + 2 * waiting * TILE_BYTES

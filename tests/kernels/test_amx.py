@@ -1,0 +1,219 @@
+"""Products by the matrix unit equal those in float64 as well as float32 can, on any number of threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm.kernels import amx, products, team, trial
+from flexgen_helm.kernels.amx import amx_matmul
+from flexgen_helm.offload.linear import tiled_linear
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+needs_unit = pytest.mark.skipif(not amx.has_amx(), reason="this processor has no AMX")
+
+
+def operands(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(rows * 1_000_003 + width * 1_009 + outputs)
+    return torch.randn(rows, width, generator=draw), torch.randn(outputs, width, generator=draw).to(dtype)
+
+
+def assert_is_product(y: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    assert y is not None and y.is_contiguous()
+    exact = x.double() @ weight.double().t()
+    exact = exact if bias is None else exact + bias
+    # Rounded sums of up to six products a column, as they would be of one: half a unit in the last place of all terms.
+    bound = 2**-23 * (x.double().abs() @ weight.double().abs().t() + 1).mul(x.shape[1] ** 0.5)
+    assert ((y - exact).abs() <= bound).all()
+
+
+@pytest.fixture(autouse=True)
+def threads_and_rows(monkeypatch: pytest.MonkeyPatch):
+    """Let the unit take any number of rows; restore the threads."""
+    monkeypatch.setattr(amx, "_LEAST_ROWS", dict.fromkeys(DTYPES, 1))
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_unit
+@settings(deadline=None, max_examples=80)
+@given(
+    rows=st.one_of(st.integers(1, 70), st.integers(100, 600)),
+    steps=st.integers(1, 120),
+    outputs=st.integers(32, 200),
+    dtype=st.sampled_from(DTYPES),
+    has_bias=st.booleans(),
+    threads=st.integers(1, 6),
+)
+def test_any_shape(rows: int, steps: int, outputs: int, dtype: torch.dtype, has_bias: bool, threads: int) -> None:
+    x, weight = operands(rows, 32 * steps, outputs, dtype)
+    bias = torch.randn(outputs) if has_bias else None
+    torch.set_num_threads(threads)
+    assert_is_product(amx_matmul(x, weight, bias), x, weight, bias)
+
+
+@needs_unit
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_as_exact_as_a_product_in_float32(dtype: torch.dtype) -> None:
+    """Not only within a bound: the errors of both are about the same on average."""
+    x, weight = operands(64, 2048, 256, dtype)
+    exact = x.double() @ weight.double().t()
+    y = amx_matmul(x, weight)
+    assert y is not None
+    own, library = (float((one - exact).pow(2).mean().sqrt()) for one in (y, x @ weight.float().t()))
+    assert own <= 3 * library, "3 times the terms have rounded sums"
+    two_parts = x - (x.view(torch.int32) & 0xFFFF).sign() * 2.0**-17 * x.abs()  # the bound sees what a part less loses
+    lost = float((two_parts.double() @ weight.double().t() - exact).pow(2).mean().sqrt())
+    assert lost > 3 * library
+
+
+@needs_unit
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_of_16_bits(dtype: torch.dtype) -> None:
+    kind = torch.float16 if dtype == torch.float32 else dtype
+    weight = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(kind).to(dtype).view(-1, 1)
+    weight = torch.cat((weight, torch.zeros(len(weight), 31, dtype=dtype)), 1)
+    x = torch.zeros(1, 32)
+    x[0, 0] = 1.0
+    y = amx_matmul(x, weight)
+    assert y is not None
+    exact = weight[:, 0].float()
+    numbers = exact.isfinite() & ((exact == 0) | (exact.abs() >= torch.finfo(torch.float32).tiny))
+    assert torch.equal(y[0][numbers], exact[numbers])
+    assert not y[0][~exact.isfinite()].isfinite().any()
+    assert (y[0] - exact)[exact.isfinite()].abs().max() < 2**-125  # the unit takes the least numbers for zero
+
+
+@needs_unit
+@pytest.mark.parametrize("exponent", [-60, 0, 60])
+def test_every_bit_of_x_counts(exponent: int) -> None:
+    """The three parts add up to x exactly, for random bits and those around the borders of the parts."""
+    draw = torch.Generator().manual_seed(3)
+    bits = torch.randint(0, 1 << 24, (500,), generator=draw)
+    borders = torch.tensor([(1 << place) + step for place in (7, 8, 15, 16, 23) for step in (-1, 0, 1)])
+    numbers = torch.cat((bits, borders)).float() * 2.0**exponent
+    numbers = torch.cat((numbers, -numbers))
+    x = torch.zeros(len(numbers), 32)
+    x[:, 5] = numbers
+    weight = torch.zeros(32, 32, dtype=torch.bfloat16)
+    weight[3, 5] = 1.0
+    y = amx_matmul(x, weight)
+    assert y is not None and torch.equal(y[:, 3], numbers)
+
+
+@needs_unit
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_are_parts_of_larger_ones(dtype: torch.dtype) -> None:
+    """Nothing beyond them is read into a result, and nothing beyond the result is written."""
+    x, weight = operands(40, 256, 150, dtype)
+    x[:, :64] = x[:, 192:] = float("nan")
+    x[:2] = x[37:] = float("nan")
+    own_x, own_weight = x[2:37, 64:192], weight[3:147, 64:192]
+    assert_is_product(amx_matmul(own_x, own_weight), own_x, own_weight, None)
+
+
+@needs_unit
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_depend_neither_on_threads_nor_on_other_rows(dtype: torch.dtype) -> None:
+    x, weight = operands(390, 3200, 130, dtype)
+    results = []
+    for threads in (1, 2, 3, 4, 6):
+        torch.set_num_threads(threads)
+        results.append(amx_matmul(x, weight))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    for rows in (slice(0, 1), slice(17, 90), slice(200, 390)):
+        assert torch.equal(amx_matmul(x[rows], weight), results[0][rows])
+
+
+@needs_unit
+def test_threads_of_python_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where PyTorch's OpenMP has no entry that we know."""
+    x, weight = operands(300, 512, 1024, torch.float16)
+    torch.set_num_threads(3)
+    by_openmp = amx_matmul(x, weight)
+    monkeypatch.setattr(team, "_openmp", lambda: None)
+    by_python = amx_matmul(x, weight)
+    assert by_openmp is not None and by_python is not None
+    assert torch.equal(by_openmp, by_python)
+
+
+@needs_unit
+def test_from_several_threads_at_once() -> None:
+    cases = [operands(1 + 29 * i % 300, 512, 700 + i, DTYPES[i % len(DTYPES)]) for i in range(30)]
+    with ThreadPoolExecutor(4) as pool:
+        for (x, weight), y in zip(cases, pool.map(lambda case: amx_matmul(*case), cases)):
+            assert_is_product(y, x, weight, None)
+
+
+@needs_unit
+def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = operands(40, 128, 50, torch.float16)
+    assert amx_matmul(x, weight) is not None
+    assert amx_matmul(x.double(), weight) is None
+    assert amx_matmul(x.half(), weight) is None
+    assert amx_matmul(x, weight.double()) is None
+    assert amx_matmul(x[:, :100], weight[:, :100]) is None
+    assert amx_matmul(x.t().contiguous().t(), weight) is None
+    assert amx_matmul(x, weight.t().contiguous().t()) is None
+    assert amx_matmul(x, weight[:31]) is None
+    assert amx_matmul(x[:0], weight) is None
+    monkeypatch.undo()
+    assert amx_matmul(x[:2], weight) is None, "vectors are faster for so few"
+
+
+@needs_unit
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_functions_that_fail_their_trial_are_not_used(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    def broken(*given: object) -> torch.Tensor:
+        if fault == "raises":
+            raise AttributeError("no such type in this LLVM")
+        return torch.zeros(33, 35)
+
+    messages: list[str] = []
+    x, weight = operands(40, 128, 50, torch.bfloat16)
+    amx._compiled.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(amx, "_multiply", broken)
+            patch.setattr(trial, "report", lambda message: messages.append(message.text))
+            assert amx_matmul(x, weight) is None
+            assert not amx.has_amx()
+            assert_is_product(tiled_linear(x, weight, None), x, weight, None)
+    finally:
+        amx._compiled.cache_clear()
+    (message,) = messages  # said once
+    assert ("no such type in this LLVM" if fault == "raises" else "wrong numbers") in message
+    assert amx_matmul(x, weight) is not None
+
+
+def test_a_process_that_may_not_use_the_unit_multiplies_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = operands(40, 128, 50, torch.bfloat16)
+    monkeypatch.setattr(amx, "_has_unit", lambda: False)
+    amx._compiled.cache_clear()
+    try:
+        assert amx_matmul(x, weight) is None
+        assert products.product_library(torch.device("cpu"), torch.float32) != "AMX"
+        assert products.multiplied_dtype(torch.device("cpu"), torch.float32, torch.float16) == torch.float32
+        assert_is_product(tiled_linear(x, weight, None), x, weight, None)
+    finally:
+        amx._compiled.cache_clear()
+
+
+@needs_unit
+@pytest.mark.parametrize("width", [64, 1536, 4096, 14336])
+@pytest.mark.parametrize("threads", [1, 4, 64])
+def test_its_memory_stays_within_what_is_said(monkeypatch: pytest.MonkeyPatch, width: int, threads: int) -> None:
+    asked: list[int] = []
+    memory = amx._memory
+    monkeypatch.setattr(amx, "_memory", lambda num_bytes: asked.append(num_bytes) or memory(num_bytes))
+    x, weight = operands(700, width, 33, torch.float32)
+    torch.set_num_threads(threads)
+    assert amx_matmul(x, weight) is not None
+    assert max(asked) <= amx.product_bytes(width)
+    if threads < 64:
+        assert amx.product_bytes(width) < 24 << 20
