@@ -27,6 +27,7 @@ from flexgen_helm.kernels.decode_loop import scratch_floats as row_scratch_float
 from flexgen_helm.kernels.processor import CONVERTS_HALVES, LANES
 from flexgen_helm.kernels.product_loop import few_rows
 from flexgen_helm.kernels.prompt_loop import BLOCK_KEYS, TILE_QUERIES, attend, scratch_floats
+from flexgen_helm.kernels.row_loop import scan_rows
 
 __all__ = [
     "BFLOAT16",
@@ -46,6 +47,7 @@ __all__ = [
     "attend_rows",
     "few_rows",
     "row_scratch_floats",
+    "scan_rows",
     "scratch_floats",
 ]
 
