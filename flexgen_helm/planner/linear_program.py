@@ -27,6 +27,9 @@ from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 
 # Attempts to lower a tier's share of the weights until its whole matrices fit.
 _ATTEMPTS = 16
+# Of two equal costs the one without the disk is taken: this much for a fraction there, where the largest cost is 1. The
+# solver takes less than 1e-7 for nothing.
+_PREFERS_MEMORY = 1e-6
 # Share by which a block may exceed its limit of time: rounding errors.
 LATENCY_TOLERANCE = 1e-6
 _Bounds = list[tuple[float, float | None]]
@@ -97,12 +100,14 @@ def solve(
         for tier, part in tier_fractions(fixed, "weights", problem.compute_tier == "gpu").items():
             bounds[WEIGHTS[tier]] = (part, part)
     scale = max(1e-12, float(np.abs(cost).max()))
-    solved = _minimize(cost / scale, rows, upper, bounds)
+    preference = np.zeros(11)
+    preference[[columns["disk"] for columns in (WEIGHTS, CACHE, HIDDEN)]] = _PREFERS_MEMORY
+    solved = _minimize(cost / scale + preference, rows, upper, bounds)
     if not solved.success:
         return None
     fractions = np.append(np.clip(solved.x[:9], 0.0, 1.0), 1.0)
     keeps_weights = resident or fixed is not None
-    return Candidate(shape, keeps_weights, fractions, (float(solved.fun) * scale + constant) / costs.sequences)
+    return Candidate(shape, keeps_weights, fractions, (float(cost @ solved.x) + constant) / costs.sequences)
 
 
 def finish(problem: PlanningProblem, candidate: Candidate, max_latency: float | None = None) -> Solution | None:

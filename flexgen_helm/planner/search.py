@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, permutations
 
 import numpy as np
 
@@ -28,6 +28,11 @@ _NUM_BLOCKS = range(1, 7)
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 256, 384, 512, 768, 1024)
 # Candidates that are rounded and evaluated again, and how many are tried for them.
 _ROUNDED, _TRIED = 12, 48
+# A model of few matrices loses percents to rounding, so weights move on by as much while that is predicted to pay: at
+# most so many times, in steps of one of the smallest matrices, of one of the largest, and of several.
+_COARSE_MATRICES, _MOST_MOVES, _SEVERAL = 600, 20, 4
+# Least gain of a move; smaller ones are rounding errors.
+_LEAST_GAIN = 1e-4
 # Shapes that would take so many times as long as the best even with perfect overlap, or as a block may, are left out.
 # Above 1, because fractions change when they are rounded to whole matrices.
 _PRUNED_FROM = 1.25
@@ -61,6 +66,8 @@ def search(
             return search(problem, others, max_latency=max_latency, fixed=fixed)
         raise MemoryLimitError(explain_infeasible(problem, schedules, max_latency, fixed))
     best = max(solutions, key=_worth)
+    if fixed is None:
+        best = _with_weights_moved(problem, best, max_latency)
     policy = as_placed(problem, best.policy)
     named = Solution(policy, best.schedule, predict(problem, policy, best.schedule))
     is_late = max_latency is not None and named.prediction.block_s > max_latency * (1 + LATENCY_TOLERANCE)
@@ -70,6 +77,40 @@ def search(
 def _worth(done: Solution) -> tuple[float, bool, int]:
     """Return what the best has most of; of equals, one pass for all shares most, and small blocks end first."""
     return _rank(done.prediction.tokens_per_s), done.schedule.is_single_pass, -done.policy.block_size
+
+
+def _with_weights_moved(problem: PlanningProblem, found: Solution, max_latency: float | None) -> Solution:
+    """Move weights between tiers, a few matrices at a time, while more throughput is predicted."""
+    sizes = problem.storage.matrices.values()
+    if len(sizes) > _COARSE_MATRICES:
+        return found
+    steps = [size / problem.stored_bytes for size in (min(sizes), max(sizes), _SEVERAL * max(sizes))]
+    for _ in range(_MOST_MOVES):
+        least = found.prediction.tokens_per_s * (1 + _LEAST_GAIN)
+        moved = [
+            Solution(policy, found.schedule, predict(problem, policy, found.schedule))
+            for step in steps
+            for policy in _moves(found.policy, step, problem.compute_tier == "gpu")
+        ]
+        better = [
+            one
+            for one in moved
+            if one.prediction.feasible and one.prediction.tokens_per_s > least
+            and (max_latency is None or one.prediction.block_s <= max_latency * (1 + LATENCY_TOLERANCE))
+        ]  # fmt: skip
+        if not better:
+            break
+        found = max(better, key=_worth)
+    return found
+
+
+def _moves(policy: Policy, step: float, has_gpu: bool) -> Iterator[Policy]:
+    """Yield policies with a share of the weights on another tier."""
+    shares = tier_fractions(policy, "weights", has_gpu)
+    for source, target in permutations([tier for tier in TIERS if has_gpu or tier != "gpu"], 2):
+        if moved := min(step, shares[source]):
+            own = {**shares, source: shares[source] - moved, target: shares[target] + moved}
+            yield replace(policy, wg=own["gpu"], wc=own["cpu"])
 
 
 def _candidates(

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.planner import linear_program
 from flexgen_helm.planner import search as search_module
 from flexgen_helm.planner.frontier import frontier_points
 from flexgen_helm.planner.plan import make_plan, planning_problem, simulated_gpu
@@ -84,6 +85,7 @@ def test_an_engine_can_load_the_weights_as_searched(mib, host_mib, has_gpu):
 @given(st.integers(40, 200), st.integers(60, 400), st.sampled_from(["gpu", "cpu"]), st.floats(1.05, 4))
 @example(137, 60, "cpu", 4.0)  # where the best block leaves no room for whole matrices
 @example(60, 134, "cpu", 1.234375)  # 2.3 % less, because a matrix less is on the GPU
+@example(75, 75, "cpu", 1.140625)  # 4.6 % less, before single matrices were moved
 @settings(max_examples=15, deadline=None)
 def test_more_memory_never_predicts_less(gpu, cpu, tier, factor):
     """To a thirtieth: whole matrices may fall differently."""
@@ -231,6 +233,34 @@ def test_a_machine_without_a_gpu_uses_the_cpu_and_its_disk():
     assert (found.policy.wg, found.policy.cg, found.policy.hg) == (0, 0, 0) and found.policy.wd > 0.3
     roomy = search(planning_problem(config("opt-125m"), LAPTOP, Workload.uniform(32, 8, 24)))
     assert roomy.policy.wc == 1 and roomy.prediction.seconds["decode"]["convert"] == 0
+
+
+@pytest.mark.parametrize("gpu, cpu", [(75, 85), (137, 60), (60, 165)])
+def test_no_matrix_on_another_tier_is_predicted_to_be_faster(gpu, cpu, monkeypatch):
+    """By more than rounding the policy's own shares to whole matrices changes."""
+    problem = small(gpu, cpu)
+    found = search(problem)
+    for name in (".q.", ".up."):
+        (size,) = {size for matrix, size in problem.storage.matrices.items() if name in matrix}
+        for moved in search_module._moves(found.policy, size / problem.stored_bytes, True):
+            prediction = predict(problem, moved, found.schedule)
+            if prediction.feasible:
+                assert prediction.tokens_per_s <= found.prediction.tokens_per_s * 1.01
+    monkeypatch.setattr(search_module, "_COARSE_MATRICES", 0)
+    assert search(problem).prediction.tokens_per_s < found.prediction.tokens_per_s
+
+
+@pytest.mark.parametrize("gpu, cpu", [(30, 2000), (100, 800)])
+def test_of_equal_costs_the_one_in_memory_is_taken(gpu, cpu, monkeypatch):
+    """A disk that takes no time: what has room in memory stays there all the same."""
+    problem = small(gpu, cpu)
+    disk = replace(problem.hardware.disk, read_bytes_s=1e18, write_bytes_s=1e18, access_s=0.0)
+    problem = replace(problem, hardware=replace(problem.hardware, disk=disk))
+    monkeypatch.setattr(search_module, "_COARSE_MATRICES", 0)
+    found = search(problem)
+    assert (found.policy.wd, found.policy.cd, found.policy.hd) == (0, 0, 0)
+    monkeypatch.setattr(linear_program, "_PREFERS_MEMORY", 0.0)
+    assert search(problem).policy.wd > 0.5, "the solver has no preference of its own"
 
 
 def test_scoring_goes_through_the_model_once():
