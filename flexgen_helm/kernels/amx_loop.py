@@ -31,6 +31,7 @@ from flexgen_helm.kernels.emit import (
     int64,
     load,
     part_of_thread,
+    prefetch,
     put_integer,
     store,
 )
@@ -239,6 +240,8 @@ def _divide_panel(builder: Any, kind: int, weights: Any, weight_row: Any, to: An
     # Rows of the second tile follow the 16 of the first one.
     target = builder.add(to, builder.mul(row, INT64(ROW_BYTES)))
     places = [builder.add(own, INT64(element * SIDE * half)) for half in range(2)]
+    for line in range(element * DEPTH // ROW_BYTES):  # of the next panel: too many rows for the processor to foresee
+        prefetch(builder, builder.add(own, builder.add(builder.mul(weight_row, INT64(PANEL)), INT64(ROW_BYTES * line))))
     halves = [load(builder, place, vector, element) for place in places]
     halves = [builder.fpext(half, VECTOR) for half in halves] if kind == FLOAT16 else halves
     for part, joined in enumerate(_parts_of(builder, halves, len(WEIGHT_PARTS[kind]))):
