@@ -58,10 +58,10 @@ class Processor:
     memory_bytes: capacity of its tier.
     memory_bytes_s: rate of reading long arrays.
     matmul_flops: dtype -> rate by rows of x, of products whose weight comes from memory (a multiply-add counts two).
-        Those that take weights in another dtype as they are have names of their own (`PRODUCT_BY_WEIGHT`).
+        Products with weights in another dtype have keys of their own (`PRODUCT_BY_WEIGHT`).
     attention_flops: rate of a prompt's attention, counted as 4 s^2 h FLOPs for s tokens (the full square).
     attention_bytes_s: rate of keys and values that decoding attends to.
-    upcast_elements_s: 16 bits to the compute dtype; infinite where products take them as they are.
+    upcast_elements_s: 16 bits to the compute dtype; infinite where products read the 16 bits themselves.
     dequantize_elements_s: 4 bits to the compute dtype.
     quantize_elements_s: the compute dtype to 4 bits.
     step_s: fixed time of one batch in one layer (launches, norms, interpreter).

@@ -196,7 +196,7 @@ def _reader(kind: Any, result: Any) -> Any:
 
         return result(int64), generate
 
-    kind_bytes = 4 if kind is FLOAT else 8
+    kind_bytes = 8 if kind is INT64 else 4
     return get
 
 
@@ -214,4 +214,5 @@ def _writer(kind: Any, given: Any) -> Any:
 
 # Of the number at an address; `put_integer` stores the lower 32 bits.
 get_float, get_integer = _reader(FLOAT, types.float32), _reader(INT64, int64)
+get_bits = _reader(INT32, types.int32)
 put_float, put_integer, put_address = _writer(FLOAT, types.float32), _writer(INT32, int64), _writer(INT64, int64)

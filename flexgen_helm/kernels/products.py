@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_helm.kernels.amx import amx_matmul, has_amx, multiplies_as_stored
-from flexgen_helm.kernels.few_rows import MOST_ROWS, few_rows_matmul
+from flexgen_helm.kernels.few_rows import few_rows_matmul
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -37,15 +37,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _linear_of(x.device, x.dtype)(x, weight, bias) if y is None else y
 
 
-def linear_as_stored(x: Tensor, weight: Tensor, bias: Tensor | None, few_rows: int = MOST_ROWS) -> Tensor | None:
+def linear_as_stored(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """x [T, in] times weight [out, in] in 16 bits on the host, transposed, plus bias [out] -> [T, out].
-
-    few_rows: up to which vectors multiply a weight faster than what else there is.
 
     None where the weight is to be converted first.
     """
     y = amx_matmul(x, weight, bias)
-    return few_rows_matmul(x, weight, bias, few_rows) if y is None else y
+    return few_rows_matmul(x, weight, bias) if y is None else y
 
 
 def column_major(weight: Tensor) -> Tensor:
@@ -66,7 +64,7 @@ def _in_layout_of(product: Linear, weight: Tensor) -> Tensor:
 
 
 def multiplied_dtype(device: torch.device, dtype: torch.dtype, storage_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which resident weights meet inputs in `dtype`: as they are stored, or that of the inputs."""
+    """Return the dtype that products in `dtype` take resident weights in: the stored one, or `dtype` itself."""
     on_host = device.type == "cpu" and dtype == torch.float32
     return storage_dtype if on_host and multiplies_as_stored(storage_dtype, *_SQUARE) else dtype
 

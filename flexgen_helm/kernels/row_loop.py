@@ -17,6 +17,7 @@ from flexgen_helm.kernels.emit import (
     constant,
     emitted,
     exponential,
+    get_bits,
     get_float,
     int64,
     load,
@@ -131,13 +132,3 @@ def scan_rows(address: Any) -> None:
                 for column in range(groups, width):
                     total += np.exp(get_float(row + 4 * column) - largest)
             put_float(data[11] + 4 * number, np.float32(total))
-
-
-@emitted
-def get_bits(typing: Any, address: Any) -> Any:
-    """The 32 bits at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return load(builder, arguments[0], INT32, 4)
-
-    return types.int32(int64), generate

@@ -1,4 +1,4 @@
-"""The most probable token of rows of logits and what normalizes them, on the host: each row is read once."""
+"""The most probable token of rows of logits and what normalizes them, on the host, by a compiled loop."""
 
 from __future__ import annotations
 

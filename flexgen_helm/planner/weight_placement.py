@@ -93,7 +93,7 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     has_gpu, limits, compute_tier = machine.has_gpu, machine.limits, machine.compute_tier
     sizes, compute_bytes = model.matrices, machine.compute_bytes
     vector_bytes = model.vector_bytes(compute_bytes)
-    total, copy_bytes = sum(sizes.values()), model.bytes_with_copies(compute_bytes, on_host=not has_gpu)
+    total = sum(sizes.values())
     copies_fit = keeps_copies(model, machine)
     staging = staging_sizes(model, limits[compute_tier])
     on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}
@@ -119,7 +119,7 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
         plan = Placement(model, machine, placed, in_host_memory, on_compute_tier, used.ring, False, used.experts)
     needed = {tier: sum(sizes[name] for name, at in plan.weights.items() if at == tier) for tier in TIERS}
     if plan.compute_copies:  # all weights are resident
-        needed[compute_tier] = copy_bytes
+        needed[compute_tier] = model.bytes_with_copies(compute_bytes, on_host=not has_gpu)
     needed[compute_tier] += vector_bytes + plan.all_staging_bytes
     if has_gpu and needed["disk"]:
         needed["cpu"] += loader_buffer_bytes(model)

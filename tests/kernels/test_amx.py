@@ -12,23 +12,10 @@ from hypothesis import strategies as st
 from flexgen_helm.kernels import amx, products, team, trial
 from flexgen_helm.kernels.amx import amx_matmul
 from flexgen_helm.offload.linear import tiled_linear
+from tests.helpers.products import assert_is_product, operands
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 needs_unit = pytest.mark.skipif(not amx.has_amx(), reason="this processor has no AMX")
-
-
-def operands(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(rows * 1_000_003 + width * 1_009 + outputs)
-    return torch.randn(rows, width, generator=draw), torch.randn(outputs, width, generator=draw).to(dtype)
-
-
-def assert_is_product(y: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    assert y is not None and y.is_contiguous()
-    exact = x.double() @ weight.double().t()
-    exact = exact if bias is None else exact + bias
-    # Rounded sums of up to six products a column, as they would be of one: half a unit in the last place of all terms.
-    bound = 2**-23 * (x.double().abs() @ weight.double().abs().t() + 1).mul(x.shape[1] ** 0.5)
-    assert ((y - exact).abs() <= bound).all()
 
 
 @pytest.fixture(autouse=True)

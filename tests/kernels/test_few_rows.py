@@ -12,24 +12,11 @@ from hypothesis import strategies as st
 from flexgen_helm.kernels import few_rows, team, trial
 from flexgen_helm.kernels.few_rows import MOST_ROWS, few_rows_matmul
 from flexgen_helm.offload.linear import tiled_linear
+from tests.helpers.products import assert_is_product, operands
 
 compiled = pytest.importorskip("flexgen_helm.kernels.compiled")
 # A processor without float16 leaves those to PyTorch.
 DTYPES = [torch.float16, torch.bfloat16] if compiled.CONVERTS_HALVES else [torch.bfloat16]
-
-
-def operands(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(rows * 1_000_003 + width * 1_009 + outputs)
-    return torch.randn(rows, width, generator=draw), torch.randn(outputs, width, generator=draw).to(dtype)
-
-
-def assert_is_product(y: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    assert y is not None and y.is_contiguous()
-    exact = x.double() @ weight.double().t()
-    exact = exact if bias is None else exact + bias
-    # Each of `width` sums may be off by half a unit in the last place of its largest term.
-    bound = 2**-23 * (x.double().abs() @ weight.double().abs().t() + 1).mul(x.shape[1] ** 0.5)
-    assert ((y - exact).abs() <= bound).all()
 
 
 @settings(deadline=None, max_examples=60)
