@@ -79,16 +79,18 @@ class Checkpoint(ABC):
         """Read a bfloat16 checkpoint in float16 from now on, or no longer; tensors are checked as they are read."""
         self.as_float16, self.storage_dtype = as_float16, torch.float16 if as_float16 else torch.bfloat16
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
         """Read one tensor: on the CPU, contiguous, each value rounded once from the source.
 
         A matrix is in `storage_dtype`, a vector in float32.
+
+        empty: makes its memory, of a shape and a `dtype`.
 
         Raises `CheckpointError` naming file and tensor if the file is short or changed, or if a value is not finite
         before or after rounding; `Float16Error` if float16 has not the values of a bfloat16 checkpoint; KeyError for a
         name that the model does not have.
         """
-        tensor = torch.empty(self.shapes[name], dtype=self._dtype_of(name))
+        tensor = empty(self.shapes[name], dtype=self._dtype_of(name))
         flat, done = tensor.view(-1), 0
         for tile in self._rounded_tiles(name):
             flat[done : done + tile.numel()] = tile

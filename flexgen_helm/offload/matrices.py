@@ -29,7 +29,7 @@ from flexgen_helm.models.config import expert_of
 from flexgen_helm.offload.at_rest import WeightsAtRest
 from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles
 from flexgen_helm.offload.prefetcher import staged_bytes
-from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
+from flexgen_helm.offload.staging import ALIGNMENT, Pages, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.constants import COPY_BUFFER_BYTES, HOST_UPCAST_ELEMENTS
 from flexgen_helm.quant.formats import GroupFormat
@@ -248,6 +248,7 @@ class MatrixLoader:
         self._at_rest = WeightsAtRest(checkpoint, precision, tiers.folder)
         self.phase: Literal["load", "verify", "convert"] = "load"
         self._files: dict[str, WeightFiles] = {}  # by label
+        self._pages = Pages()
         self._resources = ExitStack()
         self._checkpoint_files: dict[Path, CheckpointFile] = {}
         self._experts: dict[str, dict[str, ExpertMatrix]] = {}  # expert -> matrix -> where it is
@@ -270,7 +271,9 @@ class MatrixLoader:
     def to_device(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Load a tensor to the compute device; dtype: of one that is not packed, None for the checkpoint's."""
         if self.format_of(name) is None:
-            return self._checkpoint.tensor(name).to(device=self._tiers.device, dtype=dtype)
+            stays = self._tiers.device.type == "cpu" and dtype in (None, self._storage(name)[1])
+            tensor = self._checkpoint.tensor(name, self._pages.empty) if stays else self._checkpoint.tensor(name)
+            return tensor.to(device=self._tiers.device, dtype=dtype)
         return self._read_packed(name).to(self._tiers.device)
 
     def to_host(self, name: str) -> HostMatrix:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -16,6 +18,8 @@ from flexgen_helm.planner.constants import ALIGNMENT
 
 # Allocations from this size on ask for huge pages (2 MiB on most machines).
 _HUGE_PAGES_FROM = 4 << 20
+# Bytes of an allocation that tensors share: what no tensor uses was never written, and takes no memory.
+_PAGES_BYTES, _LINE_BYTES = 64 << 20, 64
 
 
 def aligned(num_bytes: int) -> int:
@@ -34,6 +38,26 @@ def pages(num_bytes: int) -> Tensor:
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+
+
+class Pages:
+    """Hands out parts of large allocations, whose huge pages tensors share that are smaller than one.
+
+    A processor looks up every page that it reads: a plain sum of 300 MB takes 0.75 of the time in huge pages. An
+    allocation is freed with its last tensor.
+    """
+
+    def __init__(self) -> None:
+        self._memory, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory that begins at a line of the cache."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if self._used + num_bytes > len(self._memory):
+            self._memory, self._used = pages(max(_PAGES_BYTES, num_bytes)), 0
+        part = self._memory[self._used : self._used + num_bytes]
+        self._used += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+        return part.view(dtype).view(*shape)
 
 
 class RingCancelled(Exception):
