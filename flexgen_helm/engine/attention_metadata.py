@@ -33,6 +33,7 @@ from flexgen_helm.models import attention, sparse
 from flexgen_helm.models.attention import AttentionConfig, PartialAttention, mask_dtype, merge_partial
 from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Attend, StateGroup, TableRows
+from flexgen_helm.planner.placement import Tier
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence, SequenceKind
 
 # From so many queries on, keys and values in host memory are copied to them: those of a few hundred positions cross
@@ -278,10 +279,9 @@ class AttentionMetadata:
             if not any(sequence.is_prefill for sequence in block.sequences):
                 cache.prefetch(block, layer)
 
-    @property
-    def caches_on_device(self) -> bool:
-        """Whether the caches that decoding tokens go to are on the compute device, which stores them at once."""
-        return all(own.block.tier == "gpu" for own in self.decodes)
+    def caches_rest_on(self, tier: Tier) -> bool:
+        """Whether the caches that decoding tokens go to are all on a tier: the compute device's own stores at once."""
+        return all(own.block.tier == tier for own in self.decodes)
 
     @property
     def longest_prompt(self) -> int:

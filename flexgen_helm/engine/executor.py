@@ -17,6 +17,7 @@ from torch import Tensor
 from flexgen_helm.engine.attention_metadata import AttentionMetadata, LayerAttention, build_attention_metadata
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.exchange import Exchange
+from flexgen_helm.engine.layer_programs import LayerPrograms
 from flexgen_helm.engine.logits import greedy_tokens, log_normalizers, most_probable
 from flexgen_helm.engine.predictions import (
     HeadOutput,
@@ -105,14 +106,14 @@ class Executor:
         device: torch.device,
         exchange: Exchange,
         threads: ThreadGovernor | None = None,
-        graphs: LayerGraphs | None = None,
+        graphs: LayerGraphs | LayerPrograms | None = None,
         resident: ResidentMemory | None = None,
         on_logits: OnLogits | None = None,
     ) -> None:
         """exchange: with the ranks that compute the model's other stages.
 
         threads: chooses the threads that compute; None where a device does.
-        graphs: run layers of decode batches; None if none can.
+        graphs: run layers of decode batches, on a host as programs; None if none can.
         resident: keeps the host's memory within its limit; None where a device computes.
         on_logits: is shown the logits of scored tokens.
         """
@@ -122,11 +123,11 @@ class Executor:
         self._resident, self._on_logits = resident, on_logits
         self._stages = stage_names(self._config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
-        tier: Tier = "cpu" if device.type == "cpu" else "gpu"
+        self._tier: Tier = "cpu" if device.type == "cpu" else "gpu"
         self._workspace = Workspace(
             self._config,
             decoder.dtype.itemsize,
-            tier,
+            self._tier,
             cache.codec.cache_format,
             converts=weights.are_converted,
             has_fused_attention=has_fused_attention(device, decoder.dtype, self._config.head_dim),
@@ -316,7 +317,7 @@ class Executor:
         graphs = None if metadata.prompts else self._graphs
         if graphs is not None and graphs.takes(layer, len(state.hidden)):
             # What is stored in the background must not be in the graphs' buffer, which the next layer overwrites.
-            attend = replace(attend, copies=not metadata.caches_on_device)
+            attend = replace(attend, copies=not metadata.caches_rest_on(self._tier))
             return graphs.layer(weights, layer, state.hidden, state.rotary, attend)
         hidden = decoder.layer(weights, layer, state.hidden, state.rotary, attend)
         return hidden, hidden.sum(-1, dtype=torch.float32)

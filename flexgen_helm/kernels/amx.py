@@ -12,23 +12,28 @@ import ctypes
 import platform
 import sys
 import threading
+from array import array
+from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.team import run_on_threads
+from flexgen_helm.kernels.layer_rows import add_bias
+from flexgen_helm.kernels.team import empty, recording, run_on_threads, team_size
 from flexgen_helm.kernels.trial import tried
 
-# Rows of x whose parts a core's cache holds, columns of a block, and bytes that the parts take on all threads.
-_ROWS, _BLOCK, _MEMORY_BYTES = 128, 1536, 16 << 20
+# Most rows of x that are divided at once; bytes that a core's cache holds of their parts and of two panels of weights,
+# and that the parts take on all threads.
+_ROWS, _CACHE_BYTES, _MEMORY_BYTES = 128, 1_900_000, 16 << 20
 # What occupies a thread for longer than it takes to wake: multiplications, and rows that it divides for itself alone.
 _THREAD_PRODUCTS, _THREAD_ROWS = 1 << 19, 64
 # Linux gives a process the tile registers when it asks (arch_prctl: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
-# Rows of x below which vectors are faster: a tile has 16 rows, and weights in parts have to be divided first.
-_LEAST_ROWS = {torch.bfloat16: 5, torch.float16: 15, torch.float32: 24}
+# Rows of x below which vectors are faster, for matrices of a width below `_WIDE` and others: a tile has 16 rows, and
+# weights in parts have to be divided first.
+_LEAST_ROWS, _WIDE = {torch.bfloat16: (3, 6), torch.float16: (6, 14), torch.float32: (16, 28)}, 2048
 
 _thread_local = threading.local()
 
@@ -38,11 +43,19 @@ def amx_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor 
 
     x, bias: in float32; weight: float16, bfloat16 or float32, rows of neighbouring elements.
     """
-    compiled = _compiled() if _suits(x, weight) and x.shape[0] >= _LEAST_ROWS[weight.dtype] else None
-    if compiled is None:
+    products = amx_matmuls(x, [weight])
+    if products is None:
         return None
-    y = _multiply(compiled, x, weight)
-    return y if bias is None else y.add_(bias)
+    return products[0] if bias is None else add_bias(products[0], bias)
+
+
+def amx_matmuls(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor] | None:
+    """x times each of some matrices of one dtype, as `amx_matmul`; x is divided once."""
+    dtype = weights[0].dtype
+    suits = all(_suits(x, weight) and weight.dtype == dtype and weight.shape[1] == x.shape[1] for weight in weights)
+    if not suits or x.shape[0] < _LEAST_ROWS[dtype][x.shape[1] >= _WIDE] or (compiled := _compiled()) is None:
+        return None
+    return _multiply(compiled, x, weights)
 
 
 def has_amx() -> bool:
@@ -58,29 +71,47 @@ def multiplies_as_stored(dtype: torch.dtype, outputs: int, width: int) -> bool:
 def product_bytes(width: int) -> int:
     """Return the most bytes that a product with a matrix of this width takes besides its operands, on all threads."""
     compiled, threads = _compiled(), torch.get_num_threads()
-    return 0 if compiled is None else threads * compiled.multiply_bytes(*_most_rows_and_block(width, threads))
+    if compiled is None:
+        return 0
+    sizes = range(2 * compiled.SIDE, _most_rows(width, threads) + 1, 2 * compiled.SIDE)
+    return threads * max(compiled.multiply_bytes(rows, width, _block(compiled, rows, width)) for rows in sizes)
 
 
-def _most_rows_and_block(width: int, threads: int) -> tuple[int, int, int]:
-    """Return the most rows of x that are divided at once, the width, and the columns of a block: equal ones, nearly."""
-    block = -(-width // -(-width // _BLOCK) // 32) * 32
-    return max(32, min(_ROWS, _MEMORY_BYTES // threads // (6 * width) // 32 * 32)), width, block
+def _most_rows(width: int, threads: int) -> int:
+    """Return the most rows of x that are divided at once."""
+    return max(32, min(_ROWS, _MEMORY_BYTES // threads // (6 * width) // 32 * 32))
 
 
-def _multiply(compiled: ModuleType, x: Tensor, weight: Tensor) -> Tensor:
-    (count, width), outputs = x.shape, weight.shape[0]
-    y = torch.empty((count, outputs), dtype=torch.float32)
-    threads = max(1, min(torch.get_num_threads(), count * weight.numel() // _THREAD_PRODUCTS))
+def _block(compiled: ModuleType, rows: int, width: int) -> int:
+    """Return the columns of a block: equal ones, nearly."""
+    most = _CACHE_BYTES // (2 * compiled.PARTS * rows + compiled.PANEL_BYTES)
+    return -(-width // -(-width // most) // 32) * 32
+
+
+def _multiply(compiled: ModuleType, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    (count, width), outputs = x.shape, sum(weight.shape[0] for weight in weights)
+    products = [empty((count, weight.shape[0])) for weight in weights]
+    table, all_panels = array("q"), 0
+    for weight, y in zip(weights, products):
+        own, panels = weight.shape[0], -(-weight.shape[0] // compiled.PANEL)
+        row_bytes = weight.element_size() * weight.stride(0)
+        table.extend((weight.data_ptr(), row_bytes, y.data_ptr(), 4 * own, own, panels))
+        all_panels += panels
+    threads = team_size(count * outputs * width // _THREAD_PRODUCTS)
     groups = _row_groups(count, threads)
-    most_rows, _, block = _most_rows_and_block(width, threads)
-    rows = min(most_rows, -(-count // (groups * compiled.SIDE)) * compiled.SIDE)
-    own = compiled.multiply_bytes(rows, width, block)
+    most_rows = _most_rows(width, threads)
+    # Equal blocks, nearly, of pairs of tiles.
+    own_rows = -(-count // groups)
+    rows = -(-own_rows // (-(-own_rows // most_rows) * 2 * compiled.SIDE)) * 2 * compiled.SIDE
+    block = _block(compiled, rows, width)
+    own_bytes = compiled.multiply_bytes(rows, width, block)
     kinds = {torch.bfloat16: compiled.BFLOAT16, torch.float16: compiled.FLOAT16, torch.float32: compiled.FLOAT32}
-    operands = [(x, x.stride(0)), (weight, weight.stride(0)), (y, outputs)]
-    addresses = [number for one, row in operands for number in (one.data_ptr(), one.element_size() * row)]
-    sizes = [count, outputs, width, block, rows, groups, _memory(threads * own), own]
-    run_on_threads(compiled.address_of(compiled.multiply), [kinds[weight.dtype], *addresses, *sizes], threads)
-    return y
+    arguments = [kinds[weights[0].dtype], x.data_ptr(), 4 * x.stride(0), count, width, block, rows, groups]
+    arguments += [_memory(threads * own_bytes), own_bytes, all_panels, table.buffer_info()[0]]
+    run_on_threads(compiled.address_of(compiled.multiply), arguments, threads)
+    if (recorder := recording()) is not None:
+        recorder.kept.append(table)
+    return products
 
 
 def _row_groups(count: int, threads: int) -> int:
@@ -91,6 +122,8 @@ def _row_groups(count: int, threads: int) -> int:
 
 def _memory(num_bytes: int) -> int:
     """Return the address of memory that is this thread's until its next product, at a line of the cache."""
+    if (own := recording()) is not None:
+        return own.take(num_bytes).data_ptr()
     memory: Tensor | None = getattr(_thread_local, "memory", None)
     if memory is None or memory.numel() < num_bytes + 63:
         memory = _thread_local.memory = torch.empty(num_bytes + 63, dtype=torch.uint8)
@@ -131,7 +164,7 @@ def _is_right(compiled: ModuleType) -> bool:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         own_bits = bits.remainder(1 << 8 if dtype == torch.bfloat16 else 1 << 11) if dtype != torch.float32 else bits
         for x, weight in ((bits[:33], one_term[:35]), (one_term[:33], own_bits[:35])):
-            y = _multiply(compiled, x.float(), weight.to(dtype))
+            (y,) = _multiply(compiled, x.float(), [weight.to(dtype)])
             if not torch.equal(y.double(), x @ weight.t()):
                 return False
     return True

@@ -9,7 +9,8 @@ below 2^-24 of the first are left out: x3 w2, x2 w3, x3 w3. Products are exact a
 as a product in float32.
 
 A tile register has 16 rows of 64 bytes. The unit adds to y^T [16 outputs, 16 rows] the product of w [16 outputs, 32]
-and x^T [32, 16 rows], in which two neighbouring numbers of a row lie together. bfloat16 weights are read as they rest.
+and x^T [32, 16 rows], in which numbers of a row lie in pairs. bfloat16 weights are read as they rest, and pairs
+are neighbours. Others are divided, a panel ahead of the unit; their pairs are numbers i and i + 16, in x too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from flexgen_helm.kernels.emit import (
     INT16,
@@ -28,6 +30,7 @@ from flexgen_helm.kernels.emit import (
     INT64,
     VECTOR,
     emitted,
+    get_integer,
     int64,
     load,
     part_of_thread,
@@ -47,6 +50,8 @@ WEIGHT_PARTS = ((3,), (3, 2), (3, 2, 1))
 BFLOAT16, FLOAT16, FLOAT32 = range(3)
 # Panels whose sums wait together for the next block of columns.
 GROUP = 8
+# Bytes of weights that are asked for ahead of the division.
+_AHEAD = 2048
 _SUMS, _WEIGHTS, _ROWS = (0, 1, 2, 3), (4, 5), (6, 7)
 _BYTE = ir.IntType(8)
 _POINTER = _BYTE.as_pointer()
@@ -72,8 +77,11 @@ def _multiply_tiles(builder: Any, row_tiles: int) -> None:
 
 
 def _panel(builder: Any, row_tiles: int, kind: int, arguments: Any) -> None:
-    """Emit the product of a panel of weights with one or two tiles of rows, over all steps of a block of columns."""
-    weights, weight_row, rows, row_tile, steps, sums, is_first = arguments
+    """Emit the product of a panel of weights with one or two tiles of rows, over all steps of a block of columns.
+
+    While the unit multiplies, the processor takes lines of the panel that is next (`_take_lines`).
+    """
+    weights, weight_row, rows, row_tile, steps, sums, is_first, lines, *following_panel = arguments
     places = [builder.add(sums, INT64(TILE_BYTES * place)) for place in range(2 * row_tiles)]
     used = [_SUMS[2 * i + j] for i in range(2) for j in range(row_tiles)]
     with builder.if_else(builder.icmp_signed("!=", is_first, INT64(0))) as (first, later):
@@ -83,43 +91,48 @@ def _panel(builder: Any, row_tiles: int, kind: int, arguments: Any) -> None:
         with later:
             for tile, place in zip(used, places):
                 _load_tile(builder, tile, place, INT64(ROW_BYTES))
-    before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    step = builder.phi(INT64)
-    step.add_incoming(INT64(0), before)
     # Weights of several parts were divided before: two tiles of each part follow each other.
     is_divided = kind != BFLOAT16
-    step_bytes = 2 * len(WEIGHT_PARTS[kind]) * TILE_BYTES if is_divided else 2 * DEPTH
-    weights_at = builder.add(weights, builder.mul(step, INT64(step_bytes)))
-    rows_at = builder.add(rows, builder.mul(step, INT64(PARTS * TILE_BYTES)))
-    for weight_part, parts in enumerate(WEIGHT_PARTS[kind]):
-        for i, tile in enumerate(_WEIGHTS):
-            if is_divided:
-                place = builder.add(weights_at, INT64(TILE_BYTES * (2 * weight_part + i)))
-                _load_tile(builder, tile, place, INT64(ROW_BYTES))
-            else:
-                place = builder.add(weights_at, builder.mul(weight_row, INT64(SIDE * i)))
-                _load_tile(builder, tile, place, weight_row)
-        for part in range(parts):
-            for j in range(row_tiles):
-                own = builder.add(rows_at, builder.mul(row_tile, INT64(j)))
-                _load_tile(builder, _ROWS[j], builder.add(own, INT64(TILE_BYTES * part)), INT64(ROW_BYTES))
-            _multiply_tiles(builder, row_tiles)
-    following = builder.add(step, INT64(1))
-    step.add_incoming(following, builder.block)
-    builder.cbranch(builder.icmp_signed("<", following, steps), loop, behind)
-    builder.position_at_end(behind)
+    step_bytes = _step_bytes(kind) if is_divided else 2 * DEPTH
+    with cgutils.for_range_slice(builder, INT64(0), steps, INT64(1)) as (step, _):
+        weights_at = builder.add(weights, builder.mul(step, INT64(step_bytes)))
+        rows_at = builder.add(rows, builder.mul(step, INT64(PARTS * TILE_BYTES)))
+        # Some lines behind each product of tiles: the processor looks ahead no further than some of these.
+        products, all_products = 0, INT64(sum(WEIGHT_PARTS[kind]))
+        first_line = last_line = builder.mul(step, lines)
+        for weight_part, parts in enumerate(WEIGHT_PARTS[kind]):
+            for i, tile in enumerate(_WEIGHTS):
+                if is_divided:
+                    place = builder.add(weights_at, INT64(TILE_BYTES * (2 * weight_part + i)))
+                    _load_tile(builder, tile, place, INT64(ROW_BYTES))
+                else:
+                    place = builder.add(weights_at, builder.mul(weight_row, INT64(SIDE * i)))
+                    _load_tile(builder, tile, place, weight_row)
+            for part in range(parts):
+                for j in range(row_tiles):
+                    own = builder.add(rows_at, builder.mul(row_tile, INT64(j)))
+                    _load_tile(builder, _ROWS[j], builder.add(own, INT64(TILE_BYTES * part)), INT64(ROW_BYTES))
+                _multiply_tiles(builder, row_tiles)
+                products += 1
+                taken = builder.udiv(builder.mul(lines, INT64(products)), all_products)
+                line, last_line = last_line, builder.add(first_line, taken)
+                _take_lines(builder, kind, line, last_line, *following_panel)
     for tile, place in zip(used, places):
         address = builder.inttoptr(place, _POINTER)
         _call(builder, "tilestored64", [_BYTE(tile), address, INT64(ROW_BYTES)])
 
 
+def _step_bytes(kind: int) -> int:
+    """Bytes of a panel's parts in one step. One line more: so all steps of a row are not in one set of the cache."""
+    return 2 * len(WEIGHT_PARTS[kind]) * TILE_BYTES + ROW_BYTES
+
+
 @emitted
 def _multiply_panel(
-    typing: Any, tiles: Any, kind: Any, weights: Any, row: Any, rows: Any, tile: Any, steps: Any, sums: Any, first: Any
+    typing: Any, tiles: Any, kind: Any, weights: Any, row: Any, rows: Any, tile: Any, steps: Any, sums: Any, first: Any,
+    lines: Any, next_weights: Any, next_row: Any, next_steps: Any, next_first: Any, to: Any,
 ) -> Any:  # fmt: skip
-    """Sums of a panel with one or two tiles of rows."""
+    """Sums of a panel with one or two tiles of rows; and some lines of the next panel in each step (`_take_lines`)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
         for case in product((1, 2), range(len(WEIGHT_PARTS))):
@@ -127,7 +140,7 @@ def _multiply_panel(
             with builder.if_then(builder.and_(*equal)):
                 _panel(builder, *case, arguments[2:])
 
-    return types.void(*[int64] * 9), generate
+    return types.void(*[int64] * 15), generate
 
 
 @emitted
@@ -178,77 +191,114 @@ def _store_sums(typing: Any, tile: Any, y: Any, y_row: Any, count: Any) -> Any:
     return types.void(*[int64] * 4), generate
 
 
-def _parts_of(builder: Any, halves: list[Any], count: int) -> list[Any]:
+def _parts_of(builder: Any, halves: list[Any], count: int, in_order: bool = False) -> list[Any]:
     """The bfloat16 numbers that add up to those of two vectors, in pairs of 32 bits: a vector for each part.
 
     A number's upper 16 bits are one of bfloat16. What they leave is exact, too.
+
+    in_order: pairs are neighbours; else of a number of each vector, which takes fewer instructions.
     """
-    words = ir.VectorType(INT16, 2 * SIDE)
+    words, shift = ir.VectorType(INT16, 2 * SIDE), ir.Constant(_INTEGERS, [16] * SIDE)
     mask = ir.Constant(_INTEGERS, [0xFFFF0000] * SIDE)
     odd = ir.Constant(ir.VectorType(INT32, 2 * SIDE), [2 * lane + 1 for lane in range(2 * SIDE)])
     parts = []
     for _ in range(count):
-        upper = [builder.and_(builder.bitcast(half, _INTEGERS), mask) for half in halves]
-        joined = builder.shuffle_vector(*(builder.bitcast(bits, words) for bits in upper), odd)
-        parts.append(builder.bitcast(joined, _INTEGERS))
+        first, second = (builder.bitcast(half, _INTEGERS) for half in halves)
+        upper = [builder.and_(bits, mask) for bits in (first, second)]
+        if in_order:
+            joined = builder.shuffle_vector(*(builder.bitcast(bits, words) for bits in upper), odd)
+            parts.append(builder.bitcast(joined, _INTEGERS))
+        else:
+            parts.append(builder.or_(builder.lshr(first, shift), upper[1]))
         halves = [builder.fsub(half, builder.bitcast(bits, VECTOR)) for half, bits in zip(halves, upper)]
     return parts
 
 
 @emitted
-def _divide_rows(typing: Any, x: Any, x_row: Any, last: Any, to: Any) -> Any:
+def _divide_rows(typing: Any, in_order: Any, x: Any, x_row: Any, last: Any, to: Any) -> Any:
     """Write a tile of each part of x [16 rows, 32 columns]; rows behind the last one repeat it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        x, x_row, last, to = arguments
-        pairs: list[list[Any]] = [[] for _ in range(PARTS)]
-        for row in range(SIDE):
-            inside = builder.icmp_signed("<", INT64(row), last)
-            own = builder.add(x, builder.mul(x_row, builder.select(inside, INT64(row), last)))
-            halves = [load(builder, builder.add(own, INT64(ROW_BYTES * half)), VECTOR, 4) for half in range(2)]
-            for part, joined in enumerate(_parts_of(builder, halves, PARTS)):
-                pairs[part].append(joined)
-        for part, own_pairs in enumerate(pairs):
-            for row, vector in enumerate(_transposed(builder, own_pairs)):
-                store(builder, vector, builder.add(to, INT64(TILE_BYTES * part + ROW_BYTES * row)), 4)
+        in_order, *operands = arguments
+        with builder.if_else(builder.icmp_signed("!=", in_order, INT64(0))) as (neighbours, others):
+            with neighbours:
+                _divide_tile(builder, True, *operands)
+            with others:
+                _divide_tile(builder, False, *operands)
 
-    return types.void(*[int64] * 4), generate
+    return types.void(*[int64] * 5), generate
+
+
+def _divide_tile(builder: Any, in_order: bool, x: Any, x_row: Any, last: Any, to: Any) -> None:
+    pairs: list[list[Any]] = [[] for _ in range(PARTS)]
+    for row in range(SIDE):
+        inside = builder.icmp_signed("<", INT64(row), last)
+        own = builder.add(x, builder.mul(x_row, builder.select(inside, INT64(row), last)))
+        halves = [load(builder, builder.add(own, INT64(ROW_BYTES * half)), VECTOR, 4) for half in range(2)]
+        for part, joined in enumerate(_parts_of(builder, halves, PARTS, in_order)):
+            pairs[part].append(joined)
+    for part, own_pairs in enumerate(pairs):
+        for row, vector in enumerate(_transposed(builder, own_pairs)):
+            store(builder, vector, builder.add(to, INT64(TILE_BYTES * part + ROW_BYTES * row)), 4)
 
 
 @emitted
-def _divide_weights(typing: Any, kind: Any, weights: Any, weight_row: Any, to: Any) -> Any:
-    """Write two tiles of each part of float16 or float32 weights [32 outputs, 32 columns]."""
+def _divide_panel(typing: Any, kind: Any, weights: Any, weight_row: Any, steps: Any, to: Any) -> Any:
+    """Divide a panel at once, where none is multiplied meanwhile."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        kind, *operands = arguments
+        kind, weights, weight_row, steps, to = arguments
         for case in (FLOAT16, FLOAT32):
             with builder.if_then(builder.icmp_signed("==", kind, INT64(case))):
-                _divide_panel(builder, case, *operands)
+                lines = builder.mul(steps, INT64(PANEL))
+                _take_lines(builder, case, INT64(0), lines, weights, weight_row, steps, INT64(0), to)
 
-    return types.void(*[int64] * 4), generate
+    return types.void(*[int64] * 5), generate
 
 
-def _divide_panel(builder: Any, kind: int, weights: Any, weight_row: Any, to: Any) -> None:
-    """Emit a loop over the rows of a panel."""
-    element, vector = (2, ir.VectorType(ir.HalfType(), SIDE)) if kind == FLOAT16 else (4, VECTOR)
-    before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
+def _take_lines(
+    builder: Any, kind: int, first: Any, last: Any, weights: Any, weight_row: Any, steps: Any, start: Any, to: Any
+) -> None:
+    """Emit a loop over lines of a panel, 32 columns each, in the order in which they lie in memory.
+
+    Lines in bfloat16 are only asked for. Others are divided: two tiles of each part, step by step.
+
+    first, last: lines, counted from `start`; those behind the panel's end are none.
+    """
+    element, vector = (4, VECTOR) if kind == FLOAT32 else (2, ir.VectorType(ir.HalfType(), SIDE))
+    first, last = builder.add(first, start), builder.add(last, start)
+    end = builder.mul(steps, INT64(PANEL))
+    last = builder.select(builder.icmp_signed("<", last, end), last, end)
+    head, loop, behind = (builder.append_basic_block() for _ in range(3))
+    builder.cbranch(builder.icmp_signed("<", first, last), head, behind)
+    builder.position_at_end(head)
+    first_row = builder.udiv(first, steps)
+    first_step = builder.sub(first, builder.mul(first_row, steps))
     builder.branch(loop)
     builder.position_at_end(loop)
-    row = builder.phi(INT64)
-    row.add_incoming(INT64(0), before)
-    own = builder.add(weights, builder.mul(weight_row, row))
-    # Rows of the second tile follow the 16 of the first one.
-    target = builder.add(to, builder.mul(row, INT64(ROW_BYTES)))
-    places = [builder.add(own, INT64(element * SIDE * half)) for half in range(2)]
-    for line in range(element * DEPTH // ROW_BYTES):  # of the next panel: too many rows for the processor to foresee
-        prefetch(builder, builder.add(own, builder.add(builder.mul(weight_row, INT64(PANEL)), INT64(ROW_BYTES * line))))
-    halves = [load(builder, place, vector, element) for place in places]
-    halves = [builder.fpext(half, VECTOR) for half in halves] if kind == FLOAT16 else halves
-    for part, joined in enumerate(_parts_of(builder, halves, len(WEIGHT_PARTS[kind]))):
-        store(builder, joined, builder.add(target, INT64(2 * TILE_BYTES * part)), ROW_BYTES)
-    following = builder.add(row, INT64(1))
-    row.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, INT64(PANEL)), loop, behind)
+    number, row, step = (builder.phi(INT64) for _ in range(3))
+    for own, value in zip((number, row, step), (first, first_row, first_step)):
+        own.add_incoming(value, head)
+    own = builder.add(builder.add(weights, builder.mul(weight_row, row)), builder.mul(step, INT64(element * DEPTH)))
+    if kind == BFLOAT16:
+        prefetch(builder, own, 2)
+    else:
+        # Rows of the second tile follow the 16 of the first one.
+        in_tiles = builder.add(builder.mul(row, INT64(ROW_BYTES)), builder.mul(step, INT64(_step_bytes(kind))))
+        target = builder.add(to, in_tiles)
+        places = [builder.add(own, INT64(element * SIDE * half)) for half in range(2)]
+        for line in range(element * DEPTH // ROW_BYTES):
+            prefetch(builder, builder.add(own, INT64(_AHEAD + ROW_BYTES * line)))
+        halves = [load(builder, place, vector, element) for place in places]
+        halves = [builder.fpext(half, VECTOR) for half in halves] if kind == FLOAT16 else halves
+        for part, joined in enumerate(_parts_of(builder, halves, len(WEIGHT_PARTS[kind]))):
+            store(builder, joined, builder.add(target, INT64(2 * TILE_BYTES * part)), ROW_BYTES)
+    following, next_step = builder.add(number, INT64(1)), builder.add(step, INT64(1))
+    is_end = builder.icmp_signed("==", next_step, steps)
+    number.add_incoming(following, loop)
+    row.add_incoming(builder.select(is_end, builder.add(row, INT64(1)), row), loop)
+    step.add_incoming(builder.select(is_end, INT64(0), next_step), loop)
+    builder.cbranch(builder.icmp_signed("<", following, last), loop, behind)
     builder.position_at_end(behind)
 
 
@@ -266,13 +316,13 @@ def _prepare(memory: Any) -> None:
 
 
 @numba.njit
-def _divide_block(x: Any, x_row: Any, count: Any, steps: Any, tiles: Any) -> None:
+def _divide_block(in_order: Any, x: Any, x_row: Any, count: Any, steps: Any, tiles: Any) -> None:
     """Divide rows of x [count, 32 steps] into their parts: tiles [count / 16, step, part]."""
     for row in range(0, count, SIDE):
         last = min(SIDE, count - row) - 1
         for step in range(steps):
             source, target = x + row * x_row + step * 4 * DEPTH, (row // SIDE * steps + step) * PARTS * TILE_BYTES
-            _divide_rows(source, x_row, last, tiles + target)
+            _divide_rows(in_order, source, x_row, last, tiles + target)
 
 
 @numba.njit
@@ -284,69 +334,111 @@ def _store_panel(sums: Any, tiles: Any, y: Any, y_row: Any, count: Any) -> None:
             _store_sums(sums + (i * tiles + j) * TILE_BYTES, target, y_row, min(SIDE, count - j * SIDE))
 
 
+_MOST_STEP_BYTES = _step_bytes(FLOAT32)
+# Of a column of two panels in float16 that are divided.
+PANEL_BYTES = 2 * _step_bytes(FLOAT16) // DEPTH
+
+
+@numba.njit
+def _matrix(table: Any, number: Any) -> Any:
+    """Find which matrix of a table the panel with this number is of, and its number there."""
+    while number >= get_integer(table + 40):
+        number -= get_integer(table + 40)
+        table += 48
+    # The last panel of a matrix is whole: it computes some outputs of the one before it again.
+    return table, min(number * PANEL, get_integer(table + 32) - PANEL)
+
+
+@numba.njit
+def _following(group: Any, column: Any, panel: Any, group_panels: Any, last_panel: Any, block: Any, width: Any) -> Any:
+    """Name the panel behind this one: of its group, else the group's first in the next columns, else the next group's.
+
+    It is none if it is not before `last_panel`.
+    """
+    if panel + 1 < min(group + group_panels, last_panel):
+        return group, column, panel + 1
+    if column + block < width:
+        return group, column + block, group
+    return group + group_panels, np.int64(0), group + group_panels
+
+
 def multiply(address: Any) -> None:
-    """y = x w^T for x [T, width] in float32 and w [outputs, width].
+    """y = x w^T for x [T, width] in float32 and some matrices w [outputs, width].
 
     Threads divide rows among them, and outputs where rows are few: none waits for another. A thread takes its rows in
     blocks whose parts stay in its core's cache while panels of weights pass by, and wide ones in blocks of columns too.
     The order of a sum depends on the width alone.
 
-    Arguments: kind of w, x, bytes of its rows, w, bytes of its rows, y, bytes of its rows, T, outputs (at least 32),
-    width and columns of a block (multiples of 32), rows of a block (a multiple of 16), groups of threads with different
-    rows, memory, bytes of a thread's share of it (`scratch_bytes`).
+    Arguments: kind of the weights, x, bytes of its rows, T, width and columns of a block (multiples of 32), rows of a
+    block (a multiple of 16), groups of threads with different rows, memory, bytes of a thread's share of it
+    (`scratch_bytes`), panels of all matrices, a table with six numbers for each: w, bytes of its rows, y, bytes of its
+    rows, outputs (at least 32), panels.
     """
-    data = numba.carray(address, 19, np.int64)
-    kind, x, x_row, w, w_row, y, y_row = data[4], data[5], data[6], data[7], data[8], data[9], data[10]
-    all_rows, outputs, width, block, block_rows = data[11], data[12], data[13], data[14], data[15]
+    data = numba.carray(address, 16, np.int64)
+    kind, x, x_row, all_rows, width, block, block_rows = data[4], data[5], data[6], data[7], data[8], data[9], data[10]
+    panels, table = data[14], data[15]
     part, parts = part_of_thread(data)
-    row_groups = min(data[16], parts)
+    row_groups = min(data[11], parts)
     output_groups = parts // row_groups
     if part >= row_groups * output_groups:
         return
-    memory = data[17] + part * data[18]
+    memory = data[12] + part * data[13]
     _prepare(memory)
-    steps, all_tiles, panels = width // DEPTH, (all_rows + SIDE - 1) // SIDE, (outputs + PANEL - 1) // PANEL
+    steps, all_tiles = width // DEPTH, (all_rows + SIDE - 1) // SIDE
     row_group, output_group = part // output_groups, part % output_groups
     last_row = min(all_tiles * (row_group + 1) // row_groups * SIDE, all_rows)
-    last_panel = panels * (output_group + 1) // output_groups
-    weight_parts = 1 + (kind == FLOAT16) + 2 * (kind == FLOAT32)
+    first_panel, last_panel = panels * output_group // output_groups, panels * (output_group + 1) // output_groups
     element = 4 if kind == FLOAT32 else 2
     tiles = memory + 64
     divided = tiles + block_rows * steps * 2 * DEPTH * PARTS
-    waiting = divided + block // DEPTH * 2 * len(WEIGHT_PARTS) * TILE_BYTES
-    group_panels = GROUP if block < width else 1
+    divided_bytes = block // DEPTH * _MOST_STEP_BYTES
+    waiting = divided + 2 * divided_bytes
+    group_panels = GROUP if block < width else max(1, panels)
     for first in range(all_tiles * row_group // row_groups * SIDE, last_row, block_rows):
         count = min(block_rows, last_row - first)
         row_tiles = (count + SIDE - 1) // SIDE
-        _divide_block(x + first * x_row, x_row, count, steps, tiles)
-        for group in range(panels * output_group // output_groups, last_panel, group_panels):
-            for column in range(0, width, block):
-                own_steps = min(block, width - column) // DEPTH
-                for panel in range(group, min(group + group_panels, last_panel)):
-                    # The last panel is whole: it computes some outputs of the one before it again.
-                    output = min(panel * PANEL, outputs - PANEL)
-                    weights = w + output * w_row + column * element
-                    if kind != BFLOAT16:
-                        for step in range(own_steps):
-                            target = divided + step * 2 * weight_parts * TILE_BYTES
-                            _divide_weights(kind, weights + step * DEPTH * element, w_row, target)
-                        weights = divided
-                    for tile in range(0, row_tiles, 2):
-                        own_tiles = min(2, row_tiles - tile)
-                        sums = waiting
-                        if block < width:
-                            sums += ((panel - group) * (row_tiles + 1) + tile) * 2 * TILE_BYTES
-                        own = tiles + (tile * steps + column // DEPTH) * PARTS * TILE_BYTES
-                        _multiply_panel(own_tiles, kind, weights, w_row, own, steps * PARTS * TILE_BYTES, own_steps,
-                                        sums, np.int64(column == 0))  # fmt: skip
-                        if column + block >= width:
-                            row = first + tile * SIDE
-                            _store_panel(sums, own_tiles, y + row * y_row + output * 4, y_row, last_row - row)
+        pairs = (row_tiles + 1) // 2
+        _divide_block(np.int64(kind == BFLOAT16), x + first * x_row, x_row, count, steps, tiles)
+        turn, group, column, panel = np.int64(0), first_panel, np.int64(0), first_panel
+        own, output = _matrix(table, panel)
+        if kind != BFLOAT16 and panel < last_panel:
+            weights = get_integer(own) + output * get_integer(own + 8)
+            _divide_panel(kind, weights, get_integer(own + 8), min(block, width) // DEPTH, divided)
+        while panel < last_panel:
+            next_group, next_column, next_panel = _following(
+                group, column, panel, group_panels, last_panel, block, width
+            )
+            has_next = next_panel < last_panel
+            next_own, next_output = _matrix(table, next_panel if has_next else panel)
+            row_bytes, next_row_bytes = get_integer(own + 8), get_integer(next_own + 8)
+            weights = get_integer(own) + output * row_bytes + column * element
+            next_weights = get_integer(next_own) + next_output * next_row_bytes + next_column * element
+            own_steps = min(block, width - column) // DEPTH
+            next_steps = min(block, width - next_column) // DEPTH if has_next else np.int64(0)
+            if kind != BFLOAT16:
+                weights = divided + turn * divided_bytes
+            target = divided + (1 - turn) * divided_bytes
+            lines = (PANEL * next_steps + pairs * own_steps - 1) // (pairs * own_steps)
+            y, y_row = get_integer(own + 16), get_integer(own + 24)
+            for tile in range(0, row_tiles, 2):
+                own_tiles = min(2, row_tiles - tile)
+                sums = waiting
+                if block < width:
+                    sums += ((panel - group) * (row_tiles + 1) + tile) * 2 * TILE_BYTES
+                rows = tiles + (tile * steps + column // DEPTH) * PARTS * TILE_BYTES
+                _multiply_panel(own_tiles, kind, weights, row_bytes, rows, steps * PARTS * TILE_BYTES, own_steps, sums,
+                                np.int64(column == 0), lines, next_weights, next_row_bytes, next_steps,
+                                tile // 2 * own_steps * lines, target)  # fmt: skip
+                if column + block >= width:
+                    row = first + tile * SIDE
+                    _store_panel(sums, own_tiles, y + row * y_row + output * 4, y_row, last_row - row)
+            group, column, panel = next_group, next_column, next_panel
+            turn, own, output = 1 - turn, next_own, next_output
     _release()
 
 
 def scratch_bytes(rows: int, width: int, block: int) -> int:
     """Return the bytes of a thread's memory in `multiply`, whole lines of the cache; rows: of a block."""
-    divided = block // DEPTH * 2 * len(WEIGHT_PARTS) * TILE_BYTES
+    divided = 2 * (block // DEPTH) * _MOST_STEP_BYTES
     waiting = GROUP * (rows // SIDE + 1) if block < width else 2
     return 64 + rows * width * 2 * PARTS + divided + 2 * waiting * TILE_BYTES

@@ -17,6 +17,8 @@ from flexgen_helm.kernels.amx_loop import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    PANEL,
+    PANEL_BYTES,
     PARTS,
     SIDE,
     multiply,
@@ -24,8 +26,20 @@ from flexgen_helm.kernels.amx_loop import (
 from flexgen_helm.kernels.amx_loop import scratch_bytes as multiply_bytes
 from flexgen_helm.kernels.decode_loop import PIECE_KEYS, attend_rows
 from flexgen_helm.kernels.decode_loop import scratch_floats as row_scratch_floats
+from flexgen_helm.kernels.layer_loop import (
+    ADD,
+    COPY,
+    GELU_TANH,
+    SILU,
+    bias_rows,
+    combine_rows,
+    norm_rows,
+    put_rows,
+    rotate_rows,
+)
 from flexgen_helm.kernels.processor import CONVERTS_HALVES, LANES
 from flexgen_helm.kernels.product_loop import few_rows
+from flexgen_helm.kernels.program_loop import run_calls
 from flexgen_helm.kernels.prompt_loop import BLOCK_KEYS, TILE_QUERIES, attend, scratch_floats
 from flexgen_helm.kernels.row_loop import scan_rows
 
@@ -33,20 +47,32 @@ __all__ = [
     "BFLOAT16",
     "FLOAT16",
     "FLOAT32",
+    "PANEL",
+    "PANEL_BYTES",
     "PARTS",
     "SIDE",
     "multiply",
     "multiply_bytes",
     "BLOCK_KEYS",
     "PIECE_KEYS",
+    "ADD",
     "CONVERTS_HALVES",
+    "COPY",
+    "GELU_TANH",
     "LANES",
+    "SILU",
     "TILE_QUERIES",
     "address_of",
     "attend",
     "attend_rows",
+    "bias_rows",
+    "combine_rows",
     "few_rows",
+    "norm_rows",
+    "put_rows",
+    "rotate_rows",
     "row_scratch_floats",
+    "run_calls",
     "scan_rows",
     "scratch_floats",
 ]

@@ -55,13 +55,13 @@ def _as_float32(builder: Any, bits: Any, kind: int) -> Any:
     return builder.bitcast(builder.shl(builder.zext(bits, wide), ir.Constant(wide, [16] * LANES)), VECTOR)
 
 
-def prefetch(builder: Any, address: Any) -> None:
-    """Ask for the line of the cache at an address, which may be none of ours."""
+def prefetch(builder: Any, address: Any, locality: int = 3) -> None:
+    """Ask for the line of the cache at an address, which may be none of ours; locality: 3 for the nearest cache."""
     kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), INT32, INT32, INT32])
     name = "llvm.prefetch.p0"
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name=name)
     place = builder.inttoptr(address, ir.IntType(8).as_pointer())
-    builder.call(function, [place, INT32(0), INT32(3), INT32(1)])
+    builder.call(function, [place, INT32(0), INT32(locality), INT32(1)])
 
 
 def summed(builder: Any, vector: Any) -> Any:

@@ -14,7 +14,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.team import run_on_threads
+from flexgen_helm.kernels.layer_rows import add_bias
+from flexgen_helm.kernels.team import empty, run_on_threads
 from flexgen_helm.kernels.trial import tried
 
 # Rows up to which this is faster than a library's product with a float32 copy, and than one that converts by tile.
@@ -30,7 +31,7 @@ def few_rows_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, most_
     """
     compiled = _compiled() if 0 < x.shape[0] <= most_rows and _suits(x, weight) else None
     y = None if compiled is None else _multiply(compiled, x, weight)
-    return y if y is None or bias is None else y.add_(bias)
+    return y if y is None or bias is None else add_bias(y, bias)
 
 
 def _multiply(compiled: ModuleType, x: Tensor, weight: Tensor) -> Tensor | None:
@@ -38,7 +39,7 @@ def _multiply(compiled: ModuleType, x: Tensor, weight: Tensor) -> Tensor | None:
     is_bfloat16 = weight.dtype == torch.bfloat16
     if x.shape[1] % compiled.LANES or not (is_bfloat16 or compiled.CONVERTS_HALVES):
         return None
-    y = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+    y = empty((x.shape[0], weight.shape[0]))
     arguments = [x.data_ptr(), 4 * x.stride(0), weight.data_ptr(), 2 * weight.stride(0), y.data_ptr(), 4 * y.stride(0)]
     run_on_threads(
         compiled.address_of(compiled.few_rows),

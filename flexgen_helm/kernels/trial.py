@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
+from flexgen_helm.kernels.team import not_recorded
 from flexgen_helm.progress import Message, report
 
 
@@ -15,7 +16,9 @@ def tried(what: str, is_right: Callable[[ModuleType], bool]) -> ModuleType | Non
     except ImportError:  # a machine without numba
         return None
     try:
-        if is_right(compiled):
+        with not_recorded():  # the trial may be due in the middle of what is recorded
+            was_right = is_right(compiled)
+        if was_right:
             return compiled
         reason = "it computes wrong numbers"
     except Exception as error:  # of a numba or an LLVM that we do not know

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flexgen_helm.kernels.layer_rows import put_rows
 from flexgen_helm.kv_cache.codec import Codec, Plane, Planes
 from flexgen_helm.kv_cache.new_tokens import UnitPlaces
 from flexgen_helm.kv_cache.tensors import zeros
@@ -152,7 +153,9 @@ def put_units(specs: SequenceOf[Plane], stored: SequenceOf[Tensor], places: Unit
     """Put one unit into each of n slots; planes: the new units [n, *shape]."""
     slots, units = places.on(stored[0].device)
     for plane, data, new in zip(specs, stored, planes):
-        plane.by_unit(data)[slots, units] = new
+        target = plane.by_unit(data)
+        if not put_rows(target, slots, units, new):
+            target[slots, units] = new
 
 
 def empty_planes(specs: SequenceOf[Plane], slots: int, units: int, device: torch.device) -> Planes:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexgen_helm.kernels import layer_rows
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import ModelConfig, MoEConfig
 from flexgen_helm.models.decoder_config import RESIDUALS, DecoderConfig, RopeConfig
@@ -59,6 +60,7 @@ class Attend(Protocol):
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, rotated elements of a head]
 
+_QUERIES_KEYS_VALUES = "attn.q", "attn.k", "attn.v"
 # Tokens whose inner MLP activations exist at once: bounds the workspace of long prompts without changing a result.
 _MLP_TOKENS = 4096
 
@@ -95,6 +97,10 @@ class StageWeights(Protocol):
     def linear(self, name: str, x: Tensor) -> Tensor:
         """x [T, in] times `name`.weight transposed, plus `name`.bias -> [T, out]."""
         ...
+
+    def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
+        """Multiply x with each of some matrices, in this order, at once where that is faster."""
+        return [self.linear(name, x) for name in names]
 
     def vector(self, name: str) -> Tensor | None:
         """A norm's weight or bias; None if the model has none."""
@@ -208,9 +214,7 @@ class Decoder:
         """hidden [T, H] -> queries [T, Hq, D], keys and values [T, Hk, D] of a layer."""
         config, rope = self.config, self.config.layer_rope(layer)
         x = self._norm(weights, "attn_norm", hidden) if RESIDUALS[config.residual].input_norm else hidden
-        q = weights.linear("attn.q", x).view(-1, config.num_heads, config.head_dim)
-        k = weights.linear("attn.k", x).view(-1, config.num_kv_heads, config.head_dim)
-        v = weights.linear("attn.v", x).view(-1, config.num_kv_heads, config.head_dim)
+        q, k, v = (part.view(len(x), -1, config.head_dim) for part in weights.linears(_QUERIES_KEYS_VALUES, x))
         if config.qk_norm:
             q, k = self._qk_norm(weights, "attn.q_norm", q), self._qk_norm(weights, "attn.k_norm", k)
         if rope is not None:
@@ -226,7 +230,7 @@ class Decoder:
 
         x = weights.linear("attn.o", attended.reshape(-1, self.config.q_size))
         if residual.parallel:
-            return x.add_(hidden).add_(mlp(self._norm(weights, "mlp_norm", hidden)))
+            return layer_rows.add(layer_rows.add(x, hidden), mlp(self._norm(weights, "mlp_norm", hidden)))
         hidden = self._add(weights, "attn", x, hidden)
         x = mlp(self._norm(weights, "mlp_norm", hidden) if residual.input_norm else hidden)
         return self._add(weights, "mlp", x, hidden)
@@ -246,14 +250,16 @@ class Decoder:
         residual = RESIDUALS[self.config.residual]
         if residual.output_norm:
             x = self._norm(weights, f"{block}_post_norm", x)
-        hidden = x.add_(hidden)
+        hidden = layer_rows.add(x, hidden)
         return self._norm(weights, f"{block}_norm", hidden) if residual.sum_norm else hidden
 
     def _mlp(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         if x.shape[0] > _MLP_TOKENS and weights.repeatable:
             return torch.cat([self._mlp(weights, name, part) for part in x.split(_MLP_TOKENS)])
         if self.config.gated_mlp:
-            inner = self._activation(weights.linear(f"{name}.gate", x)).mul_(weights.linear(f"{name}.up", x))
+            gate, up = weights.linears((f"{name}.gate", f"{name}.up"), x)
+            inner = layer_rows.gate(self.config.activation, gate, up)
+            inner = self._activation(gate).mul_(up) if inner is None else inner
         else:
             inner = self._activation(weights.linear(f"{name}.up", x))
         return weights.linear(f"{name}.down", inner)
@@ -306,19 +312,18 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool = Fals
     weight: [N], of the same precision.
     plus_one: one is added to the weight, in float32: in 16 bits the sum would lose what the weight has.
     """
+    if (out := layer_rows.rms_norm(x, weight, eps, plus_one)) is not None:
+        return out
     if plus_one and weight is not None:
         return rms_norm(x.float(), weight.float() + 1.0, eps).to(x.dtype)
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    # PyTorch writes the squares out on a CPU: 1.7 times as slow.
-    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    out = x * scale
-    return out if weight is None else out.mul_(weight)
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the halves of every head's first elements against each other; x [T, heads, D]."""
     cos, sin = rotary
+    if (rotated := layer_rows.rotate(x, cos, sin)) is not None:
+        return rotated
     size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], rotary), x[..., size:]), dim=-1)

@@ -26,7 +26,8 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.few_rows import MOST_ROWS_BESIDE_COPY, few_rows_matmul
-from flexgen_helm.kernels.products import column_major
+from flexgen_helm.kernels.layer_rows import add_bias
+from flexgen_helm.kernels.products import column_major, linears_as_stored
 from flexgen_helm.models.config import (
     EMBED,
     EMBED_TABLE,
@@ -167,6 +168,12 @@ class TieredWeights:
         ]
         # Packed matrices have bytes.
         return any(weight.dtype != self._dtype for weight in multiplied)
+
+    @property
+    def layers_are_whole(self) -> bool:
+        """Whether all matrices of layers rest on the compute device, unpacked."""
+        layers = [weight for name, weight in self.tensors.items() if name.startswith("layers.")]
+        return all(weight.resident is not None and weight.fmt is None for weight in layers)
 
     @property
     def direct_rows(self) -> int:
@@ -428,6 +435,17 @@ class _StageView(StageWeights):
             out[:, first : first + count] = part
         assert out is not None
         return out
+
+    def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
+        matrices = [self._tensors[f"{self._stage}.{name}.weight"] for name in names]
+        resident = [weight.resident for weight in matrices if weight.resident is not None and weight.fmt is None]
+        products = linears_as_stored(x, resident) if len(resident) == len(names) else None
+        if products is None:
+            return super().linears(names, x)
+        for name, y in zip(names, products):
+            if (bias := self.vector(f"{name}.bias")) is not None:
+                add_bias(y, bias)
+        return products
 
     def vector(self, name: str) -> Tensor | None:
         weight = self._tensors.get(f"{self._stage}.{name}")

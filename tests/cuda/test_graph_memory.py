@@ -12,7 +12,7 @@ from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import layer_stage, stage_tensor_shapes
-from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.models.decoder import Decoder, StageWeights
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.planner.affine import ONE
 from flexgen_helm.planner.constants import GRAPH_OVERHEAD_BYTES, GRAPH_ROWS
@@ -23,7 +23,7 @@ from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
 
 
-class Resident:
+class Resident(StageWeights):
     """Weights of a layer on the device."""
 
     repeatable = True

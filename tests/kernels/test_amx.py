@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.kernels import amx, products, team, trial
-from flexgen_helm.kernels.amx import amx_matmul
+from flexgen_helm.kernels.amx import amx_matmul, amx_matmuls
 from flexgen_helm.offload.linear import tiled_linear
 from tests.helpers.products import assert_is_product, operands
 
@@ -21,7 +21,7 @@ needs_unit = pytest.mark.skipif(not amx.has_amx(), reason="this processor has no
 @pytest.fixture(autouse=True)
 def threads_and_rows(monkeypatch: pytest.MonkeyPatch):
     """Let the unit take any number of rows; restore the threads."""
-    monkeypatch.setattr(amx, "_LEAST_ROWS", dict.fromkeys(DTYPES, 1))
+    monkeypatch.setattr(amx, "_LEAST_ROWS", dict.fromkeys(DTYPES, (1, 1)))
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -42,6 +42,35 @@ def test_any_shape(rows: int, steps: int, outputs: int, dtype: torch.dtype, has_
     bias = torch.randn(outputs) if has_bias else None
     torch.set_num_threads(threads)
     assert_is_product(amx_matmul(x, weight, bias), x, weight, bias)
+
+
+@needs_unit
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.integers(1, 300),
+    steps=st.one_of(st.integers(1, 20), st.integers(48, 110)),
+    outputs=st.lists(st.integers(32, 300), min_size=1, max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    threads=st.integers(1, 6),
+)
+def test_several_matrices_at_once(rows: int, steps: int, outputs: list[int], dtype: torch.dtype, threads: int) -> None:
+    """The bits are those of each by itself, also where matrices are parts of larger ones."""
+    x, weight = operands(rows, 32 * steps, sum(outputs), dtype)
+    weights = list(weight.split(outputs))
+    weights[0] = torch.cat((weights[0], weights[0]), 1)[:, : 32 * steps]
+    torch.set_num_threads(threads)
+    found = amx_matmuls(x, weights)
+    assert found is not None
+    for y, own in zip(found, weights, strict=True):
+        assert_is_product(y, x, own, None)
+        assert torch.equal(y, amx_matmul(x, own))
+
+
+@needs_unit
+def test_matrices_of_two_dtypes_are_not_multiplied_at_once() -> None:
+    x, weight = operands(40, 128, 50, torch.float16)
+    assert amx_matmuls(x, [weight, weight.bfloat16()]) is None
+    assert amx_matmuls(x, [weight, weight[:, :64]]) is None
 
 
 @needs_unit
@@ -123,7 +152,7 @@ def test_threads_of_python_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = operands(300, 512, 1024, torch.float16)
     torch.set_num_threads(3)
     by_openmp = amx_matmul(x, weight)
-    monkeypatch.setattr(team, "_openmp", lambda: None)
+    monkeypatch.setattr(team, "openmp_library", lambda: None)
     by_python = amx_matmul(x, weight)
     assert by_openmp is not None and by_python is not None
     assert torch.equal(by_openmp, by_python)
@@ -156,10 +185,10 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_unit
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
 def test_functions_that_fail_their_trial_are_not_used(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    def broken(*given: object) -> torch.Tensor:
+    def broken(*given: object) -> list[torch.Tensor]:
         if fault == "raises":
             raise AttributeError("no such type in this LLVM")
-        return torch.zeros(33, 35)
+        return [torch.zeros(33, 35)]
 
     messages: list[str] = []
     x, weight = operands(40, 128, 50, torch.bfloat16)

@@ -67,7 +67,7 @@ def test_threads_of_python_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(3)
     try:
         by_openmp = few_rows_matmul(x, weight)
-        monkeypatch.setattr(team, "_openmp", lambda: None)
+        monkeypatch.setattr(team, "openmp_library", lambda: None)
         by_python = few_rows_matmul(x, weight)
     finally:
         torch.set_num_threads(before)

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.models.config import MoEConfig
-from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.models.decoder import Decoder, StageWeights
 from tests.helpers.planning_problems import config
 
 HIDDEN, INNER = 8, 5
 
 
-class Weights:
+class Weights(StageWeights):
     """Random weights in float64, and what the layer asks of them."""
 
     repeatable = True

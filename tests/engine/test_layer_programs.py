@@ -1,0 +1,163 @@
+"""Layers of decode batches by programs: the same answers, and no program where something is no compiled loop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen_helm import Engine, GenerationRequest, GenerationResult, MemoryLimits
+from flexgen_helm.engine import engine as engine_module
+from flexgen_helm.engine import layer_programs
+from flexgen_helm.kernels import layer_rows, trial
+from flexgen_helm.kernels.program import Program
+from tests.helpers.tiny_models import VOCABULARY, TinyModel, llama_config, save_random, save_tokenizer
+
+pytest.importorskip("flexgen_helm.kernels.compiled")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Widths of whole vectors and of the matrix unit's steps."""
+    folder = tmp_path_factory.mktemp("programs")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    save_random(folder, llama_config(**sizes, max_position_embeddings=300), seed=3)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Runs of programs by their number of calls."""
+    counted: Counter[int] = Counter()
+    run = Program.run
+
+    def counting(program: Program) -> None:
+        counted[len(program.functions)] += 1
+        run(program)
+
+    monkeypatch.setattr(Program, "run", counting)
+    return counted
+
+
+def requests(count: int, **options) -> list[GenerationRequest]:
+    """Sequences that end one after the other, a third of them behind a shared beginning."""
+    prompts = [[2 + (11 * i + j * j) % (VOCABULARY - 2) for j in range(4 + i % 19)] for i in range(count)]
+    prompts[::3] = [list(range(5, 70)) + prompt for prompt in prompts[::3]]
+    return [
+        GenerationRequest(
+            prompt_token_ids=prompt, **{"max_tokens": 5 + i % 9, "ignore_eos": True, "top_logprobs": 2, **options}
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def answers(path: Path, asked: list[GenerationRequest], **options) -> list[GenerationResult]:
+    with Engine.from_pretrained(path, device="cpu", **options) as engine:
+        return [engine.run(asked), engine.run(asked)][1]
+
+
+def numbers(results: list[GenerationResult]) -> list[object]:
+    assert all(result.error is None for result in results)
+    return [(one.token_ids, one.logprobs) for result in results for one in result.completions]
+
+
+def without(monkeypatch: pytest.MonkeyPatch, path: Path, asked: list[GenerationRequest], **options) -> list[object]:
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "can_record", lambda: False)
+        return numbers(answers(path, asked, **options))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 7, 30])
+def test_programs_compute_the_same_bits(model, monkeypatch, runs, threads, count):
+    before, asked = torch.get_num_threads(), requests(count)
+    torch.set_num_threads(threads)
+    try:
+        expected = without(monkeypatch, model, asked)
+        assert not runs
+        assert numbers(answers(model, asked)) == expected
+    finally:
+        torch.set_num_threads(before)
+    # Of two layers and their two parts; what was recorded in the first run serves in the second.
+    assert sum(runs.values()) > 40
+
+
+@pytest.mark.parametrize("policy", ["4x3,100,0,100,0,100,0", "8x2,100,0,0,0,100,0", "4x3,100,0,0,0,0,0"])
+def test_batches_in_turn_and_caches_on_the_disk(model, monkeypatch, runs, policy):
+    """What waits between layers, or is stored in the background, is not overwritten by the next batch."""
+    asked = requests(12)
+    expected = without(monkeypatch, model, asked, policy=policy)
+    assert numbers(answers(model, asked, policy=policy)) == expected
+    assert runs
+
+
+def test_offloaded_weights_have_no_programs(model, runs):
+    numbers(answers(model, requests(6), policy="8x1,0,0,100,0,100,0"))
+    assert not runs
+
+
+def test_products_of_a_library_are_computed_as_usual(model, monkeypatch, runs):
+    """Of copies in float32 the matrix unit multiplies many rows only, if there is one."""
+    asked = requests(6)
+    expected = without(monkeypatch, model, asked, precision="4bit-weights")
+    assert numbers(answers(model, asked, precision="4bit-weights")) == expected
+    assert sum(runs.values()) < 30
+
+
+@pytest.mark.parametrize("variant", ["opt", "gpt2", "gemma3", "qwen2", "olmo2", "mixtral"])
+def test_other_models_answer_the_same(tiny: Callable[[str], TinyModel], monkeypatch, variant):
+    try:
+        path = tiny(variant).path
+    except KeyError:
+        pytest.skip(f"no tiny {variant}")
+    asked = requests(9)
+    assert numbers(answers(path, asked)) == without(monkeypatch, path, asked)
+
+
+def test_an_operation_that_is_no_loop_is_found(model, monkeypatch, runs):
+    """The inverse of the comparison: a sum by PyTorch is in no program, which would leave it out."""
+    asked = requests(7)
+    expected = without(monkeypatch, model, asked)
+    monkeypatch.setattr(layer_rows, "add", lambda x, y: x.add_(y))
+    assert numbers(answers(model, asked)) == expected
+    # The part before attention has none and is served; of the other each size was compared once.
+    assert len([count for count in runs.values() if count > 20]) <= 1
+
+
+def test_without_the_comparison_the_answers_would_be_wrong(model, monkeypatch):
+    asked = requests(7)
+    expected = without(monkeypatch, model, asked)
+    monkeypatch.setattr(layer_rows, "add", lambda x, y: x.add_(y))
+    monkeypatch.setattr(layer_programs, "is_whole", lambda *given: True)
+    assert numbers(answers(model, asked)) != expected
+
+
+def test_a_trial_in_the_middle_is_not_recorded(model, monkeypatch, runs):
+    """The first product of a process tries its loop, with memory that is gone afterwards."""
+    asked = requests(7)
+    expected = without(monkeypatch, model, asked)
+    tried: list[str] = []
+    original = trial.tried
+
+    def counting(what, is_right):
+        tried.append(what)
+        return original(what, is_right)
+
+    monkeypatch.setattr(layer_rows, "tried", counting)
+    with Engine.from_pretrained(model, device="cpu") as engine:
+        layer_rows._compiled.cache_clear()
+        engine.run(asked)
+        assert numbers(engine.run(asked)) == expected
+    assert tried and max(runs) < 30
+
+
+def test_too_little_memory_is_no_error(model, monkeypatch, runs):
+    asked = requests(7)
+    expected = without(monkeypatch, model, asked)
+    monkeypatch.setattr(layer_programs, "pages", lambda num_bytes: torch.zeros(128, dtype=torch.uint8))
+    assert numbers(answers(model, asked, limits=MemoryLimits(cpu=1 << 30))) == expected
+    assert not runs

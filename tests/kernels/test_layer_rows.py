@@ -1,0 +1,159 @@
+"""Norms, rotations, gates and the storing of new tokens equal their formulas in float64, for any shape and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_helm.kernels import layer_rows
+from flexgen_helm.models import decoder
+
+compiled = pytest.importorskip("flexgen_helm.kernels.compiled")
+SHAPES = {"rows": st.integers(1, 40), "threads": st.integers(1, 3), "seed": st.integers(0, 1 << 16)}
+
+
+@contextmanager
+def threads_of(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(deadline=None, max_examples=60)
+@given(width=st.integers(1, 3000), plus_one=st.booleans(), has_weight=st.booleans(), is_part=st.booleans(), **SHAPES)
+def test_norm(rows, threads, seed, width, plus_one, has_weight, is_part):
+    x = normal(seed, rows, width + 5)[:, 3 : width + 3] if is_part else normal(seed, rows, width)
+    weight = normal(seed + 1, width) if has_weight else None
+    with threads_of(threads):
+        y = layer_rows.rms_norm(x, weight, 1e-3, plus_one and has_weight)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    if weight is not None:
+        exact *= weight.double() + plus_one
+    assert y is not None and y.is_contiguous()
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(heads=st.integers(1, 9), half=st.integers(1, 70), more=st.integers(0, 20), is_part=st.booleans(), **SHAPES)
+def test_rotation(rows, threads, seed, heads, half, more, is_part):
+    width = 2 * half + more
+    x = normal(seed, rows, heads + 2, width)[:, 1:-1] if is_part else normal(seed, rows, heads, width)
+    cos, sin = normal(seed + 1, 2, rows, 1, 2 * half).unbind()
+    with threads_of(threads):
+        y = layer_rows.rotate(x, cos, sin)
+    first, second, left = x.double().split((half, half, more), -1)
+    exact = torch.cat((first * cos[..., :half] - second * sin[..., :half],
+                       second * cos[..., half:] + first * sin[..., half:], left), -1)  # fmt: skip
+    assert y is not None and y.is_contiguous()
+    torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(name=st.sampled_from(["silu", "gelu_tanh"]), vectors=st.integers(1, 90), **SHAPES)
+def test_gate(rows, threads, seed, name, vectors):
+    width = vectors * compiled.LANES
+    x, up = 8 * normal(seed, rows, width), normal(seed + 1, rows, width)
+    inner = F.silu(x.double()) if name == "silu" else F.gelu(x.double(), approximate="tanh")
+    with threads_of(threads):
+        y = layer_rows.gate(name, x, up)
+    assert y is x
+    torch.testing.assert_close(y.double(), inner * up.double(), rtol=1e-5, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(heads=st.integers(1, 5), width=st.integers(1, 70), units=st.integers(1, 9), **SHAPES)
+def test_put(rows, threads, seed, heads, width, units):
+    slots = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    own_units = torch.randint(units, (rows,), generator=torch.Generator().manual_seed(seed))
+    target, new = normal(seed, rows, heads, units, width), normal(seed + 1, rows, 2 * heads, width)[:, ::2]
+    expected = target.clone()
+    expected.movedim(2, 1)[slots, own_units] = new
+    with threads_of(threads):
+        assert layer_rows.put_rows(target.movedim(2, 1), slots, own_units, new)
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_stays_where_it_is(value):
+    """A sequence whose values are not finite fails by them, and its neighbours go on."""
+    x = normal(0, 3, 4 * compiled.LANES)
+    whole = layer_rows.rms_norm(x, None, 1e-5, False)
+    x[1, 7] = value
+    y = layer_rows.rms_norm(x, None, 1e-5, False)
+    assert not y[1].isfinite().all() and torch.equal(y[::2], whole[::2])
+    for name, formula in (("silu", F.silu), ("gelu_tanh", lambda z: F.gelu(z, approximate="tanh"))):
+        gated = layer_rows.gate(name, x.clone(), torch.ones_like(x))
+        torch.testing.assert_close(gated, formula(x), equal_nan=True, rtol=1e-5, atol=1e-6)
+    rotated = layer_rows.rotate(x.view(3, 2, -1), torch.ones(3, 1, 32), torch.ones(3, 1, 32))
+    assert not rotated[1].isfinite().all() and rotated[::2].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+def test_every_number_of_16_bits_is_activated(name):
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float().view(16, -1)
+    exact = F.silu(x.double()) if name == "silu" else F.gelu(x.double(), approximate="tanh")
+    y = layer_rows.gate(name, x.clone(), torch.ones_like(x))
+    finite = x.isfinite()
+    torch.testing.assert_close(y[finite].double(), exact[finite], rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    x, up, weight = normal(0, 300, 208), normal(1, 300, 208), normal(2, 208)
+    cos, sin = normal(3, 2, 300, 1, 20).unbind()
+    for one in (
+        lambda own: layer_rows.rms_norm(x[own], weight, 1e-5, False),
+        lambda own: layer_rows.gate("silu", x[own].clone(), up[own]),
+        lambda own: layer_rows.rotate(x[own].view(-1, 8, 26), cos[own], sin[own]),
+    ):
+        assert torch.equal(one(slice(0, 300))[17:18], one(slice(17, 18)))
+
+
+def test_what_does_not_suit_is_left_to_pytorch():
+    x = normal(0, 4, 64)
+    assert layer_rows.rms_norm(x.half(), None, 1e-5, False) is None
+    assert layer_rows.rms_norm(x, normal(1, 64).half(), 1e-5, False) is None
+    assert layer_rows.rms_norm(x.t(), None, 1e-5, False) is None
+    assert layer_rows.rms_norm(x[:0], None, 1e-5, False) is None
+    assert layer_rows.gate("relu", x.clone(), x) is None
+    assert layer_rows.gate("silu", x[:, :7].contiguous(), x[:, :7].contiguous()) is None
+    assert layer_rows.rotate(x.view(4, 2, 32).double(), x.view(4, 1, 64), x.view(4, 1, 64)) is None
+    one = torch.zeros(1, dtype=torch.int64)
+    assert not layer_rows.put_rows(torch.zeros(1, 2, 3, 4, dtype=torch.uint8), one, one, torch.zeros(1, 3, 4))
+
+
+@pytest.mark.parametrize("function", ["norm_rows", "rotate_rows", "combine_rows", "bias_rows", "put_rows"])
+def test_a_loop_that_computes_wrong_numbers_is_not_used(function, monkeypatch):
+    """The inverse of each trial: a loop that does nothing, as on a processor that we do not know."""
+
+    def nothing(address: int) -> None:
+        return None
+
+    monkeypatch.setattr(compiled, function, nothing)
+    assert not layer_rows._is_right(compiled)
+
+
+def test_without_the_loops_a_layer_is_the_same(monkeypatch):
+    """PyTorch's operations remain for other devices and dtypes."""
+    x, weight = normal(0, 5, 96), normal(1, 96)
+    rotary = normal(2, 5, 1, 20), normal(3, 5, 1, 20)
+
+    def results():
+        return decoder.rms_norm(x, weight, 1e-5, plus_one=True), decoder.rotate(x.view(5, 4, 24), rotary)
+
+    by_loops = results()
+    monkeypatch.setattr(layer_rows, "_compiled", lambda: None)
+    for own, expected in zip(by_loops, results()):
+        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,81 @@
+"""Programs run recorded calls in order, each behind the other on all threads, and read and write where they did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexgen_helm.kernels import layer_rows, team
+from flexgen_helm.kernels.few_rows import few_rows_matmul
+from flexgen_helm.kernels.program import is_whole, recorded
+
+compiled = pytest.importorskip("flexgen_helm.kernels.compiled")
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def memory(num_bytes: int = 1 << 20) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_a_long_chain(threads: int) -> None:
+    """Each call reads what others have written on all threads: without a barrier some would come too early."""
+    torch.set_num_threads(threads)
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(7, 64, generator=draw), torch.randn(64, 64, generator=draw).div(8).bfloat16()
+
+    def part() -> list[torch.Tensor]:
+        y = x
+        for _ in range(40):
+            product = few_rows_matmul(y, weight)
+            assert product is not None
+            y = layer_rows.rms_norm(layer_rows.add(product, x), None, 1e-5, False)
+            assert y is not None
+        return [y]
+
+    program, results = recorded(part, memory())
+    assert len(program.functions) == 120
+    expected = part()[0]
+    assert torch.equal(results[0], expected)
+    for scale in (0.5, 2.0, 1.0):
+        x.mul_(scale)
+        for _ in range(20):
+            program.run()
+            assert torch.equal(results[0], part()[0])
+    assert is_whole(program, part, [x], results)
+
+
+def test_what_is_no_compiled_function_is_missed() -> None:
+    x = torch.ones(4, 32)
+
+    def part() -> list[torch.Tensor]:
+        y = layer_rows.rms_norm(x, None, 1e-5, False)
+        assert y is not None
+        return [layer_rows.add(y.mul_(3.0), x)]
+
+    program, results = recorded(part, memory())
+    kept = x.clone()
+    assert not is_whole(program, part, [x], results)
+    assert torch.equal(x, kept)
+
+
+def test_memory_that_does_not_suffice_is_said() -> None:
+    with pytest.raises(MemoryError, match="500 bytes"):
+        recorded(lambda: layer_rows.rms_norm(torch.ones(8, 32), None, 1e-5, False), memory(500))
+    assert team.recording() is None
+
+
+def test_nothing_is_recorded_meanwhile() -> None:
+    x = torch.ones(4, 32)
+    with team.Recording(memory()) as own:
+        with team.not_recorded():
+            layer_rows.rms_norm(x, None, 1e-5, False)
+        assert not own.calls
+        layer_rows.rms_norm(x, None, 1e-5, False)
+        assert len(own.calls) == 1
