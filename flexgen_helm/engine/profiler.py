@@ -35,9 +35,11 @@ _LINK_BYTES = 256 << 20
 # Heads, elements of a head, tokens, and decoding sequences of the measured attention: a GPU would spend most of the
 # time of short attention on starting its kernels.
 _HOST_ATTENTION, _DEVICE_ATTENTION = (16, 64, 256, 32), (32, 128, 2048, 32)
-# Small operations of one batch in one layer, or of one cache block's attention: norms, views, copies of the cache, and
-# the interpreter between them, which takes as long again.
+# Small operations of one batch in one layer on a device, or of one cache block's attention: norms, views, copies of the
+# cache, and the interpreter between them, which takes as long again.
 _SMALL_OPERATIONS = 200
+# The model whose layers are measured on a host, tokens of a prompt there, and positions of a decoding token's cache.
+_LAYER_MODEL, _LAYER_TOKENS, _LAYER_POSITIONS = "smollm2-135m", 512, 64
 
 
 def measure(folder: Path) -> HardwareProfile:
@@ -74,12 +76,7 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
     source = torch.zeros(_UNCACHED_BYTES, device=device, dtype=torch.uint8)
     target = torch.zeros_like(source)
     copying = 2.0 * _UNCACHED_BYTES / best([_bind(target.copy_, source)])
-    small = torch.ones(8, device=device)
-
-    def many() -> None:
-        for _ in range(_SMALL_OPERATIONS):
-            small.add(1.0)
-
+    step_s, layer_bytes_s = _host_layer(best) if device.type == "cpu" else (_device_step(best, device), math.inf)
     unpacking, packing = _packing_rates(best, device, kind)
     return Processor(
         memory_bytes=memory_bytes,
@@ -90,8 +87,92 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
         upcast_elements_s=_upcast_rate(best) if device.type == "cpu" and not reads_16_bits else math.inf,
         dequantize_elements_s=unpacking,
         quantize_elements_s=packing,
-        step_s=best([many], 10),
+        step_s=step_s,
+        layer_bytes_s=layer_bytes_s,
     )
+
+
+def _device_step(best: Callable[..., float], device: torch.device) -> float:
+    import torch
+
+    small = torch.ones(8, device=device)
+
+    def many() -> None:
+        for _ in range(_SMALL_OPERATIONS):
+            small.add(1.0)
+
+    return best([many], 10)
+
+
+def _host_layer(best: Callable[..., float]) -> tuple[float, float]:
+    """Return the seconds of a layer besides its products, and the bytes a second that a long batch moves there.
+
+    A token is taken through layers whose weights come from memory, as they do in a pass: they leave nothing of what the
+    interpreter needs in the nearest caches. The same products alone are taken off.
+    """
+    import torch
+
+    from flexgen_helm.checkpoint.catalog import CATALOG
+    from flexgen_helm.kernels.layer_rows import put_rows
+    from flexgen_helm.models.config import layer_stage, stage_tensor_shapes
+    from flexgen_helm.models.decoder import StageWeights
+    from flexgen_helm.models.decoder_of import decoder_of
+    from flexgen_helm.offload.linear import tiled_linear
+
+    config, stage = CATALOG[_LAYER_MODEL].config, layer_stage(0)
+    shapes = {name.removeprefix(f"{stage}."): shape for name, shape in stage_tensor_shapes(config, stage).items()}
+    vectors = {name: torch.ones(shape) for name, shape in shapes.items() if len(shape) == 1}
+    sizes = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+    decoder = decoder_of(config, torch.device("cpu"), torch.float32)
+
+    class Layer(StageWeights):
+        """Matrices of its own; or what products left behind, which is there already."""
+
+        repeatable = True
+
+        def __init__(self, tokens: int, multiplies: bool) -> None:
+            matrices = {name: torch.randn(shape).half() for name, shape in sizes.items()} if multiplies else {}
+            self.matrices, self._ready = matrices, {name: torch.randn(tokens, out) for name, (out, _) in sizes.items()}
+
+        def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+            return tiled_linear(x, self.matrices[name], None) if self.matrices else self._ready[name]
+
+        def vector(self, name: str) -> torch.Tensor | None:
+            return vectors.get(name)
+
+        def use_experts(self, experts: Sequence[int]) -> None:
+            raise AssertionError("the model has none")
+
+        def lookup(self, name: str, rows: Any) -> torch.Tensor:
+            raise AssertionError("a layer has no tables")
+
+    heads = 2, 1, config.num_kv_heads, _LAYER_POSITIONS, config.head_dim
+    caches, place = torch.zeros(heads), torch.zeros(1, dtype=torch.int64)
+
+    def attend_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for cache, new in zip(caches, (k, v)):
+            put_rows(cache.movedim(2, 1), place, place, new)
+        return cache_attention(q, *caches)()[0]
+
+    def pass_layer(layer: Layer, tokens: int) -> None:
+        hidden = torch.zeros(tokens, config.hidden_size)
+        attend = attend_cache if tokens == 1 else lambda q, k, v: q
+        decoder.layer(layer, 0, hidden, rotary[tokens], attend).sum(-1)  # type: ignore[arg-type]
+
+    def multiply(layer: Layer) -> None:
+        for name, (_, width) in sizes.items():
+            layer.linear(name, inputs[width])
+
+    inputs = {width: torch.randn(1, width) for _, width in sizes.values()}
+    rotary = {tokens: decoder.rotary(torch.arange(tokens)) for tokens in (1, _LAYER_TOKENS)}
+    matrix_bytes = sum(2 * math.prod(shape) for shape in sizes.values())
+    layers = [Layer(1, multiplies=True) for _ in range(max(1, _UNCACHED_BYTES // matrix_bytes))]
+    products_s = best([_bind(multiply, layer) for layer in layers], 5)
+    step_s = max(1e-6, best([_bind(pass_layer, layer, 1) for layer in layers], 5) - products_s)
+    long_s = best([_bind(pass_layer, Layer(_LAYER_TOKENS, multiplies=False), _LAYER_TOKENS)], 10)
+    # As `PlanningProblem.between_elements`, without the keys and values that are not stored here.
+    elements = 11 * config.hidden_size + 2 * (config.q_size + config.kv_size) + 3 * config.ffn_size
+    return step_s, 4.0 * elements * _LAYER_TOKENS / max(1e-6, long_s - step_s)
 
 
 def _product_curves(

@@ -64,7 +64,9 @@ class Processor:
     upcast_elements_s: 16 bits to the compute dtype; infinite where products read the 16 bits themselves.
     dequantize_elements_s: 4 bits to the compute dtype.
     quantize_elements_s: the compute dtype to 4 bits.
-    step_s: fixed time of one batch in one layer (launches, norms, interpreter).
+    step_s: fixed time of one batch in one layer (launches, interpreter).
+    layer_bytes_s: rate of what a layer reads and writes between its products: norms, rotations, gates, sums, new keys
+        and values. Infinite where the other rates were found with whole layers.
     """
 
     memory_bytes: int
@@ -76,6 +78,7 @@ class Processor:
     dequantize_elements_s: float = math.inf
     quantize_elements_s: float = math.inf
     step_s: float = 0.0
+    layer_bytes_s: float = math.inf
 
     @property
     def multiplies_as_stored(self) -> bool:

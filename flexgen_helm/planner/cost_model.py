@@ -259,7 +259,9 @@ class _Pass:
         steps = batches if self.prefill else problem.decode_steps(batches, sequences)
         if self.group:
             steps = batches + self.cache_blocks
-        products = max(layers_s + head_s, reading_s * self.weight_loads) + steps * config.num_layers * processor.step_s
+        between_s = self.tokens * problem.between_elements * work / processor.layer_bytes_s
+        products = max(layers_s + head_s, reading_s * self.weight_loads)
+        products += config.num_layers * (steps * processor.step_s + between_s)
 
         attention, host_attention = affine(), affine()
         if self.prefill:

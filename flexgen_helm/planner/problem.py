@@ -175,6 +175,21 @@ class PlanningProblem:
         return sum(map(self._stage_elements, layer_stages(self.config))) / self.config.num_layers
 
     @cached_property
+    def between_elements(self) -> float:
+        """Elements that a layer reads and writes of a token between its products, on average.
+
+        Two norms (4 times the hidden states), two sums (6), the check of every value (1); queries and keys rotated,
+        keys and values stored (each read and written); gate and up.
+        """
+        config = self.config
+        inner = [
+            config.ffn_size if (moe := config.moe(layer)) is None else moe.per_token * config.widest_ffn
+            for layer in range(config.num_layers)
+        ]
+        heads = 2 * (config.q_size + config.kv_size) + 4 * config.kv_size
+        return 11 * config.num_streams * config.hidden_size + heads + 3 * sum(inner) / config.num_layers
+
+    @cached_property
     def layer_bytes(self) -> float:
         """Bytes of a layer as stored, on average."""
         return sum(map(self.storage.stage_bytes, layer_stages(self.config))) / self.config.num_layers

@@ -1,5 +1,6 @@
 """The cost model against the paper's formulas written out by hand, and its laws."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,22 @@ def test_seconds_are_those_of_the_papers_formulas(shares, batch, batches, attend
     assert found.seconds["prefill"]["products"] == pytest.approx(products, rel=1e-6)
     squares = 4 * rows * s * s * h1 * layers / T4.gpu.attention_flops
     assert found.seconds["prefill"]["attention"] == pytest.approx(squares, rel=1e-6)
+
+
+def test_what_is_between_products_takes_as_long_as_its_bytes():
+    """Of OPT-30B's layer on a host: hidden states 11 times, queries and keys twice, keys and values twice, the MLP."""
+    host, policy = replace(T4, gpu=None, link=None), Policy(48, 3, 0, 1, 0, 1, 0, 1)
+
+    def products(rate: float) -> list[float]:
+        own = replace(flexgen(), hardware=replace(host, cpu=replace(host.cpu, layer_bytes_s=rate)))
+        found = predict(own, policy, ZIGZAG, rounded=False)
+        return [found.seconds[phase]["products"] for phase in ("prefill", "decode")]
+
+    h1, h2, rows, layers, element = 7168, 28672, 144, 48, flexgen().compute_bytes
+    of_token = element * (11 * h1 + 2 * (h1 + h1) + 2 * 2 * h1 + 3 * h2) * layers / 1e9
+    (prefill, decode), (fast_prefill, fast_decode) = products(1e9), products(math.inf)
+    assert prefill - fast_prefill == pytest.approx(rows * 512 * of_token, rel=1e-6)
+    assert decode - fast_decode == pytest.approx(31 * rows * of_token, rel=1e-6)
 
 
 def test_a_pass_is_its_longest_resource_and_what_does_not_hide():
