@@ -50,7 +50,7 @@ def _multiply(compiled: ModuleType, x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
-    on_host = x.device.type == weight.device.type == "cpu"
+    on_host = x.device.type == weight.device.type == "cpu" and x.shape[1] == weight.shape[1]
     in_16_bits = weight.dtype in (torch.float16, torch.bfloat16)
     return on_host and in_16_bits and x.dtype == torch.float32 and x.stride(1) == 1 == weight.stride(1)
 

@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Te
 
     None where there is no way.
     """
-    if not _is_float(x) or (weight is not None and not (_is_float(weight) and weight.is_contiguous())):
+    if not _is_float(x) or (weight is not None and not _suits(weight, x.shape[-1])):
         return None
     compiled = _compiled() if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1) else None
     return None if compiled is None else _normed(compiled, x, weight, eps, plus_one)
@@ -51,7 +51,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
 
     None where there is no way.
     """
-    suits = _is_float(x) and _is_float(cos) and x.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
+    suits = _is_float(x) and x.stride(2) == 1 and cos.shape[-1] <= x.shape[-1]
+    suits = suits and all(_suits(factors, len(x) * cos.shape[-1]) for factors in (cos, sin))
     compiled = _compiled() if suits else None
     return None if compiled is None else _rotated(compiled, x, cos, sin)
 
@@ -98,7 +99,7 @@ def _combine(compiled: ModuleType, kind: str, x: Tensor, y: Tensor) -> Tensor:
 
 def add_bias(y: Tensor, bias: Tensor) -> Tensor:
     """y [T, N] plus bias [N] -> y, overwritten."""
-    suits = _is_float(y) and _is_float(bias) and y.dim() == 2 and y.is_contiguous() and bias.is_contiguous()
+    suits = _is_float(y) and y.dim() == 2 and y.is_contiguous() and _suits(bias, y.shape[1])
     compiled = _compiled() if suits else None
     return y.add_(bias) if compiled is None else _add_bias(compiled, y, bias)
 
@@ -127,6 +128,11 @@ def _put(compiled: ModuleType, target: Tensor, slots: Tensor, units: Tensor, row
     arguments += [4 * stride for stride in target.stride()[:3]]
     arguments += [slots.data_ptr(), units.data_ptr(), *rows.shape]
     run_on_threads(compiled.address_of(compiled.put_rows), arguments, rows.numel() // _THREAD_ELEMENTS)
+
+
+def _suits(operand: Tensor, elements: int) -> bool:
+    """Return whether an operand has so many elements, as they are read: without a check."""
+    return _is_float(operand) and operand.is_contiguous() and operand.numel() == elements
 
 
 def _is_float(x: Tensor) -> bool:

@@ -73,6 +73,19 @@ def test_gate(rows, threads, seed, name, vectors):
     torch.testing.assert_close(y.double(), inner * up.double(), rtol=1e-5, atol=1e-6)
 
 
+@settings(deadline=None, max_examples=40)
+@given(width=st.integers(1, 500), **SHAPES)
+def test_sums_and_biases(rows, threads, seed, width):
+    """Sums are PyTorch's own, bit by bit: nothing else is rounded."""
+    x, y, bias = normal(seed, rows, width), normal(seed + 1, rows, width), normal(seed + 2, width)
+    with threads_of(threads):
+        assert torch.equal(layer_rows.add(x.clone(), y), x + y)
+        assert torch.equal(layer_rows.add_bias(x.clone(), bias), x + bias)
+        copied = x.clone()
+        layer_rows.copy(copied, y)
+    assert torch.equal(copied, y)
+
+
 @settings(deadline=None, max_examples=60)
 @given(heads=st.integers(1, 5), width=st.integers(1, 70), units=st.integers(1, 9), **SHAPES)
 def test_put(rows, threads, seed, heads, width, units):
@@ -126,6 +139,11 @@ def test_what_does_not_suit_is_left_to_pytorch():
     assert layer_rows.rms_norm(x.half(), None, 1e-5, False) is None
     assert layer_rows.rms_norm(x, normal(1, 64).half(), 1e-5, False) is None
     assert layer_rows.rms_norm(x.t(), None, 1e-5, False) is None
+    assert layer_rows.rms_norm(x, normal(1, 63), 1e-5, False) is None
+    assert layer_rows.rotate(x.view(4, 2, 32), normal(1, 3, 1, 20), normal(1, 3, 1, 20)) is None
+    assert layer_rows.rotate(x.view(4, 2, 32), normal(1, 4, 1, 40), normal(1, 4, 1, 40)) is None
+    with pytest.raises(RuntimeError, match="size"):
+        layer_rows.add_bias(x.clone(), normal(1, 65))
     assert layer_rows.rms_norm(x[:0], None, 1e-5, False) is None
     assert layer_rows.gate("relu", x.clone(), x) is None
     assert layer_rows.gate("silu", x[:, :7].contiguous(), x[:, :7].contiguous()) is None
