@@ -123,7 +123,7 @@ def _row_groups(count: int, threads: int) -> int:
 def _memory(num_bytes: int) -> int:
     """Return the address of memory that is this thread's until its next product, at a line of the cache."""
     if (own := recording()) is not None:
-        return own.take(num_bytes).data_ptr()
+        return own.scratch(num_bytes).data_ptr()
     memory: Tensor | None = getattr(_thread_local, "memory", None)
     if memory is None or memory.numel() < num_bytes + 63:
         memory = _thread_local.memory = torch.empty(num_bytes + 63, dtype=torch.uint8)

@@ -45,6 +45,13 @@ class Recording:
         self.calls: list[tuple[int, list[int]]] = []
         self.kept: list[object] = []
         self._memory, self._used = memory, 0
+        self._scratch = memory[:0]
+
+    def scratch(self, num_bytes: int) -> Tensor:
+        """Return bytes that a call uses for itself: the next one may get the same. Raises `MemoryError`."""
+        if len(self._scratch) < num_bytes:
+            self._scratch = self.take(num_bytes)
+        return self._scratch
 
     def take(self, num_bytes: int) -> Tensor:
         """Take bytes that begin at a line of the cache. Raises `MemoryError`."""

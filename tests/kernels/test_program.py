@@ -71,6 +71,18 @@ def test_memory_that_does_not_suffice_is_said() -> None:
     assert team.recording() is None
 
 
+def test_scratch_memory_is_shared_and_results_are_not() -> None:
+    with team.Recording(memory(1000)) as own:
+        first, second = own.scratch(100), own.scratch(64)
+        results = [own.take(64) for _ in range(3)]
+        larger = own.scratch(300)
+        with pytest.raises(MemoryError):
+            own.scratch(600)
+    assert first.data_ptr() == second.data_ptr() != larger.data_ptr()
+    places = sorted(part.data_ptr() for part in (first, *results, larger))
+    assert [behind - before for before, behind in zip(places, places[1:])] == [128, 64, 64, 64]
+
+
 def test_nothing_is_recorded_meanwhile() -> None:
     x = torch.ones(4, 32)
     with team.Recording(memory()) as own:
