@@ -11,7 +11,7 @@ differ, something in it was no compiled loop, and this size and larger ones are 
 of some models, and many rows where products are those of a library.
 
 A program reads and writes fixed addresses. So hidden states, attention's outputs and rotations have buffers that all
-programs share, and one memory has what their calls return: one runs at a time.
+programs share (`LayerBuffers`), and one memory has what their calls return: one runs at a time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from flexgen_helm.engine.layer_buffers import LayerBuffers
 from flexgen_helm.kernels import layer_rows
-from flexgen_helm.kernels.program import Program, is_whole, recorded
+from flexgen_helm.kernels.program import Program, is_whole, recorded, restore
 from flexgen_helm.models.decoder import Attend, Decoder, Rotary, StageWeights
 from flexgen_helm.models.decoder_config import RopeConfig
 from flexgen_helm.offload.staging import pages
@@ -43,16 +44,12 @@ class LayerPrograms:
 
     def __init__(self, decoder: Decoder) -> None:
         """Make the buffers; nothing is recorded yet."""
-        config = decoder.config
         self._decoder = decoder
         self._programs: dict[_Key, tuple[Program, Sequence[Tensor]]] = {}
         self._whole: set[tuple[int, ...]] = set()  # sequences of calls that were compared
-        self._rotary: dict[RopeConfig, Rotary] = {}
-        self._given: Tensor | None = None  # hidden states in the buffer that a batch has
         self._below = _MOST_ROWS + 1  # sizes that programs can serve
         self._memory = pages(_MEMORY_BYTES)
-        self._hidden = torch.zeros(_MOST_ROWS, config.hidden_size)
-        self._attended = torch.zeros(_MOST_ROWS, config.num_heads, config.head_dim)
+        self._buffers = LayerBuffers(decoder.config, _MOST_ROWS, torch.float32, torch.device("cpu"))
 
     def takes(self, layer: int, rows: int) -> bool:
         """Return whether a layer can run here: tokens choose the experts of a mixture, which no program can."""
@@ -69,10 +66,10 @@ class LayerPrograms:
         """Run a layer as `Decoder.layer` does; return hidden [T, H], and the sum of each token's elements [T]."""
         decoder, rows = self._decoder, len(hidden)
         size, threads = _size(rows), torch.get_num_threads()
-        if hidden is not self._given:
-            self._fill(hidden, rotary, size)
-        states, attended = self._hidden[:size], self._attended[:size]
-        rotations = {rope: (cos[:size], sin[:size]) for rope, (cos, sin) in self._rotary.items()}
+        buffers = self._buffers
+        if buffers.take(hidden, rotary):
+            buffers.hidden[rows:size].zero_()  # else what padding rows had would grow from pass to pass
+        states, attended, rotations = buffers.hidden[:size], buffers.attended[:size], buffers.rotary(size)
 
         def before() -> Sequence[Tensor]:
             return decoder.before_attention(weights, layer, states, rotations)
@@ -84,26 +81,16 @@ class LayerPrograms:
         q, k, v = self._run(("before", layer, size, threads), before, [states])
         attended[:rows].copy_(attend(q[:rows], k[:rows], v[:rows]))
         self._run(("after", layer, size, threads), after, [states, attended])
-        self._given = states[:rows]
-        return self._given, self._given.sum(-1)
+        result = buffers.give(rows)
+        return result, result.sum(-1)
 
     def owned(self, hidden: Tensor) -> Tensor:
         """Return hidden states that no later batch overwrites."""
-        return hidden.clone() if hidden is self._given else hidden
+        return self._buffers.owned(hidden)
 
     def close(self) -> None:
         """Forget all programs, which read weights where they were."""
         self._programs.clear()
-
-    def _fill(self, hidden: Tensor, rotary: Mapping[RopeConfig, Rotary], size: int) -> None:
-        self._hidden[: len(hidden)].copy_(hidden)
-        self._hidden[len(hidden) : size].zero_()
-        for rope, values in rotary.items():
-            if rope not in self._rotary:
-                cos, sin = (x.new_zeros((_MOST_ROWS, *x.shape[1:])) for x in values)
-                self._rotary[rope] = cos, sin
-            for buffer, own in zip(self._rotary[rope], values):
-                buffer[: len(own)].copy_(own)
 
     def _run(self, key: _Key, part: _Part, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a part of a layer by its program; at the first use compute it, and record it."""
@@ -118,24 +105,17 @@ class LayerPrograms:
         try:
             program, results = recorded(part, self._memory)
         except MemoryError:
-            self._give_up(size, inputs, kept)
+            self._below = size
             return part()
         if program.functions not in self._whole:
-            for x, values in zip(inputs, kept):
-                x.copy_(values)
+            restore(inputs, kept)
             if not is_whole(program, part, inputs, results):
-                self._give_up(size, inputs, kept)
+                self._below = size
                 return part()
             self._whole.add(program.functions)
             program.run()
         self._programs[key] = program, results
         return results
-
-    def _give_up(self, size: int, inputs: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        """Serve this size and larger ones no longer; the inputs are as they were."""
-        self._below = size
-        for x, values in zip(inputs, kept):
-            x.copy_(values)
 
 
 def _size(rows: int) -> int:

@@ -118,6 +118,7 @@ def _host_layer(best: Callable[..., float]) -> tuple[float, float]:
     from flexgen_helm.models.decoder import StageWeights
     from flexgen_helm.models.decoder_of import decoder_of
     from flexgen_helm.offload.linear import tiled_linear
+    from flexgen_helm.planner.problem import between_elements
 
     config, stage = CATALOG[_LAYER_MODEL].config, layer_stage(0)
     shapes = {name.removeprefix(f"{stage}."): shape for name, shape in stage_tensor_shapes(config, stage).items()}
@@ -154,9 +155,13 @@ def _host_layer(best: Callable[..., float]) -> tuple[float, float]:
             put_rows(cache.movedim(2, 1), place, place, new)
         return cache_attention(q, *caches)()[0]
 
+    def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k.clone(), v.clone()
+        return q
+
     def pass_layer(layer: Layer, tokens: int) -> None:
         hidden = torch.zeros(tokens, config.hidden_size)
-        attend = attend_cache if tokens == 1 else lambda q, k, v: q
+        attend = attend_cache if tokens == 1 else store
         decoder.layer(layer, 0, hidden, rotary[tokens], attend).sum(-1)  # type: ignore[arg-type]
 
     def multiply(layer: Layer) -> None:
@@ -170,9 +175,7 @@ def _host_layer(best: Callable[..., float]) -> tuple[float, float]:
     products_s = best([_bind(multiply, layer) for layer in layers], 5)
     step_s = max(1e-6, best([_bind(pass_layer, layer, 1) for layer in layers], 5) - products_s)
     long_s = best([_bind(pass_layer, Layer(_LAYER_TOKENS, multiplies=False), _LAYER_TOKENS)], 10)
-    # As `PlanningProblem.between_elements`, without the keys and values that are not stored here.
-    elements = 11 * config.hidden_size + 2 * (config.q_size + config.kv_size) + 3 * config.ffn_size
-    return step_s, 4.0 * elements * _LAYER_TOKENS / max(1e-6, long_s - step_s)
+    return step_s, 4.0 * between_elements(config) * _LAYER_TOKENS / max(1e-6, long_s - step_s)
 
 
 def _product_curves(

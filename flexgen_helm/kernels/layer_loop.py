@@ -10,7 +10,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
@@ -236,26 +235,11 @@ def put_rows(address: Any) -> None:
     rows, row_bytes, head_bytes, target, slot_bytes, unit_bytes = data[4], data[5], data[6], data[7], data[8], data[9]
     target_head_bytes, slots, units, count, heads, width = data[10], data[11], data[12], data[13], data[14], data[15]
     part, parts = part_of_thread(data)
+    whole = width // LANES * LANES
     for number in range(count * part // parts, count * (part + 1) // parts):
         place = target + get_integer(slots + 8 * number) * slot_bytes + get_integer(units + 8 * number) * unit_bytes
         for head in range(heads):
             source, to = rows + number * row_bytes + head * head_bytes, place + head * target_head_bytes
-            _copied(source, to, width // LANES * LANES)
-            for i in range(width // LANES * LANES * 4, width * 4, 4):
+            _combined(COPY, to, source, whole)
+            for i in range(4 * whole, 4 * width, 4):
                 put_float(to + i, get_float(source + i))
-
-
-@emitted
-def _copied(typing: Any, source: Any, target: Any, count: Any) -> Any:
-    """count: whole vectors."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-        source, target, count = arguments
-        integers = ir.VectorType(ir.IntType(32), LANES)
-
-        def body(first: Any) -> None:
-            store(builder, load(builder, _at(builder, source, first), integers, 4), _at(builder, target, first), 4)
-
-        _each_vector(builder, count, body)
-
-    return types.void(int64, int64, int64), generate

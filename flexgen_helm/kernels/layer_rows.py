@@ -91,8 +91,8 @@ def _combined(kind: str, x: Tensor, y: Tensor) -> Tensor | None:
 
 
 def _combine(compiled: ModuleType, kind: str, x: Tensor, y: Tensor) -> Tensor:
-    kinds = {"silu": compiled.SILU, "gelu_tanh": compiled.GELU_TANH, "add": compiled.ADD, "copy": compiled.COPY}
-    arguments = [kinds[kind], x.data_ptr(), y.data_ptr(), x.numel() // compiled.LANES]
+    """kind: a constant's name of `layer_loop`, in small letters."""
+    arguments = [getattr(compiled, kind.upper()), x.data_ptr(), y.data_ptr(), x.numel() // compiled.LANES]
     run_on_threads(compiled.address_of(compiled.combine_rows), arguments, x.numel() // _THREAD_ELEMENTS)
     return x
 
@@ -116,6 +116,7 @@ def put_rows(target: Tensor, slots: Tensor, units: Tensor, rows: Tensor) -> bool
     slots, units: [n], of 64 bits.
     """
     suits = _is_float(target) and _is_float(rows) and target.dim() == 4 and target.stride(3) == 1 == rows.stride(-1)
+    suits = suits and all(own.dtype == torch.int64 and own.is_contiguous() for own in (slots, units))
     compiled = _compiled() if suits and len(slots) else None
     if compiled is not None:
         _put(compiled, target, slots, units, rows)
@@ -131,7 +132,7 @@ def _put(compiled: ModuleType, target: Tensor, slots: Tensor, units: Tensor, row
 
 
 def _suits(operand: Tensor, elements: int) -> bool:
-    """Return whether an operand has so many elements, as they are read: without a check."""
+    """Return whether an operand has so many elements, side by side: a loop reads so many without a check."""
     return _is_float(operand) and operand.is_contiguous() and operand.numel() == elements
 
 

@@ -76,12 +76,13 @@ def is_whole(
     changed = [x.clone() for x in inputs]
     program.run()
     by_program = [x.clone() for x in outputs]
-    _restore(inputs, changed)
+    restore(inputs, changed)
     by_part = [x.clone() for x in part()]
-    _restore(inputs, kept)
+    restore(inputs, kept)
     return all(torch.equal(own, other) for own, other in zip(by_program, by_part, strict=True))
 
 
-def _restore(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def restore(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give tensors the values that they had."""
     for tensor, value in zip(tensors, values):
         tensor.copy_(value)

@@ -53,6 +53,20 @@ def without_margin(free: float, total: float) -> int:
     return max(0, int(free - max(_MARGIN_BYTES, _MARGIN_SHARE * total)))
 
 
+def between_elements(config: ModelConfig) -> float:
+    """Return the elements that a layer reads and writes of a token between its products, on average.
+
+    Two norms (4 times the hidden states), two sums (6), the check of every value (1); queries and keys rotated, keys
+    and values stored (each read and written); gate and up.
+    """
+    inner = [
+        config.ffn_size if (moe := config.moe(layer)) is None else moe.per_token * config.widest_ffn
+        for layer in range(config.num_layers)
+    ]
+    heads = 2 * (config.q_size + config.kv_size) + 4 * config.kv_size
+    return 11 * config.num_streams * config.hidden_size + heads + 3 * sum(inner) / config.num_layers
+
+
 @dataclass(frozen=True)
 class BlockShape:
     """The shape of a block: sequences of a batch, batches, and the order of the work.
@@ -176,18 +190,7 @@ class PlanningProblem:
 
     @cached_property
     def between_elements(self) -> float:
-        """Elements that a layer reads and writes of a token between its products, on average.
-
-        Two norms (4 times the hidden states), two sums (6), the check of every value (1); queries and keys rotated,
-        keys and values stored (each read and written); gate and up.
-        """
-        config = self.config
-        inner = [
-            config.ffn_size if (moe := config.moe(layer)) is None else moe.per_token * config.widest_ffn
-            for layer in range(config.num_layers)
-        ]
-        heads = 2 * (config.q_size + config.kv_size) + 4 * config.kv_size
-        return 11 * config.num_streams * config.hidden_size + heads + 3 * sum(inner) / config.num_layers
+        return between_elements(self.config)
 
     @cached_property
     def layer_bytes(self) -> float:
