@@ -6,9 +6,9 @@
 A pass of few rows would spend half of its time in the interpreter, whose data products push out of the nearest caches.
 As with CUDA graphs (`engine.cuda_graphs`) attention stays out, and the rest depends on the number of rows alone. Rows
 are padded to a size, and what padding rows compute is dropped. A size's first use computes as usual and records its
-calls. The first of each sequence of calls is run with other numbers, and compared with what the layer computes. If they
-differ, something in it was no compiled loop, and this size and larger ones are computed as usual: norms and activations
-of some models, and many rows where products are those of a library.
+calls. The first of a layer's sequences of calls is run with other numbers, and compared with what the layer computes. If
+they differ, something in it was no compiled loop, and this size and larger ones are computed as usual: norms and
+activations of some models, and many rows where products are those of a library.
 
 A program reads and writes fixed addresses. So hidden states, attention's outputs and rotations have buffers that all
 programs share (`LayerBuffers`), and one memory has what their calls return: one runs at a time.
@@ -46,7 +46,7 @@ class LayerPrograms:
         """Make the buffers; nothing is recorded yet."""
         self._decoder = decoder
         self._programs: dict[_Key, tuple[Program, Sequence[Tensor]]] = {}
-        self._whole: set[tuple[int, ...]] = set()  # sequences of calls that were compared
+        self._whole: set[tuple[str, int, tuple[int, ...]]] = set()  # sequences of a layer's calls that were compared
         self._below = _MOST_ROWS + 1  # sizes that programs can serve
         self._memory = pages(_MEMORY_BYTES)
         self._buffers = LayerBuffers(decoder.config, _MOST_ROWS, torch.float32, torch.device("cpu"))
@@ -78,7 +78,8 @@ class LayerPrograms:
             layer_rows.copy(states, decoder.after_attention(weights, layer, states, attended))
             return [states]
 
-        q, k, v = self._run(("before", layer, size, threads), before, [states])
+        tables = [table for pair in rotations.values() for table in pair]
+        q, k, v = self._run(("before", layer, size, threads), before, [states, *tables])
         attended[:rows].copy_(attend(q[:rows], k[:rows], v[:rows]))
         self._run(("after", layer, size, threads), after, [states, attended])
         result = buffers.give(rows)
@@ -98,7 +99,7 @@ class LayerPrograms:
             program, results = known
             program.run()
             return results
-        size = key[2]
+        name, layer, size, _ = key
         if size >= self._below:
             return part()
         kept = [x.clone() for x in inputs]
@@ -107,12 +108,13 @@ class LayerPrograms:
         except MemoryError:
             self._below = size
             return part()
-        if program.functions not in self._whole:
+        calls = name, layer, program.functions
+        if calls not in self._whole:
             restore(inputs, kept)
             if not is_whole(program, part, inputs, results):
                 self._below = size
                 return part()
-            self._whole.add(program.functions)
+            self._whole.add(calls)
             program.run()
         self._programs[key] = program, results
         return results

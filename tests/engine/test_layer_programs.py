@@ -14,6 +14,7 @@ from flexgen_helm.engine import engine as engine_module
 from flexgen_helm.engine import layer_programs
 from flexgen_helm.kernels import layer_rows, trial
 from flexgen_helm.kernels.program import Program
+from flexgen_helm.models.decoder import Decoder
 from tests.helpers.tiny_models import VOCABULARY, TinyModel, llama_config, save_random, save_tokenizer
 
 pytest.importorskip("flexgen_helm.kernels.compiled")
@@ -134,6 +135,25 @@ def test_without_the_comparison_the_answers_would_be_wrong(model, monkeypatch):
     monkeypatch.setattr(layer_rows, "add", lambda x, y: x.add_(y))
     monkeypatch.setattr(layer_programs, "is_whole", lambda *given: True)
     assert numbers(answers(model, asked)) != expected
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_what_one_layer_alone_makes_of_the_rotations_is_found(model, monkeypatch, compares):
+    """Its calls are those of the layer before, and its copy of the rotations stays that of the recorded pass."""
+    original = Decoder.before_attention
+
+    def copying(decoder, weights, layer, hidden, rotary):
+        rotary = {rope: (cos * 1.0, sin * 1.0) for rope, (cos, sin) in rotary.items()} if layer == 1 else rotary
+        return original(decoder, weights, layer, hidden, rotary)
+
+    monkeypatch.setattr(Decoder, "before_attention", copying)
+    asked = requests(7)
+    expected = without(monkeypatch, model, asked)
+    if not compares:
+        monkeypatch.setattr(layer_programs, "is_whole", lambda *given: True)
+    found = answers(model, asked)
+    # A copy that is gone may even be no number.
+    assert (all(result.error is None for result in found) and numbers(found) == expected) == compares
 
 
 def test_a_trial_in_the_middle_is_not_recorded(model, monkeypatch, runs):
