@@ -86,7 +86,7 @@ def address_of(function: Any) -> int:
     signature = types.void(types.CPointer(types.int64))
     try:
         compiled: Any = numba.cfunc(signature, cache=True)(function)
-    except RuntimeError:  # numba may write nowhere
+    except (RuntimeError, OSError):  # numba may write nowhere, or what it writes has no room
         compiled = numba.cfunc(signature)(function)
     return int(compiled.address)
 

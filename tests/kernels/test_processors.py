@@ -31,3 +31,16 @@ def test_trials_on_a_lesser_processor(tmp_path, name: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["8", str(name == "avx2"), *["True"] * 5]
+
+
+def test_loops_work_where_what_was_compiled_has_no_room(tmp_path) -> None:
+    """A full disk, or `ulimit -f`: they are compiled in each process, and still used."""
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + (
+        "from flexgen_helm.kernels import compiled, row_scan; print(row_scan._compiled() is compiled)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+    assert not any(path.stat().st_size > 4096 for path in tmp_path.rglob("*"))
