@@ -1,10 +1,9 @@
 """`bench ablation`: what each technique contributes, on a simulated GPU scaled like the paper's machine.
 
 The paper's machine has a GPU of 16 GB behind a link of 12.89 GiB/s. Its OPT-30B takes 60 GB, and the GPU's products run
-at 4.3 TFLOP/s in decoding (its authors' fitted constants). Here a part of host memory acts as the GPU. Three
-proportions decide what overlap, attention on the CPU and the block contribute, and all are kept: the GPU's memory to
-the model's bytes, the link to the rate of decoding's products, and the cache to the weights (by the prompts' length).
-The disk is the machine's own.
+at 4.3 TFLOP/s in decoding (its authors' fitted constants). Here a part of host memory acts as the GPU. Proportions
+decide what overlap, attention on the CPU and the block contribute, and all are kept: the GPU's memory to the model's
+bytes, the link and the disk to the rate of decoding's products, and the cache to the weights (by the prompts' length).
 """
 
 from __future__ import annotations
@@ -31,16 +30,24 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Paper:
-    """The paper's machine and workload: OPT-30B on a T4. cache_bytes: of one element of the KV cache."""
+    """The paper's machine and workload: OPT-30B on a T4.
+
+    disk_bytes_s: of reads and writes.
+    cache_bytes: of one element of the KV cache.
+    """
 
     gpu_bytes: float = 16e9
     model_bytes: float = 60e9
     link_bytes_s: float = 12.89 * GIB
+    disk_bytes_s: tuple[float, float] = (1.6e9, 1.3e9)
     decode_flops: float = 4.3e12
     hidden_size: int = 7168
     prompt: int = 512
     output: int = 32
     cache_bytes: int = 2
+
+
+OPT_175B = Paper(model_bytes=350e9, hidden_size=12288)
 
 
 @dataclass(frozen=True)
@@ -62,9 +69,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Scaled:
-    """The paper's machine and prompts, scaled. link_gb_s: each way."""
+    """The paper's machine and prompts, scaled.
+
+    link_gb_s: each way.
+    disk_gb_s: of reads and writes.
+    """
 
     link_gb_s: float
+    disk_gb_s: tuple[float, float]
     gpu_bytes: int
     decode_flops: float
     prompt: int
@@ -111,7 +123,7 @@ def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, An
             record = in_own_process(run_engine, arguments)
             records.setdefault(variant.label, []).append(record)
             options.tell(f"{variant.label}: {tokens_per_s(record):.2f} token/s ({repeat + 1} of {workload.repeats})")
-    return assemble(workload, variants(workload), records, asdict(scaled))
+    return assemble(workload, variants(workload), records, scaled)
 
 
 def scale(workload: Workload, options: Options) -> Scaled:
@@ -119,18 +131,19 @@ def scale(workload: Workload, options: Options) -> Scaled:
     from flexgen_helm.checkpoint.open import open_checkpoint
 
     config, paper = open_checkpoint(workload.model, weights="dummy").config, Paper()
-    prompt = workload.prompt or scaled_prompt(config, workload, paper)
+    prompt = prompt_tokens(workload, paper)
     sizes = {"batch_rows": workload.batch_rows, "prefill_rows": workload.batch_rows, "prompt": prompt}
     arguments = {"model": workload.model, **sizes, "output": workload.output}
     rate = workload.decode_flops
     if rate is None:
         rate = decode_flops(config, workload.batch_rows, in_own_process(operation_seconds, arguments))
     link, gpu = scaled_machine(config, paper, rate)
+    disk = scaled_disk(paper, rate)
     options.tell(
-        f"decoding's products {rate / 1e9:.0f} Gflop/s: a link of {link:.3f} GB/s, a gpu of {gpu / 1e6:.0f} MB, "
-        f"{prompt} prompt tokens"
+        f"decoding's products {rate / 1e9:.0f} Gflop/s: a link of {link:.3f} GB/s, a disk of {disk[0]:.3f} and "
+        f"{disk[1]:.3f} GB/s, a gpu of {gpu / 1e6:.0f} MB, {prompt} prompt tokens"
     )
-    return Scaled(link, gpu, rate, prompt)
+    return Scaled(link, disk, gpu, rate, prompt)
 
 
 def block_arguments(
@@ -142,13 +155,18 @@ def block_arguments(
     rows: sequences; a block of the policy where nothing is said.
     engine: arguments of the engine that differ.
     """
-    link: dict[str, Any] = {"device": "sim", "link_gb_s": [scaled.link_gb_s] * 2, "offload_dir": str(scratch)}
+    machine: dict[str, Any] = {
+        "device": "sim",
+        "link_gb_s": [scaled.link_gb_s] * 2,
+        "disk_gb_s": list(scaled.disk_gb_s),
+        "offload_dir": str(scratch),
+    }
     if policy is not None:
-        link |= {"schedule": "zigzag", "policy": policy_text(policy)}
+        machine |= {"schedule": "zigzag", "policy": policy_text(policy)}
         rows = rows or policy.block_size
     return {
         "model": workload.model,
-        "engine": {**link, **engine},
+        "engine": {**machine, **engine},
         "limits": {"gpu": scaled.gpu_bytes},
         "rows": rows,
         "prompt": scaled.prompt,
@@ -175,6 +193,13 @@ def variants(workload: Workload) -> list[Variant]:
     ]
 
 
+def prompt_tokens(workload: Workload, paper: Paper) -> int:
+    """Return the tokens of the workload's prompts: its own, or those that stand for the paper's."""
+    from flexgen_helm.checkpoint.open import open_checkpoint
+
+    return workload.prompt or scaled_prompt(open_checkpoint(workload.model, weights="dummy").config, workload, paper)
+
+
 def scaled_prompt(config: ModelConfig, workload: Workload, paper: Paper) -> int:
     """Return the prompt tokens at which cache to weights of a layer is as in the paper, halfway through the output.
 
@@ -198,11 +223,26 @@ def scaled_machine(config: ModelConfig, paper: Paper, rate: float) -> tuple[floa
     return link / 1e9, int(paper.gpu_bytes / paper.model_bytes * STORAGE_BYTES * config.num_parameters)
 
 
+def scaled_disk(paper: Paper, rate: float) -> tuple[float, float]:
+    """Return GB/s of reads and writes of a disk that is to decoding's products as the paper's is."""
+    read, write = (own * rate / paper.decode_flops / 1e9 for own in paper.disk_bytes_s)
+    return read, write
+
+
+def simulated(scaled: Scaled) -> str:
+    """Say what the simulated machine is, for people."""
+    read, write = scaled.disk_gb_s
+    return (
+        f"simulated gpu of {scaled.gpu_bytes / 1e6:.0f} MB behind {scaled.link_gb_s:.3f} GB/s each way, and a disk of "
+        f"{read:.3f} and {write:.3f} GB/s"
+    )
+
+
 def assemble(
     workload: Workload,
     variants_: Sequence[Variant],
     records: Mapping[str, Sequence[Mapping[str, Any]]],
-    scaled: Mapping[str, float],
+    scaled: Scaled,
 ) -> dict[str, Any]:
     """Return the result in the format of benchmarks."""
     full = variants_[0]
@@ -228,7 +268,7 @@ def assemble(
         rows.append(row)
     return {
         "name": "ablation",
-        "workload": {**asdict(workload), **scaled},
+        "workload": {**asdict(workload), **asdict(scaled)},
         "hardware": records[full.label][-1]["hardware"],
         "versions": versions(),
         "rows": rows,
@@ -236,8 +276,7 @@ def assemble(
         "notes": [
             "paper: OPT-30B on a T4, 512 + 32 tokens (the small batch is its row 'DeepSpeed policy'); it has no "
             "row for the same block row by row, and none of OPT-30B with the disk",
-            f"simulated gpu of {scaled['gpu_bytes'] / 1e6:.0f} MB behind {scaled['link_gb_s']:.3f} GB/s each way; "
-            f"decoding's products {scaled['decode_flops'] / 1e9:.0f} Gflop/s; {scaled['prompt']} + "
+            f"{simulated(scaled)}; decoding's products {scaled.decode_flops / 1e9:.0f} Gflop/s; {scaled.prompt} + "
             f"{workload.output} tokens",
         ],
     }

@@ -1,9 +1,8 @@
-"""`bench blocks`: the paper's frontier and breakdown on the simulated GPU of `bench ablation`.
+"""`bench blocks`: the paper's frontier and breakdown on the simulated machine of `bench ablation`.
 
-The frontier runs OPT-30B's blocks of all sizes with the policy of the paper's largest. The breakdown runs a quarter of
-OPT-175B's block without overlap, with half of the weights and all of the cache on the disk, and with few and with many
-new tokens. The runs differ in decode passes; the rest is prefill. Transfers are timed one by one, and computing is the
-rest. The disk is the machine's own.
+The frontier runs OPT-30B's blocks of all sizes with the policy of the paper's largest. The breakdown runs OPT-175B's
+block without overlap, with half of the weights and all of the cache on the disk, and with few and with many new tokens.
+The runs differ in decode passes; the rest is prefill. Transfers are timed one by one, and computing is the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +15,16 @@ from statistics import median
 from typing import Any
 
 from flexgen_helm.benchmarks import Options
-from flexgen_helm.benchmarks.ablation import QUICK, Scaled, Workload, block_arguments, scale
+from flexgen_helm.benchmarks.ablation import (
+    OPT_175B,
+    QUICK,
+    Scaled,
+    Workload,
+    block_arguments,
+    prompt_tokens,
+    scale,
+    simulated,
+)
 from flexgen_helm.benchmarks.common import refuse_engine_flags, run_row
 from flexgen_helm.benchmarks.engine_task import run_engine
 from flexgen_helm.benchmarks.memory_settings import policy_text
@@ -50,20 +58,22 @@ def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, An
     scaled = scale(workload, options)
     sizes = _QUICK_SIZES if options.quick else SIZES
     blocks = [Policy(*size, wg=0.1, wc=0.9, cg=0.0, cc=1.0, hg=0.0, hc=1.0) for size in sizes]
-    rows, batches = (4, 2) if options.quick else (32, 2)
+    rows, batches = (4, 2) if options.quick else (32, 8)
     on_disk = Policy(rows, batches, wg=0.0, wc=0.5, cg=0.0, cc=0.0, hg=0.0, hc=1.0)
+    large = replace(scaled, prompt=prompt_tokens(workload, OPT_175B))
     few = replace(workload, output=_FEW_TOKENS)
-    cases = [(f"block of {own.block_size}", workload, own, True) for own in blocks]
-    cases += [("few tokens", few, on_disk, False), ("many tokens", workload, on_disk, False)]
+    cases = [(f"block of {own.block_size}", workload, scaled, own, True) for own in blocks]
+    cases += [("few tokens", few, large, on_disk, False), ("many tokens", workload, large, on_disk, False)]
     records: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(workload.repeats):
-        for label, own, policy, overlap in cases:
-            arguments = block_arguments(own, scaled, policy, scratch, overlap=overlap)
+        for label, own, machine, policy, overlap in cases:
+            arguments = block_arguments(own, machine, policy, scratch, overlap=overlap)
             records.setdefault(label, []).append(in_own_process(run_engine, arguments))
             seconds = records[label][-1]["latency_s"]
             options.tell(f"{label}: {seconds:.2f} s ({repeat + 1} of {workload.repeats})")
     parts = breakdown(records.pop("few tokens"), records.pop("many tokens"), workload.output)
-    return assemble(workload, scaled, records, parts, policy_text(on_disk))
+    what = f"{policy_text(on_disk)} without overlap, {large.prompt} + {workload.output} tokens"
+    return assemble(workload, scaled, records, parts, what)
 
 
 def breakdown(
@@ -100,9 +110,9 @@ def assemble(
     scaled: Scaled,
     records: Mapping[str, Sequence[Mapping[str, Any]]],
     parts: Mapping[str, Mapping[str, float]],
-    policy: str,
+    what: str,
 ) -> dict[str, Any]:
-    """Return the result in the format of benchmarks."""
+    """Return the result in the format of benchmarks; what: the breakdown has run."""
     rows = [run_row(label, own) for label, own in records.items()]
     largest = rows[-1]["tokens_per_s"]
     rows = [{**row, "of_largest": row["tokens_per_s"] / largest} for row in rows]
@@ -113,14 +123,13 @@ def assemble(
     ]
     return {
         "name": "blocks",
-        "workload": {**asdict(workload), **asdict(scaled), "breakdown": policy},
+        "workload": {**asdict(workload), **asdict(scaled), "breakdown": what},
         "hardware": next(iter(records.values()))[-1]["hardware"],
         "versions": versions(),
         "rows": rows,
         "ratios": {},
         "notes": [
-            f"simulated gpu of {scaled.gpu_bytes / 1e6:.0f} MB behind {scaled.link_gb_s:.3f} GB/s each way; "
-            f"{workload.model}, {scaled.prompt} + {workload.output} tokens",
-            f"breakdown: {policy} without overlap; the disk is the machine's own",
+            f"{simulated(scaled)}; {workload.model}, {scaled.prompt} + {workload.output} tokens",
+            f"breakdown: {what}",
         ],
     }

@@ -125,9 +125,9 @@ def techniques_chart(rows: Sequence[Row]) -> str:
     columns = ("paper", "predicted", "measured")
     body: list[str] = []
     for number, column in enumerate(columns):
-        body.append(f'<rect class="c{number}" x="{170 + 130 * number}" y="7" width="12" height="12" rx="2"/>')
-        body.append(f'<text x="{188 + 130 * number}" y="17">{column}</text>')
-    y, left, scale = 36, 170, 560
+        body.append(f'<rect class="c{number}" x="{190 + 130 * number}" y="7" width="12" height="12" rx="2"/>')
+        body.append(f'<text x="{208 + 130 * number}" y="17">{column}</text>')
+    y, left, scale = 36, 190, 540
     for row in rows:
         body.append(f'<text x="{left - 10}" y="{y + 27}" text-anchor="end">{row["label"]}</text>')
         for number, column in enumerate(columns):

@@ -97,14 +97,19 @@ def _parse_policy(value: Policy | str) -> Policy | str:
     return value if isinstance(value, Policy) or value == "auto" else Policy.parse(str(value))
 
 
-def _parse_link(value: str | tuple[float, float]) -> tuple[float, float]:
-    try:
-        inward, outward = (float(rate) for rate in (value.split(",") if isinstance(value, str) else value))
-    except (TypeError, ValueError):
-        inward = outward = 0.0
-    if not all(0 < rate < float("inf") for rate in (inward, outward)):
-        raise ValueError("must be two rates in GB/s, in and out, for example 12,12")
-    return inward, outward
+def _parse_rates(directions: str) -> Callable[[str | tuple[float, float]], tuple[float, float]]:
+    """Return what reads two rates in GB/s; directions: what the two are of, with an example."""
+
+    def parse(value: str | tuple[float, float]) -> tuple[float, float]:
+        try:
+            first, second = (float(rate) for rate in (value.split(",") if isinstance(value, str) else value))
+        except (TypeError, ValueError):
+            first = second = 0.0
+        if not all(0 < rate < float("inf") for rate in (first, second)):
+            raise ValueError(f"must be two rates in GB/s, {directions}")
+        return first, second
+
+    return parse
 
 
 def _parse_layers(value: str | Iterable[int]) -> tuple[int, ...]:
@@ -261,7 +266,13 @@ class EngineConfig:
         None,
         "GB/s to and from the simulated GPU, for example 12,12. Only with --device sim.",
         Flag("--link", "IN,OUT"),
-        parse=_parse_link,
+        parse=_parse_rates("in and out, for example 12,12"),
+    )
+    disk_gb_s: tuple[float, float] | None = option(
+        None,
+        "GB/s that a simulated disk reads and writes, for example 2,1. Only with --device sim.",
+        Flag("--disk-rates", "READ,WRITE"),
+        parse=_parse_rates("of reads and writes, for example 2,1"),
     )
     pipeline_layers: tuple[int, ...] | None = option(
         None,
@@ -353,6 +364,10 @@ class EngineConfig:
             raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
         if self.device != "sim" and self.link_gb_s is not None:
             raise UsageError("only the simulated gpu takes a link's bandwidth; add --device sim or leave --link out")
+        if self.device != "sim" and self.disk_gb_s is not None:
+            raise UsageError(
+                "only beside a simulated gpu is a disk simulated; add --device sim or leave --disk-rates out"
+            )
 
     @property
     def chat(self) -> ChatOptions:

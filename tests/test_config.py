@@ -17,15 +17,15 @@ from flexgen_helm.quant.precisions import PRECISIONS
 # What users write today; a name that is missing here is new, a name that is missing there breaks them.
 KEYWORDS = {
     "revision", "precision", "limits", "policy", "schedule", "offload_dir", "device", "overlap", "cpu_attention",
-    "cuda_graphs", "weights", "seed", "link_gb_s", "pipeline_layers", "max_latency", "apply_chat_template",
+    "cuda_graphs", "weights", "seed", "link_gb_s", "disk_gb_s", "pipeline_layers", "max_latency", "apply_chat_template",
     "chat_template_kwargs",
     "system_prompt", "thinking_budget", "unverified",
 }  # fmt: skip
 FLAGS = {
     "--precision", "--policy", "--schedule", "--gpu-memory", "--cpu-memory", "--disk", "--offload-dir", "--device",
-    "--link", "--pipeline-layers", "--no-overlap", "--no-cpu-attention", "--no-cuda-graphs", "--dummy-weights",
-    "--max-latency", "--chat-template", "--chat-template-kwargs", "--system-prompt", "--thinking-budget",
-    "--unverified",
+    "--link", "--disk-rates", "--pipeline-layers", "--no-overlap", "--no-cpu-attention", "--no-cuda-graphs",
+    "--dummy-weights", "--max-latency", "--chat-template", "--chat-template-kwargs", "--system-prompt",
+    "--thinking-budget", "--unverified",
 }  # fmt: skip
 
 
@@ -94,7 +94,9 @@ def test_a_precision_may_be_a_record_of_formats():
         ({"device": "tpu"}, "take auto, cpu"),
         ({"device": "sim"}, "--gpu-memory"),
         ({"link_gb_s": (1.0, 1.0)}, "add --device sim"),
-        ({"link_gb_s": "1,2,3"}, "two rates"),
+        ({"link_gb_s": "1,2,3"}, "two rates in GB/s, in and out"),
+        ({"disk_gb_s": (1.0, 1.0)}, "add --device sim or leave --disk-rates out"),
+        ({"disk_gb_s": "1"}, "two rates in GB/s, of reads and writes"),
         ({"overlap": 1}, "overlap 1 must be true or false"),
         ({"weights": "random"}, "take pretrained or dummy"),
         ({"seed": 1.5}, "seed 1.5 must be an integer"),

@@ -18,7 +18,7 @@ from flexgen_helm.benchmarks.network import NETWORKS, offloading, pipeline
 from flexgen_helm.benchmarks.paper.pipeline import evaluate_pipeline
 from flexgen_helm.benchmarks.paper.systems import COMPRESSED, SYSTEMS, with_page_cache
 from flexgen_helm.benchmarks.paper.tables import evaluate_csv, full_memory, predict_row, row_problem
-from flexgen_helm.benchmarks.scaled import throughput_label
+from flexgen_helm.benchmarks.scaled import left_out, scaled_label, throughput_label
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.affine import CACHE, HIDDEN, WEIGHTS, Affine, fraction_vector
@@ -42,6 +42,8 @@ _PARTS = {
     "cache written": "cache_write_s",
     "hidden states": None,
 }
+# What the paper calls a row of its ablation, by what we say that it does without; the first has another policy.
+_LEFT_OUT = {"": "no policy search", ", no overlap": "no overlapping", ", no cpu attention": "no cpu compute"}
 Row = dict[str, Any]
 
 
@@ -116,21 +118,24 @@ def policies(sources: Sources) -> list[Row]:
 
 
 def _in_small(lines: Iterable[Row], sources: Sources) -> list[Row]:
-    """Return what `bench scaled` has of these rows: throughputs over that of the paper's best policy for OPT-30B."""
-    own, best = sources.rows("scaled"), _opt_30b()
-    rows: list[Row] = []
-    for line in lines:
-        measured = own.get(f"throughput: {throughput_label(line)}")
-        if measured is None or line is best:
-            continue
-        pairs = {
-            "paper": (line["tokens_per_s"], best["tokens_per_s"]),
-            "predicted": (line["predicted_tokens_per_s"], best["predicted_tokens_per_s"]),
-            "measured": (measured["tokens_per_s"], own[f"throughput: {throughput_label(best)}"]["tokens_per_s"]),
-        }
-        shares = {column: round(float(value) / float(whole), 3) for column, (value, whole) in pairs.items()}
-        rows.append({"label": f"share of {throughput_label(best)}: {throughput_label(line)}", **shares})
-    return rows
+    """Return what `bench scaled` has of these rows: throughputs over that of the paper's best policy for the model."""
+    measured = [line for line in lines if scaled_label(line) in sources.rows("scaled")]
+    return [
+        {"label": f"share of {_label(_best(line))}: {_label(line)}{left_out(line)}", **_share_of_best(line, sources)}
+        for line in measured
+        if line is not _best(line)
+    ]
+
+
+def _share_of_best(line: Row, sources: Sources) -> Row:
+    """Return a row's throughput over that of its model's best policy; measured by `bench scaled`, if it was."""
+    best, own = _best(line), sources.rows("scaled")
+    shares: Row = {
+        column: round(float(line[key]) / float(best[key]), 3)
+        for column, key in (("paper", "tokens_per_s"), ("predicted", "predicted_tokens_per_s"))
+    }
+    rates = [own[label]["tokens_per_s"] for row in (line, best) if (label := scaled_label(row)) in own]
+    return {**shares, "measured": round(rates[0] / rates[1], 3) if len(rates) == 2 else None}
 
 
 def _shares_of_time(rows: Sequence[Row], table: str, sources: Sources) -> list[Row]:
@@ -152,7 +157,8 @@ def _shares_of_time(rows: Sequence[Row], table: str, sources: Sources) -> list[R
 
 
 def ssd_speed(sources: Sources) -> list[Row]:
-    return [_predicted(row) for row in _evaluated() if row["table"] == "ssd_speed"]
+    lines = [row for row in _evaluated() if row["table"] == "ssd_speed"]
+    return [_predicted(row) for row in lines] + _in_small(lines, sources)
 
 
 def frontier(sources: Sources) -> list[Row]:
@@ -191,7 +197,7 @@ def frontier(sources: Sources) -> list[Row]:
 
 
 def techniques(sources: Sources) -> list[Row]:
-    """OPT-30B's throughput without each technique, over the throughput with all of them."""
+    """Throughput without each technique, over the throughput with all of them."""
     paper = pd.read_csv(PAPER / "ablation_techniques_512_32_T4.csv", index_col="configuration").opt_30b_tokens_per_s
     own = sources.rows("ablation")
     lines = [row for row in _evaluated() if row["model"] == "opt-30b" and row["system"] == "FlexGen"]
@@ -209,15 +215,20 @@ def techniques(sources: Sources) -> list[Row]:
         ("deepspeed policy", predicted(gpu_batch_size="8"), "row by row, small batch"),
     )
     everything = float(paper["all optimizations"])
+    large = [
+        {"label": f"OPT-175B, {_LEFT_OUT[left_out(row)]}", **_share_of_best(row, sources)}
+        for row in _evaluated()
+        if row["model"] == "opt-175b" and row["table"] == "ablation_techniques"
+    ]
     return [
         {
-            "label": label,
+            "label": f"OPT-30B, {label}",
             "paper": round(float(paper[label]) / everything, 3),
             "predicted": round(value / full, 3),
             "measured": round(own[ours]["ratio"], 3) if own else None,
         }
         for label, value, ours in cases
-    ]
+    ] + large
 
 
 def breakdown(sources: Sources) -> list[Row]:
@@ -400,10 +411,26 @@ def _searched(model: str, workload: Workload, precision: Precision = FP16) -> So
     return search(full_memory(problem), (ZIGZAG,))
 
 
+def _best(line: Row) -> Row:
+    """Return FlexGen's row of the paper's best policy for a row's model, with as much page cache."""
+    if line["model"] == "opt-30b":
+        return _opt_30b()
+    (best,) = (
+        row
+        for row in _evaluated()
+        if throughput_label(row) == "FlexGen opt-175b 32x8 0/50 0/0 0/100"
+        and row["page_cache"] == line["page_cache"]
+        and not left_out(row)
+    )
+    return best
+
+
+def _label(row: Row) -> str:
+    return throughput_label(row) + (", page cache held back" if row["page_cache"] == "held_back" else "")
+
+
 def _predicted(row: Row) -> Row:
-    label = throughput_label(row)
-    if row["page_cache"] == "held_back":
-        label += ", page cache held back"
+    label = _label(row)
     measured = row["tokens_per_s"]
     paper = measured if measured == "OOM" else float(measured)
     predicted = _digits(row["predicted_tokens_per_s"]) if row["feasible"] else "OOM"

@@ -57,7 +57,7 @@ def problem_for(
         )
     profile = profile_for(config, hardware)
     if config.device == "sim":
-        profile = simulated_gpu(profile, config.link_gb_s)
+        profile = simulated_gpu(profile, config.link_gb_s, config.disk_gb_s)
     elif config.device.startswith("cpu"):
         profile = replace(profile, gpu=None, link=None)
     elif config.device.startswith("cuda") and profile.gpu is None:

@@ -20,7 +20,7 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.config import EngineConfig, with_options_of
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
-from flexgen_helm.engine.device import device_name, dtype_reason, tier_capacities
+from flexgen_helm.engine.device import device_name, dtype_reason, simulated_disk, tier_capacities
 from flexgen_helm.engine.engine_profile import EngineProfile
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.executor import Executor
@@ -110,7 +110,9 @@ class Engine:
         self.placement = self._planner.place(self.name)
         limits = with_weights(self.placement.bytes_on("disk"))  # for the other tiers nothing changes
         ledgers = {tier: Ledger(tier, limits[tier]) for tier in TIERS}
-        self._tiers = TransferManager(device, model.compute_tier, ledgers, model.link, folder, options.overlap)
+        self._tiers = TransferManager(
+            device, model.compute_tier, ledgers, model.link, folder, options.overlap, simulated_disk(options.disk_gb_s)
+        )
         self.ledger = ledgers[model.compute_tier]
         self._weights = self._load_weights(checkpoint)
         self._decoder = decoder_of(self._part, device, self._dtype)
@@ -403,6 +405,7 @@ class Engine:
             folder,
             "cpu" if link is None else "sim" if model.is_simulated else "cuda",
             options.link_gb_s,
+            options.disk_gb_s,
             pins_host_memory=lambda: link is None or link.pins,
         )
         dtype = str(self._dtype).removeprefix("torch.")

@@ -32,15 +32,17 @@ class EngineProfile:
         folder: Path,
         device: Literal["cpu", "cuda", "sim"],
         link_gb_s: tuple[float, float] | None,
+        disk_gb_s: tuple[float, float] | None,
         pins_host_memory: Callable[[], bool],
     ) -> None:
         """Check the profile that `HARDWARE_VARIABLE` names; measure nothing yet.
 
         limits: bytes of the engine's tiers.
         folder: of the disk tier.
-        link_gb_s: of a simulated gpu.
+        link_gb_s, disk_gb_s: of a simulated gpu, and of the disk beside it.
         """
-        self._limits, self._folder, self._device, self._link_gb_s = limits, folder, device, link_gb_s
+        self._limits, self._folder, self._device = limits, folder, device
+        self._link_gb_s, self._disk_gb_s = link_gb_s, disk_gb_s
         self._pins_host_memory = pins_host_memory
         named = os.environ.get(HARDWARE_VARIABLE) or MEASURED
         self.name = None if named == MEASURED else named
@@ -69,7 +71,7 @@ class EngineProfile:
 
     def _adapted(self, profile: HardwareProfile) -> HardwareProfile:
         if self._device == "sim":
-            profile = simulated_gpu(replace(profile, gpu=None, link=None), self._link_gb_s)
+            profile = simulated_gpu(replace(profile, gpu=None, link=None), self._link_gb_s, self._disk_gb_s)
         elif self._device == "cpu":
             profile = replace(profile, gpu=None, link=None)
         # Limits follow from what is free now; a saved profile may have seen less.

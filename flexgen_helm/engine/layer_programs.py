@@ -6,8 +6,8 @@
 A pass of few rows would spend half of its time in the interpreter, whose data products push out of the nearest caches.
 As with CUDA graphs (`engine.cuda_graphs`) attention stays out, and the rest depends on the number of rows alone. Rows
 are padded to a size, and what padding rows compute is dropped. A size's first use computes as usual and records its
-calls. The first of a layer's sequences of calls is run with other numbers, and compared with what the layer computes. If
-they differ, something in it was no compiled loop, and this size and larger ones are computed as usual: norms and
+calls. The first of a layer's sequences of calls is run with other numbers, and compared with what the layer computes.
+If they differ, something in it was no compiled loop, and this size and larger ones are computed as usual: norms and
 activations of some models, and many rows where products are those of a library.
 
 A program reads and writes fixed addresses. So hidden states, attention's outputs and rotations have buffers that all

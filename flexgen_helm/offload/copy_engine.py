@@ -7,7 +7,6 @@ directions are independent (full duplex).
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexgen_helm.offload.rate_limit import RateLimit
 from flexgen_helm.offload.staging import pages
 from flexgen_helm.planner.constants import COPY_BUFFER_BYTES
 from flexgen_helm.progress import Message, report
@@ -80,16 +80,16 @@ class SimulatedCopyEngine(CopyEngine):
     def __init__(self, in_gb_s: float | None, out_gb_s: float | None) -> None:
         super().__init__()
         self.device = torch.device("cpu")
-        self._in, self._out = (threading.Lock(), in_gb_s), (threading.Lock(), out_gb_s)
+        self._in, self._out = RateLimit(in_gb_s), RateLimit(out_gb_s)
 
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        return self._copy(source, target, *self._in)
+        return self._copy(source, target, self._in)
 
     def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
         return self.to_device(source.index_select(0, rows))
 
     def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        return self._copy(source, target, *self._out)
+        return self._copy(source, target, self._out)
 
     def mark_used(self) -> None:
         return None  # computing is synchronous
@@ -97,13 +97,9 @@ class SimulatedCopyEngine(CopyEngine):
     def host_memory(self, num_bytes: int) -> Tensor:
         return pages(num_bytes)[:num_bytes]
 
-    def _copy(self, source: Tensor, target: Tensor | None, lock: threading.Lock, gb_s: float | None) -> Tensor:
-        with lock:
-            start = time.perf_counter()
-            target = _copy_in_this_thread(source, torch.empty_like(source) if target is None else target)
-            if gb_s is not None:
-                time.sleep(max(0.0, source.nbytes / (gb_s * 1e9) - (time.perf_counter() - start)))
-        return target
+    def _copy(self, source: Tensor, target: Tensor | None, limit: RateLimit) -> Tensor:
+        with limit.transfer(source.nbytes):
+            return _copy_in_this_thread(source, torch.empty_like(source) if target is None else target)
 
 
 def _copy_in_this_thread(source: Tensor, target: Tensor) -> Tensor:

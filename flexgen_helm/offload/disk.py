@@ -20,7 +20,7 @@ import os
 import resource
 import shutil
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from torch import Tensor
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.errors import CheckpointError, DiskFullError, OffloadError
 from flexgen_helm.files import replace_text
+from flexgen_helm.offload.rate_limit import DiskRates
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from flexgen_helm.units import exact_size
 
@@ -49,8 +50,13 @@ class DirectFile:
     All methods raise `OffloadError`; creating and writing a file raise `DiskFullError` if there is no room.
     """
 
-    def __init__(self, path: Path, size: int, create: bool) -> None:
-        """size: bytes, rounded up to a multiple of `ALIGNMENT`; an existing file must have at least as many."""
+    def __init__(self, path: Path, size: int, create: bool, rates: DiskRates | None = None) -> None:
+        """Open or create a file.
+
+        size: bytes, rounded up to a multiple of `ALIGNMENT`; an existing file must have at least as many.
+        rates: of a simulated disk.
+        """
+        self._rates = rates
         self.path, self.size = path, aligned(size)
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
         try:
@@ -105,27 +111,28 @@ class DirectFile:
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         assert offset % ALIGNMENT == 0 and len(view) % ALIGNMENT == 0 and offset + len(view) <= self.size
         done, size = 0, min(len(view), self._end - offset)
-        try:
-            while done < size:
-                count = call(self._descriptor, [view[done : done + _CHUNK]], offset + done)
-                # Direct I/O is cut short only at the file's end.
-                if count <= 0 or (self.direct and count % ALIGNMENT and done + count < size):
-                    raise OffloadError(f"{self.path} ends {size - done} bytes early; delete it and run again")
-                if not self.direct:
-                    if call is os.pwritev:
-                        os.fdatasync(self._descriptor)
-                    os.posix_fadvise(self._descriptor, offset + done, count, os.POSIX_FADV_DONTNEED)
-                done += count
-        except OSError as error:
-            raise _offload_error(error, self.path, len(view)) from error
+        with nullcontext() if self._rates is None else self._rates.of(call is os.pwritev).transfer(size):
+            try:
+                while done < size:
+                    count = call(self._descriptor, [view[done : done + _CHUNK]], offset + done)
+                    # Direct I/O is cut short only at the file's end.
+                    if count <= 0 or (self.direct and count % ALIGNMENT and done + count < size):
+                        raise OffloadError(f"{self.path} ends {size - done} bytes early; delete it and run again")
+                    if not self.direct:
+                        if call is os.pwritev:
+                            os.fdatasync(self._descriptor)
+                        os.posix_fadvise(self._descriptor, offset + done, count, os.POSIX_FADV_DONTNEED)
+                    done += count
+            except OSError as error:
+                raise _offload_error(error, self.path, len(view)) from error
 
 
 class CheckpointFile(DirectFile):
     """A file of a checkpoint, read where it is, as far as its last page."""
 
-    def __init__(self, source: SourceFile) -> None:
+    def __init__(self, source: SourceFile, rates: DiskRates | None = None) -> None:
         """Raises `CheckpointError` if the file is another than the checkpoint's."""
-        self._source = source
+        self._source, self._rates = source, rates
         self.path, self.size, self._end = source.path, aligned(source.size), source.size
         try:
             self._descriptor, self.direct = _open(source.path, os.O_RDONLY)
@@ -151,8 +158,9 @@ class OffloadDirectory:
     Raises `OffloadError` if the folder cannot be used.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, rates: DiskRates | None = None) -> None:
+        """rates: of a simulated disk."""
+        self.folder, self._rates = folder, rates
         _raise_file_limit()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -168,7 +176,7 @@ class OffloadDirectory:
 
     def scratch(self, name: str, size: int) -> DirectFile:
         """Create a file of this run."""
-        return DirectFile(self.run / name, size, create=True)
+        return DirectFile(self.run / name, size, create=True, rates=self._rates)
 
     def weights(self, fingerprint: str, fmt: str) -> "WeightFiles":
         """Return the files of a model's weights.
@@ -176,7 +184,7 @@ class OffloadDirectory:
         fingerprint: of the checkpoint.
         fmt: label of the format that the matrices are stored in, a 16-bit dtype or `Precision.weights_label`.
         """
-        return WeightFiles(_weights_folder(self.folder, fingerprint, fmt), fingerprint, fmt)
+        return WeightFiles(_weights_folder(self.folder, fingerprint, fmt), fingerprint, fmt, self._rates)
 
     def close(self) -> None:
         """Delete the files of this run."""
@@ -210,8 +218,9 @@ class WeightFiles:
     again. The folder's name has the weights' fingerprint, so that no file of another model is used.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, fmt: str) -> None:
-        self._folder, self._fingerprint, self._fmt = folder, fingerprint, fmt
+    def __init__(self, folder: Path, fingerprint: str, fmt: str, rates: DiskRates | None = None) -> None:
+        """rates: of a simulated disk; files are written as fast as the real one is."""
+        self._folder, self._fingerprint, self._fmt, self._rates = folder, fingerprint, fmt, rates
         self._known: tuple[tuple[int, int], dict[str, Any]] | None = None  # a version of the manifest, and its content
         self._checked: set[str] | None = None  # as `checked.txt` has them
         try:
@@ -238,7 +247,7 @@ class WeightFiles:
                     self._write_manifest(manifest)
         except OSError as error:
             raise _offload_error(error, path, size) from error
-        return DirectFile(path, size, create=False)
+        return DirectFile(path, size, create=False, rates=self._rates)
 
     @property
     def num_bytes(self) -> int:

@@ -343,7 +343,7 @@ class MatrixLoader:
         self._weight_files(is_packed=False).ensure_checked(name, self._read("verify", self._tiles(name)))
         path = stored.file.path
         if path not in self._checkpoint_files:
-            self._checkpoint_files[path] = self._keep(CheckpointFile(stored.file))
+            self._checkpoint_files[path] = self._keep(CheckpointFile(stored.file, self._tiers.disk_rates))
         return DiskMatrix(self._tiers, self._checkpoint_files[path], *self._storage(name), stored.offset)
 
     def _keep(self, file: FileT) -> FileT:

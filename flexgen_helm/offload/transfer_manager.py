@@ -20,6 +20,7 @@ from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.offload.disk import OffloadDirectory
 from flexgen_helm.offload.host_pool import HostPool
 from flexgen_helm.offload.ledger import Ledger
+from flexgen_helm.offload.rate_limit import DiskRates
 from flexgen_helm.offload.transfer_stats import Kind, TransferStats
 from flexgen_helm.planner.constants import MAX_PENDING_STORE_BYTES
 from flexgen_helm.planner.placement import Tier
@@ -36,6 +37,7 @@ class TransferManager:
     copy_engine: copies between host and device; None if the host computes.
     folder: of the disk tier.
     overlap: transfers run in the background; False runs each one in its caller.
+    disk_rates: of a simulated disk; None for the machine's own.
     peak_pending_store_bytes: the most bytes that waited to be stored.
     peak_fetch_bytes: of the largest fetch.
     host_pool: pinned memory for caches and hidden states; None if the host computes.
@@ -47,6 +49,7 @@ class TransferManager:
     copy_engine: CopyEngine | None
     folder: Path
     overlap: bool = True
+    disk_rates: DiskRates | None = None
     stats: TransferStats = field(default_factory=TransferStats)
     peak_pending_store_bytes: int = 0
     peak_fetch_bytes: int = 0
@@ -155,7 +158,7 @@ class TransferManager:
     def directory(self) -> OffloadDirectory:
         """Return the offload directory; the first call opens it. Raises `OffloadError` if it cannot be used."""
         if self._directory is None:
-            self._directory = OffloadDirectory(self.folder)
+            self._directory = OffloadDirectory(self.folder, self.disk_rates)
         return self._directory
 
     def close(self) -> None:

@@ -39,16 +39,25 @@ _COMPARED = ("fp16", "8bit", "4bit")
 _Record = TypeVar("_Record")
 
 
-def simulated_gpu(hardware: HardwareProfile, link_gb_s: tuple[float, float] | None) -> HardwareProfile:
+def simulated_gpu(
+    hardware: HardwareProfile,
+    link_gb_s: tuple[float, float] | None,
+    disk_gb_s: tuple[float, float] | None = None,
+) -> HardwareProfile:
     """Add a simulated gpu: the machine's own processor with host memory behind a link.
 
     Its limit is the user's, and its capacity the host's: the workspace of computing is there and no limit counts it.
 
     link_gb_s: GB/s in and out, at most and by default as fast as memory is copied.
+    disk_gb_s: GB/s of reads and writes of a simulated disk, at most and by default the machine's own.
     """
     copy = hardware.cpu.memory_bytes_s / 2
     to_gpu, to_cpu = (min(rate * 1e9, copy) for rate in link_gb_s) if link_gb_s else (copy, copy)
-    return replace(hardware, gpu=hardware.cpu, link=Link(to_gpu, to_cpu, to_gpu, to_cpu))
+    disk = hardware.disk
+    if disk_gb_s is not None:
+        read, write = (min(rate * 1e9, own) for rate, own in zip(disk_gb_s, (disk.read_bytes_s, disk.write_bytes_s)))
+        disk = replace(disk, read_bytes_s=read, write_bytes_s=write, duplex=1.0)
+    return replace(hardware, gpu=hardware.cpu, link=Link(to_gpu, to_cpu, to_gpu, to_cpu), disk=disk)
 
 
 def planning_problem(

@@ -56,7 +56,7 @@ def test_another_figure_is_another_table(tmp_path, monkeypatch):
 
 def test_every_technique_helps_in_the_paper_the_model_and_the_measurement():
     lines = found("techniques")
-    assert len(lines) == 4
+    assert len(lines) == 4 + 3
     for row in lines:
         assert max(row["paper"], row["predicted"], row["measured"]) < 1, row
 
@@ -126,11 +126,14 @@ def test_sub_scenarios_take_no_longer_than_the_papers_minutes_which_have_more_in
     assert all(row["paper"] * 0.4 <= row["predicted"] <= row["paper"] for row in lines), lines
 
 
-@pytest.mark.parametrize(("table", "times"), [("policies", 1.25), ("data_wrangling", 1.5), ("subscenarios", 3.0)])
+@pytest.mark.parametrize(("table", "times"), [("policies", 1.25), ("ssd", 1.4), ("data_wrangling", 1.6), ("subscenarios", 3.0)])
 def test_shares_in_small_are_about_the_papers(table, times):
-    """And of policies, what is slower in the paper is slower here."""
-    lines = [row for row in found(table) if row["measured"] is not None]
-    assert len(lines) == {"policies": 4, "data_wrangling": 6, "subscenarios": 7}[table]
+    """And of policies, what is slower in the paper is slower here.
+
+    But for those that have all weights on the disk, where a small model's head is a large part of what is read.
+    """
+    lines = [row for row in found(table) if row["measured"] is not None and " 0/0 0/0 " not in row["label"]]
+    assert len(lines) == {"policies": 8, "ssd": 2, "data_wrangling": 6, "subscenarios": 7}[table]
     for row in lines:
         assert 1 / times < row["measured"] / row["paper"] < times, row
     by_paper = sorted(lines, key=lambda row: row["paper"])
@@ -154,15 +157,18 @@ def test_each_table_says_beforehand_what_measures_it_and_measures_when_asked(mon
         asked.append(options)
         return {"rows": [{"label": label, "ratio": ratio} for label, ratio in ratios.items()]}
 
-    monkeypatch.setattr(comparison, "load", lambda name: {"ablation": ablation}[name])
+    monkeypatch.setattr(
+        comparison, "load", lambda name: {"ablation": ablation, "scaled": lambda options: {"rows": []}}[name]
+    )
     plain = load("paper")(Options(table="techniques", tell=said.append))
     assert not asked and "measured" not in plain
-    assert said == ["techniques: predicted in seconds; --measure runs bench ablation, about 5 minutes"]
+    first, _ = said[0].split(" and bench scaled, about ")
+    assert first == "techniques: predicted in seconds; --measure runs bench ablation, about 5 minutes"
     result = load("paper")(Options(table="techniques", measure=True, repeats=1))
-    assert [row["measured"] for row in result["rows"]] == [0.1, 0.2, 0.3, 0.4] and asked[0].repeats == 1
-    assert set(result["measured"]) == {"ablation"}
-    with pytest.raises(UsageError, match="'ssd'.*--measure"):
-        load("paper")(Options(table="ssd", measure=True))
+    assert [row["measured"] for row in result["rows"]] == [0.1, 0.2, 0.3, 0.4, None, None, None]
+    assert asked[0].repeats == 1 and set(result["measured"]) == {"ablation", "scaled"}
+    with pytest.raises(UsageError, match="'devices'.*--measure"):
+        load("paper")(Options(table="devices", measure=True))
 
 
 def test_figures_of_a_gpu_are_rows_of_the_main_table():

@@ -320,6 +320,8 @@ def test_the_scaled_machine_keeps_the_papers_proportions():
     link, gpu = ablation.scaled_machine(config, paper, 50e9)
     assert link * 1e9 / 50e9 == pytest.approx(12.89 * 2**30 / 4.3e12)
     assert gpu / (2 * config.num_parameters) == pytest.approx(16 / 60, rel=1e-6)
+    read, write = ablation.scaled_disk(paper, 50e9)
+    assert (read / link, write / read) == (pytest.approx(1.6e9 / (12.89 * 2**30)), pytest.approx(1.3 / 1.6))
     workload = ablation.Workload()
     prompt = ablation.scaled_prompt(config, workload, paper)
     ours = (prompt + workload.output / 2) * 2 * config.hidden_size * 4 / (12 * config.hidden_size**2 * 2)
@@ -333,7 +335,7 @@ def test_ablation_has_each_ratio_with_the_papers():
     variants = ablation.variants(ablation.Workload())
     found = {variant.label: [record(10.0, 1, 1)] for variant in variants}
     found["no overlap"] = [record(20.0, 1, 1), record(16.0, 1, 1), record(40.0, 1, 1)]
-    scaled = {"link_gb_s": 0.2, "gpu_bytes": 1e6, "decode_flops": 5e10, "prompt": 20}
+    scaled = ablation.Scaled(0.2, (0.02, 0.01), 1_000_000, 5e10, 20)
     result = ablation.assemble(ablation.Workload(), variants, found, scaled)
     rows = {row["label"]: row for row in result["rows"]}
     assert rows["all techniques"]["ratio"] == rows["all techniques"]["paper"] == 1.0
