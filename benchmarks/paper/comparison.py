@@ -162,8 +162,8 @@ TABLES = (
         "the predicted parts add up, because nothing overlaps. The paper's add up to 1.2 times its prefill and 1.04 "
         "times its decoding, and it has none for hidden states. Its prefill reads weights for 768 s, a decode pass for "
         "98 s; the model has the same reads in both. Measured: OPT-125M with dummy weights and the paper's block and "
-        "proportions, 10 + 12 tokens, on the simulated machine (`bench blocks`). Its prompts are a fiftieth as long, so "
-        "a prefill computes less for each byte that it moves. In decoding the order of the parts is the paper's.",
+        "proportions, 10 + 12 tokens, on the simulated machine (`bench blocks`). Its prompts are a fiftieth as long, "
+        "so a prefill computes less for each byte that it moves. In decoding the order of the parts is the paper's.",
         measured_by=(Measurement("blocks", 12),),
         picture="Parts of both phases, as shares of their time",
     ),

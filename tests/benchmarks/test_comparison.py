@@ -126,7 +126,9 @@ def test_sub_scenarios_take_no_longer_than_the_papers_minutes_which_have_more_in
     assert all(row["paper"] * 0.4 <= row["predicted"] <= row["paper"] for row in lines), lines
 
 
-@pytest.mark.parametrize(("table", "times"), [("policies", 1.25), ("ssd", 1.4), ("data_wrangling", 1.6), ("subscenarios", 3.0)])
+@pytest.mark.parametrize(
+    ("table", "times"), [("policies", 1.25), ("ssd", 1.4), ("data_wrangling", 1.6), ("subscenarios", 3.0)]
+)
 def test_shares_in_small_are_about_the_papers(table, times):
     """And of policies, what is slower in the paper is slower here.
 
