@@ -19,6 +19,7 @@ from torch import Tensor
 from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
 from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows, can_attend_rows
+from flexgen_helm.kernels.team import empty
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tokens
 from flexgen_helm.kv_cache.visibility import (
@@ -236,7 +237,7 @@ class AttentionMetadata:
                 cache.done(prefix.prefix.seat[0], at.layer)
         if attended is None and len(self.decodes) == 1:
             return self.decodes[0].attend(at, q, k, v)
-        out, lse = attended or (torch.empty_like(q), q.new_empty(q.shape[:2]))
+        out, lse = attended or (empty(q.shape), empty(q.shape[:2]))
         for own in self.decodes:
             tokens = own.tokens
             own.attend(at, q[tokens], k[tokens], v[tokens], (out[tokens], lse[tokens]))
@@ -278,6 +279,15 @@ class AttentionMetadata:
             # Not the prefix of a batch that has its turn before this one.
             if not any(sequence.is_prefill for sequence in block.sequences):
                 cache.prefetch(block, layer)
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether attention is calls of compiled loops alone, which read nothing that it makes and drops."""
+        return not self.prompts and not self.prefixes and all(own.rows is not None for own in self.decodes)
+
+    def rests_on(self, tier: Tier) -> bool:
+        """Whether all caches that the batch attends to are on a tier."""
+        return all(block.tier == tier for block in self.blocks())
 
     def caches_rest_on(self, tier: Tier) -> bool:
         """Whether the caches that decoding tokens go to are all on a tier: the compute device's own stores at once."""
@@ -328,6 +338,22 @@ class LayerAttention(Attend):
         if self.copies:
             k, v = k.clone(), v.clone()
         return self.metadata.attend(self if config is None else replace(self, config=config), q, k, v, sinks)
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether its calls can be recorded now and run later (`AttentionMetadata.is_recordable`)."""
+        return not self.copies and self.cache.codec.cache_format is None and self.metadata.is_recordable
+
+    @property
+    def kind(self) -> tuple[Window | None, bool]:
+        """What recordable layers have in common whose calls differ by the places of their operands alone."""
+        return self.window, self.cache.stores(self.layer)
+
+    @property
+    def places(self) -> list[int]:
+        """Addresses of the caches of decoding sequences, which are in memory."""
+        blocks = [own.block for own in self.metadata.decodes]
+        return [plane.data_ptr() for block in blocks for plane in self.cache.planes(block, self.layer)]
 
     def state_groups(self) -> Iterator[StateGroup]:
         return self.metadata.state_groups(self.layer, self.cache)

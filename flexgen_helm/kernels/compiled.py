@@ -36,6 +36,7 @@ from flexgen_helm.kernels.layer_loop import (
     norm_rows,
     put_rows,
     rotate_rows,
+    sum_rows,
 )
 from flexgen_helm.kernels.processor import CONVERTS_HALVES, LANES
 from flexgen_helm.kernels.product_loop import few_rows
@@ -75,6 +76,7 @@ __all__ = [
     "run_calls",
     "scan_rows",
     "scratch_floats",
+    "sum_rows",
 ]
 
 

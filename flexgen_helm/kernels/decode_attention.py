@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.team import run_on_threads
+from flexgen_helm.kernels.team import empty, run_on_threads, team_size
 from flexgen_helm.kernels.trial import tried
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -72,7 +72,7 @@ class RowTable:
 
     def workspace(self, heads: int, key_heads: int, dim: int, floats: int) -> Workspace:
         """floats: of a thread's scratch memory."""
-        threads = max(1, min(torch.get_num_threads(), self.keys * key_heads * dim // _THREAD_ELEMENTS))
+        threads = team_size(self.keys * key_heads * dim // _THREAD_ELEMENTS)
         needs = threads, self.pieces * heads * (dim + 1), self.pieces * key_heads, threads * floats
         if needs not in self._workspaces:
             _, parts, counters, scratch = needs
@@ -124,7 +124,7 @@ def attend_rows(
     q = q.float()
     if q.stride(2) != 1:
         q = q.contiguous()
-    out, lse = before if before is not None else (torch.empty(q.shape), torch.empty((rows, heads)))
+    out, lse = before if before is not None else (empty(q.shape), empty((rows, heads)))
     floats = compiled.row_scratch_floats(dim)
     work = table.workspace(heads, key_heads, dim, floats)
     arguments = [table.address, rows]

@@ -47,25 +47,31 @@ def _each_vector(builder: Any, count: Any, body: Callable[[Any], None]) -> None:
         body(first)
 
 
-@emitted
-def _sum_of_squares(typing: Any, row: Any, count: Any) -> Any:
-    """count: whole groups of `_SUMS` vectors."""
+def _summing(term: Callable[[Any, Any], Any]) -> Any:
+    """Return a function of a row's address and a count, whole groups of `_SUMS` vectors, that adds terms of them."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        row, count = arguments
-        sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(_SUMS)]
-        for one in sums:
-            builder.store(constant(0.0), one)
-        with cgutils.for_range_slice(builder, INT64(0), count, INT64(_STEP)) as (first, _):
-            for number, one in enumerate(sums):
-                value = load(builder, _at(builder, row, builder.add(first, INT64(LANES * number))), VECTOR, 4)
-                builder.store(builder.fadd(builder.load(one), builder.fmul(value, value)), one)
-        left, *others = (builder.load(one) for one in sums)
-        for other in others:
-            left = builder.fadd(left, other)
-        return summed(builder, left)
+    @emitted
+    def total(typing: Any, row: Any, count: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            row, count = arguments
+            sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(_SUMS)]
+            for one in sums:
+                builder.store(constant(0.0), one)
+            with cgutils.for_range_slice(builder, INT64(0), count, INT64(_STEP)) as (first, _):
+                for number, one in enumerate(sums):
+                    value = load(builder, _at(builder, row, builder.add(first, INT64(LANES * number))), VECTOR, 4)
+                    builder.store(builder.fadd(builder.load(one), term(builder, value)), one)
+            left, *others = (builder.load(one) for one in sums)
+            for other in others:
+                left = builder.fadd(left, other)
+            return summed(builder, left)
 
-    return types.float32(int64, int64), generate
+        return types.float32(int64, int64), generate
+
+    return total
+
+
+_sum, _sum_of_squares = _summing(lambda builder, x: x), _summing(lambda builder, x: builder.fmul(x, x))
 
 
 @emitted
@@ -223,6 +229,20 @@ def bias_rows(address: Any) -> None:
         _combined(ADD, row, bias, whole)
         for column in range(4 * whole, 4 * width, 4):
             put_float(row + column, get_float(row + column) + get_float(bias + column))
+
+
+def sum_rows(address: Any) -> None:
+    """The sum of each row's elements. Arguments: rows without gaps, their sums, rows, width."""
+    data = numba.carray(address, 8, np.int64)
+    rows, sums, count, width = data[4], data[5], data[6], data[7]
+    part, parts = part_of_thread(data)
+    groups = width // _STEP * _STEP
+    for number in range(count * part // parts, count * (part + 1) // parts):
+        row = rows + number * width * 4
+        total = _sum(row, groups)
+        for column in range(groups, width):
+            total += get_float(row + 4 * column)
+        put_float(sums + 4 * number, total)
 
 
 def put_rows(address: Any) -> None:

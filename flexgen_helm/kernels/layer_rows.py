@@ -110,6 +110,22 @@ def _add_bias(compiled: ModuleType, y: Tensor, bias: Tensor) -> Tensor:
     return y
 
 
+def sum_rows(x: Tensor, sums: Tensor) -> None:
+    """Write the sum of each row of x [T, N] into sums [T]."""
+    suits = _is_float(x) and x.dim() == 2 and x.is_contiguous() and _suits(sums, len(x))
+    compiled = _compiled() if suits else None
+    if compiled is None:
+        torch.sum(x, -1, out=sums)
+    else:
+        _sum(compiled, x, sums)
+
+
+def _sum(compiled: ModuleType, x: Tensor, sums: Tensor) -> Tensor:
+    arguments = [x.data_ptr(), sums.data_ptr(), *x.shape]
+    run_on_threads(compiled.address_of(compiled.sum_rows), arguments, x.numel() // _THREAD_ELEMENTS)
+    return sums
+
+
 def put_rows(target: Tensor, slots: Tensor, units: Tensor, rows: Tensor) -> bool:
     """Copy rows [n, heads, D] to target[slots, units], a view [S, U, heads, D]; false where there is no way.
 
@@ -176,6 +192,8 @@ def _is_right(compiled: ModuleType) -> bool:
     pairs.append((_combine(compiled, "add", inner.clone(), up), inner.double() + up.double()))
     pairs.append((_combine(compiled, "copy", inner.clone(), up), up.double()))
     pairs.append((_add_bias(compiled, x.clone(), weight), exact + weight.double()))
+
+    pairs.append((_sum(compiled, x, torch.empty(len(x))), exact.sum(-1)))
 
     target = torch.zeros(3, 2, 4, width)
     slots, units, rows = torch.tensor([2, 0]), torch.tensor([3, 1]), torch.randn(2, 2, width, generator=draw)

@@ -7,7 +7,7 @@ programs may share that run one at a time. What it reads besides must stay where
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
 
@@ -25,19 +25,35 @@ class Program:
     functions: their addresses.
     """
 
-    def __init__(self, recorded: Recording) -> None:
+    def __init__(self, functions: tuple[int, ...], numbers: Sequence[array[int]], kept: object) -> None:
+        """numbers: of each function, a header and its arguments; kept: what they are addresses of."""
         from flexgen_helm.kernels import compiled
 
-        self._threads = torch.get_num_threads()
-        openmp = openmp_library() if self._threads > 1 else None
-        header = [0, 0, 0, 1] if openmp is None else [openmp.thread_num, openmp.num_threads, 0, 0]
-        self._kept = recorded.kept
-        self._numbers = [array("q", [*header, *numbers]) for _, numbers in recorded.calls]
-        self.functions = tuple(address for address, _ in recorded.calls)
-        pairs = zip(self.functions, (numbers.buffer_info()[0] for numbers in self._numbers))
+        self.functions = functions
+        self._numbers, self._kept, self._threads = numbers, kept, torch.get_num_threads()
+        pairs = zip(functions, (own.buffer_info()[0] for own in numbers))
         self._table = array("q", chain.from_iterable(pairs))
+        openmp = openmp_library() if self._threads > 1 else None
         self._address = compiled.address_of(compiled.run_calls)
-        self._given = [self._table.buffer_info()[0], len(self.functions), 0 if openmp is None else openmp.barrier]
+        self._given = [self._table.buffer_info()[0], len(functions), 0 if openmp is None else openmp.barrier]
+
+    @classmethod
+    def of(cls, recorded: Recording) -> Program:
+        openmp = openmp_library() if torch.get_num_threads() > 1 else None
+        header = [0, 0, 0, 1] if openmp is None else [openmp.thread_num, openmp.num_threads, 0, 0]
+        numbers = [array("q", [*header, *own]) for _, own in recorded.calls]
+        return cls(tuple(address for address, _ in recorded.calls), numbers, recorded.kept)
+
+    @classmethod
+    def joined(cls, programs: Sequence[Program]) -> Program:
+        """Return what runs programs one behind the other, by one call."""
+        functions = tuple(chain.from_iterable(one.functions for one in programs))
+        return cls(functions, [*chain.from_iterable(one._numbers for one in programs)], programs)
+
+    def moved(self, places: Mapping[int, int]) -> Program:
+        """Return the same calls with operands elsewhere; places: addresses of some, and what takes their place."""
+        numbers = [array("q", [places.get(number, number) for number in own]) for own in self._numbers]
+        return Program(self.functions, numbers, self._kept)
 
     def run(self) -> None:
         run_on_threads(self._address, self._given, self._threads)
@@ -52,14 +68,17 @@ def can_record() -> bool:
     return torch.get_num_threads() == 1 or openmp_library() is not None
 
 
-def recorded(part: Callable[[], _T], memory: Tensor) -> tuple[Program, _T]:
+def recorded(part: Callable[[], _T], memory: Tensor, computes: bool = True) -> tuple[Program, _T]:
     """Compute a part of a layer and record its calls; memory: bytes for what they return.
+
+    computes: False to run none of the calls. What is no compiled function is computed all the same, from whatever is in
+        memory.
 
     Raises `MemoryError` if these are too few.
     """
-    with Recording(memory) as own:
+    with Recording(memory, computes) as own:
         result = part()
-    return Program(own), result
+    return Program.of(own), result
 
 
 def is_whole(
@@ -80,6 +99,11 @@ def is_whole(
     by_part = [x.clone() for x in part()]
     restore(inputs, kept)
     return all(torch.equal(own, other) for own, other in zip(by_program, by_part, strict=True))
+
+
+def has_same_bits(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors in float32 are equal, what is no number too."""
+    return torch.equal(x.view(torch.int32), y.view(torch.int32))
 
 
 def restore(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

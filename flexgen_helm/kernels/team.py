@@ -37,11 +37,13 @@ class OpenMP:
 class Recording:
     """The calls of compiled functions on this thread, and memory for what they return (`kernels.program`).
 
+    computes: the calls are also run now.
     kept: what the calls read besides.
     """
 
-    def __init__(self, memory: Tensor) -> None:
+    def __init__(self, memory: Tensor, computes: bool = True) -> None:
         """memory: bytes."""
+        self.computes = computes
         self.calls: list[tuple[int, list[int]]] = []
         self.kept: list[object] = []
         self._memory, self._used = memory, 0
@@ -111,6 +113,8 @@ def run_on_threads(address: int, arguments: list[int], most_threads: int) -> Non
     """
     if (own := recording()) is not None:
         own.calls.append((address, arguments))
+        if not own.computes:
+            return
     threads = team_size(most_threads)
     openmp = openmp_library() if threads > 1 else None
     if openmp is not None:

@@ -87,6 +87,21 @@ def test_sums_and_biases(rows, threads, seed, width):
 
 
 @settings(deadline=None, max_examples=60)
+@given(width=st.integers(1, 700), **SHAPES)
+def test_totals(rows, threads, seed, width):
+    """One element that is not finite makes a total so, wherever it is, and no other row's."""
+    x, totals = normal(seed, rows, width), torch.empty(rows)
+    with threads_of(threads):
+        layer_rows.sum_rows(x, totals)
+        torch.testing.assert_close(totals.double(), x.double().sum(-1), rtol=1e-5, atol=1e-4)
+        for value in (torch.inf, -torch.inf, torch.nan):
+            spoiled = x.clone()
+            spoiled[seed % rows, (7 * seed) % width] = value
+            layer_rows.sum_rows(spoiled, totals)
+            assert totals.isfinite().logical_not().nonzero().flatten().tolist() == [seed % rows]
+
+
+@settings(deadline=None, max_examples=60)
 @given(heads=st.integers(1, 5), width=st.integers(1, 70), units=st.integers(1, 9), **SHAPES)
 def test_put(rows, threads, seed, heads, width, units):
     slots = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from flexgen_helm.kernels import layer_rows, team
+from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows
 from flexgen_helm.kernels.few_rows import few_rows_matmul
-from flexgen_helm.kernels.program import is_whole, recorded
+from flexgen_helm.kernels.program import Program, is_whole, recorded
 
 compiled = pytest.importorskip("flexgen_helm.kernels.compiled")
 
@@ -69,6 +70,37 @@ def test_memory_that_does_not_suffice_is_said() -> None:
     with pytest.raises(MemoryError, match="500 bytes"):
         recorded(lambda: layer_rows.rms_norm(torch.ones(8, 32), None, 1e-5, False), memory(500))
     assert team.recording() is None
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_joined_programs_run_one_behind_the_other(threads: int) -> None:
+    torch.set_num_threads(threads)
+    x, y = torch.randn(7, 64), torch.zeros(7, 64)
+    sums = [recorded(lambda: layer_rows.add(y, x), memory(), computes=False)[0] for _ in range(3)]
+    assert not y.any()
+    joined = Program.joined([*sums, recorded(lambda: layer_rows.add(y, y), memory(), computes=False)[0]])
+    assert len(joined.functions) == 4
+    joined.run()
+    assert torch.equal(y, (x + x + x) + (x + x + x))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_attention_that_is_recorded_before_its_queries_are_known(threads: int) -> None:
+    """It has memory for all threads, however little there is to do."""
+    torch.set_num_threads(threads)
+    draw = torch.Generator().manual_seed(0)
+    sizes = (3, 4, 32), (3, 2, 700, 32), (3, 2, 700, 32)
+    q, k, v = (torch.randn(size, generator=draw) for size in sizes)
+    rows = [Row(0, 3), Row(5, 640), Row(0, 690)]
+    expected, _ = attend_rows(RowTable.of(rows), q, k, v, 0.2)
+    known, table = q.clone(), RowTable.of(rows)
+    q.zero_()
+    program, (out, _) = recorded(lambda: attend_rows(table, q, k, v, 0.2), memory(), computes=False)
+    q.copy_(known)
+    for _ in range(3):
+        out.zero_()
+        program.run()
+        assert torch.equal(out, expected)
 
 
 def test_scratch_memory_is_shared_and_results_are_not() -> None:
