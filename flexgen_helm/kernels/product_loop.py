@@ -18,6 +18,7 @@ from flexgen_helm.kernels.emit import (
     load,
     multiply_add,
     part_of_thread,
+    prefetch,
     store,
     summed,
     widen,
@@ -41,6 +42,10 @@ def _tile(builder: Any, rows: int, outputs: int, is_bfloat16: bool, arguments: A
     sums = [[builder.phi(VECTOR) for _ in range(outputs)] for _ in range(rows)]
     in_16_bits, in_32_bits = builder.mul(column, INT64(2)), builder.mul(column, INT64(4))
     weights = [widen(builder, builder.add(row, in_16_bits), is_bfloat16) for row in w_rows]
+    # The rows of the next tile: the processor's own prefetcher stops at the end of a page.
+    ahead = builder.add(in_16_bits, builder.mul(w_row, INT64(outputs)))
+    for row in w_rows:
+        prefetch(builder, builder.add(row, ahead))
     values = [load(builder, builder.add(row, in_32_bits), VECTOR, 4) for row in x_rows]
     results = [[multiply_add(builder, value, weight, one) for weight, one in zip(weights, own)]
                for value, own in zip(values, sums)]  # fmt: skip
