@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_helm.kernels.team import empty, run_on_threads
+from flexgen_helm.kernels.team import empty, keep, run_on_threads
 from flexgen_helm.kernels.trial import tried
 
 # Elements that occupy a thread for longer than it takes to wake.
@@ -145,6 +145,7 @@ def _put(compiled: ModuleType, target: Tensor, slots: Tensor, units: Tensor, row
     arguments += [4 * stride for stride in target.stride()[:3]]
     arguments += [slots.data_ptr(), units.data_ptr(), *rows.shape]
     run_on_threads(compiled.address_of(compiled.put_rows), arguments, rows.numel() // _THREAD_ELEMENTS)
+    keep(target, slots, units, rows)
 
 
 def _suits(operand: Tensor, elements: int) -> bool:

@@ -97,6 +97,12 @@ def empty(shape: Sequence[int]) -> Tensor:
     return torch.empty(shape) if own is None else own.take(4 * prod(shape)).view(torch.float32).view(shape)
 
 
+def keep(*operands: object) -> None:
+    """Let a recording keep what a call of it reads, which its caller may drop."""
+    if (own := recording()) is not None:
+        own.kept.append(operands)
+
+
 def team_size(most_threads: int) -> int:
     """Return how many threads a function gets for which so many have something to do; all, in a recording."""
     threads = torch.get_num_threads()
