@@ -275,15 +275,14 @@ def test_a_value_that_is_not_finite_is_found_behind_its_layer(model, runs, layer
     with Engine.from_pretrained(model, device="cpu") as engine:
         asked = requests(5, shares=False)
         numbers(engine.run(asked))
-        weight = engine._weights.tensors[f"layers.{layer}.mlp.down.weight"].resident
-        assert weight is not None
-        kept = weight.clone()
+        weight = engine._weights.tensors[f"layers.{layer}.mlp.down.weight"]
 
         def spoil(place: int, result: GenerationResult) -> None:
-            weight[3, 5] = torch.inf
+            for copy in (weight.resident, weight.stored):  # of few rows, where there is no matrix unit
+                if copy is not None:
+                    copy[3, 5] = torch.inf
 
         results = engine.run(asked, on_result=spoil)
-        weight.copy_(kept)
     errors = [str(result.error) for result in results if result.error is not None]
     assert len(errors) == 4 and all(f"stage layers.{layer}" in error for error in errors)
     assert max(runs) > BOTH_LAYERS
