@@ -336,23 +336,29 @@ class Executor:
 
         weights: of the last layer; the only one, where they are not computed together.
         """
-        decoder, cache, metadata = self._decoder, self._cache, state.metadata
+        graphs = self._graphs
+        if isinstance(graphs, LayerPrograms) and self._joins(layers[-1], state):
+            assert state.hidden is not None and state.rotary is not None
+            return graphs.layers([self._attention(layer, state) for layer in layers], state.hidden, state.rotary)
+        (layer,) = layers
+        hidden, sums = self._layer(layer, state, weights)
+        return hidden, sums[None]
+
+    def _layer(self, layer: int, state: _BatchState, weights: StageWeights) -> tuple[Tensor, Tensor]:
+        """Return the hidden states after a layer, and the sum of each token's, which meets every element."""
+        metadata, attend = state.metadata, self._attention(layer, state)
         assert state.hidden is not None and state.rotary is not None
-        own = [
-            LayerAttention(metadata, layer, decoder.config.window(layer), decoder.attention, cache) for layer in layers
-        ]
-        layer, graphs = layers[-1], None if metadata.prompts else self._graphs
-        if isinstance(graphs, LayerPrograms) and self._joins(layer, state):
-            return graphs.layers(own, state.hidden, state.rotary)
-        (attend,) = own
+        graphs = None if metadata.prompts else self._graphs
         if graphs is not None and graphs.takes(layer, len(state.hidden)):
             # What is stored in the background must not be in the graphs' buffer, which the next layer overwrites.
             attend = replace(attend, copies=not metadata.caches_rest_on(self._tier))
-            hidden, sums = graphs.layer(weights, layer, state.hidden, state.rotary, attend)
-        else:
-            hidden = decoder.layer(weights, layer, state.hidden, state.rotary, attend)
-            sums = hidden.sum(-1, dtype=torch.float32)
-        return hidden, sums[None]
+            return graphs.layer(weights, layer, state.hidden, state.rotary, attend)
+        hidden = self._decoder.layer(weights, layer, state.hidden, state.rotary, attend)
+        return hidden, hidden.sum(-1, dtype=torch.float32)
+
+    def _attention(self, layer: int, state: _BatchState) -> LayerAttention:
+        decoder = self._decoder
+        return LayerAttention(state.metadata, layer, decoder.config.window(layer), decoder.attention, self._cache)
 
     def _head(self, batch: Batch, state: _BatchState, sampling: Sampling) -> HeadOutput:
         head = predictions_of(batch, sampling)

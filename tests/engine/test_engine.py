@@ -216,20 +216,20 @@ def test_one_rows_fault_does_not_reach_its_slot_group(tiny, monkeypatch):
 
     with Engine.from_pretrained(tiny("llama").path) as engine:
         before = engine.run(requests)
-        honest = Executor._layers
+        honest = Executor._layer
         calls = []
 
-        def poison(self, layers, state, weights):
-            hidden, sums = honest(self, layers, state, weights)
-            if layers == range(1) and state.metadata.decodes:
+        def poison(self, layer, state, weights):
+            hidden, sums = honest(self, layer, state, weights)
+            if layer == 0 and state.metadata.decodes:
                 calls.append(None)
                 if len(calls) == 4:
                     hidden = hidden.clone()
                     hidden[1] = math.nan
-                    sums = hidden.sum(-1)[None]
+                    sums = hidden.sum(-1)
             return hidden, sums
 
-        monkeypatch.setattr(Executor, "_layers", poison)
+        monkeypatch.setattr(Executor, "_layer", poison)
         monkeypatch.setattr(Executor, "_joins", lambda *given: False)  # layer by layer
         after = engine.run(requests)
     failed = [place for place, result in enumerate(after) if result.error]
