@@ -131,7 +131,7 @@ def scale(workload: Workload, options: Options) -> Scaled:
     from flexgen_helm.checkpoint.open import open_checkpoint
 
     config, paper = open_checkpoint(workload.model, weights="dummy").config, Paper()
-    prompt = prompt_tokens(workload, paper)
+    prompt = workload.prompt or scaled_prompt(config, workload, paper)
     sizes = {"batch_rows": workload.batch_rows, "prefill_rows": workload.batch_rows, "prompt": prompt}
     arguments = {"model": workload.model, **sizes, "output": workload.output}
     rate = workload.decode_flops
@@ -191,13 +191,6 @@ def variants(workload: Workload) -> list[Variant]:
         Variant("row by row, small batch", small, {"schedule": "row"}, 1.57, blocks=2),
         Variant("half on the disk", replace(full, wc=0.4), {}, None),
     ]
-
-
-def prompt_tokens(workload: Workload, paper: Paper) -> int:
-    """Return the tokens of the workload's prompts: its own, or those that stand for the paper's."""
-    from flexgen_helm.checkpoint.open import open_checkpoint
-
-    return workload.prompt or scaled_prompt(open_checkpoint(workload.model, weights="dummy").config, workload, paper)
 
 
 def scaled_prompt(config: ModelConfig, workload: Workload, paper: Paper) -> int:

@@ -21,8 +21,8 @@ from flexgen_helm.benchmarks.ablation import (
     Scaled,
     Workload,
     block_arguments,
-    prompt_tokens,
     scale,
+    scaled_prompt,
     simulated,
 )
 from flexgen_helm.benchmarks.common import refuse_engine_flags, run_row
@@ -55,12 +55,15 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def measure(workload: Workload, scratch: Path, options: Options) -> dict[str, Any]:
+    from flexgen_helm.checkpoint.open import open_checkpoint
+
     scaled = scale(workload, options)
     sizes = _QUICK_SIZES if options.quick else SIZES
     blocks = [Policy(*size, wg=0.1, wc=0.9, cg=0.0, cc=1.0, hg=0.0, hc=1.0) for size in sizes]
     rows, batches = (4, 2) if options.quick else (32, 8)
     on_disk = Policy(rows, batches, wg=0.0, wc=0.5, cg=0.0, cc=0.0, hg=0.0, hc=1.0)
-    large = replace(scaled, prompt=prompt_tokens(workload, OPT_175B))
+    config = open_checkpoint(workload.model, weights="dummy").config
+    large = replace(scaled, prompt=workload.prompt or scaled_prompt(config, workload, OPT_175B))
     few = replace(workload, output=_FEW_TOKENS)
     cases = [(f"block of {own.block_size}", workload, scaled, own, True) for own in blocks]
     cases += [("few tokens", few, large, on_disk, False), ("many tokens", workload, large, on_disk, False)]

@@ -178,7 +178,7 @@ class Executor:
                     joined, items = self._divided(items, states)  # most often one, and the others
                     item, following = joined[-1], items[0] if items else None
                     batch = batches[item.batch]
-                    if any([should_stop(batch) for _ in joined]):
+                    if any(should_stop(batch) for _ in joined):
                         raise Interrupted("interrupted; everything finished so far is kept")
                     began = time.perf_counter()
                     self._weights.prefetch(visits)  # load_weight(i, j + 1, k)

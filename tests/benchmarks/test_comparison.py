@@ -132,7 +132,7 @@ def test_sub_scenarios_take_no_longer_than_the_papers_minutes_which_have_more_in
 def test_shares_in_small_are_about_the_papers(table, times):
     """And of policies, what is slower in the paper is slower here.
 
-    But for those that have all weights on the disk, where a small model's head is a large part of what is read.
+    Policies with all weights on the disk are left out: a small model's head is a large part of what they read.
     """
     lines = [row for row in found(table) if row["measured"] is not None and " 0/0 0/0 " not in row["label"]]
     assert len(lines) == {"policies": 8, "ssd": 2, "data_wrangling": 6, "subscenarios": 7}[table]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -42,7 +41,7 @@ def test_files_of_a_disk_share_its_rate_and_directions_do_not(tmp_path):
     assert seconds(*(lambda file=file: file.write(0, buffers[0]) for file in files)) >= 4 * SECONDS
     assert seconds(*(lambda file=file, to=to: file.read(0, to) for file, to in zip(files, buffers))) >= 2 * SECONDS
     assert torch.equal(buffers[1], content) and torch.equal(buffers[0], content)
-    # Of the same files as they are: the guard has something to hold back.
+    # The machine's own disk is faster, so it was the limit that took the time.
     plain = [DirectFile(file.path, SIZE, create=False) for file in files]
     assert min(seconds(lambda: plain[0].read(0, buffers[0])) for _ in range(5)) < SECONDS
     for file in (*files, *plain):
@@ -68,7 +67,7 @@ def test_a_simulated_disk_is_planned_with_and_is_never_faster_than_the_machines(
     laptop = load_profile("laptop")
     machine = simulated_gpu(laptop, None, (0.25, 1e6))
     assert machine.disk.read_bytes_s == 0.25e9 and machine.disk.write_bytes_s == laptop.disk.write_bytes_s
-    assert simulated_gpu(laptop, None).disk == laptop.disk == replace(laptop.disk)
+    assert simulated_gpu(laptop, None).disk == laptop.disk
 
 
 def test_an_engine_on_a_slow_disk_gives_the_same_bits_and_takes_its_time(tiny, tmp_path):
