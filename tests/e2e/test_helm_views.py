@@ -42,8 +42,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def summarize(folder: Path, *flags: str) -> None:
-    """`helm-summarize` in another shell: none of our variables is set."""
-    command = helm("helm.benchmark.presentation.summarize", "--suite", "s", *flags)
+    """`helm-summarize` in another shell: none of our variables is set.
+
+    One thread: it compiles templates in its threads, and in Python before 3.11.8 and 3.12.2 parallel parses can end in
+    `SystemError: AST constructor recursion depth mismatch` (https://github.com/python/cpython/issues/106905).
+    """
+    command = helm("helm.benchmark.presentation.summarize", "--suite", "s", "--num-threads", "1", *flags)
     variables = {name: value for name, value in os.environ.items() if not name.startswith("FLEXGEN_HELM")}
     done = subprocess.run(
         command,
