@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.engine.small_tensors import host_and_device
-from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
+from flexgen_helm.kernels.attention import Integers, SegmentTable, TokenGroup, attend_prompts, can_attend
 from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows, can_attend_rows
 from flexgen_helm.kernels.team import empty
 from flexgen_helm.kv_cache.cache import KVCache
@@ -31,7 +31,7 @@ from flexgen_helm.kv_cache.visibility import (
     whole_part,
 )
 from flexgen_helm.models import attention, sparse
-from flexgen_helm.models.attention import AttentionConfig, PartialAttention, mask_dtype, merge_partial
+from flexgen_helm.models.attention import AttentionConfig, KeysValues, PartialAttention, mask_dtype, merge_partial
 from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Attend, StateGroup, TableRows
 from flexgen_helm.planner.placement import Tier
@@ -228,10 +228,10 @@ class AttentionMetadata:
         if self.prompts or self.prefixes:
             for prompt in self.prompts:  # a prefix is read in the batch that computes it
                 prompt.store(at, k[prompt.tokens], v[prompt.tokens])
-            shared = [cache.read_prefix(*prefix.prefix.seat, at.layer, *prefix.parts) for prefix in self.prefixes]
+            segments = self.segments.at(at.shared, (k, v)) if self.prompts else at.prefix_segments
             window, is_chunked = (None, False) if at.window is None else (at.window.tokens, at.window.is_chunked)
             attended = attend_prompts(
-                self._segments, q, k, v, shared, config.scale, window, is_chunked, config.softcap, config.slopes
+                self.segments, q, k, v, segments, config.scale, window, is_chunked, config.softcap, config.slopes
             )
             for prefix in self.prefixes:
                 cache.done(prefix.prefix.seat[0], at.layer)
@@ -244,7 +244,7 @@ class AttentionMetadata:
         return out, lse
 
     @cached_property
-    def _segments(self) -> SegmentTable:
+    def segments(self) -> SegmentTable:
         """What prompts see, and decoding tokens of shared prefixes."""
         numbers = {own.prefix: number for number, own in enumerate(self.prefixes)}
         groups = [
@@ -283,7 +283,8 @@ class AttentionMetadata:
     @property
     def is_recordable(self) -> bool:
         """Whether attention is calls of compiled loops alone, which read nothing that it makes and drops."""
-        return not self.prompts and not self.prefixes and all(own.rows is not None for own in self.decodes)
+        attends = not self.prefixes or can_attend()
+        return not self.prompts and attends and all(own.rows is not None for own in self.decodes)
 
     def rests_on(self, tier: Tier) -> bool:
         """Whether all caches that the batch attends to are on a tier."""
@@ -351,9 +352,21 @@ class LayerAttention(Attend):
 
     @property
     def places(self) -> list[int]:
-        """Addresses of the caches of decoding sequences, which are in memory."""
+        """Addresses of what decoding sequences attend to, all of which is in memory."""
         blocks = [own.block for own in self.metadata.decodes]
-        return [plane.data_ptr() for block in blocks for plane in self.cache.planes(block, self.layer)]
+        own = [plane.data_ptr() for block in blocks for plane in self.cache.planes(block, self.layer)]
+        return [*own, self.prefix_segments.ctypes.data] if self.metadata.prefixes else own
+
+    @property
+    def shared(self) -> list[KeysValues]:
+        """Keys and values [Hk, S, D] of the shared prefixes."""
+        prefixes = self.metadata.prefixes
+        return [self.cache.read_prefix(*own.prefix.seat, self.layer, *own.parts) for own in prefixes]
+
+    @cached_property
+    def prefix_segments(self) -> Integers:
+        """Where compiled loops find what is `shared`, if there are no prompts."""
+        return self.metadata.segments.at(self.shared)
 
     def state_groups(self) -> Iterator[StateGroup]:
         return self.metadata.state_groups(self.layer, self.cache)

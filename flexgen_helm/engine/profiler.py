@@ -230,9 +230,8 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Calla
     scale, tokens = q.shape[-1] ** -0.5, len(q)
     if not can_attend(q, k, v):
         return _bind(attend_causal, q, k, v, AttentionConfig(scale))
-    return _bind(
-        attend_prompts, SegmentTable.of([TokenGroup(0, tokens, ())], range(tokens), ()), q, k, v, (), scale, None
-    )
+    table = SegmentTable.of([TokenGroup(0, tokens, ())], range(tokens), ())
+    return _bind(attend_prompts, table, q, k, v, table.at((), (k, v)), scale)
 
 
 def cache_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.team import run_on_threads
+from flexgen_helm.kernels.decode_attention import scale_and_cap
+from flexgen_helm.kernels.team import empty, keep, run_on_threads, scratch, team_size
 from flexgen_helm.kernels.trial import tried
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -81,29 +82,41 @@ class SegmentTable:
                 is_own.append(own)
             jobs.append((group.first, group.count, first, len(segments)))
         each, table, rows, numbers = (np.array(x, np.int64) for x in (positions, jobs, segments, source))
-        return cls(each, table, rows, numbers, np.array(is_own, np.bool_))
+        return cls(each, table, rows.reshape(-1, 8), numbers, np.array(is_own, np.bool_))
 
-    def at(self, k: Tensor, v: Tensor, shared: Sequence[tuple[Tensor, Tensor]]) -> Integers:
-        """Fill in where keys and values are: k, v [T, Hk, D] of the batch, and those of shared segments [Hk, S, D]."""
+    def at(self, shared: Sequence[tuple[Tensor, Tensor]], own: tuple[Tensor, Tensor] | None = None) -> Integers:
+        """Fill in where keys and values are.
+
+        shared: of the shared segments, [Hk, S, D].
+        own: of the batch's tokens, [T, Hk, D]; None if no token sees another of them.
+        """
+        assert _suit(*chain(*shared, own or ()))
         segments = self.segments.copy()
-        row, head = (tuple(_FLOAT_BYTES * x.stride(axis) for x in (k, v)) for axis in (0, 1))
-        own, first = self.is_own, self.source[self.is_own]
-        for column, x in enumerate((k, v)):
-            segments[own, column] = x.data_ptr() + first * row[column]
-            segments[own, 2 + column], segments[own, 4 + column] = row[column], head[column]
-        for number, pair in enumerate(shared):
-            users = ~own & (self.source == number)
-            for column, x in enumerate(pair):
-                segments[users, column] = x.data_ptr()
-                segments[users, 2 + column] = _FLOAT_BYTES * x.stride(1)
-                segments[users, 4 + column] = _FLOAT_BYTES * x.stride(0)
+        if shared:
+            places = np.array([_places(keys, values, 1, 0) for keys, values in shared], np.int64)
+            segments[~self.is_own, :6] = places[self.source[~self.is_own]]
+        if own is not None:
+            k, v = own
+            first = self.source[self.is_own]
+            segments[self.is_own, :6] = _places(k, v, 0, 1)
+            for column, x in enumerate(own):
+                segments[self.is_own, column] += first * (_FLOAT_BYTES * x.stride(0))
         return segments
+
+
+def _places(k: Tensor, v: Tensor, row: int, head: int) -> list[int]:
+    """The first six integers of a segment; row, head: axes."""
+    strides = [_FLOAT_BYTES * x.stride(axis) for axis in (row, head) for x in (k, v)]
+    return [k.data_ptr(), v.data_ptr(), *strides]
 
 
 def can_attend(*operands: Tensor) -> bool:
     """Return whether `attend_prompts` takes such queries, keys and values."""
-    suit = all(x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1 for x in operands)
-    return suit and _compiled() is not None
+    return _suit(*operands) and _compiled() is not None
+
+
+def _suit(*operands: Tensor) -> bool:
+    return all(x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1 for x in operands)
 
 
 def attend_prompts(
@@ -111,7 +124,7 @@ def attend_prompts(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shared: Sequence[tuple[Tensor, Tensor]],
+    segments: Integers,
     scale: float,
     window: int | None = None,
     is_chunked: bool = False,
@@ -121,34 +134,33 @@ def attend_prompts(
 ) -> tuple[Tensor, Tensor]:
     """q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
 
-    All operands are such that `can_attend` is true.
+    All operands, and those of shared segments, are such that `can_attend` is true.
 
     table: of tokens that it leaves out, nothing is written.
-    shared: keys and values [Hk, S, D] of the shared segments.
+    segments: of `SegmentTable.at`.
     window: a token sees so many positions, itself included; None: all.
     is_chunked: it sees those of its own chunk of so many positions.
     slopes: [Hq] of ALiBi, in float32, neighbours.
     compiled: on trial; None: what has passed its trial.
     """
     if compiled is None:
-        assert can_attend(q, k, v, *chain(*shared))
+        assert can_attend(q, k, v)
         compiled = _compiled()
         assert compiled is not None
     (tokens, heads, dim), key_heads = q.shape, k.shape[1]
     group = heads // key_heads
-    out, lse = q.new_empty(q.shape), q.new_empty((tokens, heads))
-    segments, factor = table.at(k, v, shared), np.array([scale, softcap or 0.0], np.float32)
+    out, lse = empty(q.shape), empty((tokens, heads))
     tiles = key_heads * sum(-(-count * group // compiled.TILE_QUERIES) for count in table.jobs[:, 1].tolist())
-    threads = max(1, min(tiles, torch.get_num_threads()))
-    floats = compiled.scratch_floats(dim)
-    scratch = torch.empty(threads * floats)
+    threads, floats = team_size(tiles), compiled.scratch_floats(dim)
+    memory, factors = scratch(threads * floats), scale_and_cap(scale, softcap)
     addresses = [table.jobs.ctypes.data, len(table.jobs), segments.ctypes.data]
     for x in (q, out):
         addresses += [x.data_ptr(), _FLOAT_BYTES * x.stride(0), _FLOAT_BYTES * x.stride(1)]
-    addresses += [lse.data_ptr(), _FLOAT_BYTES * heads, key_heads, group, dim, window or 0, factor.ctypes.data]
-    addresses += [scratch.data_ptr(), _FLOAT_BYTES * floats, table.positions.ctypes.data]
+    addresses += [lse.data_ptr(), _FLOAT_BYTES * heads, key_heads, group, dim, window or 0, factors.ctypes.data]
+    addresses += [memory.data_ptr(), _FLOAT_BYTES * floats, table.positions.ctypes.data]
     addresses += [0 if slopes is None else slopes.data_ptr(), is_chunked]
     run_on_threads(compiled.address_of(compiled.attend), addresses, threads)
+    keep(table, segments, q, k, v, slopes)
     return out, lse
 
 
@@ -166,13 +178,14 @@ def _is_right(compiled: ModuleType) -> bool:
     prompts = TokenGroup(0, counts[0], (0,)), TokenGroup(counts[0], counts[1], ())
     positions = [*range(before, before + counts[0]), *range(counts[1])]
     table = SegmentTable.of(prompts, positions, [(before, 0)])
+    segments = table.at([pair], (k, v))
     slopes = torch.rand(4, generator=draw)
     for window, is_chunked, softcap, biases in (
         (None, False, None, None),
         (50, False, 2.0, None),
         (50, True, None, slopes),
     ):
-        out, lse = attend_prompts(table, q, k, v, [pair], 0.3, window, is_chunked, softcap, biases, compiled)
+        out, lse = attend_prompts(table, q, k, v, segments, 0.3, window, is_chunked, softcap, biases, compiled)
         for prompt in prompts:
             own = slice(prompt.first, prompt.first + prompt.count)
             keys, values = k[own].transpose(0, 1), v[own].transpose(0, 1)

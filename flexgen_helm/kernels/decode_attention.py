@@ -132,7 +132,7 @@ def attend_rows(
         row, head, _ = x.stride()
         arguments += (x.data_ptr(), 4 * row, 4 * head)
     arguments += (lse.data_ptr(), 4 * lse.stride(0), key_heads, heads // key_heads, dim, _KINDS[k.dtype])
-    arguments += (_factors(scale, softcap or 0.0).ctypes.data, 0 if slopes is None else slopes.data_ptr())
+    arguments += (scale_and_cap(scale, softcap).ctypes.data, 0 if slopes is None else slopes.data_ptr())
     arguments += (*work.addresses, 4 * floats, before is not None, k.data_ptr(), v.data_ptr())
     size = k.element_size()
     arguments += (size * stride for x in (k, v) for stride in x.stride()[:3])
@@ -142,8 +142,9 @@ def attend_rows(
 
 
 @cache
-def _factors(scale: float, softcap: float) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.array([scale, softcap], np.float32)
+def scale_and_cap(scale: float, softcap: float | None) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return both where compiled functions read them, for as long as the process runs; no soft cap is 0."""
+    return np.array([scale, softcap or 0.0], np.float32)
 
 
 @lru_cache(maxsize=1)

@@ -97,6 +97,12 @@ def empty(shape: Sequence[int]) -> Tensor:
     return torch.empty(shape) if own is None else own.take(4 * prod(shape)).view(torch.float32).view(shape)
 
 
+def scratch(floats: int) -> Tensor:
+    """Return memory in float32 that a compiled function uses for itself."""
+    own = recording()
+    return torch.empty(floats) if own is None else own.scratch(4 * floats).view(torch.float32)
+
+
 def keep(*operands: object) -> None:
     """Let a recording keep what a call of it reads, which its caller may drop."""
     if (own := recording()) is not None:

@@ -19,6 +19,7 @@ from flexgen_helm.kernels.program import Program
 from flexgen_helm.kv_cache import memory_planes
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.decoder import Decoder
+from tests.helpers.prefixes import share_at_no_cost
 from tests.helpers.tiny_models import (
     VOCABULARY,
     TinyModel,
@@ -52,6 +53,11 @@ def saved(folder: Path, config) -> Path:
     save_random(folder, config, seed=3)
     save_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_at_no_cost(monkeypatch)
 
 
 @pytest.fixture
@@ -125,6 +131,31 @@ def test_a_pass_is_one_program(model, monkeypatch, runs, threads):
         torch.set_num_threads(before)
     whole = sum(runs[calls] for calls in runs if calls > BOTH_LAYERS)
     assert whole > 200 and whole > 0.8 * sum(runs.values())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_pass_behind_shared_prefixes_is_one_program(model, monkeypatch, runs, threads):
+    """Of two beginnings, one within the other; some sequences have neither. The tables of the first layer's segments
+    serve no other layer."""
+    before, asked = torch.get_num_threads(), requests(20)
+    longer = [*range(5, 70), *range(9, 50)]
+    asked = [
+        replace(own, prompt_token_ids=longer + own.prompt_token_ids) if i % 3 == 1 else own
+        for i, own in enumerate(asked)
+    ]
+    asked = [replace(own, max_tokens=10 + 17 * i % 130) for i, own in enumerate(asked)]
+    torch.set_num_threads(threads)
+    try:
+        expected = without(monkeypatch, model, asked)
+        with Engine.from_pretrained(model, device="cpu") as engine:
+            found = [numbers(engine.run(asked)) for _ in range(2)]
+            computed = engine.last_run["workload"]["prompt_tokens_computed"]
+    finally:
+        torch.set_num_threads(before)
+    assert found == [expected, expected]
+    assert computed < sum(len(own.prompt_token_ids) for own in asked) - 10 * 65
+    whole = sum(runs[calls] for calls in runs if calls > BOTH_LAYERS)
+    assert whole > 150 and whole > 0.8 * sum(runs.values())
 
 
 CONFIGS = {
@@ -236,6 +267,18 @@ def test_layers_that_are_taken_for_one_kind_are_found(tmp_path, monkeypatch, run
     monkeypatch.setattr(LayerAttention, "kind", (None, True))
     assert numbers(answers(path, asked)) == expected
     assert max(runs) < BOTH_LAYERS
+
+
+def test_keys_of_another_layers_prefix_are_found(model, monkeypatch, runs):
+    """The inverse: if places left out where shared keys are, all layers would read those of the first."""
+    asked = requests(7)
+    expected = without(monkeypatch, model, asked)
+    honest = LayerAttention.places.fget
+    monkeypatch.setattr(LayerAttention, "places", property(lambda own: honest(own)[: 2 * len(own.metadata.decodes)]))
+    assert numbers(answers(model, asked)) == expected
+    assert max(runs) < BOTH_LAYERS
+    monkeypatch.setattr(layer_programs, "has_same_bits", lambda *given: True)
+    assert numbers(answers(model, asked)) != expected
 
 
 def test_too_little_memory_for_attention_is_no_error(model, monkeypatch, runs):

@@ -24,19 +24,14 @@ from tests.helpers.faults import replaced
 from tests.helpers.offload import DECODING_SCHEDULES, MIB, offloaded, policies
 from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
 from tests.helpers.parity import assert_equals_reference, assert_same
+from tests.helpers.prefixes import share_at_no_cost
 from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import VARIANTS, VOCABULARY
 
 
 @pytest.fixture(autouse=True)
 def sharing(monkeypatch):
-    at_no_cost(monkeypatch)
-
-
-def at_no_cost(monkeypatch):
-    """However tiny the models are, that one token is saved is worth it."""
-    monkeypatch.setattr(prefix_cost, "_SEGMENT_S", 0.0)
-    monkeypatch.setattr(prefix_cost, "_SEGMENT_FLOPS", 0.0)
+    share_at_no_cost(monkeypatch)
 
 
 def alone(monkeypatch):
@@ -219,7 +214,7 @@ def test_memory_that_runs_out_at_the_end_brings_prefixes_back(tiny, tmp_path, mo
     with Engine.from_pretrained(tiny("llama").path) as engine:
         alone(monkeypatch)
         expected = engine.run(requests)
-    at_no_cost(monkeypatch)
+    share_at_no_cost(monkeypatch)
     monkeypatch.setattr(Decoder, "head", head)
     with offloaded(tiny, "llama", tmp_path, Policy(3, 4, 0, 1, 0, 1, 0, 1), schedule="prefill-only") as engine:
         assert_same(engine.run(requests), expected)
@@ -279,7 +274,7 @@ def test_little_memory_still_answers_everything(tiny, tmp_path, monkeypatch):
         whole = engine.ledger.in_use
         alone(monkeypatch)
         expected = engine.run(asked)
-    at_no_cost(monkeypatch)
+    share_at_no_cost(monkeypatch)
     largest = max(len(p) for p in prompts) + 12
     token = 2 * 3 * 64 * 4
     for tokens in (largest, 2 * largest, 4 * largest):
@@ -416,7 +411,7 @@ def test_little_memory_with_a_packed_cache_refuses_nobody_for_a_prefix(tiny, tmp
         whole = engine.ledger.in_use
         alone(monkeypatch)
         expected = engine.run(asked)
-    at_no_cost(monkeypatch)
+    share_at_no_cost(monkeypatch)
     answered = 0
     for kib in (70, 110, 200, 400):
         limits = MemoryLimits(cpu=int(whole * 1.3) + kib * 1024)

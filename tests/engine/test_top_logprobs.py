@@ -14,7 +14,7 @@ from flexgen_helm.engine.logits import most_probable
 from flexgen_helm.errors import RequestError
 from flexgen_helm.request import MAX_TOP_LOGPROBS
 from flexgen_helm.response_cache import decode_result, encode_result
-from flexgen_helm.scheduling import prefix_cost
+from tests.helpers.prefixes import share_at_no_cost
 from tests.helpers.tiny_models import VOCABULARY
 
 BEGINNING = [5 + i % 40 for i in range(24)]  # long enough to be shared
@@ -69,8 +69,7 @@ def test_they_equal_those_of_transformers(engine, tiny, asked):
 
 
 def test_users_of_a_shared_beginning_get_as_many_as_each_asks_for(tiny, monkeypatch):
-    monkeypatch.setattr(prefix_cost, "_SEGMENT_S", 0.0)  # the saved tokens are worth it
-    monkeypatch.setattr(prefix_cost, "_SEGMENT_FLOPS", 0.0)
+    share_at_no_cost(monkeypatch)
     asked = [
         GenerationRequest(
             prompt_token_ids=[*BEGINNING, 7 + count], max_tokens=1, echo_logprobs=True, top_logprobs=count

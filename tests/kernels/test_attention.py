@@ -82,7 +82,7 @@ def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, thr
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        out, lse = attend_prompts(table, q, k, v, stored, dim**-0.5, *seen, softcap, slopes)
+        out, lse = attend_prompts(table, q, k, v, table.at(stored, (k, v)), dim**-0.5, *seen, softcap, slopes)
     finally:
         torch.set_num_threads(before)
     for each in groups:
@@ -105,14 +105,14 @@ def test_scores_beyond_what_an_exponential_holds() -> None:
     q = torch.ones(200, 1, 16)
     k, v = torch.zeros(200, 1, 16), torch.arange(200.0)[:, None, None].expand(200, 1, 16).contiguous()
     table = SegmentTable.of([TokenGroup(0, 200, ())], range(200), [])
-    out, lse = attend_prompts(table, q, k, v, [], 1.0)
+    out, lse = attend_prompts(table, q, k, v, table.at([], (k, v)), 1.0)
     torch.testing.assert_close(out[:, 0, 0], torch.arange(200.0) / 2)
     torch.testing.assert_close(lse[:, 0], torch.arange(1.0, 201.0).log())
     k[0] = 500.0
-    out, lse = attend_prompts(table, q, k, v, [], 1.0)
+    out, lse = attend_prompts(table, q, k, v, table.at([], (k, v)), 1.0)
     assert out.abs().max() == 0.0 and torch.equal(lse, torch.full((200, 1), 8000.0))
     k[0], k[-1] = -500.0, 500.0
-    out, lse = attend_prompts(table, q, k, v, [], 1.0)
+    out, lse = attend_prompts(table, q, k, v, table.at([], (k, v)), 1.0)
     assert out[0].eq(0).all() and lse[0] == -8000.0 and out[-1].eq(199).all() and lse[-1] == 8000.0
 
 
@@ -121,7 +121,8 @@ def test_a_value_that_is_not_finite_stays_in_its_prompt() -> None:
     q, k, v = (torch.randn(30, 2, 16) for _ in "qkv")
     k[12] = math.nan
     prompts = [TokenGroup(first, 10, ()) for first in (0, 10, 20)]
-    out, _ = attend_prompts(SegmentTable.of(prompts, [*range(10)] * 3, []), q, k, v, [], 0.25)
+    table = SegmentTable.of(prompts, [*range(10)] * 3, [])
+    out, _ = attend_prompts(table, q, k, v, table.at([], (k, v)), 0.25)
     assert out[:12].isfinite().all() and out[20:].isfinite().all()
     assert out[12:20].isnan().all()
 
@@ -133,7 +134,7 @@ def test_the_same_bits_on_any_number_of_threads() -> None:
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(attend_prompts(table, q, k, v, [], 0.125))
+            results.append(attend_prompts(table, q, k, v, table.at([], (k, v)), 0.125))
     finally:
         torch.set_num_threads(before)
     for out, lse in results[1:]:
@@ -148,7 +149,7 @@ def test_the_same_bits_whoever_decodes_beside_it() -> None:
     def attended(*tokens: int) -> tuple[Tensor, Tensor]:
         own, group = [*tokens], TokenGroup(0, len(tokens), (0,), is_prompt=False)
         table = SegmentTable.of([group], [positions[token] for token in tokens], [(300, 0)])
-        return attend_prompts(table, q[own], k[own], v[own], [pair], 0.125, 210)
+        return attend_prompts(table, q[own], k[own], v[own], table.at([pair]), 0.125, 210)
 
     together = attended(*range(5))
     for token in range(5):
