@@ -148,7 +148,7 @@ class LayerPrograms:
                 return None
             known[attend.kind] = program, places
         program, others = known[attend.kind]
-        return program if places == others else program.moved(dict(zip(others, places, strict=True)))
+        return program if places == others else program.moved(others, places)
 
     def _attend(self, attend: LayerAttention, operands: Sequence[Tensor], rows: int, program: Program | None) -> None:
         """Compute a layer's attention as usual, and compare a program's with it, if there is one."""

@@ -7,7 +7,8 @@ programs may share that run one at a time. What it reads besides must stay where
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
@@ -27,15 +28,9 @@ class Program:
 
     def __init__(self, functions: tuple[int, ...], numbers: Sequence[array[int]], kept: object) -> None:
         """numbers: of each function, a header and its arguments; kept: what they are addresses of."""
-        from flexgen_helm.kernels import compiled
-
         self.functions = functions
         self._numbers, self._kept, self._threads = numbers, kept, torch.get_num_threads()
-        pairs = zip(functions, (own.buffer_info()[0] for own in numbers))
-        self._table = array("q", chain.from_iterable(pairs))
-        openmp = openmp_library() if self._threads > 1 else None
-        self._address = compiled.address_of(compiled.run_calls)
-        self._given = [self._table.buffer_info()[0], len(functions), 0 if openmp is None else openmp.barrier]
+        self._uses: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
 
     @classmethod
     def of(cls, recorded: Recording) -> Program:
@@ -50,13 +45,42 @@ class Program:
         functions = tuple(chain.from_iterable(one.functions for one in programs))
         return cls(functions, [*chain.from_iterable(one._numbers for one in programs)], programs)
 
-    def moved(self, places: Mapping[int, int]) -> Program:
-        """Return the same calls with operands elsewhere; places: addresses of some, and what takes their place."""
-        numbers = [array("q", [places.get(number, number) for number in own]) for own in self._numbers]
+    def moved(self, places: Sequence[int], others: Sequence[int]) -> Program:
+        """Return the same calls with operands elsewhere.
+
+        places: addresses of some; others: what takes the place of each.
+        """
+        numbers = [own[:] for own in self._numbers]
+        for call, argument, operand in self._uses_of(tuple(places)):
+            numbers[call][argument] = others[operand]
         return Program(self.functions, numbers, self._kept)
 
+    def _uses_of(self, places: tuple[int, ...]) -> list[tuple[int, int, int]]:
+        """Find operands among the arguments of calls: the call, the argument, and which one of `places` it is."""
+        if places not in self._uses:
+            operands = {place: operand for operand, place in enumerate(places)}
+            self._uses[places] = [
+                (call, argument, operands[number])
+                for call, own in enumerate(self._numbers)
+                for argument, number in enumerate(own)
+                if number in operands
+            ]
+        return self._uses[places]
+
+    @cached_property
+    def _calls(self) -> tuple[int, list[int], array[int]]:
+        """The address and the arguments of what runs the calls, and the table that it reads."""
+        from flexgen_helm.kernels import compiled
+
+        pairs = zip(self.functions, (own.buffer_info()[0] for own in self._numbers))
+        table = array("q", chain.from_iterable(pairs))
+        openmp = openmp_library() if self._threads > 1 else None
+        given = [table.buffer_info()[0], len(self.functions), 0 if openmp is None else openmp.barrier]
+        return compiled.address_of(compiled.run_calls), given, table
+
     def run(self) -> None:
-        run_on_threads(self._address, self._given, self._threads)
+        address, given, _ = self._calls
+        run_on_threads(address, given, self._threads)
 
 
 def can_record() -> bool:
