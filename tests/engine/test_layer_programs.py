@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from flexgen_helm.kv_cache import memory_planes
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.decoder import Decoder
 from tests.helpers.prefixes import share_at_no_cost
+from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import (
     VOCABULARY,
     TinyModel,
@@ -170,6 +172,28 @@ CONFIGS = {
 @pytest.mark.parametrize("kind", [*CONFIGS])
 def test_kinds_of_attention(tmp_path, monkeypatch, runs, kind):
     path, asked = saved(tmp_path, CONFIGS[kind]()), requests(7)
+    assert numbers(answers(path, asked)) == without(monkeypatch, path, asked)
+    assert max(runs) > BOTH_LAYERS
+
+
+@pytest.mark.parametrize("seed", range(share_of(12, 3)))
+def test_random_trees_of_prefixes(tmp_path, monkeypatch, runs, seed):
+    draw = random.Random(seed)
+    path = saved(tmp_path, draw.choice([lambda: llama_config(**SIZES), *CONFIGS.values()])())
+
+    def some(count):
+        return [draw.randrange(2, VOCABULARY) for _ in range(count)]
+
+    stems = [some(draw.choice([3, 17, 64, 90, 150])) for _ in range(3)]
+    stems += [stems[0] + stems[1][:20], stems[0] + stems[1][:20] + some(3), []]
+    asked = [
+        GenerationRequest(
+            prompt_token_ids=draw.choice(stems) + some(draw.randint(1, 20)), max_tokens=draw.choice([1, 3, 12, 40, 70]),
+            n=draw.choice([1, 1, 1, 3]), temperature=draw.choice([0.0, 0.9]), seed=i, ignore_eos=True,
+            echo_logprobs=draw.random() < 0.3,
+        )
+        for i in range(draw.randrange(2, 40))
+    ]  # fmt: skip
     assert numbers(answers(path, asked)) == without(monkeypatch, path, asked)
     assert max(runs) > BOTH_LAYERS
 
