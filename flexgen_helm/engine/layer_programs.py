@@ -30,7 +30,6 @@ from flexgen_helm.engine.attention_metadata import LayerAttention
 from flexgen_helm.engine.layer_buffers import LayerBuffers
 from flexgen_helm.kernels import layer_rows
 from flexgen_helm.kernels.program import Program, has_same_bits, is_whole, recorded, restore
-from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Attend, Decoder, Rotary, StageWeights
 from flexgen_helm.models.decoder_config import RopeConfig
 from flexgen_helm.offload.staging import pages
@@ -41,8 +40,8 @@ _MOST_ROWS, _MEMORY_BYTES, _ATTENTION_BYTES = 128, 96 << 20, 16 << 20
 
 _Part = Callable[[], Sequence[Tensor]]
 _Key = tuple[str, int, int, int]
-# Programs of attention by kind, with the addresses of their operands.
-_Known = dict[tuple[Window | None, bool], tuple[Program, list[int]]]
+# Programs of attention and the places of their caches, by kind of layer and by where queries, keys and values are.
+_Known = dict[tuple[object, ...], tuple[Program, list[int]]]
 
 
 class LayerPrograms:
@@ -137,8 +136,8 @@ class LayerPrograms:
         """
         if not self._records_attention or not attend.is_recordable:
             return None
-        places = [*(x.data_ptr() for x in operands), *attend.places]
-        if attend.kind not in known:
+        key, places = (*attend.kind, *((x.data_ptr(), x.shape) for x in operands)), attend.places
+        if key not in known:
             try:
                 program, _ = recorded(
                     lambda: self._attended(attend, operands, rows), self._attention_memory, computes=False
@@ -146,8 +145,8 @@ class LayerPrograms:
             except MemoryError:
                 self._records_attention = False
                 return None
-            known[attend.kind] = program, places
-        program, others = known[attend.kind]
+            known[key] = program, places
+        program, others = known[key]
         return program if places == others else program.moved(others, places)
 
     def _attend(self, attend: LayerAttention, operands: Sequence[Tensor], rows: int, program: Program | None) -> None:
