@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.engine.small_tensors import host_and_device
-from flexgen_helm.kernels.attention import Integers, SegmentTable, TokenGroup, attend_prompts, can_attend
-from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows, can_attend_rows
+from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
+from flexgen_helm.kernels.decode_attention import Integers, Row, RowTable, attend_rows, can_attend_rows
 from flexgen_helm.kernels.team import empty
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tokens
@@ -283,8 +283,9 @@ class AttentionMetadata:
     @property
     def is_recordable(self) -> bool:
         """Whether attention is calls of compiled loops alone, which read nothing that it makes and drops."""
-        attends = not self.prefixes or can_attend()
-        return not self.prompts and attends and all(own.rows is not None for own in self.decodes)
+        if self.prompts or (self.prefixes and not can_attend()):
+            return False
+        return all(own.rows is not None for own in self.decodes)
 
     def rests_on(self, tier: Tier) -> bool:
         """Whether all caches that the batch attends to are on a tier."""

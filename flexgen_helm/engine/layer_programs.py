@@ -146,8 +146,8 @@ class LayerPrograms:
                 self._records_attention = False
                 return None
             known[key] = program, places
-        program, others = known[key]
-        return program if places == others else program.moved(others, places)
+        program, recorded_places = known[key]
+        return program if places == recorded_places else program.moved(recorded_places, places)
 
     def _attend(self, attend: LayerAttention, operands: Sequence[Tensor], rows: int, program: Program | None) -> None:
         """Compute a layer's attention as usual, and compare a program's with it, if there is one."""

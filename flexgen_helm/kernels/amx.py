@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kernels.layer_rows import add_bias
-from flexgen_helm.kernels.team import empty, recording, run_on_threads, team_size
+from flexgen_helm.kernels.team import empty, keep, recording, run_on_threads, team_size
 from flexgen_helm.kernels.trial import tried
 
 # Most rows of x that are divided at once; bytes that a core's cache holds of their parts and of two panels of weights,
@@ -109,8 +109,7 @@ def _multiply(compiled: ModuleType, x: Tensor, weights: Sequence[Tensor]) -> lis
     arguments = [kinds[weights[0].dtype], x.data_ptr(), 4 * x.stride(0), count, width, block, rows, groups]
     arguments += [_memory(threads * own_bytes), own_bytes, all_panels, table.buffer_info()[0]]
     run_on_threads(compiled.address_of(compiled.multiply), arguments, threads)
-    if (recorder := recording()) is not None:
-        recorder.kept.append(table)
+    keep(table)
     return products
 
 

@@ -22,11 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.decode_attention import scale_and_cap
+from flexgen_helm.kernels.decode_attention import Integers, scale_and_cap
 from flexgen_helm.kernels.team import empty, keep, run_on_threads, scratch, team_size
 from flexgen_helm.kernels.trial import tried
-
-Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 _FLOAT_BYTES = 4
 
