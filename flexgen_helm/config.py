@@ -295,8 +295,8 @@ class EngineConfig:
     )
     cuda_graphs: bool = option(
         True,
-        "Run decode layers by CUDA graphs where all weights are in GPU memory, by programs in a host's.",
-        Flag("--no-cuda-graphs", help="Launch every kernel of decode layers by itself: no CUDA graphs, no programs."),
+        "Launch the kernels of decode layers by CUDA graphs where all weights are in GPU memory.",
+        Flag("--no-cuda-graphs", help="Launch every kernel of decode layers by itself instead of by CUDA graphs."),
         parse=_parse_bool,
     )
     weights: WeightSource = option(

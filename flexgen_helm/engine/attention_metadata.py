@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexgen_helm.engine.small_tensors import host_and_device
 from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_prompts, can_attend
-from flexgen_helm.kernels.decode_attention import Integers, Row, RowTable, attend_rows, can_attend_rows
+from flexgen_helm.kernels.decode_attention import Row, RowTable, attend_rows, can_attend_rows
 from flexgen_helm.kernels.team import empty
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.new_tokens import NewTokens, new_token_lists, new_tokens
@@ -31,10 +31,9 @@ from flexgen_helm.kv_cache.visibility import (
     whole_part,
 )
 from flexgen_helm.models import attention, sparse
-from flexgen_helm.models.attention import AttentionConfig, KeysValues, PartialAttention, mask_dtype, merge_partial
+from flexgen_helm.models.attention import AttentionConfig, PartialAttention, mask_dtype, merge_partial
 from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Attend, StateGroup, TableRows
-from flexgen_helm.planner.placement import Tier
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence, SequenceKind
 
 # From so many queries on, keys and values in host memory are copied to them: those of a few hundred positions cross
@@ -228,10 +227,11 @@ class AttentionMetadata:
         if self.prompts or self.prefixes:
             for prompt in self.prompts:  # a prefix is read in the batch that computes it
                 prompt.store(at, k[prompt.tokens], v[prompt.tokens])
-            segments = self.segments.at(at.shared, (k, v)) if self.prompts else at.prefix_segments
+            shared = [cache.read_prefix(*own.prefix.seat, at.layer, *own.parts) for own in self.prefixes]
+            segments = self._segments.at(shared, (k, v) if self.prompts else None)
             window, is_chunked = (None, False) if at.window is None else (at.window.tokens, at.window.is_chunked)
             attended = attend_prompts(
-                self.segments, q, k, v, segments, config.scale, window, is_chunked, config.softcap, config.slopes
+                self._segments, q, k, v, segments, config.scale, window, is_chunked, config.softcap, config.slopes
             )
             for prefix in self.prefixes:
                 cache.done(prefix.prefix.seat[0], at.layer)
@@ -244,7 +244,7 @@ class AttentionMetadata:
         return out, lse
 
     @cached_property
-    def segments(self) -> SegmentTable:
+    def _segments(self) -> SegmentTable:
         """What prompts see, and decoding tokens of shared prefixes."""
         numbers = {own.prefix: number for number, own in enumerate(self.prefixes)}
         groups = [
@@ -281,19 +281,9 @@ class AttentionMetadata:
                 cache.prefetch(block, layer)
 
     @property
-    def is_recordable(self) -> bool:
-        """Whether attention is calls of compiled loops alone, which read nothing that it makes and drops."""
-        if self.prompts or (self.prefixes and not can_attend()):
-            return False
-        return all(own.rows is not None for own in self.decodes)
-
-    def rests_on(self, tier: Tier) -> bool:
-        """Whether all caches that the batch attends to are on a tier."""
-        return all(block.tier == tier for block in self.blocks())
-
-    def caches_rest_on(self, tier: Tier) -> bool:
-        """Whether the caches that decoding tokens go to are all on a tier: the compute device's own stores at once."""
-        return all(own.block.tier == tier for own in self.decodes)
+    def caches_on_device(self) -> bool:
+        """Whether the caches that decoding tokens go to are on the compute device, which stores them at once."""
+        return all(own.block.tier == "gpu" for own in self.decodes)
 
     @property
     def longest_prompt(self) -> int:
@@ -340,34 +330,6 @@ class LayerAttention(Attend):
         if self.copies:
             k, v = k.clone(), v.clone()
         return self.metadata.attend(self if config is None else replace(self, config=config), q, k, v, sinks)
-
-    @property
-    def is_recordable(self) -> bool:
-        """Whether its calls can be recorded now and run later (`AttentionMetadata.is_recordable`)."""
-        return not self.copies and self.cache.codec.cache_format is None and self.metadata.is_recordable
-
-    @property
-    def kind(self) -> tuple[Window | None, bool]:
-        """What recordable layers have in common whose calls differ by the places of their operands alone."""
-        return self.window, self.cache.stores(self.layer)
-
-    @property
-    def places(self) -> list[int]:
-        """Addresses of what decoding sequences attend to, all of which is in memory."""
-        blocks = [own.block for own in self.metadata.decodes]
-        own = [plane.data_ptr() for block in blocks for plane in self.cache.planes(block, self.layer)]
-        return [*own, self.prefix_segments.ctypes.data] if self.metadata.prefixes else own
-
-    @property
-    def shared(self) -> list[KeysValues]:
-        """Keys and values [Hk, S, D] of the shared prefixes."""
-        prefixes = self.metadata.prefixes
-        return [self.cache.read_prefix(*own.prefix.seat, self.layer, *own.parts) for own in prefixes]
-
-    @cached_property
-    def prefix_segments(self) -> Integers:
-        """Where compiled loops find what is `shared`, if there are no prompts."""
-        return self.metadata.segments.at(self.shared)
 
     def state_groups(self) -> Iterator[StateGroup]:
         return self.metadata.state_groups(self.layer, self.cache)

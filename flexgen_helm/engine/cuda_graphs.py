@@ -19,7 +19,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flexgen_helm.engine.layer_buffers import LayerBuffers
 from flexgen_helm.models.decoder import Attend, Decoder, Rotary, StageWeights
 from flexgen_helm.models.decoder_config import RopeConfig
 from flexgen_helm.offload.ledger import Ledger
@@ -53,14 +52,17 @@ class LayerGraphs:
         config, dtype = decoder.config, decoder.dtype
         self._decoder, self._device, self._ledger, self._max_rows = decoder, device, ledger, max_rows
         self._graphs: dict[tuple[str, int, int], torch.cuda.CUDAGraph] = {}
+        self._rotary: dict[RopeConfig, Rotary] = {}
+        self._given: Tensor | None = None  # hidden states in the buffer that a batch has
         self._failed = False
         bound = Workspace(config, dtype.itemsize, "gpu").graphs(max_rows)
         self._pool, self._pool_bytes = torch.cuda.graph_pool_handle(), bound.pool_bytes
         self._claims = [ledger.claim("graphs", bound.num_bytes)]
         try:
             heads, dim = config.num_heads + 2 * config.num_kv_heads, config.head_dim
-            self._buffers = LayerBuffers(config, max_rows, dtype, device)
+            self._hidden = torch.zeros((max_rows, config.hidden_size), dtype=dtype, device=device)
             self._qkv = torch.zeros((max_rows, heads, dim), dtype=dtype, device=device)
+            self._attended = torch.zeros((max_rows, config.num_heads, dim), dtype=dtype, device=device)
             self._sums = torch.zeros((config.num_layers, max_rows), device=device)
         except BaseException:
             self.close()
@@ -81,9 +83,10 @@ class LayerGraphs:
         """Run a layer as `Decoder.layer` does; return hidden [T, H], and the sum of each token's elements [T]."""
         decoder, rows = self._decoder, len(hidden)
         size = next(count for count in GRAPH_ROWS if count >= rows)
-        buffers, qkv, sums = self._buffers, self._qkv[:size], self._sums[layer]
-        buffers.take(hidden, rotary)
-        states, attended, rotations = buffers.hidden[:size], buffers.attended[:size], buffers.rotary(size)
+        if hidden is not self._given:
+            self._fill(hidden, rotary)
+        states, qkv, attended, sums = self._hidden[:size], self._qkv[:size], self._attended[:size], self._sums[layer]
+        rotations = {rope: (cos[:size], sin[:size]) for rope, (cos, sin) in self._rotary.items()}
 
         def before() -> None:
             torch.cat(decoder.before_attention(weights, layer, states, rotations), 1, out=qkv)
@@ -96,11 +99,12 @@ class LayerGraphs:
         heads = decoder.config.num_heads, decoder.config.num_kv_heads, decoder.config.num_kv_heads
         attended[:rows].copy_(attend(*qkv[:rows].split(heads, 1)))
         self._run(("after", layer, size), after)
-        return buffers.give(rows), sums[:rows]
+        self._given = states[:rows]
+        return self._given, sums[:rows]
 
     def owned(self, hidden: Tensor) -> Tensor:
         """Return hidden states that no later batch overwrites."""
-        return self._buffers.owned(hidden)
+        return hidden.clone() if hidden is self._given else hidden
 
     def close(self) -> None:
         """Release all memory; harmless when called again."""
@@ -108,6 +112,16 @@ class LayerGraphs:
         for claim in self._claims:
             self._ledger.release(claim)
         self._claims.clear()
+
+    def _fill(self, hidden: Tensor, rotary: Mapping[RopeConfig, Rotary]) -> None:
+        """Copy a batch's hidden states and rotations into the buffers."""
+        self._hidden[: len(hidden)].copy_(hidden)
+        for rope, values in rotary.items():
+            if rope not in self._rotary:
+                cos, sin = (x.new_zeros((self._max_rows, *x.shape[1:])) for x in values)
+                self._rotary[rope] = cos, sin
+            for buffer, rows in zip(self._rotary[rope], values):
+                buffer[: len(rows)].copy_(rows)
 
     def _run(self, key: tuple[str, int, int], part: _Part) -> None:
         """Replay a part of a layer; at its first use compute it, which also compiles its kernels, and capture it."""

@@ -25,7 +25,6 @@ from flexgen_helm.engine.engine_profile import EngineProfile
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.layer_division import RankDevice, divide_among_ranks
-from flexgen_helm.engine.layer_programs import LayerPrograms
 from flexgen_helm.engine.opening import OpenedModel, open_model
 from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, process_exchange
 from flexgen_helm.engine.plan_of_ranks import plan_for_all_ranks
@@ -41,7 +40,6 @@ from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory,
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.amx import has_amx
 from flexgen_helm.kernels.products import compute_dtype
-from flexgen_helm.kernels.program import can_record
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import Decoder
@@ -116,7 +114,7 @@ class Engine:
         self.ledger = ledgers[model.compute_tier]
         self._weights = self._load_weights(checkpoint)
         self._decoder = decoder_of(self._part, device, self._dtype)
-        self._graphs = self._layer_graphs() if options.cuda_graphs else None
+        self._graphs = self._layer_graphs() if options.cuda_graphs and device.type == "cuda" else None
         if device.type == "cpu":
             keep_freed_memory()
         self.fingerprint = model.fingerprint(self._dtype)
@@ -432,16 +430,8 @@ class Engine:
             if self._threads is not None:
                 self._threads.release()
 
-    def _layer_graphs(self) -> LayerGraphs | LayerPrograms | None:
-        """Return what runs decode layers by one call: CUDA graphs, or programs on a host; None if nothing can.
-
-        Graphs are for batches up to the size that their share of the free memory allows.
-        """
-        if self._device.type == "cpu":
-            is_recordable = self._dtype == torch.float32 and self._weights.layers_are_whole and can_record()
-            return LayerPrograms(self._decoder) if is_recordable and isinstance(self._decoder, Decoder) else None
-        if self._device.type != "cuda":
-            return None
+    def _layer_graphs(self) -> LayerGraphs | None:
+        """Return graphs for batches up to the size that their share of the free memory allows; None if none fits."""
         room, workspace = self.ledger.free, Workspace(self._part, self._dtype.itemsize, "gpu")
         rows = workspace.graph_rows(room, self._weights.direct_rows)
         decoder = self._decoder

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 import zlib
 from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from flexgen_helm.engine.attention_metadata import AttentionMetadata, LayerAttention, build_attention_metadata
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.exchange import Exchange
-from flexgen_helm.engine.layer_programs import LayerPrograms
 from flexgen_helm.engine.logits import greedy_tokens, log_normalizers, most_probable
 from flexgen_helm.engine.predictions import (
     HeadOutput,
@@ -66,7 +66,7 @@ class _BatchState:
     rotary: what `LayerDecoder.rotary` returned; None together with `hidden`, because those of many batches would be
         large.
     num_layers: of the model, covered by `nonfinite_layer`.
-    sums: of the tokens' hidden states after the layers that `nonfinite_layer` does not cover yet, [layers, T] each.
+    sums: of the tokens' hidden states after each layer that `nonfinite_layer` does not cover yet, [T] each.
     nonfinite_layer: [T], the first layer after which a value was not finite; -1 while all are.
     seconds: charged to the batch so far; launched_s: of its items since then.
     """
@@ -83,7 +83,7 @@ class _BatchState:
     def check_finite(self) -> Tensor:
         """Take the sums into `nonfinite_layer`, and return that."""
         if self.sums:
-            bad = ~torch.isfinite(torch.cat(self.sums))
+            bad = ~torch.isfinite(torch.stack(self.sums))
             first = torch.where(bad.any(0), bad.byte().argmax(0) + self.num_layers, -1)
             before = self.nonfinite_layer
             self.nonfinite_layer = first if before is None else torch.where(before < 0, first, before)
@@ -105,14 +105,14 @@ class Executor:
         device: torch.device,
         exchange: Exchange,
         threads: ThreadGovernor | None = None,
-        graphs: LayerGraphs | LayerPrograms | None = None,
+        graphs: LayerGraphs | None = None,
         resident: ResidentMemory | None = None,
         on_logits: OnLogits | None = None,
     ) -> None:
         """exchange: with the ranks that compute the model's other stages.
 
         threads: chooses the threads that compute; None where a device does.
-        graphs: run layers of decode batches, on a host as programs; None if none can.
+        graphs: run layers of decode batches; None if none can.
         resident: keeps the host's memory within its limit; None where a device computes.
         on_logits: is shown the logits of scored tokens.
         """
@@ -170,22 +170,20 @@ class Executor:
         charged_until = time.perf_counter()
         try:
             with torch.no_grad():  # not inference mode: tensors go to threads, and that mode is per thread
-                while items:
+                for item, following in zip_longest(items, items[1:]):
                     if self._threads is not None:
                         self._threads.adapt()
                     if self._resident is not None:
                         self._resident.hold(self.peak_workspace_bytes)
-                    joined, items = self._divided(items, states)  # most often one, and the others
-                    item, following = joined[-1], items[0] if items else None
                     batch = batches[item.batch]
-                    if any(should_stop(batch) for _ in joined):
+                    if should_stop(batch):
                         raise Interrupted("interrupted; everything finished so far is kept")
                     began = time.perf_counter()
                     self._weights.prefetch(visits)  # load_weight(i, j + 1, k)
                     state = self._load(item, batch, states)  # load_activation(i, j, k), begun an item ago
                     self._prefetch(item, following, states)  # load_cache and load_activation(i, j, k + 1)
                     # Attention starts store_cache(i, j, k).
-                    head = self._compute(joined, following, batch, state, sampling)
+                    head = self._compute(item, following, batch, state, sampling)
                     is_last = item.stage == self.num_stages - 1
                     if not is_last and (following is None or following.batch != item.batch):
                         self._store(item, state)  # store_activation(i, j, k), done in the background
@@ -199,25 +197,6 @@ class Executor:
             self._cache.cancel()
             self._activations.close()
             raise
-
-    def _divided(
-        self, items: abc.Sequence[WorkItem], states: Mapping[int, _BatchState]
-    ) -> tuple[abc.Sequence[WorkItem], abc.Sequence[WorkItem]]:
-        """Divide items into the first one, or neighbouring layers that a batch passes together, and the others."""
-        state, count = states.get(items[0].batch), 0
-        while state is not None and count < len(items) and items[count].batch == items[0].batch:
-            layer = self._layer_of(items[count].stage)
-            if layer is None or not self._joins(layer, state):
-                break
-            count += 1
-        return items[: max(1, count)], items[max(1, count) :]
-
-    def _joins(self, layer: int, state: _BatchState) -> bool:
-        """Return whether a batch passes a layer by programs that are known, with all its caches in memory."""
-        graphs, metadata = self._graphs, state.metadata
-        if not isinstance(graphs, LayerPrograms) or metadata.prompts or not metadata.rests_on(self._tier):
-            return False
-        return graphs.joins(layer, len(metadata.token_ids.on_device))
 
     def collect(self, batch: Batch, sampling: Sampling) -> BatchOutput:
         """Wait for the outputs of a batch that `run` has taken through this rank; in the order of the batches.
@@ -275,14 +254,13 @@ class Executor:
 
     def _compute(
         self,
-        joined: abc.Sequence[WorkItem],
+        item: WorkItem,
         following: WorkItem | None,
         batch: Batch,
         state: _BatchState,
         sampling: Sampling,
     ) -> HeadOutput | None:
-        """Take the batch through one stage, or several; return what the head computed, and None after other stages."""
-        item = joined[-1]
+        """Take the batch through one stage; return what the head computed, and None after other stages."""
         name, layer = self._stages[item.stage], self._layer_of(item.stage)
         if name == HEAD:
             return self._head(batch, state, sampling)
@@ -292,7 +270,7 @@ class Executor:
                 metadata = state.metadata
                 state.hidden = self._decoder.embed(weights, metadata.token_ids, metadata.positions)
             else:
-                state.hidden, sums = self._layers(range(layer + 1 - len(joined), layer + 1), state, weights)
+                state.hidden, sums = self._layer(layer, state, weights)
                 state.sums.append(sums)
         self._guess_experts(item.stage + 1, state)
         return None
@@ -331,34 +309,18 @@ class Executor:
     def _note_workspace(self, num_bytes: int) -> None:
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)
 
-    def _layers(self, layers: range, state: _BatchState, weights: StageWeights) -> tuple[Tensor, Tensor]:
-        """Return the hidden states after layers, and the sums of each token's [layers, T], which meet every element.
-
-        weights: of the last layer; the only one, where they are not computed together.
-        """
-        graphs = self._graphs
-        if isinstance(graphs, LayerPrograms) and self._joins(layers[-1], state):
-            assert state.hidden is not None and state.rotary is not None
-            return graphs.layers([self._attention(layer, state) for layer in layers], state.hidden, state.rotary)
-        (layer,) = layers
-        hidden, sums = self._layer(layer, state, weights)
-        return hidden, sums[None]
-
     def _layer(self, layer: int, state: _BatchState, weights: StageWeights) -> tuple[Tensor, Tensor]:
         """Return the hidden states after a layer, and the sum of each token's, which meets every element."""
-        metadata, attend = state.metadata, self._attention(layer, state)
+        metadata, decoder = state.metadata, self._decoder
+        attend = LayerAttention(metadata, layer, decoder.config.window(layer), decoder.attention, self._cache)
         assert state.hidden is not None and state.rotary is not None
         graphs = None if metadata.prompts else self._graphs
         if graphs is not None and graphs.takes(layer, len(state.hidden)):
             # What is stored in the background must not be in the graphs' buffer, which the next layer overwrites.
-            attend = replace(attend, copies=not metadata.caches_rest_on(self._tier))
+            attend = replace(attend, copies=not metadata.caches_on_device)
             return graphs.layer(weights, layer, state.hidden, state.rotary, attend)
-        hidden = self._decoder.layer(weights, layer, state.hidden, state.rotary, attend)
+        hidden = decoder.layer(weights, layer, state.hidden, state.rotary, attend)
         return hidden, hidden.sum(-1, dtype=torch.float32)
-
-    def _attention(self, layer: int, state: _BatchState) -> LayerAttention:
-        decoder = self._decoder
-        return LayerAttention(state.metadata, layer, decoder.config.window(layer), decoder.attention, self._cache)
 
     def _head(self, batch: Batch, state: _BatchState, sampling: Sampling) -> HeadOutput:
         head = predictions_of(batch, sampling)

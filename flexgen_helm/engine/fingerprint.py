@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flexgen_helm.checkpoint.checkpoint import Checkpoint
 
 # Part of every fingerprint: raised when a change of the code can change a result.
-RESULTS_VERSION = 5
+RESULTS_VERSION = 6
 
 
 def engine_fingerprint(

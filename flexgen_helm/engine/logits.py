@@ -5,22 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.row_scan import largest_tokens, log_sums
-
 
 def greedy_tokens(logits: Tensor) -> Tensor:
     """Return the most probable token of each row, the first of equal ones; logits [R, V] -> [R]."""
-    tokens = largest_tokens(logits)
-    if tokens is not None:
-        return tokens
     # The same token, found more than twice as fast on a CPU.
     return logits.max(dim=-1).indices if logits.device.type == "cpu" else logits.argmax(dim=-1)
 
 
 def log_normalizers(logits: Tensor) -> Tensor:
     """Return log sum exp of each row; logits [R, V] -> [R, 1]."""
-    normalizers = log_sums(logits)
-    return torch.logsumexp(logits, dim=-1, keepdim=True) if normalizers is None else normalizers
+    return torch.logsumexp(logits, dim=-1, keepdim=True)
 
 
 def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

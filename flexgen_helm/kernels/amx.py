@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kernels.layer_rows import add_bias
-from flexgen_helm.kernels.team import empty, keep, recording, run_on_threads, team_size
+from flexgen_helm.kernels.team import empty, run_on_threads, team_size
 from flexgen_helm.kernels.trial import tried
 
 # Most rows of x that are divided at once; bytes that a core's cache holds of their parts and of two panels of weights,
@@ -109,7 +109,6 @@ def _multiply(compiled: ModuleType, x: Tensor, weights: Sequence[Tensor]) -> lis
     arguments = [kinds[weights[0].dtype], x.data_ptr(), 4 * x.stride(0), count, width, block, rows, groups]
     arguments += [_memory(threads * own_bytes), own_bytes, all_panels, table.buffer_info()[0]]
     run_on_threads(compiled.address_of(compiled.multiply), arguments, threads)
-    keep(table)
     return products
 
 
@@ -121,11 +120,9 @@ def _row_groups(count: int, threads: int) -> int:
 
 def _memory(num_bytes: int) -> int:
     """Return the address of memory that is this thread's until its next product, at a line of the cache."""
-    if (own := recording()) is not None:
-        return own.scratch(num_bytes).data_ptr()
     memory: Tensor | None = getattr(_thread_local, "memory", None)
     if memory is None or memory.numel() < num_bytes + 63:
-        memory = _thread_local.memory = torch.empty(num_bytes + 63, dtype=torch.uint8)
+        memory = _thread_local.memory = torch.empty(num_bytes + 63, dtype=torch.uint8, device="cpu")
     return -(-memory.data_ptr() // 64) * 64
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kernels.decode_attention import Integers, scale_and_cap
-from flexgen_helm.kernels.team import empty, keep, run_on_threads, scratch, team_size
+from flexgen_helm.kernels.team import empty, run_on_threads, team_size
 from flexgen_helm.kernels.trial import tried
 
 _FLOAT_BYTES = 4
@@ -150,7 +150,7 @@ def attend_prompts(
     out, lse = empty(q.shape), empty((tokens, heads))
     tiles = key_heads * sum(-(-count * group // compiled.TILE_QUERIES) for count in table.jobs[:, 1].tolist())
     threads, floats = team_size(tiles), compiled.scratch_floats(dim)
-    memory, factors = scratch(threads * floats), scale_and_cap(scale, softcap)
+    memory, factors = empty([threads * floats]), scale_and_cap(scale, softcap)
     addresses = [table.jobs.ctypes.data, len(table.jobs), segments.ctypes.data]
     for x in (q, out):
         addresses += [x.data_ptr(), _FLOAT_BYTES * x.stride(0), _FLOAT_BYTES * x.stride(1)]
@@ -158,7 +158,6 @@ def attend_prompts(
     addresses += [memory.data_ptr(), _FLOAT_BYTES * floats, table.positions.ctypes.data]
     addresses += [0 if slopes is None else slopes.data_ptr(), is_chunked]
     run_on_threads(compiled.address_of(compiled.attend), addresses, threads)
-    keep(table, segments, q, k, v, slopes)
     return out, lse
 
 

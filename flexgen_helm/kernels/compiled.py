@@ -28,7 +28,6 @@ from flexgen_helm.kernels.decode_loop import PIECE_KEYS, attend_rows
 from flexgen_helm.kernels.decode_loop import scratch_floats as row_scratch_floats
 from flexgen_helm.kernels.layer_loop import (
     ADD,
-    COPY,
     GELU_TANH,
     SILU,
     bias_rows,
@@ -36,13 +35,10 @@ from flexgen_helm.kernels.layer_loop import (
     norm_rows,
     put_rows,
     rotate_rows,
-    sum_rows,
 )
 from flexgen_helm.kernels.processor import CONVERTS_HALVES, LANES
 from flexgen_helm.kernels.product_loop import few_rows
-from flexgen_helm.kernels.program_loop import run_calls
 from flexgen_helm.kernels.prompt_loop import BLOCK_KEYS, TILE_QUERIES, attend, scratch_floats
-from flexgen_helm.kernels.row_loop import scan_rows
 
 __all__ = [
     "BFLOAT16",
@@ -58,7 +54,6 @@ __all__ = [
     "PIECE_KEYS",
     "ADD",
     "CONVERTS_HALVES",
-    "COPY",
     "GELU_TANH",
     "LANES",
     "SILU",
@@ -73,10 +68,7 @@ __all__ = [
     "put_rows",
     "rotate_rows",
     "row_scratch_floats",
-    "run_calls",
-    "scan_rows",
     "scratch_floats",
-    "sum_rows",
 ]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.team import empty, keep, run_on_threads, team_size
+from flexgen_helm.kernels.team import empty, run_on_threads, team_size
 from flexgen_helm.kernels.trial import tried
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -137,7 +137,6 @@ def attend_rows(
     size = k.element_size()
     arguments += (size * stride for x in (k, v) for stride in x.stride()[:3])
     run_on_threads(compiled.address_of(compiled.attend_rows), arguments, work.threads)
-    keep(table, work, q, k, v, slopes)
     return out, lse
 
 

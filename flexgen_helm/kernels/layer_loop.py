@@ -71,7 +71,7 @@ def _summing(term: Callable[[Any, Any], Any]) -> Any:
     return total
 
 
-_sum, _sum_of_squares = _summing(lambda builder, x: x), _summing(lambda builder, x: builder.fmul(x, x))
+_sum_of_squares = _summing(lambda builder, x: builder.fmul(x, x))
 
 
 @emitted
@@ -229,20 +229,6 @@ def bias_rows(address: Any) -> None:
         _combined(ADD, row, bias, whole)
         for column in range(4 * whole, 4 * width, 4):
             put_float(row + column, get_float(row + column) + get_float(bias + column))
-
-
-def sum_rows(address: Any) -> None:
-    """The sum of each row's elements. Arguments: rows without gaps, their sums, rows, width."""
-    data = numba.carray(address, 8, np.int64)
-    rows, sums, count, width = data[4], data[5], data[6], data[7]
-    part, parts = part_of_thread(data)
-    groups = width // _STEP * _STEP
-    for number in range(count * part // parts, count * (part + 1) // parts):
-        row = rows + number * width * 4
-        total = _sum(row, groups)
-        for column in range(groups, width):
-            total += get_float(row + 4 * column)
-        put_float(sums + 4 * number, total)
 
 
 def put_rows(address: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-from flexgen_helm.kernels.team import not_recorded
 from flexgen_helm.progress import Message, report
 
 
@@ -16,9 +15,7 @@ def tried(what: str, is_right: Callable[[ModuleType], bool]) -> ModuleType | Non
     except ImportError:  # a machine without numba
         return None
     try:
-        with not_recorded():  # the trial may be due in the middle of what is recorded
-            was_right = is_right(compiled)
-        if was_right:
+        if is_right(compiled):
             return compiled
         reason = "it computes wrong numbers"
     except Exception as error:  # of a numba or an LLVM that we do not know

@@ -116,7 +116,7 @@ class KVCache:
 
     def write(self, block: CacheBlock, slot: int, layer: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values [S, Hk, D] of a whole prompt."""
-        if not self.stores(layer):
+        if not self._writes(layer):
             return
         layer, codec, cache = self._stored_layer(layer), self.codec, self._open(block)
         if cache.window is not None:
@@ -130,7 +130,7 @@ class KVCache:
 
     def append(self, block: CacheBlock, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """Store one token [B, Hk, D] of each sequence."""
-        writes = self.stores(layer)
+        writes = self._writes(layer)
         layer, cache = self._stored_layer(layer), self._open(block)
         if cache.window is None:
             assert new.units is not None
@@ -177,10 +177,6 @@ class KVCache:
             return cache.window.read(layer, part.seen_quantized)
         planes = self._read(cache, layer, part.sequences, slice(0, part.num_units))
         return self.codec.decode_keys(planes), self.codec.decode_values(planes)
-
-    def planes(self, block: CacheBlock, layer: int) -> Planes:
-        """Return the tensors of a block that is in memory."""
-        return self._blocks[block].storage.read(self._stored_layer(layer))
 
     def read_keys(self, block: CacheBlock, layer: int, part: DecodePart) -> Tensor:
         """Return the keys [B, Hk, S, D] of a stored part, by which values are selected."""
@@ -300,7 +296,7 @@ class KVCache:
         assert number is not None, f"layer {layer} has no keys"
         return number
 
-    def stores(self, layer: int) -> bool:
+    def _writes(self, layer: int) -> bool:
         """Whether a layer stores its keys and values: one that uses those of an earlier layer does not."""
         return self.one_layer or self._writers[self._stored_layers[layer]] == layer
 

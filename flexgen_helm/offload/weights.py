@@ -170,12 +170,6 @@ class TieredWeights:
         return any(weight.dtype != self._dtype for weight in multiplied)
 
     @property
-    def layers_are_whole(self) -> bool:
-        """Whether all matrices of layers rest on the compute device, unpacked."""
-        layers = [weight for name, weight in self.tensors.items() if name.startswith("layers.")]
-        return all(weight.resident is not None and weight.fmt is None for weight in layers)
-
-    @property
     def direct_rows(self) -> int:
         """Most rows of x whose products in the layers convert no weight; 0 if weights are offloaded.
 

@@ -209,7 +209,7 @@ def test_a_batch_that_kept_the_buffer_would_be_overwritten(tiny, tmp_path, monke
 
 def test_keys_that_are_stored_from_the_buffer_would_be_overwritten(tiny, tmp_path, monkeypatch):
     """The inverse: what goes to host memory in the background is copied out of it first."""
-    monkeypatch.setattr(AttentionMetadata, "caches_rest_on", lambda metadata, tier: True)
+    monkeypatch.setattr(AttentionMetadata, "caches_on_device", True)
     to_host = TransferManager.to_host
 
     def late(self, *arguments):

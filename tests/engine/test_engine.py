@@ -230,7 +230,6 @@ def test_one_rows_fault_does_not_reach_its_slot_group(tiny, monkeypatch):
             return hidden, sums
 
         monkeypatch.setattr(Executor, "_layer", poison)
-        monkeypatch.setattr(Executor, "_joins", lambda *given: False)  # layer by layer
         after = engine.run(requests)
     failed = [place for place, result in enumerate(after) if result.error]
     assert len(failed) == 1 and isinstance(after[failed[0]].error, NumericalError)
