@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -13,7 +14,7 @@ from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Generic, ParamSpec, TypeVar
 
-from flexgen_helm.errors import Interrupted
+from flexgen_helm.errors import Interrupted, UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,6 +22,14 @@ T = TypeVar("T")
 
 _import_lock = threading.RLock()
 _should_stop: ContextVar[Callable[[], bool] | None] = ContextVar("should_stop", default=None)
+
+
+def require_linux() -> None:
+    """Raise `UsageError` on another system, whose processors, memory and disks answer in other ways."""
+    if (system := platform.system()) != "Linux":
+        raise UsageError(
+            f"flexgen_helm runs on Linux, and this is {system}: take a Linux machine, a container, or WSL 2"
+        )
 
 
 @contextmanager

@@ -85,6 +85,13 @@ class NumericalError(RequestError):
     """
 
 
+class LoopError(FlexgenError):
+    """A loop that was compiled for this processor ended with an error; no number of it is used.
+
+    Next: `FLEXGEN_HELM_LOOPS=0` before the command computes with PyTorch; report the line on stderr.
+    """
+
+
 class MemoryLimitError(FlexgenError):
     """A tier's byte limit would be exceeded.
 

@@ -32,6 +32,7 @@ from flexgen_helm.cli.report import compare, report
 from flexgen_helm.cli.run import run
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.cli.serve import serve
+from flexgen_helm.concurrency import require_linux
 from flexgen_helm.errors import Interrupted
 
 app = typer.Typer(
@@ -61,6 +62,7 @@ def _root(
 def _add(panel: str, command: Callable[..., None], *, has_screen: bool = True, **settings: Any) -> None:
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
+        require_linux()
         try:
             with Screen() if has_screen else nullcontext():
                 command(**values)

@@ -10,7 +10,7 @@ import torch
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.concurrency import stop_point
+from flexgen_helm.concurrency import require_linux, stop_point
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.device import compute_device, open_device, prefer_float16
 from flexgen_helm.engine.fingerprint import engine_fingerprint
@@ -74,6 +74,7 @@ def open_model(
     name_or_path: str | os.PathLike[str], options: EngineConfig, name: str | None, rank: Rank
 ) -> OpenedModel:
     """Open a model; name: what the user calls it, None for its own name."""
+    require_linux()
     resolved = resolve(name_or_path, options.revision)
     name = name or resolved.name
     report(ModelInUse(name, options.chosen_precision.name))

@@ -12,6 +12,7 @@ import torch
 
 from flexgen_helm.engine.device import device_name
 from flexgen_helm.kernels.products import library_flops, matmul_flops, multiplied_dtype, product_library
+from flexgen_helm.kernels.trial import loops_in_use
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import ExpertCounts
@@ -115,6 +116,7 @@ def run_record(
             "host_memory": None if tiers.copy_engine is None else "pinned" if tiers.copy_engine.pins else "pageable",
             "compute_dtype_reason": engine.dtype_reason,
             "product_library": product_library(engine.device, engine.dtype),
+            "loops": dict(loops_in_use),
             "threads": torch.get_num_threads(),
             "matmul_flops": rate,
             "library_flops": library_flops(engine.device, engine.dtype),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flexgen_helm.kernels.layer_rows import add_bias
 from flexgen_helm.kernels.team import empty, run_on_threads, team_size
-from flexgen_helm.kernels.trial import tried
+from flexgen_helm.kernels.trial import imported, tried
 
 # Most rows of x that are divided at once; bytes that a core's cache holds of their parts and of two panels of weights,
 # and that the parts take on all threads.
@@ -146,11 +146,8 @@ def _has_unit() -> bool:
     """Return whether the processor has the unit and the system lets this process use it."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    try:
-        from flexgen_helm.kernels.processor import HAS_AMX
-    except ImportError:  # a machine without numba
-        return False
-    return HAS_AMX and ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
+    processor = imported("flexgen_helm.kernels.processor")
+    return getattr(processor, "HAS_AMX", False) and ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
 
 
 def _is_right(compiled: ModuleType) -> bool:

@@ -29,10 +29,12 @@ from flexgen_helm.kernels.emit import (
     INT32,
     INT64,
     VECTOR,
+    done,
     emitted,
     get_integer,
     int64,
     load,
+    njit,
     part_of_thread,
     prefetch,
     put_integer,
@@ -302,7 +304,7 @@ def _take_lines(
     builder.position_at_end(behind)
 
 
-@numba.njit
+@njit
 def _prepare(memory: Any) -> None:
     """Give all tile registers of this thread 16 rows of 64 bytes."""
     for place in range(0, 64, 4):
@@ -315,7 +317,7 @@ def _prepare(memory: Any) -> None:
     _configure(memory)
 
 
-@numba.njit
+@njit
 def _divide_block(in_order: Any, x: Any, x_row: Any, count: Any, steps: Any, tiles: Any) -> None:
     """Divide rows of x [count, 32 steps] into their parts: tiles [count / 16, step, part]."""
     for row in range(0, count, SIDE):
@@ -325,7 +327,7 @@ def _divide_block(in_order: Any, x: Any, x_row: Any, count: Any, steps: Any, til
             _divide_rows(in_order, source, x_row, last, tiles + target)
 
 
-@numba.njit
+@njit
 def _store_panel(sums: Any, tiles: Any, y: Any, y_row: Any, count: Any) -> None:
     """Store the sums of a panel with one or two tiles of rows, of which `count` rows count."""
     for i in range(2):
@@ -339,7 +341,7 @@ _MOST_STEP_BYTES = _step_bytes(FLOAT32)
 PANEL_BYTES = 2 * _step_bytes(FLOAT16) // DEPTH
 
 
-@numba.njit
+@njit
 def _matrix(table: Any, number: Any) -> Any:
     """Find which matrix of a table the panel with this number is of, and its number there."""
     while number >= get_integer(table + 40):
@@ -349,7 +351,7 @@ def _matrix(table: Any, number: Any) -> Any:
     return table, min(number * PANEL, get_integer(table + 32) - PANEL)
 
 
-@numba.njit
+@njit
 def _following(group: Any, column: Any, panel: Any, group_panels: Any, last_panel: Any, block: Any, width: Any) -> Any:
     """Name the panel behind this one: of its group, else the group's first in the next columns, else the next group's.
 
@@ -377,10 +379,11 @@ def multiply(address: Any) -> None:
     data = numba.carray(address, 16, np.int64)
     kind, x, x_row, all_rows, width, block, block_rows = data[4], data[5], data[6], data[7], data[8], data[9], data[10]
     panels, table = data[14], data[15]
-    part, parts = part_of_thread(data)
+    part, parts = part_of_thread(address)
     row_groups = min(data[11], parts)
     output_groups = parts // row_groups
     if part >= row_groups * output_groups:
+        done(address, part)
         return
     memory = data[12] + part * data[13]
     _prepare(memory)
@@ -435,6 +438,7 @@ def multiply(address: Any) -> None:
             group, column, panel = next_group, next_column, next_panel
             turn, own, output = 1 - turn, next_own, next_output
     _release()
+    done(address, part)
 
 
 def scratch_bytes(rows: int, width: int, block: int) -> int:

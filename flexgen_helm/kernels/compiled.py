@@ -79,9 +79,9 @@ def address_of(function: Any) -> int:
     function.__qualname__ = f"{function.__name__}_{_digest()}"
     signature = types.void(types.CPointer(types.int64))
     try:
-        compiled: Any = numba.cfunc(signature, cache=True)(function)
+        compiled: Any = numba.cfunc(signature, cache=True, error_model="numpy")(function)
     except (RuntimeError, OSError):  # numba may write nowhere, or what it writes has no room
-        compiled = numba.cfunc(signature)(function)
+        compiled = numba.cfunc(signature, error_model="numpy")(function)
     return int(compiled.address)
 
 

@@ -23,6 +23,7 @@ from flexgen_helm.kernels.emit import (
     INT64,
     VECTOR,
     constant,
+    done,
     emitted,
     exponential,
     get_float,
@@ -32,6 +33,7 @@ from flexgen_helm.kernels.emit import (
     load,
     masked,
     multiply_add,
+    njit,
     part_of_thread,
     prefetch,
     put_address,
@@ -62,7 +64,7 @@ def scratch_floats(head_dim: int) -> int:
     return TILE_HEADS * (2 * _padded(head_dim) + _ROW_SCORES + 2)
 
 
-@numba.njit
+@njit
 def _padded(size: Any) -> Any:
     """Whole vectors of so many elements."""
     return (size + LANES - 1) // LANES * LANES
@@ -243,7 +245,7 @@ def _count_up(typing: Any, address: Any) -> Any:
     return int64(int64), generate
 
 
-@numba.njit
+@njit
 def _attend_piece(
     data: Any, scratch: Any, row: Any, head: Any, first: Any, last: Any, position: Any, out: Any, out_head: Any,
     lse: Any, lse_head: Any,
@@ -294,7 +296,7 @@ def _attend_piece(
             put_float(lse + (number + one) * lse_head, np.float32(math.log(total)) + most)
 
 
-@numba.njit
+@njit
 def _merge(parts: Any, part_row: Any, count: Any, size: Any, out: Any, lse: Any, follows: Any) -> None:
     """Merge partial results in their order; of each its elements and behind them its log-sum-exp.
 
@@ -333,7 +335,7 @@ def attend_rows(address: Any) -> None:
     rows, count, out, out_row, out_head = data[4], data[5], data[9], data[10], data[11]
     lse, lse_row, heads, group, size = data[12], data[13], data[14], data[15], data[16]
     partial, counters = data[20], data[21]
-    part, parts = part_of_thread(data)
+    part, parts = part_of_thread(address)
     scratch = data[22] + part * data[23]
     part_row, number = 4 * (size + 1), 0
     piece_row = heads * group * part_row
@@ -365,3 +367,4 @@ def attend_rows(address: Any) -> None:
                     for one in range(group):
                         _merge(results + one * part_row, piece_row, pieces, size, own_out + one * out_head,
                                own_lse + 4 * one, follows)  # fmt: skip
+    done(address, part)

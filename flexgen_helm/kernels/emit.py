@@ -16,6 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from flexgen_helm.kernels.processor import LANES
+from flexgen_helm.kernels.team import BEGUN, DONE
 
 INT64, INT32, INT16, FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
 int64 = types.int64
@@ -23,6 +24,8 @@ int64 = types.int64
 emitted: Callable[[Callable[..., Any]], Any] = intrinsic
 
 VECTOR = ir.VectorType(FLOAT, LANES)
+# Divisions are IEEE's: numba's default raises where a number is divided by zero, and a loop that C calls cannot.
+njit: Callable[[Callable[..., Any]], Any] = numba.njit(error_model="numpy")
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -82,12 +85,32 @@ def _call(typing_context: Any, address: Any) -> Any:
     return types.int32(int64), generate
 
 
-@numba.njit
-def part_of_thread(data: Any) -> tuple[Any, Any]:
-    """This thread's part of the work, and how many parts there are."""
-    if data[0] == 0:
-        return data[2], data[3]
-    return np.int64(_call(data[0])), np.int64(_call(data[1]))
+@emitted
+def _mark(typing_context: Any, address: Any, part: Any, state: Any) -> Any:
+    """Say in the words before the header how far this thread is (`team.run_on_threads`)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        address, part, state = arguments
+        builder.store(state, builder.gep(address, [builder.sub(INT64(-1), part)]))
+
+    return types.void(types.CPointer(int64), int64, int64), generate
+
+
+@njit
+def part_of_thread(address: Any) -> tuple[Any, Any]:
+    """Return this thread's part of the work, and how many parts there are; a loop calls it first."""
+    header = numba.carray(address, 4, np.int64)
+    part, parts = header[2], header[3]
+    if header[0] != 0:
+        part, parts = np.int64(_call(header[0])), np.int64(_call(header[1]))
+    _mark(address, part, BEGUN)
+    return part, parts
+
+
+@njit
+def done(address: Any, part: Any) -> None:
+    """Say that this thread's part is done; a loop calls it last, so one that raised is seen."""
+    _mark(address, part, DONE)
 
 
 def spread(builder: Any, value: Any) -> Any:

@@ -17,6 +17,7 @@ from flexgen_helm.kernels.emit import (
     INT64,
     VECTOR,
     constant,
+    done,
     emitted,
     exponential,
     get_float,
@@ -100,7 +101,7 @@ def norm_rows(address: Any) -> None:
     data = numba.carray(address, 11, np.int64)
     x, x_row, y, weight, count, width = data[4], data[5], data[6], data[7], data[8], data[9]
     eps, more = get_float(data[10]), get_float(data[10] + 4)
-    part, parts = part_of_thread(data)
+    part, parts = part_of_thread(address)
     groups, whole = width // _STEP * _STEP, width // LANES * LANES
     for number in range(count * part // parts, count * (part + 1) // parts):
         row, out = x + number * x_row, y + number * width * 4
@@ -112,6 +113,7 @@ def norm_rows(address: Any) -> None:
         _scaled(row, out, weight, whole, scale, more)
         for column in range(whole, width):
             put_float(out + 4 * column, get_float(row + 4 * column) * scale * (get_float(weight + 4 * column) + more))
+    done(address, part)
 
 
 @emitted
@@ -146,7 +148,7 @@ def rotate_rows(address: Any) -> None:
     data = numba.carray(address, 14, np.int64)
     x, x_row, x_head, y, cosines, sines = data[4], data[5], data[6], data[7], data[8], data[9]
     tokens, heads, width, size = data[10], data[11], data[12], data[13]
-    part, parts = part_of_thread(data)
+    part, parts = part_of_thread(address)
     half = size // 2
     whole = half // LANES * LANES
     for token in range(tokens * part // parts, tokens * (part + 1) // parts):
@@ -161,6 +163,7 @@ def rotate_rows(address: Any) -> None:
                 put_float(out + j, b * get_float(cos + j) + a * get_float(sin + j))
             for i in range(4 * size, 4 * width, 4):
                 put_float(out + i, get_float(row + i))
+    done(address, part)
 
 
 def _times_sigmoid(builder: Any, x: Any, z: Any) -> Any:
@@ -212,23 +215,25 @@ def combine_rows(address: Any) -> None:
     """x = activation(x) y, x + y, or y. Arguments: which one, x and y without gaps, whole vectors."""
     data = numba.carray(address, 8, np.int64)
     kind, x, y, vectors = data[4], data[5], data[6], data[7]
-    part, parts = part_of_thread(data)
+    part, parts = part_of_thread(address)
     first, last = vectors * part // parts, vectors * (part + 1) // parts
     place = first * LANES * 4
     _combined(kind, x + place, y + place, (last - first) * LANES)
+    done(address, part)
 
 
 def bias_rows(address: Any) -> None:
     """Add a bias to each row. Arguments: rows without gaps, the bias, rows, width."""
     data = numba.carray(address, 8, np.int64)
     rows, bias, count, width = data[4], data[5], data[6], data[7]
-    part, parts = part_of_thread(data)
+    part, parts = part_of_thread(address)
     whole = width // LANES * LANES
     for number in range(count * part // parts, count * (part + 1) // parts):
         row = rows + number * width * 4
         _combined(ADD, row, bias, whole)
         for column in range(4 * whole, 4 * width, 4):
             put_float(row + column, get_float(row + column) + get_float(bias + column))
+    done(address, part)
 
 
 def put_rows(address: Any) -> None:
@@ -240,7 +245,7 @@ def put_rows(address: Any) -> None:
     data = numba.carray(address, 16, np.int64)
     rows, row_bytes, head_bytes, target, slot_bytes, unit_bytes = data[4], data[5], data[6], data[7], data[8], data[9]
     target_head_bytes, slots, units, count, heads, width = data[10], data[11], data[12], data[13], data[14], data[15]
-    part, parts = part_of_thread(data)
+    part, parts = part_of_thread(address)
     whole = width // LANES * LANES
     for number in range(count * part // parts, count * (part + 1) // parts):
         place = target + get_integer(slots + 8 * number) * slot_bytes + get_integer(units + 8 * number) * unit_bytes
@@ -249,3 +254,4 @@ def put_rows(address: Any) -> None:
             _combined(COPY, to, source, whole)
             for i in range(4 * whole, 4 * width, 4):
                 put_float(to + i, get_float(source + i))
+    done(address, part)

@@ -13,6 +13,7 @@ from numba import types
 from flexgen_helm.kernels.emit import (
     INT64,
     VECTOR,
+    done,
     emitted,
     int64,
     load,
@@ -88,7 +89,7 @@ def few_rows(address: Any) -> None:
     data = numba.carray(address, 14, np.int64)
     kind, x, x_row, w, w_row = data[4], data[5], data[6], data[7], data[8]
     y, y_row, count, outputs, width = data[9], data[10], data[11], data[12], data[13]
-    part, parts = part_of_thread(data)
+    part, parts = part_of_thread(address)
     tiles = (outputs + TILE_OUTPUTS - 1) // TILE_OUTPUTS
     first, last = tiles * part // parts, tiles * (part + 1) // parts
     for output in range(first * TILE_OUTPUTS, min(last * TILE_OUTPUTS, outputs), TILE_OUTPUTS):
@@ -99,3 +100,4 @@ def few_rows(address: Any) -> None:
                 target = y + row * y_row + 4 * own
                 x_at, w_at = x + row * x_row, w + own * w_row
                 _product(kind, rows, step, x_at, x_row, w_at, w_row, width, target, y_row)
+    done(address, part)

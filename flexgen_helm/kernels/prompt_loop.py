@@ -18,6 +18,7 @@ from flexgen_helm.kernels.emit import (
     INT64,
     VECTOR,
     constant,
+    done,
     emitted,
     exponential,
     get_float,
@@ -25,6 +26,7 @@ from flexgen_helm.kernels.emit import (
     int64,
     load,
     multiply_add,
+    njit,
     part_of_thread,
     put_address,
     put_float,
@@ -234,7 +236,7 @@ def _turn_out(typing: Any, source: Any, factors: Any, addresses: Any, offset: An
 _LEAST = np.float32(-3e38)
 
 
-@numba.njit
+@njit
 def _oldest(position: Any, window: Any, is_chunked: Any) -> Any:
     """The first position that a token sees (`models.config.Window.oldest`)."""
     if window == 0:
@@ -242,7 +244,7 @@ def _oldest(position: Any, window: Any, is_chunked: Any) -> Any:
     return position // window * window if is_chunked else position + 1 - window
 
 
-@numba.njit
+@njit
 def _attend_tile(data: Any, scratch: Any, job: Any, head: Any, first_row: Any, rows: Any) -> None:
     """Attention of a tile: rows `first_row` … of a job's (token, query head) pairs of one key head, over its segments.
 
@@ -351,7 +353,7 @@ def attend(address: Any) -> None:
     """
     data = numba.carray(address, 25, np.int64)
     jobs, count, heads, group = data[4], data[5], data[15], data[16]
-    part, parts = part_of_thread(data)
+    part, parts = part_of_thread(address)
     scratch = data[20] + part * data[21]
     number = 0
     for index in range(count):
@@ -362,3 +364,4 @@ def attend(address: Any) -> None:
                 if number % parts == part:
                     _attend_tile(data, scratch, job, head, first, min(TILE_QUERIES, rows - first))
                 number += 1
+    done(address, part)

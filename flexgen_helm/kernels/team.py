@@ -20,6 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flexgen_helm.errors import LoopError
+
+# How far a thread is with its part of a loop.
+BEGUN, DONE = 1, 2
+
 
 @dataclass(frozen=True)
 class OpenMP:
@@ -44,22 +49,36 @@ def run_on_threads(address: int, arguments: list[int], most_threads: int) -> Non
     """Call the function at `address` on each thread with the header and `arguments`; return when all are done.
 
     The header has four numbers: the addresses of OpenMP's `omp_get_thread_num` and `omp_get_num_threads`, or zeros and
-    then the part that this thread computes and how many parts there are.
+    then the part that this thread computes and how many parts there are. Before it is a word for each part, the first
+    one last: 0, `BEGUN`, or `DONE`. OpenMP may start fewer threads than it was asked for.
 
     most_threads: that have something to do; at most PyTorch's number of threads is used.
+
+    Raises `LoopError` if a part has begun and was not done: what C calls cannot raise.
     """
     threads = team_size(most_threads)
     openmp = openmp_library() if threads > 1 else None
     if openmp is not None:
-        data = array("q", [openmp.thread_num, openmp.num_threads, 0, 0, *arguments])
-        openmp.parallel(address, data.buffer_info()[0], threads, 0)
+        data = array("q", [*[0] * threads, openmp.thread_num, openmp.num_threads, 0, 0, *arguments])
+        openmp.parallel(address, data.buffer_info()[0] + 8 * threads, threads, 0)
+        _check(data[:threads])
         return
     function = _function(address)
-    parts = [array("q", [0, 0, part, threads, *arguments]) for part in range(threads)]
-    futures = [thread_pool(threads).submit(function, part.buffer_info()[0]) for part in parts[1:]]
-    function(parts[0].buffer_info()[0])
+    parts = [array("q", [*[0] * threads, 0, 0, part, threads, *arguments]) for part in range(threads)]
+    first, *others = (part.buffer_info()[0] + 8 * threads for part in parts)
+    futures = [thread_pool(threads).submit(function, header) for header in others]
+    function(first)
     for future in futures:
         future.result()
+    _check([state for part in parts for state in part[:threads]])
+
+
+def _check(states: Sequence[int]) -> None:
+    if BEGUN in states or DONE not in states:
+        raise LoopError(
+            "a compiled loop ended with an error, which is on stderr, so its numbers are not used; "
+            "FLEXGEN_HELM_LOOPS=0 computes with PyTorch instead"
+        )
 
 
 _PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -17,16 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.team import thread_pool
+from flexgen_helm.kernels.team import empty, thread_pool
+from flexgen_helm.kernels.trial import tried
 from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
-from flexgen_helm.quant.formats import GroupFormat, Scales
-from flexgen_helm.quant.packing import dequantize
+from flexgen_helm.quant.formats import Axis, GroupFormat, Scales
+from flexgen_helm.quant.packing import dequantize, quantize
 
 Result = TypeVar("Result")
 
 # Tokens up to which a product on the CPU reads codes; for more, dequantizing once and a library's product are faster.
 QUANTIZED_MATMUL_ROWS = 8
+_AXES: tuple[Axis, ...] = ("in", "out")
+_SCALES: tuple[Scales, ...] = ("pair", "word")
 # Values that plain torch dequantizes at once: it takes about 20 bytes for each.
 _TORCH_ELEMENTS = 1 << 20
 
@@ -38,11 +41,15 @@ def dequantize_into(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
             done = _with_triton(lambda kernels: kernels.dequantize_into(packed, fmt, out))
             return dequantize_with_torch(packed, fmt, out) if done is None else done
         if _on_cpu(packed, out) and (numba := _numba_kernels()) is not None:
-            kernel = numba.dequantize_rows if fmt.axis == "in" else numba.dequantize_columns
-            data, target, n = packed.numpy(), out.numpy(), fmt.stripe_rows
-            _run_threads(kernel, fmt, len(data), lambda part: (data[part], target[part.start * n : part.stop * n]))
-            return out
+            return _dequantize(numba, packed, fmt, out)
     return dequantize_with_torch(packed, fmt, out)
+
+
+def _dequantize(numba: ModuleType, packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
+    kernel = numba.dequantize_rows if fmt.axis == "in" else numba.dequantize_columns
+    data, target, n = packed.numpy(), out.numpy(), fmt.stripe_rows
+    _run_threads(kernel, fmt, len(data), lambda part: (data[part], target[part.start * n : part.stop * n]))
+    return out
 
 
 def dequantize_with_torch(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
@@ -72,7 +79,12 @@ def quantized_matmul(
     numba = _numba_kernels() if _on_cpu(packed, x) else None
     if numba is None:
         return None
-    y = torch.empty((x.shape[0], rows), dtype=torch.float32)
+    y = _product(numba, x, packed, fmt, rows)
+    return y if bias is None else y.add_(bias)
+
+
+def _product(numba: ModuleType, x: Tensor, packed: Tensor, fmt: GroupFormat, rows: int) -> Tensor:
+    y = empty((x.shape[0], rows))
     data, given, target, group = packed.numpy(), x.numpy(), y.numpy(), fmt.group_size
     _run_threads(
         numba.matmul_columns,
@@ -80,7 +92,7 @@ def quantized_matmul(
         len(data),
         lambda part: (data[part], given, target[:, part.start * group : part.stop * group]),
     )
-    return y if bias is None else y.add_(bias)
+    return y
 
 
 def most_fused_rows(device: torch.device, fmt: GroupFormat, dtype: torch.dtype) -> int:
@@ -127,11 +139,24 @@ def _tables(scales: Scales, bits: int) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=1)
 def _numba_kernels() -> ModuleType | None:
-    try:
-        from flexgen_helm.quant import numba_kernels
-    except ImportError:  # a machine without numba
-        return None
-    return numba_kernels
+    return tried("dequantization", _is_right, "flexgen_helm.quant.numba_kernels")
+
+
+def _is_right(numba: ModuleType) -> bool:
+    """Compare a matrix of each kind of bytes with PyTorch's dequantization, whose bits it has, and a product."""
+    matrix = torch.arange(16 * 40, dtype=torch.float32, device="cpu").mul(0.37).sin().view(16, 40)
+    formats = [GroupFormat(bits, 16, axis, scales) for bits in (4, 8) for axis in _AXES for scales in _SCALES]
+    for fmt in formats:
+        packed = quantize(matrix, fmt)
+        expected, values = (torch.empty_like(matrix) for _ in range(2))
+        dequantize_with_torch(packed, fmt, expected)
+        _dequantize(numba, packed, fmt, values)
+        if not torch.equal(values, expected):
+            return False
+        x = matrix[:3]
+        if fmt.axis == "out" and not torch.allclose(_product(numba, x, packed, fmt, 16), x @ expected.t(), atol=1e-5):
+            return False
+    return True
 
 
 def _triton_launches() -> ModuleType:

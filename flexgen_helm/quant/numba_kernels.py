@@ -7,14 +7,24 @@ two tables: the float32 of every FP16 twice for pairs; for words their scales [5
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numba
 import numpy as np
 
-_compiled = numba.njit(nogil=True, cache=True)
+
+def _compiled(function: Any, **options: Any) -> Any:
+    """Compile a function at its first call, and keep the result on disk where numba can write."""
+    options |= {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:
+        return numba.njit(**options)(function)
+
+
 # Sums may be taken in any order: there is no unpacked product whose bits they would have to match.
-_compiled_sums = numba.njit(nogil=True, cache=True, fastmath=True)
+_compiled_sums = partial(_compiled, fastmath=True)
 
 
 @_compiled

@@ -1,0 +1,146 @@
+"""Compiled loops, whatever they compute: errors reach the caller, and what cannot be compiled is left to PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flexgen_helm.errors import LoopError
+from flexgen_helm.kernels import layer_rows, team
+from tests.helpers.paths import ROOT
+
+compiled = pytest.importorskip("flexgen_helm.kernels.compiled")
+from flexgen_helm.kernels.emit import done, part_of_thread  # noqa: E402
+
+
+def fails_in_the_last_part(address):
+    part, parts = part_of_thread(address)
+    if part == parts - 1:
+        raise ValueError("on purpose")
+    done(address, part)
+
+
+@pytest.fixture(params=["openmp", "python"])
+def threads(request, monkeypatch):
+    """Three threads, of OpenMP and of Python."""
+    if request.param == "python":
+        monkeypatch.setattr(team, "openmp_library", lambda: None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield 3
+    torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("most_threads", [1, 2, 3])
+def test_an_error_in_a_loop_reaches_its_caller(threads, most_threads):
+    address = compiled.address_of(fails_in_the_last_part)
+    with pytest.raises(LoopError, match="FLEXGEN_HELM_LOOPS=0"):
+        team.run_on_threads(address, [], most_threads)
+
+
+def test_a_row_of_zeros_without_eps_is_divided_as_ieee_says(threads):
+    """As a padding token's embedding may be: its row is no number, and the rows behind it are as they were."""
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    x[2] = 0
+    y = layer_rows.rms_norm(x, torch.ones(64), 0.0, False)
+    expected = F.rms_norm(x, (64,), torch.ones(64), 0.0)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert y[2].isnan().all() and y[3:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_memory_of_loops_does_not_follow_the_default_dtype(threads, dtype):
+    """`from_pretrained(dtype=...)` sets it for the whole process, in any thread."""
+    x, weight = torch.randn(40, 96), torch.randn(96)
+    expected = layer_rows.rms_norm(x, weight, 1e-5, False)
+    layer_rows._ones.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        results = layer_rows.rms_norm(x, weight, 1e-5, False), layer_rows.rms_norm(x, None, 1e-5, False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(results[0], expected)
+    torch.testing.assert_close(results[1], F.rms_norm(x, (96,), None, 1e-5))
+
+
+# A dequantization, a norm, and what the record says of both.
+TRIALS = """
+import json, sys
+{first}
+import torch
+import flexgen_helm.progress as progress
+messages = []
+progress.report, report = lambda event: messages.append(getattr(event, "text", "")), progress.report
+from flexgen_helm.kernels import layer_rows, few_rows, trial
+from flexgen_helm.quant import kernels as quant
+layer_rows._compiled(), few_rows._compiled(), quant._numba_kernels()
+x = torch.randn(3, 32)
+assert layer_rows.add_bias(x.clone(), x[0]).equal(x + x[0])
+print(json.dumps([trial.loops_in_use, messages]))
+"""
+
+
+def tried(cache: Path, first: str = "", **variables: str):
+    done = subprocess.run(
+        [sys.executable, "-c", TRIALS.format(first=first)], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(cache), **variables},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    in_use, messages = json.loads(done.stdout)
+    assert len(in_use) == 3
+    return set(in_use.values()), [text for text in messages if text]
+
+
+def test_a_variable_switches_all_loops_off(tmp_path):
+    assert tried(tmp_path, FLEXGEN_HELM_LOOPS="0") == ({"FLEXGEN_HELM_LOOPS=0"}, [])
+
+
+def test_whatever_numba_raises_when_it_is_imported_leaves_the_work_to_pytorch(tmp_path):
+    """Python code in the place of numba raises what it raises where no writable memory may be executed."""
+    (tmp_path / "numba.py").write_text("raise PermissionError(1, 'Operation not permitted')")
+    reasons, messages = tried(tmp_path, f"sys.path.insert(0, {str(tmp_path)!r})")
+    assert reasons == {"PermissionError: [Errno 1] Operation not permitted"} and len(messages) == 2
+
+
+def test_a_system_that_forbids_writable_executable_memory(tmp_path):
+    """Linux 6.3 and later refuse it for this process (PR_SET_MDWE), as systemd's MemoryDenyWriteExecute does."""
+    forbid = "import ctypes, torch; torch.ones(64, 64) @ torch.ones(64, 64)\n" + (
+        'if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0): print(\'[{"a": "", "b": "", "c": ""}, []]\'); sys.exit()'
+    )
+    reasons, _ = tried(tmp_path, forbid)
+    if reasons == {""}:
+        pytest.skip("this kernel cannot forbid it")
+    assert not any(reason == "compiled" for reason in reasons)
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+def test_a_damaged_cache_is_compiled_again_and_named(tmp_path, suffix):
+    assert tried(tmp_path) == ({"compiled"}, [])
+    for path in tmp_path.rglob(f"*{suffix}"):
+        path.write_bytes(path.read_bytes()[:-100])
+    reasons, messages = tried(tmp_path)
+    assert reasons == {"compiled"} and messages and all(str(tmp_path) in text for text in messages)
+    assert tried(tmp_path) == ({"compiled"}, [])
+
+
+def test_loops_work_where_numba_can_write_nowhere(tmp_path):
+    nowhere = "from numba.core.caching import CacheImpl; CacheImpl._locator_classes = []"
+    assert tried(tmp_path, nowhere) == ({"compiled"}, [])
+
+
+def test_another_system_is_refused_in_a_sentence(tmp_path):
+    """Commands and the engine; help and the version are for everybody."""
+    program = (
+        "import platform, sys; platform.system = lambda: 'Darwin'; from flexgen_helm.cli import main; sys.exit(main())"
+    )
+    for argument, code, text in (("models", 2, "runs on Linux, and this is Darwin"), ("--version", 0, "")):
+        done = subprocess.run([sys.executable, "-c", program, argument], capture_output=True, text=True, timeout=120)
+        assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr
