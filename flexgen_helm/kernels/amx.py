@@ -83,9 +83,9 @@ def _most_rows(width: int, threads: int) -> int:
 
 
 def _block(compiled: ModuleType, rows: int, width: int) -> int:
-    """Return the columns of a block: equal ones, nearly."""
+    """Return the columns of a block: all, or whole chains of sums, whose order depends on the width alone."""
     most = _CACHE_BYTES // (2 * compiled.PARTS * rows + compiled.PANEL_BYTES)
-    return -(-width // -(-width // most) // 32) * 32
+    return width if width <= most else most // compiled.CHAIN * compiled.CHAIN
 
 
 def _multiply(compiled: ModuleType, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

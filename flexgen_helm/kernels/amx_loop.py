@@ -50,6 +50,8 @@ PANEL = 2 * SIDE
 PARTS = 3
 WEIGHT_PARTS = ((3,), (3, 2), (3, 2, 1))
 BFLOAT16, FLOAT16, FLOAT32 = range(3)
+# Steps whose products are one chain of float32 sums. Longer ones lose digits where all terms have one sign.
+CHAIN_STEPS = 16
 # Panels whose sums wait together for the next block of columns.
 GROUP = 8
 # Bytes of weights that are asked for ahead of the division.
@@ -81,47 +83,58 @@ def _multiply_tiles(builder: Any, row_tiles: int) -> None:
 def _panel(builder: Any, row_tiles: int, kind: int, arguments: Any) -> None:
     """Emit the product of a panel of weights with one or two tiles of rows, over all steps of a block of columns.
 
+    Every `CHAIN_STEPS` the tiles are added to the sums in memory, and begin with zeros again.
     While the unit multiplies, the processor takes lines of the panel that is next (`_take_lines`).
     """
     weights, weight_row, rows, row_tile, steps, sums, is_first, lines, *following_panel = arguments
     places = [builder.add(sums, INT64(TILE_BYTES * place)) for place in range(2 * row_tiles)]
     used = [_SUMS[2 * i + j] for i in range(2) for j in range(row_tiles)]
-    with builder.if_else(builder.icmp_signed("!=", is_first, INT64(0))) as (first, later):
-        with first:
-            for tile in used:
-                _call(builder, "tilezero", [_BYTE(tile)])
-        with later:
-            for tile, place in zip(used, places):
-                _load_tile(builder, tile, place, INT64(ROW_BYTES))
     # Weights of several parts were divided before: two tiles of each part follow each other.
     is_divided = kind != BFLOAT16
     step_bytes = _step_bytes(kind) if is_divided else 2 * DEPTH
-    with cgutils.for_range_slice(builder, INT64(0), steps, INT64(1)) as (step, _):
-        weights_at = builder.add(weights, builder.mul(step, INT64(step_bytes)))
-        rows_at = builder.add(rows, builder.mul(step, INT64(PARTS * TILE_BYTES)))
-        # Some lines behind each product of tiles: the processor looks ahead no further than some of these.
-        products, all_products = 0, INT64(sum(WEIGHT_PARTS[kind]))
-        first_line = last_line = builder.mul(step, lines)
-        for weight_part, parts in enumerate(WEIGHT_PARTS[kind]):
-            for i, tile in enumerate(_WEIGHTS):
-                if is_divided:
-                    place = builder.add(weights_at, INT64(TILE_BYTES * (2 * weight_part + i)))
-                    _load_tile(builder, tile, place, INT64(ROW_BYTES))
-                else:
-                    place = builder.add(weights_at, builder.mul(weight_row, INT64(SIDE * i)))
-                    _load_tile(builder, tile, place, weight_row)
-            for part in range(parts):
-                for j in range(row_tiles):
-                    own = builder.add(rows_at, builder.mul(row_tile, INT64(j)))
-                    _load_tile(builder, _ROWS[j], builder.add(own, INT64(TILE_BYTES * part)), INT64(ROW_BYTES))
-                _multiply_tiles(builder, row_tiles)
-                products += 1
-                taken = builder.udiv(builder.mul(lines, INT64(products)), all_products)
-                line, last_line = last_line, builder.add(first_line, taken)
-                _take_lines(builder, kind, line, last_line, *following_panel)
-    for tile, place in zip(used, places):
-        address = builder.inttoptr(place, _POINTER)
-        _call(builder, "tilestored64", [_BYTE(tile), address, INT64(ROW_BYTES)])
+    chain_sums = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(VECTOR, SIDE)), INT64)
+    with cgutils.for_range_slice(builder, INT64(0), steps, INT64(CHAIN_STEPS)) as (start, _):
+        for tile in used:
+            _call(builder, "tilezero", [_BYTE(tile)])
+        end = builder.add(start, INT64(CHAIN_STEPS))
+        end = builder.select(builder.icmp_signed("<", end, steps), end, steps)
+        with cgutils.for_range_slice(builder, start, end, INT64(1)) as (step, _):
+            weights_at = builder.add(weights, builder.mul(step, INT64(step_bytes)))
+            rows_at = builder.add(rows, builder.mul(step, INT64(PARTS * TILE_BYTES)))
+            # Some lines behind each product of tiles: the processor looks ahead no further than some of these.
+            products, all_products = 0, INT64(sum(WEIGHT_PARTS[kind]))
+            first_line = last_line = builder.mul(step, lines)
+            for weight_part, parts in enumerate(WEIGHT_PARTS[kind]):
+                for i, tile in enumerate(_WEIGHTS):
+                    if is_divided:
+                        place = builder.add(weights_at, INT64(TILE_BYTES * (2 * weight_part + i)))
+                        _load_tile(builder, tile, place, INT64(ROW_BYTES))
+                    else:
+                        place = builder.add(weights_at, builder.mul(weight_row, INT64(SIDE * i)))
+                        _load_tile(builder, tile, place, weight_row)
+                for part in range(parts):
+                    for j in range(row_tiles):
+                        own = builder.add(rows_at, builder.mul(row_tile, INT64(j)))
+                        _load_tile(builder, _ROWS[j], builder.add(own, INT64(TILE_BYTES * part)), INT64(ROW_BYTES))
+                    _multiply_tiles(builder, row_tiles)
+                    products += 1
+                    taken = builder.udiv(builder.mul(lines, INT64(products)), all_products)
+                    line, last_line = last_line, builder.add(first_line, taken)
+                    _take_lines(builder, kind, line, last_line, *following_panel)
+        has_sums = builder.or_(
+            builder.icmp_signed("==", is_first, INT64(0)), builder.icmp_signed("!=", start, INT64(0))
+        )
+        for tile, place in zip(used, places):
+            _call(builder, "tilestored64", [_BYTE(tile), builder.inttoptr(chain_sums, _POINTER), INT64(ROW_BYTES)])
+            _add_tile(builder, chain_sums, place, has_sums)
+
+
+def _add_tile(builder: Any, tile: Any, sums: Any, has_sums: Any) -> None:
+    """Add a tile in memory to the sums, or write it there if there are none."""
+    for row in range(0, TILE_BYTES, ROW_BYTES):
+        new, place = load(builder, builder.add(tile, INT64(row)), VECTOR, 4), builder.add(sums, INT64(row))
+        total = builder.fadd(load(builder, place, VECTOR, 4), new)
+        store(builder, builder.select(has_sums, total, new), place, 4)
 
 
 def _step_bytes(kind: int) -> int:

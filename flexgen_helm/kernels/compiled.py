@@ -15,6 +15,8 @@ from numba import types
 
 from flexgen_helm.kernels.amx_loop import (
     BFLOAT16,
+    CHAIN_STEPS,
+    DEPTH,
     FLOAT16,
     FLOAT32,
     PANEL,
@@ -42,6 +44,7 @@ from flexgen_helm.kernels.prompt_loop import BLOCK_KEYS, TILE_QUERIES, attend, s
 
 __all__ = [
     "BFLOAT16",
+    "CHAIN",
     "FLOAT16",
     "FLOAT32",
     "PANEL",
@@ -70,6 +73,10 @@ __all__ = [
     "row_scratch_floats",
     "scratch_floats",
 ]
+
+
+# Columns whose products are one chain of sums.
+CHAIN = CHAIN_STEPS * DEPTH
 
 
 @cache

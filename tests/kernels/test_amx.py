@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,9 +14,17 @@ from flexgen_helm.kernels import amx, products, team, trial
 from flexgen_helm.kernels.amx import amx_matmul, amx_matmuls
 from flexgen_helm.offload.linear import tiled_linear
 from tests.helpers.products import assert_is_product, operands
+from tests.helpers.software_tiles import software_tiles
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-needs_unit = pytest.mark.skipif(not amx.has_amx(), reason="this processor has no AMX")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unit():
+    """The processor's matrix unit, else one in software."""
+    with nullcontext() if amx.has_amx() else software_tiles():
+        assert amx.has_amx()
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +36,6 @@ def threads_and_rows(monkeypatch: pytest.MonkeyPatch):
     torch.set_num_threads(before)
 
 
-@needs_unit
 @settings(deadline=None, max_examples=80)
 @given(
     rows=st.one_of(st.integers(1, 70), st.integers(100, 600)),
@@ -44,7 +52,17 @@ def test_any_shape(rows: int, steps: int, outputs: int, dtype: torch.dtype, has_
     assert_is_product(amx_matmul(x, weight, bias), x, weight, bias)
 
 
-@needs_unit
+@pytest.mark.parametrize("width", [512, 2048, 4096, 14336, 28672])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_one_sign_are_as_exact_as_the_librarys(width: int, dtype: torch.dtype) -> None:
+    """All terms round in the same direction of a growing sum: one long chain would lose a digit."""
+    draw = torch.Generator().manual_seed(width)
+    x, weight = torch.rand(33, width, generator=draw), torch.rand(96, width, generator=draw).to(dtype)
+    exact = x.double() @ weight.double().t()
+    ours, librarys = (((y - exact) / exact).abs() for y in (amx_matmul(x, weight), x @ weight.float().t()))
+    assert ours.max() <= 3 * librarys.max() and ours.mean() <= 3 * librarys.mean()
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     rows=st.integers(1, 300),
@@ -66,14 +84,12 @@ def test_several_matrices_at_once(rows: int, steps: int, outputs: list[int], dty
         assert torch.equal(y, amx_matmul(x, own))
 
 
-@needs_unit
 def test_matrices_of_two_dtypes_are_not_multiplied_at_once() -> None:
     x, weight = operands(40, 128, 50, torch.float16)
     assert amx_matmuls(x, [weight, weight.bfloat16()]) is None
     assert amx_matmuls(x, [weight, weight[:, :64]]) is None
 
 
-@needs_unit
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_as_exact_as_a_product_in_float32(dtype: torch.dtype) -> None:
     """Not only within a bound: the errors of both are about the same on average."""
@@ -88,7 +104,6 @@ def test_it_is_as_exact_as_a_product_in_float32(dtype: torch.dtype) -> None:
     assert lost > 3 * library
 
 
-@needs_unit
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number_of_16_bits(dtype: torch.dtype) -> None:
     kind = torch.float16 if dtype == torch.float32 else dtype
@@ -105,7 +120,6 @@ def test_every_number_of_16_bits(dtype: torch.dtype) -> None:
     assert (y[0] - exact)[exact.isfinite()].abs().max() < 2**-125  # the unit takes the least numbers for zero
 
 
-@needs_unit
 @pytest.mark.parametrize("exponent", [-60, 0, 60])
 def test_every_bit_of_x_counts(exponent: int) -> None:
     """The three parts add up to x exactly, for random bits and those around the borders of the parts."""
@@ -122,7 +136,6 @@ def test_every_bit_of_x_counts(exponent: int) -> None:
     assert y is not None and torch.equal(y[:, 3], numbers)
 
 
-@needs_unit
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_are_parts_of_larger_ones(dtype: torch.dtype) -> None:
     """Nothing beyond them is read into a result, and nothing beyond the result is written."""
@@ -133,7 +146,6 @@ def test_rows_that_are_parts_of_larger_ones(dtype: torch.dtype) -> None:
     assert_is_product(amx_matmul(own_x, own_weight), own_x, own_weight, None)
 
 
-@needs_unit
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bits_depend_neither_on_threads_nor_on_other_rows(dtype: torch.dtype) -> None:
     x, weight = operands(390, 3200, 130, dtype)
@@ -146,7 +158,6 @@ def test_the_bits_depend_neither_on_threads_nor_on_other_rows(dtype: torch.dtype
         assert torch.equal(amx_matmul(x[rows], weight), results[0][rows])
 
 
-@needs_unit
 def test_threads_of_python_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where PyTorch's OpenMP has no entry that we know."""
     x, weight = operands(300, 512, 1024, torch.float16)
@@ -158,7 +169,6 @@ def test_threads_of_python_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(by_openmp, by_python)
 
 
-@needs_unit
 def test_from_several_threads_at_once() -> None:
     cases = [operands(1 + 29 * i % 300, 512, 700 + i, DTYPES[i % len(DTYPES)]) for i in range(30)]
     with ThreadPoolExecutor(4) as pool:
@@ -166,7 +176,6 @@ def test_from_several_threads_at_once() -> None:
             assert_is_product(y, x, weight, None)
 
 
-@needs_unit
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = operands(40, 128, 50, torch.float16)
     assert amx_matmul(x, weight) is not None
@@ -182,7 +191,6 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert amx_matmul(x[:2], weight) is None, "vectors are faster for so few"
 
 
-@needs_unit
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
 def test_functions_that_fail_their_trial_are_not_used(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     def broken(*given: object) -> list[torch.Tensor]:
@@ -220,7 +228,6 @@ def test_a_process_that_may_not_use_the_unit_multiplies_without_it(monkeypatch: 
         amx._compiled.cache_clear()
 
 
-@needs_unit
 @pytest.mark.parametrize("width", [64, 1536, 4096, 14336])
 @pytest.mark.parametrize("threads", [1, 4, 64])
 def test_its_memory_stays_within_what_is_said(monkeypatch: pytest.MonkeyPatch, width: int, threads: int) -> None:

@@ -1,0 +1,119 @@
+"""The matrix unit (AMX) in software: its instructions as plain code, so that its loop runs on any AVX-512 processor.
+
+A tile register is 16 rows of 64 bytes on the stack of the function that uses it: no tile lives longer. Products are
+those of `tdpbf16ps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numba
+import pytest
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from flexgen_helm.kernels import amx, amx_loop, compiled
+from flexgen_helm.kernels.emit import INT32, INT64
+
+_BYTE, _FLOATS, _PAIRS = ir.IntType(8), ir.VectorType(ir.FloatType(), 16), ir.VectorType(INT32, 16)
+
+
+def _row(builder: Any, tile: Any, row: Any, kind: Any) -> Any:
+    """Point to a row of a tile."""
+    address = builder.gep(_tiles(builder), [INT64(0), INT64(tile.constant * 1024)])
+    return builder.bitcast(builder.gep(address, [builder.mul(row, INT64(64))]), kind.as_pointer())
+
+
+def _tiles(builder: Any) -> Any:
+    """Return this function's eight registers; its first use makes them."""
+    name = "software_tiles"
+    for instruction in builder.function.entry_basic_block.instructions:
+        if instruction.name == name:
+            return instruction
+    with builder.goto_entry_block():
+        return builder.alloca(ir.ArrayType(_BYTE, 8 * 1024), name=name)
+
+
+def _load(builder: Any, value: Any) -> Any:
+    loaded = builder.load(value)
+    loaded.align = 4
+    return loaded
+
+
+def _store(builder: Any, value: Any, address: Any) -> None:
+    builder.store(value, address).align = 4
+
+
+def _copy_rows(builder: Any, tile: Any, pointer: Any, row_bytes: Any, to_tile: bool) -> None:
+    with cgutils.for_range_slice(builder, INT64(0), INT64(16), INT64(1)) as (row, _):
+        memory = builder.bitcast(builder.gep(pointer, [builder.mul(row, row_bytes)]), _PAIRS.as_pointer())
+        register = _row(builder, tile, row, _PAIRS)
+        source, target = (memory, register) if to_tile else (register, memory)
+        _store(builder, _load(builder, source), target)
+
+
+def _floats(builder: Any, pairs: Any, first: bool) -> Any:
+    """The first or second number of each pair as float32."""
+    bits = ir.Constant(_PAIRS, [16 if first else 0xFFFF0000] * 16)
+    return builder.bitcast(builder.shl(pairs, bits) if first else builder.and_(pairs, bits), _FLOATS)
+
+
+def _multiply(builder: Any, sums: Any, a: Any, b: Any) -> None:
+    """Add the products of 32 columns: first numbers of pairs and second ones have a sum each (Intel's manual)."""
+    zeros, nothing = ir.Constant(_PAIRS, [0] * 16), ir.Constant(_FLOATS, [0.0] * 16)
+    parts = [cgutils.alloca_once(builder, _FLOATS) for _ in range(2)]
+    with cgutils.for_range_slice(builder, INT64(0), INT64(16), INT64(1)) as (row, _):
+        for part in parts:
+            builder.store(nothing, part)
+        with cgutils.for_range_slice(builder, INT64(0), INT64(16), INT64(1)) as (k, _):
+            pair = builder.gep(builder.bitcast(_row(builder, a, row, _PAIRS), INT32.as_pointer()), [k])
+            single = builder.insert_element(ir.Constant(_PAIRS, ir.Undefined), builder.load(pair), INT32(0))
+            left, right = builder.shuffle_vector(single, single, zeros), _load(builder, _row(builder, b, k, _PAIRS))
+            for part, first in zip(parts, (True, False)):
+                product = builder.fmul(_floats(builder, left, first), _floats(builder, right, first))
+                builder.store(builder.fadd(builder.load(part), product), part)
+        target, (even, odd) = _row(builder, sums, row, _FLOATS), map(builder.load, parts)
+        _store(builder, builder.fadd(_load(builder, target), builder.fadd(even, odd)), target)
+
+
+def _call(builder: Any, name: str, arguments: list[Any]) -> None:
+    """Take the place of `amx_loop._call`."""
+    match name:
+        case "tileloadd64":
+            _copy_rows(builder, *arguments, to_tile=True)
+        case "tilestored64":
+            _copy_rows(builder, *arguments, to_tile=False)
+        case "tilezero":
+            with cgutils.for_range_slice(builder, INT64(0), INT64(16), INT64(1)) as (row, _):
+                _store(builder, ir.Constant(_PAIRS, [0] * 16), _row(builder, arguments[0], row, _PAIRS))
+        case "tdpbf16ps":
+            _multiply(builder, *arguments)
+        case "ldtilecfg" | "tilerelease":
+            pass
+        case _:
+            raise NotImplementedError(name)
+
+
+@cache
+def _address_of(function: Any) -> int:
+    """Compile without numba's cache, which would hand the software's code to a processor that has the unit."""
+    return int(numba.cfunc(types.void(types.CPointer(types.int64)), error_model="numpy")(function).address)
+
+
+@contextmanager
+def software_tiles() -> Iterator[None]:
+    """Let `kernels.amx` take a processor without the unit for one that has it; skip where vectors are narrower."""
+    if compiled.LANES < 16:
+        pytest.skip("the loop of the matrix unit has vectors of 16 numbers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(amx_loop, "_call", _call)
+        patch.setattr(amx, "_has_unit", lambda: True)
+        patch.setattr(compiled, "address_of", _address_of)
+        amx._compiled.cache_clear()
+        yield
+    amx._compiled.cache_clear()
