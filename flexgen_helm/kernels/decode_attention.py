@@ -76,7 +76,7 @@ class RowTable:
         needs = threads, self.pieces * heads * (dim + 1), self.pieces * key_heads, threads * floats
         if needs not in self._workspaces:
             _, parts, counters, scratch = needs
-            memory = torch.empty(parts), torch.zeros(counters, dtype=torch.int64), torch.empty(scratch)
+            memory = empty([parts]), torch.zeros(counters, dtype=torch.int64, device="cpu"), empty([scratch])
             self._workspaces[needs] = Workspace(threads, memory, tuple(x.data_ptr() for x in memory))
         return self._workspaces[needs]
 
