@@ -211,6 +211,20 @@ def tanh(builder: Any, x: Any) -> Any:
     return builder.fdiv(builder.fmul(x, upper), lower)
 
 
+@emitted
+def _pointer(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], FLOAT.as_pointer())
+
+    return types.CPointer(types.float32)(int64), generate
+
+
+@njit
+def floats(address: Any, count: Any) -> Any:
+    """View `count` neighbouring float32 numbers at an address."""
+    return numba.carray(_pointer(address), count)
+
+
 def _reader(kind: Any, result: Any) -> Any:
     @emitted
     def get(typing: Any, address: Any) -> Any:
@@ -237,5 +251,4 @@ def _writer(kind: Any, given: Any) -> Any:
 
 # Of the number at an address; `put_integer` stores the lower 32 bits.
 get_float, get_integer = _reader(FLOAT, types.float32), _reader(INT64, int64)
-get_bits = _reader(INT32, types.int32)
 put_float, put_integer, put_address = _writer(FLOAT, types.float32), _writer(INT32, int64), _writer(INT64, int64)

@@ -78,15 +78,14 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 def _combined(kind: str, x: Tensor, y: Tensor) -> Tensor | None:
     suits = _is_float(x) and _is_float(y) and x.shape == y.shape and x.is_contiguous() and y.is_contiguous()
     compiled = _compiled() if suits else None
-    # Else an element would be computed as part of a vector or alone, by its place among the rows.
-    if compiled is None or x.shape[-1] % compiled.LANES:
+    if compiled is None:
         return None
     return _combine(compiled, kind, x, y)
 
 
 def _combine(compiled: ModuleType, kind: str, x: Tensor, y: Tensor) -> Tensor:
     """kind: a constant's name of `layer_loop`, in small letters."""
-    arguments = [getattr(compiled, kind.upper()), x.data_ptr(), y.data_ptr(), x.numel() // compiled.LANES]
+    arguments = [getattr(compiled, kind.upper()), x.data_ptr(), y.data_ptr(), x.numel()]
     run_on_threads(compiled.address_of(compiled.combine_rows), arguments, x.numel() // _THREAD_ELEMENTS)
     return x
 
