@@ -80,6 +80,11 @@ def read_config(
     incomplete, or of weights that are quantized in a way that cannot be read.
     """
     path = folder / CONFIG
+    if (adapter := folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{adapter} describes an adapter, which is not applied to weights here; merge it into its base "
+            f"(`merge_and_unload` of peft) and save that, or remove the file to evaluate the weights beside it"
+        )
     content = read_json(path)
     try:
         architecture = find(content)

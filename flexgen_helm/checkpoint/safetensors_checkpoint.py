@@ -28,6 +28,7 @@ from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor, PlainTensor
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import StoredRange, StoredTensor, find_stored, match_tensors
+from flexgen_helm.checkpoint.unread import check_unread
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
@@ -64,6 +65,8 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
         if head is not None and table is not None:
             self._untie_if_different(_tiles(head), _tiles(table))
         self._use(match_tensors(self.config, architecture.tensors, tensors, path, CONFIG, architecture.prefixes))
+        read = {matched.stored.name for matched in self._tensors.values()}
+        check_unread((tensor for tensor in tensors.values() if tensor is not head), read, path, CONFIG)
         for tensor in (matched.stored for matched in self._tensors.values()):
             if tensor.dtype not in FLOAT_TYPES:
                 supported = ", ".join(FLOAT_TYPES)

@@ -19,6 +19,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, TORCH_TYPES, LogicalTensor
+from flexgen_helm.checkpoint.stored_tensors import lacks
+from flexgen_helm.checkpoint.unread import check_unread
 from flexgen_helm.errors import CheckpointError
 
 # The part of a stored name that a language model has where it is one of several parts.
@@ -71,17 +73,19 @@ class StateDictReader:
 
         described_by: where `path` gives the sizes, for messages.
 
-        Raises `CheckpointError` if an entry is missing or has another shape, or if a module of the model has a stored
-        tensor that it does not use. Tensors of modules that the model does not have are left alone.
+        Raises `CheckpointError` if an entry is missing or has another shape, and what `check_unread` does.
         """
-        self._model, self._path, self._described_by = model, path, described_by
+        self._model, self._path, self._described_by, self._names = model, path, described_by, list(tensors)
         state = model.state_dict()
         conversions, unused = self._match(tensors, state)
         self._conversions: dict[str, _Conversion] = {}
         for conversion in conversions:
             self._conversions |= dict.fromkeys(self._converted_keys(conversion, state), conversion)
         self._stored_key = self._resolve_tied(state)
-        self._refuse_unused({key: tensors[name] for key, name in unused.items()})
+        ignored, buffers = _any_of(model._keys_to_ignore_on_load_unexpected), dict(model.named_buffers())
+        irrelevant = {name for key, name in unused.items() if key in buffers or (ignored and ignored.search(key))}
+        read = tensors.keys() - unused.values()
+        check_unread((tensors[name] for name in tensors.keys() - irrelevant), read, path, described_by)
         self.shapes = {key: tuple(state[key].shape) for key in state if key in self._stored_key}
         self._by_expert: dict[str, bool] = {}
 
@@ -233,27 +237,8 @@ class StateDictReader:
             if name is not None:
                 stored[key] = name
             elif may_lack is None or not may_lack.search(key):
-                raise CheckpointError(f"{self._path} lacks the tensor {key}, which its {self._described_by} asks for")
+                raise lacks(self._path, key, self._described_by, self._names)
         return stored
-
-    def _refuse_unused(self, unused: Mapping[str, LogicalTensor]) -> None:
-        """Raise `CheckpointError` if a module has a stored tensor that it does not use, such as a bias.
-
-        Biases of zeros are none: some tools write them for every quantized weight.
-        """
-        modules, buffers = dict(self._model.named_modules()), dict(self._model.named_buffers())
-        ignored = _any_of(self._model._keys_to_ignore_on_load_unexpected)
-        for key, tensor in unused.items():
-            owner = modules.get(key.rpartition(".")[0])
-            if owner is None or key in buffers or (ignored is not None and ignored.search(key)):
-                continue
-            if not any(True for _ in owner.parameters(recurse=False)):
-                continue
-            if key.endswith(".bias") and not any(tile.any() for tile in tensor.tiles([range(tensor.num_rows)])):
-                continue
-            raise CheckpointError(
-                f"{tensor.title} has no use in {type(owner).__name__}; its {self._described_by} describes other weights"
-            )
 
 
 class _OneExpert:

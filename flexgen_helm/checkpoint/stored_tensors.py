@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -104,7 +104,7 @@ def match_tensors(
         names = [prefix + source.name for prefix in prefixes]
         tensor = find_stored(sources, stored, canonical, prefixes)
         if tensor is None:
-            raise CheckpointError(f"{path} lacks the tensor {names[0]}, which its {described_by} asks for")
+            raise lacks(path, names[0], described_by, stored)
         num_rows, rows = select_rows(source, canonical, config, shapes)
         transposed = source.transposed and len(shape) > 1  # a bias is a vector either way
         expected: tuple[int, ...] = (num_rows, *shape[1:])
@@ -118,3 +118,10 @@ def match_tensors(
             )
         matched[canonical] = MatchedTensor(tensor, rows, source, transposed)
     return matched
+
+
+def lacks(path: Path, name: str, described_by: str, stored: Iterable[str]) -> CheckpointError:
+    """Make the error for a tensor that is missing, or has a prefix that some wrapper of the model has left."""
+    wrapped = next((other for other in stored if other.endswith(f".{name}")), None)
+    hint = f"; it has {wrapped}: save the model again without '{wrapped.removesuffix(name)}'" if wrapped else ""
+    return CheckpointError(f"{path} lacks the tensor {name}, which its {described_by} asks for{hint}")

@@ -155,7 +155,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         (_change(UP, lambda t: t.to(torch.int8)), f"tensor {UP} has the type I8"),
         (
             lambda t: t.update({UP.replace("weight", "bias"): torch.ones(48)}),
-            "up_proj.bias has no use in Linear",
+            "up_proj.bias would change what is computed",
         ),
         (lambda t: t.update({UP.removeprefix("model."): torch.ones(48, 32)}), "are both"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,22 +72,12 @@ def logical_tensors(
     ]
     parts = {part.name for tensor in quantized for part in tensor.parts}
     plain = [PlainTensor(t) for name, t in stored.items() if name not in parts and not name.endswith(_UNUSED)]
-    _refuse_unknown_parts(plain, quantized)
     tensors: dict[str, LogicalTensor] = {}
     for tensor in (*plain, *quantized):
         if tensor.name in tensors:
             raise CheckpointError(f"{path} has {tensor.name} twice: plain, and quantized in {tensor.title}")
         tensors[tensor.name] = tensor
     return tensors
-
-
-def _refuse_unknown_parts(plain: Iterable[LogicalTensor], quantized: Iterable[LogicalTensor]) -> None:
-    """Raise `CheckpointError` if a quantized layer has more than its bias besides: it could change the values."""
-    weights = {tensor.name for tensor in quantized if tensor.name.endswith(".weight")}
-    for tensor in plain:
-        layer, _, leaf = tensor.name.rpartition(".")
-        if f"{layer}.weight" in weights and leaf not in ("bias", "weight"):
-            raise CheckpointError(f"{tensor.title} belongs to a quantized weight, but its meaning is not known")
 
 
 def _mxfp4(group: QuantizedGroup) -> LogicalTensor | None:

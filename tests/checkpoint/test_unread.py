@@ -1,0 +1,88 @@
+"""Tensors that nothing reads are known to change no number, named, or refused; so are adapters."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexgen_helm import progress
+from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.errors import CheckpointError
+from tests.helpers.backend_models import saved
+
+LAYER = "model.layers.1."
+BY_MODULES = "OlmoForCausalLM"
+
+
+@pytest.fixture(params=["llama", BY_MODULES])
+def edited(request, tiny, tmp_path) -> Callable[[dict[str, torch.Tensor]], Path]:
+    """A copy of a model that has more tensors: one that runs by equations, one by modules of `transformers`."""
+
+    def copy(more: dict[str, torch.Tensor], rename: Callable[[str], str] = lambda name: name) -> Path:
+        source = tmp_path / "source"
+        if request.param == BY_MODULES:
+            saved(request.param, source)
+        else:
+            shutil.copytree(tiny(request.param).path, source)
+        tensors = load_file(source / "model.safetensors")
+        tensors = {rename(name): tensor for name, tensor in (tensors | more).items()}
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+        return source
+
+    return copy
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "self_attn.q_proj.bias",
+        "self_attn.q_proj.lora_A.weight",
+        "self_attn.q_proj.lora_B.default.weight",
+        "self_attn.q_norm.weight",
+        "mlp.down_proj.scale",
+        "post_attention_norm_2.weight",
+        "self_attn.sinks",
+    ],
+)
+def test_what_would_change_a_number_is_refused_by_name(edited, name):
+    folder = edited({LAYER + name: torch.ones(48)})
+    with pytest.raises(CheckpointError, match=f"{LAYER}{name} would change what is computed"):
+        open_checkpoint(folder)
+
+
+def test_what_changes_no_number_is_passed_over_and_another_models_tensors_are_named(edited):
+    folder = edited(
+        {
+            f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(4),
+            f"{LAYER}self_attn.o_proj.bias": torch.zeros(48),
+            "vision_tower.encoder.layers.0.self_attn.q_proj.weight": torch.ones(8, 8),
+            "v_head.summary.weight": torch.ones(1, 48),
+        }
+    )
+    events: list[object] = []
+    with progress.observed_by(events.append):
+        open_checkpoint(folder)
+    texts = [event.text for event in events if isinstance(event, progress.Message)]
+    assert any("v_head.summary, vision_tower.encoder" in text for text in texts)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_the_prefix_that_a_wrapper_left_is_named(edited, prefix):
+    folder = edited({}, lambda name: prefix + name)
+    with pytest.raises(CheckpointError, match=f"save the model again without '{prefix}"):
+        open_checkpoint(folder)
+
+
+def test_an_adapter_beside_a_base_or_alone_is_refused(edited, tmp_path):
+    folder = edited({})
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "alone").mkdir()
+    shutil.copy(folder / "adapter_config.json", tmp_path / "alone")
+    for path in (folder, tmp_path / "alone"):
+        with pytest.raises(CheckpointError, match="adapter_config.json describes an adapter"):
+            open_checkpoint(path)
