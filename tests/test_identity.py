@@ -251,7 +251,7 @@ def test_every_file_that_is_opened_is_in_the_fingerprint(
         (folder / "tokenizer.json").unlink()
         _change_json(folder, "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
     # Files of other libraries and of other models, of which none may be read unseen.
-    for name in ("adapter_config.json", "processor_config.json", "chat_template.json", "spiece.model", "vocab.txt"):
+    for name in ("processor_config.json", "chat_template.json", "spiece.model", "vocab.txt"):
         (folder / name).write_text("{}")
 
     def fingerprint() -> str:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 TemplateChoice = Literal["auto"] | bool
 Message = Mapping[str, Any]
 _TRIAL = "Hello"
+# What templates get as today's date: prompts must not change from day to day. Llama's own templates fall back to it.
+DATE = "2024-07-26"
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class ChatFormat:
             "kwargs": dict(self.options.chat_template_kwargs),
             "system_prompt": self.options.system_prompt,
             "thinking_budget": self.options.thinking_budget if self._thinks else None,
+            **({"date": DATE} if "strftime_now" in (template or "") else {}),
         }
 
     @cached_property

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +21,7 @@ from jinja2 import Environment, TemplateSyntaxError
 
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import RequestError
+from flexgen_helm.tokenizer.chat import DATE
 
 MAX_CPU_S = 1.0  # a template takes milliseconds; processor time, because the machine may be busy
 _LOOK_S = 0.5
@@ -33,6 +36,8 @@ def render(
 ) -> str:
     """Return the text of `messages`; as in `transformers`, a key of a message whose value is None is left out.
 
+    variables: of the template; `strftime_now` is the date that this function of the template tells.
+
     Raises `RequestError` where the template fails, and where it takes longer than any template should.
     """
     _require_interruptible(template)
@@ -40,9 +45,17 @@ def render(
     with import_lock("transformers"):
         from transformers.utils import chat_template_utils
 
+    setattr(chat_template_utils, "datetime", _Clock)  # noqa: B010
     function: Any = chat_template_utils.render_jinja_template  # annotated as a string, but returns two lists
+    variables = dict(variables)
+    date = _date(variables.pop("strftime_now", DATE))
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    told = _told.set(date)
     try:
+        if "strftime_now" in template and function([chat], chat_template=_DAY)[0] != [date.strftime("%Y-%m-%d")]:
+            raise RequestError(
+                "this release of transformers tells templates today's date, so prompts would change daily"
+            )
         with _watchdog.limited():
             texts, _ = function(
                 [chat], chat_template=template, add_generation_prompt=add_generation_prompt, **variables
@@ -52,9 +65,33 @@ def render(
             f"the checkpoint's chat template computes for more than {MAX_CPU_S:g} s on these messages; "
             "take --chat-template false, or another template"
         ) from None
+    except RequestError:
+        raise
     except Exception as error:  # the template is a program of the checkpoint's author
         raise RequestError(f"the checkpoint's chat template refuses these messages: {error}") from error
+    finally:
+        _told.reset(told)
     return str(texts[0])
+
+
+# The date that templates get in this thread; a template that says it.
+_told: ContextVar[datetime | None] = ContextVar("told", default=None)
+_DAY = "{{ strftime_now('%Y-%m-%d') }}"
+
+
+class _Clock(datetime):
+    """What `transformers` asks for the time: a template of ours gets its date, and others today's."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return _told.get() or datetime.now(tz)
+
+
+def _date(text: Any) -> datetime:
+    try:
+        return datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        raise RequestError(f"the template's strftime_now is {text!r}; give a date such as {DATE}") from None
 
 
 @lru_cache(maxsize=8)

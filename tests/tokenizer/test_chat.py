@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
+from datetime import datetime
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.utils import chat_template_utils
 
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import RequestError, UsageError
@@ -28,6 +31,12 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 def decide(tokenizer: Any, choice: TemplateChoice | None = "auto", is_base: bool = False, **options: Any) -> ChatFormat:
     return chat_format(tokenizer, ChatOptions(choice, **options), "acme", is_base)
+
+
+def replace_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    changed = copy(tokenizer)
+    changed.chat_template = template
+    return changed
 
 
 class Template:
@@ -193,3 +202,16 @@ def test_a_thinking_model_is_known_and_so_is_where_it_begins(tokenizers: dict[st
         assert thinking is not None and not thinking.begins_inside
     plain = decide(tokenizers["instruct"])
     assert plain.thinking(plain.render_prompt("</think>")) is None
+
+
+def test_the_date_of_a_template_is_fixed_recorded_and_part_of_the_key(tokenizers: dict[str, Tokenizer]) -> None:
+    """Else a run that goes on after midnight has other prompts than it began with."""
+    tokenizer = replace_template(tokenizers["instruct"], "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
+    usual, other = decide(tokenizer, True), decide(tokenizer, True, chat_template_kwargs={"strftime_now": "2026-11-27"})
+    assert usual.render_prompt("x") == "26 Jul 2024: x" and other.render_prompt("x") == "27 Nov 2026: x"
+    assert usual.as_json()["date"] == "2024-07-26" and usual.identity != other.identity
+    assert "date" not in decide(tokenizers["instruct"], True).as_json()
+    here, there = "{{ strftime_now('%Y') }}", [[{"role": "user", "content": "x"}]]
+    assert chat_template_utils.render_jinja_template(there, chat_template=here)[0] == [str(datetime.now().year)]
+    with pytest.raises(UsageError, match="'tomorrow'; give a date such as 2024-07-26"):
+        decide(tokenizer, True, chat_template_kwargs={"strftime_now": "tomorrow"})
