@@ -17,7 +17,7 @@ import numpy as np
 from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.errors import UsageError
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.answers import read_texts
+from flexgen_helm.report.answers import is_choice, read_texts
 from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
 from flexgen_helm.report.run_files import design_effect, has_all_instances, read_instances, read_settings
 from flexgen_helm.suggestions import closest, listed
@@ -88,6 +88,15 @@ class RunScores:
         if self.parts:
             return {(run.entry, key): text for run in self.parts for key, text in run.answers.items()}
         return read_texts(self)
+
+    @property
+    def num_ties(self) -> int:
+        """Return how many choices are ties of right and wrong ones: HELM's exact match is then a fraction."""
+        if self.parts:
+            return sum(run.num_ties for run in self.parts)
+        if not is_choice(self.settings) or "exact_match" not in self.instances:
+            return 0
+        return int(self.instances["exact_match"].between(0, 1, inclusive="neither").sum())
 
     @cached_property
     def has_all_instances(self) -> bool:
@@ -345,6 +354,11 @@ def prompt_notes(runs: Sequence[RunScores]) -> list[str]:
             )
         if clipped := run.run.get("num_clipped"):
             notes.append(f"{clipped:,} {of} had less room in the model's window than max_tokens")
+        if ties := run.num_ties:
+            notes.append(
+                f"{ties:,} of {len(run.instances):,} choices of {run.entry} of {run.typed_model} are ties of a right and "
+                "a wrong one, of which HELM counts a share as right"
+            )
     return notes
 
 

@@ -336,3 +336,12 @@ def test_settings_of_a_model_are_compared_each_with_its_own_precisions(tmp_path)
             write_run(folder, "mc:mode=a", precision, {"exact_match": sum(right) / 3}, accuracies(right), model)
     compared = {model.model: model.comparisons[0].baseline for model in read_suite(folder).compared}
     assert compared == {"one": pytest.approx(2 / 3), "one-no-template": pytest.approx(1 / 3)}
+
+
+def test_ties_of_scored_choices_are_counted(tmp_path):
+    """A head of zeros finds all references equally probable: half of two is no accuracy."""
+    method = {"method": "multiple_choice_separate_original"}
+    write_run(tmp_path, "mcqa", "fp16", {"exact_match": 0.6}, accuracies([0.5, 0.5, 1, 1, 0]), adapter=method)
+    write_run(tmp_path, "joint", "fp16", {"exact_match": 0.5}, accuracies([0.5, 0.5]))
+    page = suite_page(read_suite(tmp_path)).to_text()
+    assert "2 of 5 choices of mcqa of flexgen/tiny are ties" in " ".join(page.split()) and "of joint" not in page
