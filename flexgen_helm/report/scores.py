@@ -356,8 +356,8 @@ def prompt_notes(runs: Sequence[RunScores]) -> list[str]:
             notes.append(f"{clipped:,} {of} had less room in the model's window than max_tokens")
         if ties := run.num_ties:
             notes.append(
-                f"{ties:,} of {len(run.instances):,} choices of {run.entry} of {run.typed_model} are ties of a right and "
-                "a wrong one, of which HELM counts a share as right"
+                f"{ties:,} of {len(run.instances):,} choices of {run.entry} of {run.typed_model} are ties of a right "
+                "and a wrong one, of which HELM counts a share as right"
             )
     return notes
 
