@@ -1,4 +1,4 @@
-"""Draw tokens from logits: a true argmax, or an inverse of the cumulative distribution."""
+"""Draw tokens from logits: a true argmax, or an argmax of logits by temperature plus Gumbel noise."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from flexgen_helm.planner.constants import SAMPLED_ELEMENTS
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.scheduling.sampling import SamplingParams
 
-# Exponent of a token that is never drawn: e^-1e4 is zero in float64.
+# Exponent of a token that is never drawn: e^-1e4 is zero in float64, and no noise makes up for it.
 _NO_CHANCE = -1e4
+# SplitMix64 (Steele et al., 2014): the step of its counter, then shifts and factors of its mixing, as signed numbers.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIXING = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
 
 def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Draw one token for each row; logits [R, V] in float32 -> token ids [R].
 
-    Sampling inverts the cumulative distribution in float64: of the tempered softmax in vocabulary order or, with
-    top_p < 1, of its nucleus (the fewest most probable tokens whose mass reaches top_p) in order of probability.
-    A row's token does not depend on the other rows, and nothing here waits for an accelerator.
+    The argmax of logits by temperature plus Gumbel noise, in float64, follows the tempered softmax; with top_p < 1, over
+    its nucleus: the fewest most probable tokens whose mass reaches top_p. Rounding of the logits changes a token only
+    where the two best sums are as near. A row's token does not depend on the other rows, and nothing here waits for an
+    accelerator.
     """
     forced = [-1 if params.forced is None else params.forced for params in sampling]
     drawn = [row for row, token in enumerate(forced) if token < 0 and sampling[row].temperature > 0.0]
@@ -30,11 +34,11 @@ def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
         return greedy_tokens(logits)
     plain = [row for row in drawn if sampling[row].top_p == 1.0]
     nucleus = [row for row in drawn if sampling[row].top_p < 1.0]
-    values = [
-        (params.temperature, params.top_p, params.uniform) for params in (sampling[row] for row in (*plain, *nucleus))
-    ]
-    _, (forced_tokens, *rows, temperatures, top_ps, uniforms) = host_and_device(
-        logits.device, (forced, plain, nucleus), [*zip(*values)] or ((), (), ())
+    params = [sampling[row] for row in (*plain, *nucleus)]
+    _, (forced_tokens, *rows, keys, temperatures, top_ps) = host_and_device(
+        logits.device,
+        (forced, plain, nucleus, [p.key for p in params]),
+        ([p.temperature for p in params], [p.top_p for p in params]),
     )
     if min(forced) >= 0:
         return forced_tokens
@@ -43,29 +47,31 @@ def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     first, many = 0, max(1, SAMPLED_ELEMENTS[tier] // logits.shape[1])
     for numbers, where in zip((plain, nucleus), rows):
         for part in where.split(many) if numbers else ():
-            own = slice(first, first := first + len(part))
-            chosen = logits if len(part) == len(logits) else logits.index_select(0, part)
-            tokens[part] = _sample(chosen, temperatures[own, None], uniforms[own, None],
-                                   top_ps[own, None] if numbers is nucleus else None)  # fmt: skip
+            span = slice(first, first := first + len(part))
+            scores = _exponents(logits.index_select(0, part), temperatures[span, None])
+            if numbers is nucleus:
+                scores.masked_fill_(~_nucleus(scores, top_ps[span, None]), _NO_CHANCE)
+            tokens[part] = greedy_tokens(scores.sub_(_log_waits(keys[span, None], logits.shape[1])))
     return tokens if max(forced) < 0 else torch.where(forced_tokens < 0, tokens, forced_tokens)
 
 
-def _sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor, top_ps: Tensor | None) -> Tensor:
-    """Draw one token for each row; top_ps: None where all are 1. Parameters [R, 1]."""
-    probabilities = torch.softmax(_exponents(logits, temperatures), dim=-1)
-    order = kept = None
-    if top_ps is not None:
-        # Stable, so that equally probable tokens keep the vocabulary's order on every device.
-        probabilities, order = torch.sort(probabilities, descending=True, stable=True)
-        kept = probabilities.cumsum(-1) - probabilities < top_ps
-        probabilities = probabilities.masked_fill_(~kept, 0.0)
-    cumulative = probabilities.cumsum(-1)
-    index = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    if order is None or kept is None:
-        return index[:, 0].clamp_max(logits.shape[1] - 1)
-    # Of a row that is not finite nothing is kept; it fails by its log-probability.
-    last = (kept.sum(-1, keepdim=True) - 1).clamp_min_(0)
-    return order.gather(1, torch.minimum(index, last))[:, 0]
+def _nucleus(exponents: Tensor, top_ps: Tensor) -> Tensor:
+    """Return which tokens [R, V] each row's nucleus has; of equally probable ones, the first. top_ps [R, 1]."""
+    # Stable, so that equally probable tokens keep the vocabulary's order on every device.
+    probabilities, order = torch.sort(torch.softmax(exponents, dim=-1), descending=True, stable=True)
+    kept = probabilities.cumsum(-1).sub_(probabilities) < top_ps
+    return torch.empty_like(kept).scatter_(1, order, kept)
+
+
+def _log_waits(keys: Tensor, vocabulary: int) -> Tensor:
+    """Return log(-log(u)), the negative of Gumbel noise, for uniform u in (0, 1) by key and token id; keys [R, 1]."""
+    bits = torch.arange(1, vocabulary + 1, dtype=torch.int64, device=keys.device) * _STEP + keys
+    for shift, factor in _MIXING:
+        shifted = (bits >> shift).bitwise_and_((1 << 64 - shift) - 1)  # without the sign
+        bits.bitwise_xor_(shifted).mul_(factor)
+    # 52 bits and a half are exact in float64, and neither 0 nor 1.
+    uniforms = bits.bitwise_and_((1 << 52) - 1).to(torch.float64).add_(0.5).mul_(2.0**-52)
+    return uniforms.log_().neg_().log_()
 
 
 def _exponents(logits: Tensor, temperatures: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from flexgen_helm.request import (
     GenerationResult,
     TopLogprobs,
 )
-from flexgen_helm.scheduling.sampling import SamplingParams, uniform_draw
+from flexgen_helm.scheduling.sampling import SamplingParams, draw_key
 from flexgen_helm.tokenizer.stop_strings import StopMatcher
 from flexgen_helm.tokenizer.thinking import ThinkingTracker
 
@@ -61,11 +61,11 @@ class CompletionState:
         """Return how the next token is drawn."""
         request = self._request
         if (forced := self._forced()) is not None:
-            return SamplingParams(0.0, 1.0, 0.0, forced)
+            return SamplingParams(0.0, 1.0, 0, forced)
         if request.temperature == 0.0:
-            return SamplingParams(0.0, 1.0, 0.0)
-        uniform = uniform_draw(request.seed, self._index, self.num_drawn)
-        return SamplingParams(request.temperature, request.top_p, uniform)
+            return SamplingParams(0.0, 1.0, 0)
+        key = draw_key(request.seed, self._index, self.num_drawn)
+        return SamplingParams(request.temperature, request.top_p, key)
 
     def _forced(self) -> int | None:
         """Return the next token of a forced end of thinking; asked again for a token, the answer is the same."""
