@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic
 
 import torch
@@ -23,6 +24,7 @@ from flexgen_helm.models.config import ModelConfig, tensor_shapes
 # Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16 at all. Values from
 # 2^-17 on lose nothing, smaller ones at most 2^-25.
 _MAX_FLOAT16_ERROR = 2.0**-9
+_FLOATS = "F16", "BF16", "F32", "F64"
 # Elements that are checked and rounded at a time: the workspace of a read is a few MB beyond its result.
 TILE_ELEMENTS = 1 << 20
 
@@ -35,6 +37,7 @@ class Checkpoint(ABC):
     config: sizes and features of the model.
     storage_dtype: of matrices, float16 or bfloat16, the checkpoint's own 16-bit type; float16 for float32 and GGUF
         weights. Weights that another tool quantized have the type of their scales.
+    rounded: stored type -> share of the matrices' elements that have it, and are rounded to `storage_dtype`.
     as_float16: the checkpoint's own type is bfloat16, and `read_as_float16` has changed `storage_dtype`.
     tokenizer_path: a folder with tokenizer files, or the .gguf file that contains a tokenizer, or None.
     origin: for records; a repository with its commit ('org/repo@0123…'), or the name of a folder or file. Filled by
@@ -45,6 +48,7 @@ class Checkpoint(ABC):
     config: ModelConfig
     config_content: Mapping[str, Any] | None = None
     storage_dtype: torch.dtype
+    rounded: Mapping[str, float] = MappingProxyType({})
     tokenizer_path: Path | None
     origin: str = ""
     as_float16: bool = False
@@ -74,6 +78,19 @@ class Checkpoint(ABC):
     def stored_range(self, name: str) -> StoredRange | None:
         """Return where a file has the values of `tensor`, byte for byte; None where it has another type or order."""
         return None
+
+    def _choose_type(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Choose bfloat16 if most elements of matrices have it, else float16, which rounds less; note what is rounded.
+
+        tensors: stored type and shape of each.
+        """
+        elements: Counter[str] = Counter()
+        for dtype, shape in tensors:
+            elements[dtype] += prod(shape) if len(shape) > 1 else 0
+        kept = "BF16" if 2 * elements["BF16"] > sum(elements[dtype] for dtype in _FLOATS) else "F16"
+        self.storage_dtype = torch.bfloat16 if kept == "BF16" else torch.float16
+        total = sum(elements.values())
+        self.rounded = {dtype: elements[dtype] / total for dtype in _FLOATS if dtype != kept and elements[dtype]}
 
     def read_as_float16(self, as_float16: bool) -> None:
         """Read a bfloat16 checkpoint in float16 from now on, or no longer; tensors are checked as they are read."""
@@ -149,11 +166,7 @@ class FileCheckpoint(Checkpoint, Generic[TensorT]):
 
     def _use(self, tensors: Mapping[str, MatchedTensor[TensorT]]) -> None:
         self._tensors = tensors
-        # The 16-bit type of most elements; float16 if there is none.
-        elements: Counter[str] = Counter()
-        for name, tensor in tensors.items():
-            elements[tensor.stored.dtype] += prod(self.shapes[name])
-        self.storage_dtype = torch.bfloat16 if elements["BF16"] > elements["F16"] else torch.float16
+        self._choose_type((tensor.stored.dtype, self.shapes[name]) for name, tensor in tensors.items())
 
     def _title(self, name: str) -> str:
         return self._tensors[name].stored.title

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +36,7 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
         head, table = self._modules.head_key, self._modules.table_key
         if self._reader.has_own(head) and self._reader.has_own(table):
             self._untie_if_different(self._reader.tiles(head), self._reader.tiles(table))
-        elements: Counter[str] = Counter()
-        for key, shape in self._reader.shapes.items():
-            elements[self._reader.tensors(key)[0].dtype] += prod(shape)
-        self.storage_dtype = torch.bfloat16 if elements["BF16"] > elements["F16"] else torch.float16
+        self._choose_type((self._reader.tensors(key)[0].dtype, shape) for key, shape in self._reader.shapes.items())
 
     @cached_property
     def fingerprint(self) -> str:

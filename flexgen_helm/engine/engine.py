@@ -58,7 +58,7 @@ from flexgen_helm.planner.policy import Choices
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.workspace import Workspace
-from flexgen_helm.progress import ModelInUse, PlanLine, ProgressPhase, report
+from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.lanes import into_lanes
 from flexgen_helm.scheduling.prefix_cost import prefix_cost
@@ -118,6 +118,12 @@ class Engine:
         if device.type == "cpu":
             keep_freed_memory()
         self.fingerprint = model.fingerprint(self._dtype)
+        if checkpoint.rounded and model.precision.weights is None:
+            shares = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in checkpoint.rounded.items())
+            to = str(checkpoint.storage_dtype).removeprefix("torch.")
+            report(
+                Message(f"matrices of {self.name} are rounded to {to}: {shares}; transformers in float32 keeps them")
+            )
         self.identity = EngineIdentity(
             self.name,
             checkpoint.origin,
@@ -131,6 +137,7 @@ class Engine:
             time.perf_counter() - began,
             self._part.experts,
             is_proved,
+            dict(checkpoint.rounded),
         )
         self._lock = threading.Lock()
         self._closed = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -34,6 +34,7 @@ class EngineIdentity:
     load_s: seconds that loading took.
     experts: of the model; None for one without.
     is_proved: a small model of this kind equals `transformers` here; None where nothing was compared.
+    rounded: stored type -> share of the matrices' elements that have it, and are rounded to 16 bits.
     """
 
     model: str
@@ -48,6 +49,7 @@ class EngineIdentity:
     load_s: float
     experts: MoEConfig | None = None
     is_proved: bool | None = None
+    rounded: Mapping[str, float] = field(default_factory=dict)
 
 
 def run_record(
@@ -123,6 +125,7 @@ def run_record(
             "memory_bytes": psutil.virtual_memory().total,
         },
         "proved": engine.is_proved,
+        "rounded_weights": dict(engine.rounded),
         "versions": versions(),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -23,10 +23,10 @@ _MIXING = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 <<
 def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Draw one token for each row; logits [R, V] in float32 -> token ids [R].
 
-    The argmax of logits by temperature plus Gumbel noise, in float64, follows the tempered softmax; with top_p < 1, over
-    its nucleus: the fewest most probable tokens whose mass reaches top_p. Rounding of the logits changes a token only
-    where the two best sums are as near. A row's token does not depend on the other rows, and nothing here waits for an
-    accelerator.
+    The argmax of logits by temperature plus Gumbel noise, in float64, follows the tempered softmax; with top_p < 1,
+    over its nucleus: the fewest most probable tokens whose mass reaches top_p. Rounding of the logits changes a token
+    only where the two best sums are as near. A row's token does not depend on the other rows, and nothing here waits
+    for an accelerator.
     """
     forced = [-1 if params.forced is None else params.forced for params in sampling]
     drawn = [row for row, token in enumerate(forced) if token < 0 and sampling[row].temperature > 0.0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm import Engine, GenerationRequest, MemoryLimits, progress
 from flexgen_helm.engine import attention_metadata
 from flexgen_helm.kernels import amx
 from tests.helpers.backend_models import saved
@@ -67,6 +67,39 @@ def test_vectors_in_float32_beside_matrices_in_16_bits_are_not_rounded(tiny, nam
         engine.ledger.check({"weights": engine.ledger.in_use})
     for prompt, request, result in zip(asked, requests, results):
         assert_equals_reference(model, prompt, request, result)
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("name", ["llama", "FalconH1ForCausalLM"])
+@pytest.mark.parametrize(
+    "dtypes, kept, rounded",
+    [
+        ((torch.float32, torch.float32), torch.float16, {"F32"}),
+        ((torch.float32, torch.bfloat16), torch.float16, {"F32", "BF16"}),
+        ((torch.bfloat16, torch.float32), torch.bfloat16, {"F32"}),
+        ((torch.bfloat16, torch.float16), torch.bfloat16, {"F16"}),
+        ((torch.float16, torch.float16), torch.float16, set()),
+    ],
+)
+def test_what_is_rounded_to_16_bits_is_said(tiny, tmp_path, name, dtypes, kept, rounded):
+    """dtypes: of most matrices, and of one. Vectors, which have another type, do not count."""
+    source = tmp_path / "source"
+    if name in VARIANTS:
+        source = tiny(name).path
+    else:
+        saved(name, source)
+    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    one = next(key for key in tensors if "layers.0" in key and key.endswith("up_proj.weight"))
+    for key, tensor in tensors.items():
+        tensors[key] = tensor.to(dtypes[key == one] if tensor.dim() == 2 else torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    events: list[object] = []
+    with progress.observed_by(events.append), Engine.from_pretrained(folder) as engine:
+        engine.run([GenerationRequest(prompt_token_ids=[3], max_tokens=1)])
+    said = [event.text for event in events if isinstance(event, progress.Message) and "rounded" in event.text]
+    assert set(engine.last_run["rounded_weights"]) >= rounded and len(said) == bool(engine.last_run["rounded_weights"])
+    assert engine.identity.weight_dtype == kept or engine.last_run["hardware"]["compute_dtype"] == "float32"
 
 
 requests_strategy = st.lists(
