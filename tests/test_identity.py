@@ -97,7 +97,7 @@ def test_engine_fingerprints_andrequest_keys_are_those_of_0_1_0(monkeypatch: pyt
     from flexgen_helm.engine import fingerprint as module
 
     monkeypatch.setattr(module, "RESULTS_VERSION", 4)  # values have changed since, and texts have not
-    checkpoint: Any = SimpleNamespace(fingerprint="w" * 64, config=CATALOG["opt-125m"].config)
+    checkpoint: Any = SimpleNamespace(fingerprint="w" * 64, config=CATALOG["opt-125m"].config, folder=None)
     tokenizer: Any = SimpleNamespace(fingerprint="t" * 64)
     on_cpu, on_gpu = ("cpu", torch.float32), ("cuda", torch.float16)
     assert module.engine_fingerprint(checkpoint, None, EngineConfig(precision="4bit"), *on_cpu) == GOLDEN["engine"]

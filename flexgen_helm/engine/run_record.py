@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -33,6 +33,7 @@ class EngineIdentity:
     simulated: a gpu in host memory computes.
     load_s: seconds that loading took.
     experts: of the model; None for one without.
+    generation_config: settings of the model's folder that were applied, and those that were ignored.
     is_proved: a small model of this kind equals `transformers` here; None where nothing was compared.
     """
 
@@ -48,6 +49,7 @@ class EngineIdentity:
     load_s: float
     experts: MoEConfig | None = None
     is_proved: bool | None = None
+    generation_config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def run_record(
@@ -123,6 +125,7 @@ def run_record(
             "memory_bytes": psutil.virtual_memory().total,
         },
         "proved": engine.is_proved,
+        "generation_config": engine.generation_config,
         "versions": versions(),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,12 +22,15 @@ class SamplingParams:
     top_p: probability mass of the nucleus, in (0, 1].
     uniform: the random number in [0, 1); ignored at temperature 0.
     forced: the token to take whatever its probability; None for none.
+    prompt, drawn: the tokens before it, which generation settings depend on.
     """
 
     temperature: float
     top_p: float
     uniform: float
     forced: int | None = None
+    prompt: Sequence[int] = ()
+    drawn: Sequence[int] = ()
 
 
 def uniform_draw(seed: int, completion: int, step: int) -> float:
