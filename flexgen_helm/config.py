@@ -321,6 +321,13 @@ class EngineConfig:
         ),
         parse=_parse_bool,
     )
+    generation_config: str = option(
+        "auto",
+        "Settings of the model's generation_config.json that change answers, such as repetition_penalty: auto "
+        "(default) applies them as transformers does, ignore leaves them out; records say so.",
+        Flag("--generation-config", "CHOICE", ("auto", "ignore")),
+        parse=_one_of("auto", "ignore"),
+    )
     max_latency: float | None = option(
         None,
         "Most seconds that a block of sequences may take; bounds the search for a policy.",

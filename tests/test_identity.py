@@ -97,7 +97,7 @@ def test_engine_fingerprints_andrequest_keys_are_those_of_0_1_0(monkeypatch: pyt
     from flexgen_helm.engine import fingerprint as module
 
     monkeypatch.setattr(module, "RESULTS_VERSION", 4)  # values have changed since, and texts have not
-    checkpoint: Any = SimpleNamespace(fingerprint="w" * 64, config=CATALOG["opt-125m"].config)
+    checkpoint: Any = SimpleNamespace(fingerprint="w" * 64, config=CATALOG["opt-125m"].config, folder=None)
     tokenizer: Any = SimpleNamespace(fingerprint="t" * 64)
     on_cpu, on_gpu = ("cpu", torch.float32), ("cuda", torch.float16)
     assert module.engine_fingerprint(checkpoint, None, EngineConfig(precision="4bit"), *on_cpu) == GOLDEN["engine"]
@@ -177,9 +177,10 @@ def test_what_0_1_0_wrote_is_reused(precision: str, tmp_path: Path, monkeypatch:
         cached = journal.get_many(map(request_key, REQUESTS))
     for request, result in zip(REQUESTS, computed):
         was = cached[request_key(request)]
-        assert [c.token_ids for c in was.completions] == [c.token_ids for c in result.completions]
-        for before, now in zip(was.completions, result.completions):
-            assert now.logprobs == pytest.approx(before.logprobs, abs=1e-5)
+        if request.temperature == 0.0:  # other tokens are sampled today, by Gumbel noise
+            assert [c.token_ids for c in was.completions] == [c.token_ids for c in result.completions]
+            for before, now in zip(was.completions, result.completions):
+                assert now.logprobs == pytest.approx(before.logprobs, abs=1e-5)
         if request.echo_logprobs:
             assert was.prompt_logprobs is not None and result.prompt_logprobs is not None
             assert result.prompt_logprobs[1:] == pytest.approx(was.prompt_logprobs[1:], abs=1e-5)

@@ -40,6 +40,7 @@ class Checkpoint(ABC):
     rounded: stored type -> share of the matrices' elements that have it, and are rounded to `storage_dtype`.
     as_float16: the checkpoint's own type is bfloat16, and `read_as_float16` has changed `storage_dtype`.
     tokenizer_path: a folder with tokenizer files, or the .gguf file that contains a tokenizer, or None.
+    folder: of the model; None without one that has a `config.json`.
     origin: for records; a repository with its commit ('org/repo@0123…'), or the name of a folder or file. Filled by
         `open_checkpoint`.
     config_content: of `config.json`; None where there is none (GGUF files, dummy weights).
@@ -50,6 +51,7 @@ class Checkpoint(ABC):
     storage_dtype: torch.dtype
     rounded: Mapping[str, float] = MappingProxyType({})
     tokenizer_path: Path | None
+    folder: Path | None = None
     origin: str = ""
     as_float16: bool = False
 

@@ -42,8 +42,9 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
 
         fingerprint: of a hub snapshot, whose commit is its identity; None to compute it from the files on request.
         """
-        self._path, self._folder = path, path.parent if path.is_file() else path
-        folder = self._folder
+        self._path = path
+        self.folder: Path = path.parent if path.is_file() else path
+        folder = self.folder
         architecture, self.config, content = self._read_config(folder)
         self.config_content = content
         self._files = [path] if path.is_file() else weight_files(folder)
@@ -95,9 +96,9 @@ class SafetensorsCheckpoint(FileCheckpoint[LogicalTensor]):
         return content_fingerprint(identity_files(self._path))
 
     def verify(self) -> None:
-        check_blobs(deciding_files(self._folder, self._files), hash_again=True)
+        check_blobs(deciding_files(self.folder, self._files), hash_again=True)
         if self._verifier is not None:
-            self._verifier = TensorVerifier(self._folder, self._used_parts(), believe_memory=False)
+            self._verifier = TensorVerifier(self.folder, self._used_parts(), believe_memory=False)
         super().verify()
 
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:

@@ -25,6 +25,7 @@ from flexgen_helm.engine.engine_profile import EngineProfile
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.layer_division import RankDevice, divide_among_ranks
+from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.opening import OpenedModel, open_model
 from flexgen_helm.engine.pipeline import AnswerRequests, CloseEngine, OpenEngine, process_exchange
 from flexgen_helm.engine.plan_of_ranks import plan_for_all_ranks
@@ -84,6 +85,7 @@ class Engine:
         """
         began = time.perf_counter()
         checkpoint, options, device = model.checkpoint, model.options, model.device
+        generation = model.generation
         self._exchange, self.number = exchange, exchange.num_engines
         self.name, self.config = model.name, checkpoint.config
         self.tokenizer, self.chat = model.tokenizer, model.chat
@@ -93,6 +95,10 @@ class Engine:
         self._dtype = compute_dtype(device, checkpoint.storage_dtype)
         self._reads_bfloat16_as_float16 = checkpoint.as_float16
         self._prefix_cost = prefix_cost(self.config, device.type)
+        self._eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
+        self._processors = None
+        if generation.applied:
+            self._processors = LogitsProcessors(generation, self._eos_ids, self.config.vocab_size, device)
         self._threads = ThreadGovernor() if device.type == "cpu" else None
         folder = _offload_folder(options)
         at_rest = WeightsAtRest(checkpoint, model.precision, folder)
@@ -138,6 +144,7 @@ class Engine:
             self._part.experts,
             is_proved,
             dict(checkpoint.rounded),
+            {"applied": generation.applied, "ignored": generation.ignored},
         )
         self._lock = threading.Lock()
         self._closed = False
@@ -273,7 +280,7 @@ class Engine:
         with self._stores(plan) as (cache, activations):
             executor = Executor(
                 self._decoder, self._weights, cache, activations, self._device, exchange, self._threads, self._graphs,
-                self._resident, on_logits,
+                self._resident, on_logits, self._processors,
             )  # fmt: skip
             try:
                 answers = ResultCollector(len(requests), on_result, self._reporter(progress))
@@ -349,9 +356,8 @@ class Engine:
         limits = plan.limits
         if not self._exchange.is_whole:
             lanes, limits = into_lanes(requests, limits, self._exchange.rank.size, plan.schedule)
-        eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
         runs = [
-            Run(self.config, executor, cache, limits, plan.schedule, eos_ids, self._prefix_cost, own, answers)
+            Run(self.config, executor, cache, limits, plan.schedule, self._eos_ids, self._prefix_cost, own, answers)
             for own in lanes
         ]
         if self._reads_bfloat16_as_float16:

@@ -18,6 +18,7 @@ from flexgen_helm.engine.attention_metadata import AttentionMetadata, LayerAtten
 from flexgen_helm.engine.cuda_graphs import LayerGraphs
 from flexgen_helm.engine.exchange import Exchange
 from flexgen_helm.engine.logits import greedy_tokens, log_normalizers, most_probable
+from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.predictions import (
     HeadOutput,
     OnLogits,
@@ -42,6 +43,7 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
+from flexgen_helm.scheduling.sampling import SamplingParams
 from flexgen_helm.scheduling.sequence import Batch
 from flexgen_helm.scheduling.work_items import WorkItem, stage_visits
 
@@ -108,6 +110,7 @@ class Executor:
         graphs: LayerGraphs | None = None,
         resident: ResidentMemory | None = None,
         on_logits: OnLogits | None = None,
+        processors: LogitsProcessors | None = None,
     ) -> None:
         """exchange: with the ranks that compute the model's other stages.
 
@@ -115,11 +118,12 @@ class Executor:
         graphs: run layers of decode batches; None if none can.
         resident: keeps the host's memory within its limit; None where a device computes.
         on_logits: is shown the logits of scored tokens.
+        processors: change the logits that tokens are drawn from, and no log-probability.
         """
         self._config = decoder.config
         self._decoder, self._weights, self._cache, self._activations = decoder, weights, cache, activations
         self._device, self._threads, self._graphs, self._exchange = device, threads, graphs, exchange
-        self._resident, self._on_logits = resident, on_logits
+        self._resident, self._on_logits, self._processors = resident, on_logits, processors
         self._stages = stage_names(self._config)
         self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
         self._tier: Tier = "cpu" if device.type == "cpu" else "gpu"
@@ -357,9 +361,9 @@ class Executor:
             scored = [i for i in range(len(predictions)) if i not in drawn]
             self._on_logits([predictions[i].prompt_token for i in scored], logits[scored] if drawn else logits)
         if len(drawn) == len(predictions):
-            tokens = sample_tokens(logits, [*drawn.values()])
+            tokens = self._draw(logits, [*drawn.values()])
         elif drawn:
-            tokens[rows] = sample_tokens(logits.index_select(0, rows), [*drawn.values()])
+            tokens[rows] = self._draw(logits.index_select(0, rows), [*drawn.values()])
         normalizers = log_normalizers(logits)
         logprobs = (logits.gather(1, tokens[:, None]) - normalizers)[:, 0]
         top: tuple[Tensor, ...] = ()
@@ -370,6 +374,11 @@ class Executor:
             greedy = greedy_tokens(logits)  # as drawn at temperature 0; drawn tokens are kept
             tokens = greedy if not drawn else greedy.index_copy(0, rows, tokens.index_select(0, rows))
         return [values.double() for values in (tokens, logprobs, *top)]
+
+    def _draw(self, logits: Tensor, sampling: list[SamplingParams]) -> Tensor:
+        if self._processors is not None:
+            logits, sampling = self._processors(logits, sampling)
+        return sample_tokens(logits, sampling)
 
     def _finish(self, batch: Batch, head: HeadOutput, seconds: float) -> BatchOutput:
         """Advance a batch's sequences by what was computed."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from typing import TYPE_CHECKING
 
 from flexgen_helm.checkpoint.fetch import fetch, quick_fingerprint
+from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.hardware.cuda import why_no_cuda
@@ -35,7 +37,8 @@ def engine_fingerprint(
     Where modules of `transformers` compute, their files are part of it.
     """
     code = (digest,) if (digest := checkpoint.config.values_digest) else ()
-    return _digest(checkpoint.fingerprint, tokenizer, options, device_type, code, str(dtype))
+    generation = read_generation_settings(checkpoint.folder, options.generation_config)
+    return _digest(checkpoint.fingerprint, tokenizer, options, (device_type, *code, *_texts(generation)), str(dtype))
 
 
 def quick_engine_fingerprint(name_or_path: str | os.PathLike[str], options: EngineConfig) -> str | None:
@@ -51,21 +54,26 @@ def quick_engine_fingerprint(name_or_path: str | os.PathLike[str], options: Engi
     path = fetch(resolved)
     if (weights := quick_fingerprint(resolved, path)) is None:
         return None
-    tokenizer = Tokenizer.from_path(path.parent if path.suffix == ".safetensors" else path)
-    return _digest(weights, tokenizer, options, device, (), "torch.float32")
+    path = path.parent if path.suffix == ".safetensors" else path
+    generation = read_generation_settings(path if path.is_dir() else None, options.generation_config)
+    return _digest(weights, Tokenizer.from_path(path), options, (device, *_texts(generation)), "torch.float32")
+
+
+def _texts(generation: GenerationSettings) -> tuple[str, ...]:
+    """Return what settings add to a digest: nothing where none are applied."""
+    return (json.dumps(generation.applied, sort_keys=True),) if generation.applied else ()
 
 
 def _digest(
     weights: str,
     tokenizer: Tokenizer | None,
     options: EngineConfig,
-    device_type: str,
-    code: tuple[str, ...],
+    components: tuple[str, ...],
     dtype: str,
 ) -> str:
     vocabulary = None if tokenizer is None else tokenizer.fingerprint
     unverified = ("unverified",) if options.unverified else ()
     precision = options.chosen_precision.label
-    known = text_of((RESULTS_VERSION, weights, vocabulary, precision, device_type, *code, *unverified))
+    known = text_of((RESULTS_VERSION, weights, vocabulary, precision, *components, *unverified))
     # The dtype has no quotes, as torch prints it.
     return hashlib.sha256(f"{known[:-1]}, {dtype})".encode()).hexdigest()

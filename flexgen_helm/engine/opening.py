@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.concurrency import require_linux, stop_point
@@ -44,6 +45,7 @@ class OpenedModel:
     device: torch.device
     link: CopyEngine | None
     why_not_float16: str = ""
+    generation: GenerationSettings = GenerationSettings()
 
     @property
     def precision(self) -> Precision:
@@ -82,9 +84,10 @@ def open_model(
     checkpoint, tokenizer = _open_files(resolved, options)
     if tokenizer is None and options.apply_chat_template is True:
         raise UsageError(f"the model {name} has no tokenizer files, and so no chat template")
+    generation = read_generation_settings(checkpoint.folder, options.generation_config)
     chat = None if tokenizer is None else chat_format(tokenizer, options.chat, name, resolved.is_base)
     why_not_float16 = prefer_float16(device, checkpoint)
-    return OpenedModel(name, options, checkpoint, tokenizer, chat, device, link, why_not_float16)
+    return OpenedModel(name, options, checkpoint, tokenizer, chat, device, link, why_not_float16, generation)
 
 
 def fingerprint_before_loading(name_or_path: str | os.PathLike[str], options: EngineConfig) -> str | None:

@@ -395,8 +395,9 @@ def finish(runs: abc.Sequence[Run], should_stop: Callable[[], bool]) -> None:
 
 def _sampling(sequence: Sequence) -> list[SamplingParams]:
     """Return how the sequence's next tokens are drawn, one for each completion that it draws for."""
-    first = sequence.completion
-    return [c.next_sampling() for c in sequence.request.completions[first : first + sequence.num_draws]]
+    first, request = sequence.completion, sequence.request
+    drawn = request.completions[first : first + sequence.num_draws]
+    return [completion.next_sampling(request.tokens) for completion in drawn]
 
 
 def _shared_prefixes_again(done: Iterable[Batch]) -> list[Batch]:

@@ -33,6 +33,7 @@ class EngineIdentity:
     simulated: a gpu in host memory computes.
     load_s: seconds that loading took.
     experts: of the model; None for one without.
+    generation_config: settings of the model's folder that were applied, and those that were ignored.
     is_proved: a small model of this kind equals `transformers` here; None where nothing was compared.
     rounded: stored type -> share of the matrices' elements that have it, and are rounded to 16 bits.
     """
@@ -50,6 +51,7 @@ class EngineIdentity:
     experts: MoEConfig | None = None
     is_proved: bool | None = None
     rounded: Mapping[str, float] = field(default_factory=dict)
+    generation_config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def run_record(
@@ -126,6 +128,7 @@ def run_record(
         },
         "proved": engine.is_proved,
         "rounded_weights": dict(engine.rounded),
+        "generation_config": engine.generation_config,
         "versions": versions(),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }

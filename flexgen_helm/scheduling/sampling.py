@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -14,12 +15,15 @@ class SamplingParams:
     top_p: probability mass of the nucleus, in (0, 1].
     key: 64 bits with a sign, from which the noise of each token id follows; ignored at temperature 0.
     forced: the token to take whatever its probability; None for none.
+    prompt, drawn: the tokens before it, which generation settings depend on.
     """
 
     temperature: float
     top_p: float
     key: int
     forced: int | None = None
+    prompt: Sequence[int] = ()
+    drawn: Sequence[int] = ()
 
 
 def draw_key(seed: int, completion: int, step: int) -> int:

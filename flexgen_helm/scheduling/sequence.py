@@ -57,15 +57,15 @@ class CompletionState:
         self.finish_reason: FinishReason | None = None
         self.num_drawn = 0
 
-    def next_sampling(self) -> SamplingParams:
-        """Return how the next token is drawn."""
+    def next_sampling(self, prompt: abc.Sequence[int] = ()) -> SamplingParams:
+        """Return how the next token is drawn behind a prompt."""
         request = self._request
         if (forced := self._forced()) is not None:
             return SamplingParams(0.0, 1.0, 0, forced)
         if request.temperature == 0.0:
-            return SamplingParams(0.0, 1.0, 0)
+            return SamplingParams(0.0, 1.0, 0, None, prompt, self._ids)
         key = draw_key(request.seed, self._index, self.num_drawn)
-        return SamplingParams(request.temperature, request.top_p, key)
+        return SamplingParams(request.temperature, request.top_p, key, None, prompt, self._ids)
 
     def _forced(self) -> int | None:
         """Return the next token of a forced end of thinking; asked again for a token, the answer is the same."""

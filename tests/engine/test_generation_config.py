@@ -1,0 +1,180 @@
+"""What `generation_config.json` says beside stop tokens: applied as `generate` does, or refused by name."""
+
+import inspect
+import json
+import math
+import shutil
+from itertools import takewhile
+
+import pytest
+import torch
+
+from flexgen_helm import Engine, GenerationRequest
+from flexgen_helm.checkpoint.generation_config import ALWAYS, IRRELEVANT, REFUSED, SAMPLED, read_generation_settings
+from flexgen_helm.errors import CheckpointError
+from tests.helpers.parity import prompts
+
+ENDS = [*range(0, 320, 32)]  # many, so that answers end
+KNOWN = {*ALWAYS, *SAMPLED, *REFUSED, *(name for names in IRRELEVANT.values() for name in names)}
+GREEDY = [
+    {"repetition_penalty": 1.8},
+    {"no_repeat_ngram_size": 2},
+    {"encoder_repetition_penalty": 0.4},
+    {"encoder_no_repeat_ngram_size": 1},
+    {"min_new_tokens": 6, "min_length": 90},
+    {"min_length": 30, "exponential_decay_length_penalty": [3, 1.6]},
+    {"bad_words_ids": [[7], [9, 11]], "suppress_tokens": [*range(100, 200)]},
+    {"begin_suppress_tokens": [*range(160)], "sequence_bias": [[[5], 4.0], [[5, 6], 9.0]]},
+    {"forced_bos_token_id": 9},
+]
+# Entries of published files: Qwen2.5-Coder, Llama 3, Gemma 3, Phi-3, Mistral, DeepSeek, GPT-OSS, OPT.
+PUBLISHED = [
+    {"bos_token_id": 151643, "pad_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643],
+     "repetition_penalty": 1.1, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "transformers_version": "4.44.0"},
+    {"bos_token_id": 128000, "eos_token_id": [128001, 128009], "do_sample": True, "temperature": 0.6,
+     "max_length": 4096, "top_p": 0.9, "transformers_version": "4.40.0.dev0"},
+    {"cache_implementation": "hybrid", "do_sample": True, "eos_token_id": [1, 106], "pad_token_id": 0, "top_k": 64,
+     "top_p": 0.95, "transformers_version": "4.50.0.dev0"},
+    {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": [32000, 32007], "pad_token_id": 32000},
+    {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2, "transformers_version": "4.38.0"},
+    {"_from_model_config": True, "do_sample": True, "temperature": 0.6, "top_p": 0.95, "eos_token_id": 1},
+    {"bos_token_id": 199998, "do_sample": True, "eos_token_id": [200002, 199999], "pad_token_id": 199999},
+    {"_from_model_config": True, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1, "use_cache": False},
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder_with(tiny, tmp_path):
+    """Make a copy of a tiny model with these settings in one of its files."""
+
+    def make(settings, name="generation_config.json"):
+        copy = tmp_path / "model"
+        shutil.copytree(tiny("llama").path, copy, dirs_exist_ok=True)
+        path = copy / name
+        known = json.loads(path.read_text()) if name == "config.json" else {}
+        (copy / "generation_config.json").unlink(missing_ok=True)
+        path.write_text(json.dumps({**known, "eos_token_id": ENDS, **settings}))
+        return copy
+
+    return make
+
+
+def requests(count=5, **settings):
+    """Prompts of different lengths, two of them with a shared beginning."""
+    ids = prompts(count, 30)
+    ids += [ids[-1][:12] + [3, 4], ids[0][:1]]
+    return [GenerationRequest(prompt_token_ids=prompt, max_tokens=12, **settings) for prompt in ids]
+
+
+def generate(folder, request, **changes):
+    """The tokens that `generate` of transformers returns in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([request.prompt_token_ids])
+    drawn = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_tokens, pad_token_id=0, **changes
+    )
+    tokens = drawn[0, ids.shape[1] :].tolist()
+    return [*takewhile(lambda token: token not in ENDS, tokens)]
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("settings", GREEDY, ids=lambda settings: "-".join(settings))
+def test_greedy_tokens_equal_those_of_generate(folder_with, settings, name):
+    folder, asked = folder_with(settings, name), requests()
+    with Engine.from_pretrained(folder, device="cpu", precision="fp16") as engine:
+        engine.share_every_beginning()
+        results = engine.run(asked)
+        assert engine.last_run["generation_config"]["applied"] == settings
+    with Engine.from_pretrained(folder, device="cpu", generation_config="ignore") as engine:
+        plain = engine.run(asked)
+        assert engine.last_run["generation_config"] == {"applied": {}, "ignored": settings}
+    for request, result in zip(asked, results, strict=True):
+        assert result.error is None and [*result.completions[0].token_ids] == generate(folder, request)
+    changed = [result.completions[0].token_ids != one.completions[0].token_ids for result, one in zip(results, plain)]
+    assert any(changed)
+    for result, one in zip(results, plain):  # log-probabilities stay those of the model
+        first, same = result.completions[0], one.completions[0]
+        if first.token_ids and first.token_ids[:1] == same.token_ids[:1]:
+            assert math.isclose(first.logprobs[0], same.logprobs[0], abs_tol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"top_k": 3}, {"min_p": 0.3}, {"typical_p": 0.3}, {"epsilon_cutoff": 0.05}, {"eta_cutoff": 0.1}, {"top_h": 0.4}],
+    ids=lambda settings: "-".join(settings),
+)
+def test_sampled_tokens_are_those_that_generate_may_draw(folder_with, settings):
+    from transformers import AutoModelForCausalLM
+
+    folder = folder_with({**settings, "repetition_penalty": 1.3})
+    asked = requests(2, temperature=0.9, top_p=0.95, n=200, ignore_eos=True)
+    asked = [GenerationRequest(**{**vars(request), "max_tokens": 1}) for request in asked]
+    with Engine.from_pretrained(folder, device="cpu") as engine:
+        results = engine.run(asked)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for request, result in zip(asked, results, strict=True):
+        ids = torch.tensor([request.prompt_token_ids])
+        scores = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=True, temperature=0.9, top_p=0.95,
+            top_k=settings.get("top_k", 0), output_scores=True, return_dict_in_generate=True, pad_token_id=0,
+        ).scores[0][0]  # fmt: skip
+        expected = torch.softmax(scores, -1)
+        drawn = [completion.token_ids[0] for completion in result.completions]
+        counts = torch.bincount(torch.tensor(drawn), minlength=len(expected))
+        assert set(drawn) <= set(expected.nonzero()[:, 0].tolist())
+        deviation = (200 * expected * (1 - expected)).sqrt()
+        assert bool(((counts - 200 * expected).abs() <= 4.5 * deviation + 1).all())
+
+
+REFUSED_VALUES = {"num_beams": 4, "watermarking_config": {"bias": 2.0}, "penalty_alpha": 0.6, "guidance_scale": 1.5,
+                  "cache_implementation": "quantized", "is_assistant": True, "token_healing": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "setting_of_tomorrow"])
+def test_what_is_not_applied_is_refused_by_name(folder_with, name):
+    folder = folder_with({name: REFUSED_VALUES.get(name, [3])})
+    message = rf"generation_config.json sets {name} to .*--generation-config ignore"
+    with pytest.raises(CheckpointError, match=message):
+        Engine.from_pretrained(folder, device="cpu")
+    assert name in read_generation_settings(folder, "ignore").ignored
+
+
+@pytest.mark.parametrize(
+    "settings", [{"repetition_penalty": -2.0}, {"sequence_bias": [[[99999], 1.0]]}, {"top_k": "x"}]
+)
+def test_values_that_transformers_refuses_are_refused_before_the_weights(folder_with, settings):
+    with pytest.raises(CheckpointError, match=r"cannot apply the generation settings of .*generation_config.json"):
+        Engine.from_pretrained(folder_with(settings), device="cpu")
+
+
+def test_every_entry_of_transformers_is_classified(folder_with):
+    from transformers import GenerationConfig
+
+    entries = {name for name in vars(GenerationConfig()) if name != "_original_object_hash"}
+    assert entries | GenerationConfig._get_default_generation_params().keys() <= KNOWN
+    read = inspect.getsource(GenerationConfig.__init__)
+    assert {name for name in KNOWN if f'"{name}"' in read} >= entries
+    assert len(KNOWN) == len(ALWAYS) + len(SAMPLED) + len(REFUSED) + sum(map(len, IRRELEVANT.values()))
+
+
+@pytest.mark.parametrize("entries", PUBLISHED, ids=range(len(PUBLISHED)))
+def test_published_files_are_understood(folder_with, entries):
+    expected = {name: entries[name] for name in ("repetition_penalty", "top_k") if name in entries}
+    assert read_generation_settings(folder_with(entries)).applied == expected
+    assert not read_generation_settings(folder_with({}, "config.json")).applied
+
+
+def test_applied_settings_are_part_of_the_fingerprint(folder_with):
+    from flexgen_helm.config import EngineConfig
+    from flexgen_helm.engine.fingerprint import quick_engine_fingerprint
+
+    digests = []
+    for settings, choice in [({}, "auto"), ({"top_k": 5}, "auto"), ({"top_k": 6}, "auto")]:
+        config = EngineConfig(device="cpu", generation_config=choice)
+        folder = folder_with(settings)
+        digests.append(quick_engine_fingerprint(folder, config))
+        with Engine.from_config(folder, config) as engine:
+            assert engine.fingerprint == digests[-1]
+    assert len(set(digests)) == 3
