@@ -56,7 +56,9 @@ class GgufCheckpoint(FileCheckpoint[StoredTensor]):
         self._path = path
         matched = match_tensors(self.config, architecture.gguf_tensors, header.tensors, path, "metadata")
         used = {tensor.stored.name: tensor.stored for tensor in matched.values()}
-        names = ((name, name.removesuffix("weight") + "scale") for name in used if name != "token_embd.weight")
+        names = (
+            (name, name.removesuffix("weight") + "scale") for name, tensor in used.items() if len(tensor.shape) > 1
+        )
         scales = {name: header.tensors[scale] for name, scale in names if scale in header.tensors}
         self._scales = {
             name: _dequantize(scale, 0, 1, scale.size).item() for name, scale in scales.items() if scale.shape == (1,)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,13 @@ def stored_tensors(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray]]:
         yield name, values
 
 
-def write(path: Path, model: Any, arch: str) -> Path:
+def write(
+    path: Path,
+    model: Any,
+    arch: str,
+    change: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    matrices: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F16,
+) -> Path:
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -102,10 +108,14 @@ def write(path: Path, model: Any, arch: str) -> Path:
         for kind in ("short", "long"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], dtype=np.float32))
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(VOCABULARY)])
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*(f"t{i}" for i in range(VOCABULARY - 3)), "a", "b", "ab"])
+    writer.add_token_merges(["a b"])
     for name, values in stored_tensors(model, arch):
-        kind = gguf.GGMLQuantizationType.F16 if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        kind = matrices if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        values = values.astype(np.float16).astype(np.float32) if values.ndim > 1 else values
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

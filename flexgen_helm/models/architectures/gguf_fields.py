@@ -119,6 +119,8 @@ def _rope_scaling(metadata: Mapping[str, Any], key: Callable[..., Any]) -> dict[
     factor = float(key("rope.scaling.factor", key("rope.scale_linear", 0.0))) or 1.0
     betas = {name: key(f"rope.scaling.yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
     factors = metadata["rope_factors"]
+    if kind == "none" and factor != 1.0:
+        raise UnsupportedArchitectureError(f"GGUF rope scaling 'none' with the factor {factor:g} contradicts itself")
     if kind not in ("none", "linear", "yarn", "longrope") or (kind == "longrope") > bool(factors):
         raise UnsupportedArchitectureError(
             f"GGUF rope scaling {kind!r} is not supported; known are none, linear, yarn and, with factors, longrope"
@@ -137,6 +139,9 @@ def _rope_scaling(metadata: Mapping[str, Any], key: Callable[..., Any]) -> dict[
             "original_max_position_embeddings": original if longrope else positions,
             "attention_factor": 1.0 if magnitude is None else magnitude,
         }
+    # llama.cpp multiplies it into the layers with a window, too, which are not stretched.
+    if magnitude not in (None, 1.0) and (kind != "yarn" or metadata["general.architecture"] == "gemma3"):
+        raise UnsupportedArchitectureError(f"GGUF rope.scaling.attn_factor = {magnitude} is not supported here")
     if kind == "yarn":
         own = 1.0 if magnitude is None else float(magnitude)
         return {
@@ -146,6 +151,4 @@ def _rope_scaling(metadata: Mapping[str, Any], key: Callable[..., Any]) -> dict[
             "attention_factor": own * (1.0 + 0.1 * math.log(factor)),
             **betas,
         }
-    if magnitude not in (None, 1.0):
-        raise UnsupportedArchitectureError(f"GGUF rope.scaling.attn_factor = {magnitude} without yarn is not supported")
-    return {} if kind == "none" or factor == 1.0 else {"rope_type": "linear", "factor": factor}
+    return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
