@@ -23,7 +23,7 @@ _MIXING = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 <<
 def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Draw one token for each row; logits [R, V] in float32 -> token ids [R].
 
-    The argmax of logits by temperature plus Gumbel noise, in float64, follows the tempered softmax; with top_p < 1, over
+    The argmax of logits by temperature plus Gumbel noise, in float64, follows the tempered softmax. With top_p < 1, of
     its nucleus: the fewest most probable tokens whose mass reaches top_p. Rounding of the logits changes a token only
     where the two best sums are as near. A row's token does not depend on the other rows, and nothing here waits for an
     accelerator.
