@@ -38,6 +38,7 @@ from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
+from flexgen_helm.hardware.process_state import exact_products
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.amx import has_amx
 from flexgen_helm.kernels.products import compute_dtype
@@ -146,7 +147,7 @@ class Engine:
             dict(checkpoint.rounded),
             {"applied": generation.applied, "ignored": generation.ignored},
         )
-        self._lock = threading.Lock()
+        self._lock, self._pid = threading.Lock(), os.getpid()
         self._closed = False
 
     @classmethod
@@ -175,7 +176,7 @@ class Engine:
         `UsageError`.
         """
         exchange = process_exchange()
-        with exchange.command(OpenEngine(name_or_path, config, name)):
+        with exact_products(), exchange.command(OpenEngine(name_or_path, config, name)):
             return cls._open_on_all_ranks(name_or_path, config, name, exchange)
 
     @classmethod
@@ -237,6 +238,11 @@ class Engine:
         Raises `UsageError` for `on_logits` where other processes have a part of the model.
         One run at a time: a second thread waits.
         """
+        if os.getpid() != self._pid:
+            raise FlexgenError(
+                f"the engine belongs to process {self._pid}, from which this one was forked without its threads; "
+                "open an engine in this process"
+            )
         with self._lock:
             if self._closed:
                 raise FlexgenError("the engine is closed")
@@ -245,7 +251,7 @@ class Engine:
                     f"logits stay on the rank that has the head, and the model is on {self._exchange.rank.size} ranks; "
                     "take one process"
                 )
-            with self._exchange.command(AnswerRequests(self.number, tuple(requests))):
+            with exact_products(), self._exchange.command(AnswerRequests(self.number, tuple(requests))):
                 return self._answer(requests, on_result, should_stop, progress, on_logits)
 
     def score(self, pairs: Sequence[ScoredPair], *, truncate: bool = False) -> list[Score]:

@@ -139,11 +139,13 @@ def _blas(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _onednn() -> Linear | None:
-    """oneDNN's product, which PyTorch offers under an internal name only; None if this build lacks it."""
+    """oneDNN's product, which PyTorch offers under an internal name only; None if it is absent or inexact."""
     try:
         op = torch.ops.mkldnn._linear_pointwise
-        probe = op(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4), "none", [], "")
-        if not torch.equal(probe, torch.full((2, 4), 4.0)):
+        # Several threads share it, of which OpenMP may not give all, and bfloat16 and TF32 cannot hold it.
+        ones = torch.ones(512, 512, dtype=torch.float32, device="cpu")
+        probe = op(ones + 2.0**-12, ones, ones[0], "none", [], "")
+        if not probe.eq(513.125).all():
             return None
     except (AttributeError, RuntimeError):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from numbers import Integral
+from operator import index
 
 from flexgen_helm.errors import RequestError
 from flexgen_helm.models.config import ModelConfig
@@ -258,13 +258,17 @@ def _require_texts(request: GenerationRequest, tokenizer: Tokenizer | None, chat
 
 
 def _prepare_one(
-    request: GenerationRequest, ids: abc.Sequence[int] | RequestError | None, tokenizer: Tokenizer | None
+    request: GenerationRequest, ids: abc.Iterable[int] | RequestError | None, tokenizer: Tokenizer | None
 ) -> Request:
     """Make the request of a run; ids: of the prompt, or why its text has none."""
     if isinstance(ids, RequestError):
         raise ids
+    try:  # any library's integers, such as an array's
+        tokens = [index(token) for token in ([] if ids is None else ids)]
+    except TypeError:
+        raise RequestError(f"the prompt has ids that are no whole numbers: {repr(ids)[:60]}") from None
     token_bytes = tokenizer.token_bytes if tokenizer else None
-    prepared = Request(request, *_with_context(list(ids or ()), request, tokenizer), token_bytes)
+    prepared = Request(request, *_with_context(tokens, request, tokenizer), token_bytes)
     if not request.ignore_eos and (request.stop or (tokenizer is not None and tokenizer.eos_ids)):
         prepared.length_group = request.max_tokens
     return prepared
@@ -319,8 +323,6 @@ def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
             f"top_logprobs is {request.request.top_logprobs}; the vocabulary has {config.vocab_size} tokens"
         )
     for token in tokens:
-        if not isinstance(token, (int, Integral)):  # `int` first: the other is slow
-            raise RequestError(f"the prompt has {repr(token)[:60]} among its ids, which is no token id")
         if not 0 <= token < config.vocab_size:
             raise RequestError(f"token id {token} is outside the vocabulary of {config.vocab_size} tokens")
 

@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,6 +60,23 @@ def test_a_bad_request_fails_alone(engine):
     for result in results[1:-1]:
         assert isinstance(result.error, RequestError) and result.completions == ()
     assert "96 tokens" in str(results[9].error)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, iter, lambda ids: [np.int64(i) for i in ids]])
+@pytest.mark.parametrize("ids", [[0], [7, 8, 9], []])
+def test_any_librarys_integers_are_a_prompt_and_other_values_are_refused_alone(engine, kind, ids):
+    given = kind(ids) if ids else np.zeros(0, np.int64)
+    wrong = [
+        GenerationRequest(prompt_token_ids=np.array([7.0, 8.0])),
+        GenerationRequest(prompt_token_ids=[[7, 8]]),
+        GenerationRequest(prompt_token_ids="78"),
+        GenerationRequest(prompt="a", stop=np.array(["b", "c"])),
+        GenerationRequest(prompt="a", stop=iter("bc")),
+    ]
+    asked = [GenerationRequest(prompt_token_ids=value, max_tokens=3) for value in (ids, given)]
+    expected, found, *refused = engine.run([*asked, *wrong])
+    assert found.prompt_token_ids == tuple(ids) and found.completions == expected.completions
+    assert all(isinstance(result.error, RequestError) for result in refused)
 
 
 def test_edges_have_documented_results(engine):

@@ -1,0 +1,75 @@
+"""An engine computes the same whatever a program has set of PyTorch's process state, or refuses by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from flexgen_helm import Engine, FlexgenError, GenerationRequest
+from tests.helpers.parity import assert_equals_reference
+
+REQUEST = GenerationRequest(prompt_token_ids=[5, 9, 33, 120], max_tokens=4, echo_logprobs=True, ignore_eos=True)
+
+
+@contextmanager
+def setting(get, put, value):
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+STATES = {
+    "float64": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "bfloat16": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
+    "medium": lambda: setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    "meta": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_results_do_not_depend_on_what_the_program_has_set(tiny, state):
+    """Opened and run inside, and run outside what was opened inside; the program's setting is as it was."""
+    model = tiny("llama")
+    with STATES[state]():
+        before = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_default_device()
+        engine = Engine.from_pretrained(model.path)
+        inside = engine.run([REQUEST])[0]
+        assert before == (torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_default_device())
+    with engine:
+        outside = engine.run([REQUEST])[0]
+    for result in (inside, outside):
+        assert result.error is None
+        assert_equals_reference(model, REQUEST.prompt_token_ids, REQUEST, result)
+
+
+def test_a_forked_child_is_refused_by_name(tiny):
+    with Engine.from_pretrained(tiny("llama").path) as engine:
+        if (child := os.fork()) == 0:
+            try:
+                engine.run([REQUEST])
+            except FlexgenError as error:
+                os._exit(7 if "forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@pytest.mark.parametrize("variables", [{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "TRUE"}])
+def test_products_are_right_where_onednns_are_not(variables):
+    """OpenMP gives fewer threads than PyTorch asks for."""
+    program = (
+        "import torch; torch.set_num_threads(2); from flexgen_helm.kernels import products\n"
+        "x, w = (torch.randn(70, 512, generator=torch.Generator().manual_seed(i)) for i in (1, 2))\n"
+        "y = products._linear_of(x.device, x.dtype)(x, w, None)\n"
+        "assert (y - (x.double() @ w.double().T)).abs().max() < 1e-3"
+    )
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **variables}, check=True, timeout=120)
