@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -96,10 +96,9 @@ class Engine:
         self._dtype = compute_dtype(device, checkpoint.storage_dtype)
         self._reads_bfloat16_as_float16 = checkpoint.as_float16
         self._prefix_cost = prefix_cost(self.config, device.type)
-        self._eos_ids = self.tokenizer.eos_ids if self.tokenizer else frozenset()
         self._processors = None
         if generation.applied:
-            self._processors = LogitsProcessors(generation, self._eos_ids, self.config.vocab_size, device)
+            self._processors = LogitsProcessors(generation, self._eos_ids(), self.config.vocab_size, device)
         self._threads = ThreadGovernor() if device.type == "cpu" else None
         folder = _offload_folder(options)
         at_rest = WeightsAtRest(checkpoint, model.precision, folder)
@@ -211,6 +210,9 @@ class Engine:
             return cls(model, exchange, is_proved)
         except Float16Error as error:  # found while the weights were read
             return cls(model.in_float32(error, exchange.rank), exchange, is_proved)
+
+    def _eos_ids(self) -> Collection[int]:
+        return self.tokenizer.eos_ids if self.tokenizer else frozenset()
 
     def share_every_beginning(self) -> None:
         """Share what prompts have in common however short it is: for comparisons, not for speed."""
@@ -363,7 +365,7 @@ class Engine:
         if not self._exchange.is_whole:
             lanes, limits = into_lanes(requests, limits, self._exchange.rank.size, plan.schedule)
         runs = [
-            Run(self.config, executor, cache, limits, plan.schedule, self._eos_ids, self._prefix_cost, own, answers)
+            Run(self.config, executor, cache, limits, plan.schedule, self._eos_ids(), self._prefix_cost, own, answers)
             for own in lanes
         ]
         if self._reads_bfloat16_as_float16:
