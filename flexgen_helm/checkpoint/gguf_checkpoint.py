@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 
@@ -15,10 +14,10 @@ import torch
 from flexgen_helm.checkpoint.checkpoint import FileCheckpoint, row_tiles
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import model_config_from
-from flexgen_helm.checkpoint.gguf_header import GgufHeader, read_gguf_header
+from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
 from flexgen_helm.concurrency import computed_ahead
-from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
+from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures import architecture_of_gguf
 from flexgen_helm.models.architectures.gguf_fields import gguf_config
 
@@ -35,7 +34,6 @@ class GgufCheckpoint(FileCheckpoint[StoredTensor]):
 
     def __init__(self, path: Path) -> None:
         header = read_gguf_header(path)
-        _refuse_unknown_types(header)
         for tensor in header.tensors.values():
             if (missing := tensor.offset + tensor.size - header.file.size) > 0:
                 raise CheckpointError(f"{path} ends {missing} bytes before the end of tensor {tensor.name}")
@@ -48,31 +46,10 @@ class GgufCheckpoint(FileCheckpoint[StoredTensor]):
         }
         architecture = architecture_of_gguf(str(metadata.get("general.architecture")))
         read = architecture.read_gguf or architecture.read_config
-        try:
-            self.config = model_config_from(lambda content: read(gguf_config(content)), metadata, path)
-        except UnsupportedArchitectureError as error:
-            raise UnsupportedArchitectureError(f"{path}: {error}") from None
+        self.config = model_config_from(lambda content: read(gguf_config(content)), metadata, path)
         self.tokenizer_path = path if "tokenizer.ggml.tokens" in metadata else None
         self._path = path
-        matched = match_tensors(self.config, architecture.gguf_tensors, header.tensors, path, "metadata")
-        used = {tensor.stored.name: tensor.stored for tensor in matched.values()}
-        names = (
-            (name, name.removesuffix("weight") + "scale") for name, tensor in used.items() if len(tensor.shape) > 1
-        )
-        scales = {name: header.tensors[scale] for name, scale in names if scale in header.tensors}
-        self._scales = {
-            name: _dequantize(scale, 0, 1, scale.size).item() for name, scale in scales.items() if scale.shape == (1,)
-        }
-        read_names = used.keys() | {scales[name].name for name in self._scales}
-        if factors is not None:  # the second set is for texts longer than those that are taken
-            read_names |= {factors.name, factors.name.replace("short", "long")}
-        if unread := sorted(header.tensors.keys() - read_names):
-            more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
-            raise UnsupportedArchitectureError(
-                f"{path} has tensors that nothing here reads, without which its numbers would be wrong: "
-                f"{', '.join(unread[:3])}{more}; take the model's Hugging Face folder"
-            )
-        self._use(matched)
+        self._use(match_tensors(self.config, architecture.gguf_tensors, header.tensors, path, "metadata"))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -80,13 +57,12 @@ class GgufCheckpoint(FileCheckpoint[StoredTensor]):
 
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
         stored = self._tensors[name].stored
-        scale = self._scales.get(stored.name, 1.0)
         if len(stored.shape) == 1:
             yield _dequantize(stored, 0, 1, stored.size)
             return
         row_bytes = stored.size // prod(stored.shape[:-1])
         parts = row_tiles(self._tensors[name].rows, stored.shape[-1])
-        yield from computed_ahead(lambda part: _dequantize(stored, *part, row_bytes) * scale, [*parts], _MOST_THREADS)
+        yield from computed_ahead(lambda part: _dequantize(stored, *part, row_bytes), [*parts], _MOST_THREADS)
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """GGUF's Llama interleaves the two halves of each head's rotary rows; separate them again."""
@@ -95,19 +71,6 @@ class GgufCheckpoint(FileCheckpoint[StoredTensor]):
             return None
         heads = {"q": self.config.num_heads, "kv": self.config.num_kv_heads}[rope_heads]
         return lambda tensor: tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-def _refuse_unknown_types(header: GgufHeader) -> None:
-    for kind in {tensor.dtype for tensor in header.tensors.values()} - _ELEMENT_TYPES.keys():
-        quantization = gguf.GGMLQuantizationType[kind]
-        block = np.zeros((1, gguf.GGML_QUANT_SIZES[quantization][1]), np.uint8)
-        try:
-            gguf.quants.dequantize(block, quantization)
-        except NotImplementedError:
-            raise UnsupportedArchitectureError(
-                f"{header.file.path} has tensors of the type {kind}, which the package gguf {version('gguf')} cannot "
-                "dequantize; take a file of another type"
-            ) from None
 
 
 def _dequantize(stored: StoredTensor, start: int, count: int, row_bytes: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGMLQuant
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
-from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
+from flexgen_helm.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -71,23 +71,13 @@ class _Parser:
         if version not in (2, 3):
             raise ValueError(f"its version is {version}; supported are 2 and 3, little-endian")
         metadata = {self._string(): self._value(self._value_type()) for _ in range(num_keys)}
-        if (parts := metadata.get(Keys.Split.LLM_KV_SPLIT_COUNT, 1)) not in (0, 1):
-            raise CheckpointError(
-                f"{file.path} is one of {parts} parts; join them: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
-            )
         table = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get(Keys.General.ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"its alignment is {alignment!r}")
         data_start = -(-self._position // alignment) * alignment
         tensors = {}
-        for name, number, shape, offset in table:
-            if number not in tuple(GGMLQuantizationType):
-                raise UnsupportedArchitectureError(
-                    f"{file.path}: tensor {name} has the type {number}, which the package gguf {version('gguf')} does "
-                    "not know; update it (pip install --upgrade gguf) or take a file of another type"
-                )
-            kind = GGMLQuantizationType(number)
+        for name, kind, shape, offset in table:
             if name in tensors:
                 raise ValueError(f"it has two tensors named {name}")
             block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -97,14 +87,14 @@ class _Parser:
             tensors[name] = StoredTensor(file, name, kind.name, shape, data_start + offset, size)
         return GgufHeader(file, metadata, tensors)
 
-    def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
+    def _tensor(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
         name = self._string()
         (num_dims,) = self._unpack("I")
         if not 1 <= num_dims <= 4:
             raise ValueError(f"tensor {name} has {num_dims} dimensions")
         shape = self._unpack(f"{num_dims}Q")[::-1]
         kind, offset = self._unpack("IQ")
-        return name, kind, shape, offset
+        return name, GGMLQuantizationType(kind), shape, offset
 
     def _unpack(self, fmt: str) -> tuple[Any, ...]:
         layout = struct.Struct("<" + fmt)

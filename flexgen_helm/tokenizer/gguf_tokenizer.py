@@ -21,41 +21,19 @@ from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, FlexgenError, UnsupportedArchitectureError
 from flexgen_helm.tokenizer.token_bytes import SPACE_MARK
 
-_ENDING = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
-_IDS = (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.UNK_ID, *_ENDING)
 # What the keys hold that are used here; a file may store a value of any type under any key.
 _KINDS: Mapping[str, type] = {
     **dict.fromkeys((Keys.Tokenizer.MODEL, Keys.Tokenizer.PRE, Keys.Tokenizer.CHAT_TEMPLATE), str),
     **dict.fromkeys((Keys.Tokenizer.LIST, Keys.Tokenizer.TOKEN_TYPE, Keys.Tokenizer.MERGES), list),
     Keys.Tokenizer.SCORES: list,
-    **dict.fromkeys(_IDS, int),
+    **dict.fromkeys((Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.UNK_ID), int),
     **dict.fromkeys((Keys.Tokenizer.ADD_BOS, Keys.Tokenizer.ADD_EOS, Keys.Tokenizer.ADD_PREFIX), bool),
 }
 # Every split of a piece is tried, which takes the square of its length. Published pieces have a few hundred characters.
 _MAX_PIECE = 4096
 
-# Tokens that end a turn or a text, as llama.cpp knows them: a file names one of them, or none.
-_ENDS = frozenset(
-    [
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<EOT>",
-        "_<EOT>",
-        "[EOT]",
-        "[EOS]",
-        "<end_of_utterance>",
-        "<eos>",
-        "<｜end▁of▁sentence｜>",
-    ]
-)
-_END_OF_SENTENCE = "</s>"  # among Gemma's tokens it is HTML, and no control token
-# Of Phi-3, white space behind a token belongs to it, but for these.
-_PHI3, _PHI3_KEEPING_SPACE = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
+# Ends the text of a base-style prompt even if the metadata's EOS ends a chat turn (SmolLM2-Instruct).
+_END_OF_TEXT = "<|endoftext|>"
 
 
 class GgufTokenizer(NamedTuple):
@@ -91,7 +69,7 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
         raise CheckpointError(f"{path} has {len(tokens)} tokens but {len(types)} token types")
     if not all(isinstance(token, str) and len(token) <= _MAX_PIECE for token in tokens):
         raise CheckpointError(f"{path} has a token that is no text of at most {_MAX_PIECE:,} characters")
-    for key in _IDS:
+    for key in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.UNK_ID):
         if not 0 <= metadata.get(key, 0) < len(tokens):
             raise CheckpointError(f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens")
 
@@ -103,30 +81,18 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} has a vocabulary that does not fit together: {reason}") from error
     # The text is cut at control and user-defined tokens before anything else.
-    types = [TokenType.CONTROL if token in _ENDS else kind for token, kind in zip(tokens, types)]
-    takes_space = any(word in str(metadata.get(Keys.General.NAME)).lower() for word in _PHI3)
     for kind, special in ((TokenType.CONTROL, True), (TokenType.USER_DEFINED, False)):
         added = [token for token, token_type in zip(tokens, types) if token_type == kind]
-        backend.add_tokens(
-            [
-                AddedToken(
-                    token,
-                    special=special,
-                    normalized=False,
-                    rstrip=takes_space and token not in _PHI3_KEEPING_SPACE,
-                )
-                for token in added
-            ]
-        )
+        backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
 
     _add_bos_and_eos(backend, metadata, model, tokens)
-    ends = {i for i, token in enumerate(tokens) if token in _ENDS}
-    ends |= {i for i, token in enumerate(tokens) if token == _END_OF_SENTENCE and types[i] == TokenType.CONTROL}
+    control = {token: i for i, token in enumerate(tokens) if types[i] == TokenType.CONTROL}
+    ends = metadata.get(Keys.Tokenizer.EOT_ID), control.get(_END_OF_TEXT)
     return GgufTokenizer(
         backend,
         bos_id=metadata.get(Keys.Tokenizer.BOS_ID),
         eos_id=metadata.get(Keys.Tokenizer.EOS_ID),
-        eos_ids=sorted(ends.union(metadata[key] for key in _ENDING if key in metadata)),
+        eos_ids=[end for end in ends if end is not None],
         chat_template=metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
     )
 
@@ -167,7 +133,7 @@ _GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _SINGLE_DIGITS_SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2_SPLIT])
 # By `tokenizer.ggml.pre`.
 _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
-    **dict.fromkeys(("gpt2", "gpt-2", "phi-2", "olmo"), _GPT2_SPLIT),
+    **dict.fromkeys(("default", "gpt2", "gpt-2", "phi-2", "olmo"), _GPT2_SPLIT),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _SINGLE_DIGITS_SPLIT),
     **dict.fromkeys(_LLAMA3, _gpt4_split(r"\p{N}{1,3}")),
     **dict.fromkeys(_QWEN2, _gpt4_split(r"\p{N}")),
@@ -175,12 +141,11 @@ _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
-    pre = metadata.get(Keys.Tokenizer.PRE)
+    pre = metadata.get(Keys.Tokenizer.PRE, "default")
     if pre not in _PRE_TOKENIZERS:
         raise UnsupportedArchitectureError(
             f"the GGUF file splits text by the rule {pre!r} ({Keys.Tokenizer.PRE}); known are "
-            f"{', '.join(sorted(_PRE_TOKENIZERS))}. If the model's is one of them, write its name into a copy: "
-            "gguf-new-metadata --pre-tokenizer NAME FILE.gguf COPY.gguf"
+            f"{', '.join(sorted(_PRE_TOKENIZERS))}"
         )
     merges = _split_merges(metadata.get(Keys.Tokenizer.MERGES, ()))
     # A whole word in Llama 3's vocabulary is one token, whether or not merges lead to it.

@@ -42,8 +42,6 @@ def write_gguf(path: Path, model: str, tokens: list[str], types: Sequence[int], 
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    if model == "gpt2":
-        more.setdefault("tokenizer_pre", "gpt-2")
     for name, value in more.items():
         getattr(writer, f"add_{name}")(value)
     writer.write_header_to_file()

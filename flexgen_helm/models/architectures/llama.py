@@ -47,11 +47,7 @@ def read_gguf(config: Mapping[str, Any]) -> DecoderConfig:
     experts = None
     if "num_experts" in config:
         experts = MoEConfig(config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"])
-    biases: dict[str, Any] = {
-        field: f"blk.0.{name}.bias" in config["tensor_names"]
-        for field, name in (("qkv_bias", "attn_q"), ("out_bias", "attn_output"), ("mlp_bias", "ffn_up"))
-    }
-    return read_config(config, experts=experts, **biases)
+    return read_config(config, qkv_bias="blk.0.attn_q.bias" in config["tensor_names"], experts=experts)
 
 
 _LAYER = "layers.{i}."
