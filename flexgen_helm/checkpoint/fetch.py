@@ -21,7 +21,7 @@ from flexgen_helm.checkpoint.fingerprint import (
     is_quick_to_hash,
     snapshot_fingerprint,
 )
-from flexgen_helm.checkpoint.folder import identity_files, read_config, weight_files
+from flexgen_helm.checkpoint.folder import gguf_parts, identity_files, read_config, weight_files
 from flexgen_helm.checkpoint.hub import cached_snapshot, fetch_snapshot
 from flexgen_helm.checkpoint.manifest import Manifest, conversion_of, is_conversion
 from flexgen_helm.checkpoint.names import ResolvedModel, close_names, resolve
@@ -101,7 +101,7 @@ def quick_fingerprint(model: ResolvedModel, path: Path) -> str | None:
         return None
     if (snapshot := snapshot_fingerprint_of(model, path)) is not None:
         return snapshot
-    files = [path] if is_gguf else identity_files(path)
+    files = gguf_parts(path) if is_gguf else identity_files(path)
     return content_fingerprint(files) if all(map(is_quick_to_hash, files)) else None
 
 

@@ -118,6 +118,14 @@ def model_config_from(
     return config
 
 
+def gguf_parts(path: Path) -> list[Path]:
+    """Return the files of a GGUF model by the name of its first: m-00001-of-00003.gguf has two more beside it."""
+    stem, _, count = path.stem.rpartition("-00001-of-")
+    if not stem or len(count) != 5 or not count.isdecimal():
+        return [path]
+    return [path, *(path.with_name(f"{stem}-{part:05}-of-{count}.gguf") for part in range(2, int(count) + 1))]
+
+
 def tokenizer_folder(folder: Path) -> Path | None:
     """Return the folder if it contains a tokenizer, else None."""
     return folder if any((folder / name).is_file() for name in _VOCABULARY_FILES) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -13,11 +13,11 @@ import torch
 
 from flexgen_helm.checkpoint.checkpoint import FileCheckpoint, row_tiles
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
-from flexgen_helm.checkpoint.folder import model_config_from
-from flexgen_helm.checkpoint.gguf_header import read_gguf_header
+from flexgen_helm.checkpoint.folder import gguf_parts, model_config_from
+from flexgen_helm.checkpoint.gguf_header import GgufHeader, read_gguf_header
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor, match_tensors
 from flexgen_helm.concurrency import computed_ahead
-from flexgen_helm.errors import CheckpointError
+from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_gguf
 from flexgen_helm.models.architectures.gguf_fields import gguf_config
 
@@ -26,7 +26,9 @@ _ELEMENT_TYPES = {"F32": np.float32, "F16": np.float16}
 # `gguf` dequantizes 16 rows at a time: neighbouring rows that together have about so many elements count as one.
 _ROW_ELEMENTS = 8192
 _MOST_THREADS = 4  # each holds a tile
-_ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight")
+# By architecture. The long factors are for texts beyond the original context, which are refused.
+_PHI3_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+_ROPE_FACTORS = {"llama": ("rope_freqs.weight", *_PHI3_FACTORS), "phi3": _PHI3_FACTORS}
 
 
 class GgufCheckpoint(FileCheckpoint[StoredTensor]):
@@ -34,35 +36,53 @@ class GgufCheckpoint(FileCheckpoint[StoredTensor]):
 
     def __init__(self, path: Path) -> None:
         header = read_gguf_header(path)
-        for tensor in header.tensors.values():
-            if (missing := tensor.offset + tensor.size - header.file.size) > 0:
-                raise CheckpointError(f"{path} ends {missing} bytes before the end of tensor {tensor.name}")
+        self._parts, tensors = _read_parts(path, header)
+        for tensor in tensors.values():
+            if (missing := tensor.offset + tensor.size - tensor.file.size) > 0:
+                raise CheckpointError(f"{tensor.file.path} ends {missing} bytes before the end of tensor {tensor.name}")
+            _require_known_type(tensor)
+        architecture = architecture_of_gguf(str(header.metadata.get("general.architecture")))
         # The divisor of each rotary frequency, where the file has them.
-        factors = next((header.tensors[name] for name in _ROPE_FACTORS if name in header.tensors), None)
+        factor_names = _ROPE_FACTORS.get(architecture.name, ())
+        factors = next((tensors[name] for name in factor_names if name in tensors), None)
         metadata = {
             **header.metadata,
-            "tensor_names": frozenset(header.tensors),
+            "tensor_names": frozenset(tensors),
             "rope_factors": () if factors is None else tuple(_dequantize(factors, 0, 1, factors.size).tolist()),
         }
-        architecture = architecture_of_gguf(str(metadata.get("general.architecture")))
         read = architecture.read_gguf or architecture.read_config
         self.config = model_config_from(lambda content: read(gguf_config(content)), metadata, path)
         self.tokenizer_path = path if "tokenizer.ggml.tokens" in metadata else None
-        self._path = path
-        self._use(match_tensors(self.config, architecture.gguf_tensors, header.tensors, path, "metadata"))
+        matched = match_tensors(self.config, architecture.gguf_tensors, tensors, path, "metadata")
+        self._scales = {
+            name: _dequantize(scale, 0, 1, scale.size)
+            for name in {tensor.stored.name for tensor in matched.values()}
+            if (scale := tensors.get(f"{name.removesuffix('.weight')}.scale")) is not None
+        }
+        used = {tensor.stored.name for tensor in matched.values()} | {*factor_names}
+        used |= {f"{name.removesuffix('.weight')}.scale" for name in self._scales}
+        if unread := sorted(name for name in tensors.keys() - used if not name.endswith(".input_scale")):
+            raise UnsupportedArchitectureError(
+                f"{path} has {len(unread)} tensors that nothing here reads, and without them the numbers would be "
+                f"wrong: {', '.join(unread[:4])}; use the model's safetensors folder or another conversion"
+            )
+        self._use(matched)
 
     @cached_property
     def fingerprint(self) -> str:
-        return content_fingerprint([self._path])
+        return content_fingerprint(self._parts)
 
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
-        stored = self._tensors[name].stored
+        stored, rows = self._tensors[name].stored, self._tensors[name].rows
         if len(stored.shape) == 1:
             yield _dequantize(stored, 0, 1, stored.size)
             return
-        row_bytes = stored.size // prod(stored.shape[:-1])
-        parts = row_tiles(self._tensors[name].rows, stored.shape[-1])
-        yield from computed_ahead(lambda part: _dequantize(stored, *part, row_bytes), [*parts], _MOST_THREADS)
+        num_rows = prod(stored.shape[:-1])
+        row_bytes = stored.size // num_rows
+        scales = self._scales.get(stored.name, torch.ones(1))  # of the whole matrix, or one for each expert
+        scale = scales[rows[0].start * len(scales) // num_rows]
+        parts = row_tiles(rows, stored.shape[-1])
+        yield from computed_ahead(lambda part: _dequantize(stored, *part, row_bytes) * scale, [*parts], _MOST_THREADS)
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """GGUF's Llama interleaves the two halves of each head's rotary rows; separate them again."""
@@ -71,6 +91,33 @@ class GgufCheckpoint(FileCheckpoint[StoredTensor]):
             return None
         heads = {"q": self.config.num_heads, "kv": self.config.num_kv_heads}[rope_heads]
         return lambda tensor: tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _read_parts(path: Path, header: GgufHeader) -> tuple[list[Path], Mapping[str, StoredTensor]]:
+    """Return the files of a model, of which large ones have several, and the tensors of all."""
+    count, number = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
+    parts = gguf_parts(path)
+    if number != 0 or count not in (0, 1, len(parts)):
+        raise CheckpointError(
+            f"{path} is part {number + 1} of {count}; name the part that ends in -00001-of-{count:05}.gguf, with the "
+            f"others beside it, or join them by llama-gguf-split --merge"
+        )
+    tensors = dict(header.tensors)
+    for part in parts[1:]:
+        tensors |= read_gguf_header(part).tensors
+    return parts, tensors
+
+
+def _require_known_type(tensor: StoredTensor) -> None:
+    try:
+        kind = gguf.GGMLQuantizationType[tensor.dtype]
+        block = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+        gguf.quants.dequantize(block.view(_ELEMENT_TYPES.get(tensor.dtype, np.uint8)), kind)
+    except NotImplementedError:
+        raise UnsupportedArchitectureError(
+            f"{tensor.title} has the type {tensor.dtype}, which the gguf package cannot dequantize; quantize the model "
+            "to another type"
+        ) from None
 
 
 def _dequantize(stored: StoredTensor, start: int, count: int, row_bytes: int) -> torch.Tensor:

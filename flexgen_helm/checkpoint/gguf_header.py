@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGMLQuant
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
+
+_TYPE_NUMBERS = frozenset(map(int, GGMLQuantizationType))
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,11 @@ class _Parser:
         self._position = 0
 
     def header(self, file: SourceFile) -> GgufHeader:
-        magic, version, num_tensors, num_keys = self._unpack("IIQQ")
+        magic, file_version, num_tensors, num_keys = self._unpack("IIQQ")
         if magic != GGUF_MAGIC:
             raise ValueError("it does not begin with the letters GGUF")
-        if version not in (2, 3):
-            raise ValueError(f"its version is {version}; supported are 2 and 3, little-endian")
+        if file_version not in (2, 3):
+            raise ValueError(f"its version is {file_version}; supported are 2 and 3, little-endian")
         metadata = {self._string(): self._value(self._value_type()) for _ in range(num_keys)}
         table = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get(Keys.General.ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)
@@ -77,9 +80,15 @@ class _Parser:
             raise ValueError(f"its alignment is {alignment!r}")
         data_start = -(-self._position // alignment) * alignment
         tensors = {}
-        for name, kind, shape, offset in table:
+        for name, number, shape, offset in table:
             if name in tensors:
                 raise ValueError(f"it has two tensors named {name}")
+            if number not in _TYPE_NUMBERS:
+                raise CheckpointError(
+                    f"{file.path}: tensor {name} has the type {number}, which the gguf package {version('gguf')} does "
+                    "not know; install a newer one, or quantize the model to another type"
+                )
+            kind = GGMLQuantizationType(number)
             block, block_bytes = GGML_QUANT_SIZES[kind]
             if shape[-1] % block:
                 raise ValueError(f"tensor {name} has rows of {shape[-1]} elements, no multiple of {block}")
@@ -87,14 +96,14 @@ class _Parser:
             tensors[name] = StoredTensor(file, name, kind.name, shape, data_start + offset, size)
         return GgufHeader(file, metadata, tensors)
 
-    def _tensor(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
+    def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
         name = self._string()
         (num_dims,) = self._unpack("I")
         if not 1 <= num_dims <= 4:
             raise ValueError(f"tensor {name} has {num_dims} dimensions")
         shape = self._unpack(f"{num_dims}Q")[::-1]
-        kind, offset = self._unpack("IQ")
-        return name, GGMLQuantizationType(kind), shape, offset
+        number, offset = self._unpack("IQ")
+        return name, number, shape, offset
 
     def _unpack(self, fmt: str) -> tuple[Any, ...]:
         layout = struct.Struct("<" + fmt)

@@ -21,19 +21,32 @@ from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, FlexgenError, UnsupportedArchitectureError
 from flexgen_helm.tokenizer.token_bytes import SPACE_MARK
 
+_IDS = (
+    Keys.Tokenizer.BOS_ID,
+    Keys.Tokenizer.UNK_ID,
+    Keys.Tokenizer.EOS_ID,
+    Keys.Tokenizer.EOT_ID,
+    Keys.Tokenizer.EOM_ID,
+)
 # What the keys hold that are used here; a file may store a value of any type under any key.
 _KINDS: Mapping[str, type] = {
-    **dict.fromkeys((Keys.Tokenizer.MODEL, Keys.Tokenizer.PRE, Keys.Tokenizer.CHAT_TEMPLATE), str),
+    **dict.fromkeys((Keys.Tokenizer.MODEL, Keys.Tokenizer.PRE, Keys.Tokenizer.CHAT_TEMPLATE, Keys.General.NAME), str),
     **dict.fromkeys((Keys.Tokenizer.LIST, Keys.Tokenizer.TOKEN_TYPE, Keys.Tokenizer.MERGES), list),
     Keys.Tokenizer.SCORES: list,
-    **dict.fromkeys((Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.UNK_ID), int),
+    **dict.fromkeys(_IDS, int),
     **dict.fromkeys((Keys.Tokenizer.ADD_BOS, Keys.Tokenizer.ADD_EOS, Keys.Tokenizer.ADD_PREFIX), bool),
 }
 # Every split of a piece is tried, which takes the square of its length. Published pieces have a few hundred characters.
 _MAX_PIECE = 4096
 
-# Ends the text of a base-style prompt even if the metadata's EOS ends a chat turn (SmolLM2-Instruct).
-_END_OF_TEXT = "<|endoftext|>"
+# Texts of tokens that end a turn or a text, whatever else the metadata name: as in llama.cpp, without those of families
+# that are not read, and without </s> and <eos>, which are names of HTML in some vocabularies.
+_ENDS = (
+    *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"),
+    *("<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+)
+# Of Phi-3's special tokens these alone do not take the white space behind them; no key tells of that.
+_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 class GgufTokenizer(NamedTuple):
@@ -64,12 +77,14 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
             f"{path} has a vocabulary of type {model!r}; known are {', '.join(sorted(_MODELS))}"
         )
     tokens: list[str] = metadata[Keys.Tokenizer.LIST]
+    if metadata.get(Keys.Tokenizer.ADD_SEP):
+        raise UnsupportedArchitectureError(f"{path} ends each text with a separator, which is not supported")
     types: list[int] = metadata.get(Keys.Tokenizer.TOKEN_TYPE) or [TokenType.NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(f"{path} has {len(tokens)} tokens but {len(types)} token types")
     if not all(isinstance(token, str) and len(token) <= _MAX_PIECE for token in tokens):
         raise CheckpointError(f"{path} has a token that is no text of at most {_MAX_PIECE:,} characters")
-    for key in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.UNK_ID):
+    for key in _IDS:
         if not 0 <= metadata.get(key, 0) < len(tokens):
             raise CheckpointError(f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens")
 
@@ -80,19 +95,31 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
     except Exception as error:  # the library raises plain Exception, e.g. for a merge of tokens not in the vocabulary
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} has a vocabulary that does not fit together: {reason}") from error
-    # The text is cut at control and user-defined tokens before anything else.
-    for kind, special in ((TokenType.CONTROL, True), (TokenType.USER_DEFINED, False)):
+    # The text is cut at these before anything else.
+    ends = [i for i, token in enumerate(tokens) if token in _ENDS]
+    types = [TokenType.CONTROL if token in _ENDS else token_type for token, token_type in zip(tokens, types)]
+    is_phi3 = any(name in metadata.get(Keys.General.NAME, "").lower() for name in ("phi-3", "phi3"))
+    for kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED):
         added = [token for token, token_type in zip(tokens, types) if token_type == kind]
-        backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
+        backend.add_tokens(
+            [
+                AddedToken(
+                    token,
+                    special=kind != TokenType.USER_DEFINED,
+                    normalized=False,
+                    rstrip=is_phi3 and token not in _KEEP_SPACE,
+                )
+                for token in added
+            ]
+        )
 
     _add_bos_and_eos(backend, metadata, model, tokens)
-    control = {token: i for i, token in enumerate(tokens) if types[i] == TokenType.CONTROL}
-    ends = metadata.get(Keys.Tokenizer.EOT_ID), control.get(_END_OF_TEXT)
+    ends += [metadata[key] for key in (Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID) if key in metadata]
     return GgufTokenizer(
         backend,
         bos_id=metadata.get(Keys.Tokenizer.BOS_ID),
         eos_id=metadata.get(Keys.Tokenizer.EOS_ID),
-        eos_ids=[end for end in ends if end is not None],
+        eos_ids=ends,
         chat_template=metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
     )
 
@@ -133,7 +160,7 @@ _GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _SINGLE_DIGITS_SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2_SPLIT])
 # By `tokenizer.ggml.pre`.
 _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
-    **dict.fromkeys(("default", "gpt2", "gpt-2", "phi-2", "olmo"), _GPT2_SPLIT),
+    **dict.fromkeys(("gpt2", "gpt-2", "phi-2", "olmo"), _GPT2_SPLIT),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _SINGLE_DIGITS_SPLIT),
     **dict.fromkeys(_LLAMA3, _gpt4_split(r"\p{N}{1,3}")),
     **dict.fromkeys(_QWEN2, _gpt4_split(r"\p{N}")),
@@ -141,11 +168,12 @@ _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
-    pre = metadata.get(Keys.Tokenizer.PRE, "default")
+    pre = metadata.get(Keys.Tokenizer.PRE)
     if pre not in _PRE_TOKENIZERS:
         raise UnsupportedArchitectureError(
-            f"the GGUF file splits text by the rule {pre!r} ({Keys.Tokenizer.PRE}); known are "
-            f"{', '.join(sorted(_PRE_TOKENIZERS))}"
+            f"the GGUF file has {pre!r} as {Keys.Tokenizer.PRE}, the rule that splits text; known are "
+            f"{', '.join(sorted(_PRE_TOKENIZERS))}. If you know the model's, write it into a copy: "
+            "python -m gguf.scripts.gguf_new_metadata --pre-tokenizer RULE FILE COPY"
         )
     merges = _split_merges(metadata.get(Keys.Tokenizer.MERGES, ()))
     # A whole word in Llama 3's vocabulary is one token, whether or not merges lead to it.

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from flexgen_helm import cli
+from flexgen_helm.checkpoint.fetch import quick_fingerprint
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.gguf_checkpoint import _ELEMENT_TYPES, GgufCheckpoint, _dequantize, _rows_to_join
-from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.checkpoint.names import read_model_config, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
@@ -89,6 +90,7 @@ def write(path: Path, model: Any, kind: gguf.GGMLQuantizationType, arch: str = "
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"t{i}" for i in range(VOCAB)])
     state = model.state_dict()
     for theirs, (name, heads) in names_in_gguf().items():
@@ -172,6 +174,50 @@ def test_missing_tensor_wrong_shape_and_bad_values_are_named(tmp_path: Path) -> 
         read = open_checkpoint(write(tmp_path / "m.gguf", model, kind, blk__1__ffn_up__weight=bad))
         with pytest.raises(CheckpointError, match=rf"m\.gguf: tensor blk\.1\.ffn_up\.weight contains .*{message}"):
             read.tensor("layers.1.mlp.up.weight")
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(25, "the type I16, .*cannot dequantize"), (99, "the type 99, .*gguf package .*does not know")],
+)
+def test_types_that_cannot_be_dequantized_are_refused_at_opening(tmp_path: Path, number: int, message: str) -> None:
+    file = write(tmp_path / "m.gguf", build(), gguf.GGMLQuantizationType.F16)
+    content, name = bytearray(file.read_bytes()), b"blk.1.ffn_down.weight"  # rows of 64 elements
+    kind = content.index(name) + len(name) + 4 + 2 * 8
+    content[kind : kind + 4] = number.to_bytes(4, "little")
+    file.write_bytes(content)
+    with pytest.raises(
+        (CheckpointError, UnsupportedArchitectureError), match=rf"blk\.1\.ffn_down\.weight has {message}"
+    ):
+        open_checkpoint(file)
+
+
+def test_a_model_in_parts_is_read_whole(tmp_path: Path) -> None:
+    whole = open_checkpoint(write(tmp_path / "m.gguf", build(), gguf.GGMLQuantizationType.F16))
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for number, part in enumerate(parts):
+        writer = gguf.GGUFWriter(part, "llama")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 2)
+        for field in list(reader.fields.values())[4:] if number == 0 else ():
+            kinds = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}
+            writer.add_key_value(field.name, field.contents(), field.types[0], **kinds)
+        for tensor in reader.tensors[number::2]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    read = open_checkpoint(parts[0])
+    assert read.config == whole.config
+    assert all(torch.equal(read.tensor(name), whole.tensor(name)) for name in whole.shapes)
+    assert read.fingerprint == quick_fingerprint(resolve(str(parts[0])), parts[0])
+    with pytest.raises(CheckpointError, match=r"part 2 of 2; name the part that ends in -00001-of-00002.*--merge"):
+        open_checkpoint(parts[1])
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=r"m-00002-of-00002\.gguf cannot be read"):
+        open_checkpoint(parts[0])
 
 
 def test_unknown_architecture_and_foreign_files(tmp_path: Path) -> None:

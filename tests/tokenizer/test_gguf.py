@@ -111,7 +111,13 @@ def test_byte_level_splitting(tmp_path: Path, learnt: tuple[list[str], list[str]
 def test_bos_eos_and_user_defined_tokens(tmp_path: Path, learnt: tuple[list[str], list[str]]) -> None:
     tokens, merges = learnt
     types = [CONTROL, USER, *[NORMAL] * (len(tokens) - 2)]
-    more = {"bos_token_id": 0, "eos_token_id": 0, "add_bos_token": True, "add_eos_token": True}
+    more = {
+        "tokenizer_pre": "gpt-2",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "add_bos_token": True,
+        "add_eos_token": True,
+    }
     path = write_gguf(tmp_path / "m.gguf", "gpt2", tokens, types, token_merges=merges, chat_template="{{ 1 }}", **more)
     tokenizer = load(path)
     assert tokenizer.encode("<|end|>") == tokenizer.encode("<|endoftext|><|end|>") == [0, 1, 0]
@@ -150,16 +156,32 @@ def test_sentencepiece_from_scores(tmp_path: Path, prefix: bool) -> None:
     assert tokenizer.adds_bos
 
 
+@pytest.mark.parametrize("name", ["Phi-3 mini", "another"])
+def test_ends_of_turns_and_space_behind_phi3s_tokens(
+    tmp_path: Path, learnt: tuple[list[str], list[str]], name: str
+) -> None:
+    """llama.cpp knows both by texts: ends by their own, the space by the model's name."""
+    tokens, merges = learnt
+    tokens, types = [*tokens, "<|user|>", "<|im_end|>"], [CONTROL, *[NORMAL] * (len(tokens) - 1), CONTROL, NORMAL]
+    ids = {"eos_token_id": 5, "tokenizer_pre": "gpt-2", "name": name}
+    tokenizer = load(write_gguf(tmp_path / "m.gguf", "gpt2", tokens, types, token_merges=merges, **ids))
+    user = len(tokens) - 2
+    assert tokenizer.eos_ids == {0, 1, 5, user + 1}  # <|endoftext|>, <|end|>, EOS, <|im_end|>
+    space = [] if name == "Phi-3 mini" else tokenizer.encode("\n")
+    assert tokenizer.encode("<|user|>\n<|im_end|>") == [user, *space, user + 1]
+    assert tokenizer.encode("<|endoftext|>\n") == [0, *tokenizer.encode("\n")]
+
+
 def test_a_tokenizer_is_built_once_while_it_is_in_use(tmp_path: Path) -> None:
     """HELM's threads and the engine of every precision ask for it; 262,144 pieces take four seconds."""
     built: list[Event] = []
-    path = write_gguf(tmp_path / "m.gguf", "gpt2", ["a", "b"], [NORMAL, NORMAL], token_merges=[])
+    path = write_gguf(tmp_path / "m.gguf", "gpt2", ["a", "b"], [NORMAL, NORMAL], tokenizer_pre="gpt-2", token_merges=[])
     with observed_by(built.append):
         first = load(path)
         assert load(path) is first and [describe(event) for event in built] == ["building the tokenizer: m.gguf"]
         (tmp_path / "link.gguf").symlink_to(path)
         assert load(tmp_path / "link.gguf") is first
-        write_gguf(path, "gpt2", ["a", "b", "c"], [NORMAL] * 3, token_merges=[])
+        write_gguf(path, "gpt2", ["a", "b", "c"], [NORMAL] * 3, tokenizer_pre="gpt-2", token_merges=[])
         assert load(path).vocab_size == 3 and first.vocab_size == 2
         del first
         gc.collect()
@@ -169,9 +191,13 @@ def test_a_tokenizer_is_built_once_while_it_is_in_use(tmp_path: Path) -> None:
 def test_unknown_kinds_are_named(tmp_path: Path, learnt: tuple[list[str], list[str]]) -> None:
     tokens, merges = learnt
     types = [NORMAL] * len(tokens)
-    path = write_gguf(tmp_path / "pre.gguf", "gpt2", tokens, types, tokenizer_pre="strange", token_merges=merges)
-    with pytest.raises(UnsupportedArchitectureError, match=r"'strange'.*known are .*qwen2.*smollm"):
-        Tokenizer.from_path(path)
+    for pre in ("strange", "default", None):  # llama.cpp's 'default' is no model's rule
+        named = {} if pre is None else {"tokenizer_pre": pre}
+        path = write_gguf(tmp_path / "pre.gguf", "gpt2", tokens, types, token_merges=merges, **named)
+        with pytest.raises(
+            UnsupportedArchitectureError, match=rf"{pre!r}.*known are .*qwen2.*smollm.*gguf_new_metadata"
+        ):
+            Tokenizer.from_path(path)
     path = write_gguf(tmp_path / "model.gguf", "bert", tokens, types)
     with pytest.raises(UnsupportedArchitectureError, match=r"'bert'; known are gpt2, llama"):
         Tokenizer.from_path(path)
@@ -185,7 +211,7 @@ def test_unknown_kinds_are_named(tmp_path: Path, learnt: tuple[list[str], list[s
 def test_damaged_files_are_named(tmp_path: Path, learnt: tuple[list[str], list[str]]) -> None:
     tokens, merges = learnt
     types = [NORMAL] * len(tokens)
-    path = write_gguf(tmp_path / "m.gguf", "gpt2", tokens, types, token_merges=merges)
+    path = write_gguf(tmp_path / "m.gguf", "gpt2", tokens, types, tokenizer_pre="gpt-2", token_merges=merges)
     data = path.read_bytes()
     damaged = {
         "empty": b"",
@@ -205,7 +231,7 @@ def test_damaged_files_are_named(tmp_path: Path, learnt: tuple[list[str], list[s
         "bos": {"bos_token_id": 10**6},
     }
     for name, more in misfits.items():
-        fields: dict[str, Any] = {"types": types, "token_merges": merges, **more}
+        fields: dict[str, Any] = {"types": types, "tokenizer_pre": "gpt-2", "token_merges": merges, **more}
         path = write_gguf(tmp_path / f"{name}.gguf", "gpt2", tokens, **fields)
         with pytest.raises(CheckpointError, match=name):
             Tokenizer.from_path(path)

@@ -42,12 +42,19 @@ def read_config(config: Mapping[str, Any], architecture: str = "llama", **featur
     return within_original_context(DecoderConfig(**{**llama, **features}))
 
 
+# No key of the metadata tells of biases.
+_GGUF_BIASES = {"qkv_bias": "attn_q", "out_bias": "attn_output", "mlp_bias": "ffn_up"}
+
+
 def read_gguf(config: Mapping[str, Any]) -> DecoderConfig:
     """Read the metadata of Llama's files, which are also Mixtral's, as `gguf_config` returns them."""
     experts = None
     if "num_experts" in config:
         experts = MoEConfig(config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"])
-    return read_config(config, qkv_bias="blk.0.attn_q.bias" in config["tensor_names"], experts=experts)
+    biased: dict[str, Any] = {
+        field: f"blk.0.{name}.bias" in config["tensor_names"] for field, name in _GGUF_BIASES.items()
+    }
+    return read_config(config, experts=experts, **biased)
 
 
 _LAYER = "layers.{i}."
