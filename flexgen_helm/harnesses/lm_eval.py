@@ -19,8 +19,10 @@ import json
 import logging
 import math
 import sys
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from lm_eval.api.instance import Instance
@@ -75,6 +77,14 @@ class _Generation(NamedTuple):
     excess: int
 
 
+class _PairError(RequestError):
+    """A pair that cannot be scored. index: of the pair in its call."""
+
+    def __init__(self, index: int, text: str) -> None:
+        super().__init__(text)
+        self.index = index
+
+
 def register() -> None:
     """Make `flexgen` a model of the harness in this process, unless its entry point has."""
     if "flexgen" not in model_registry:
@@ -106,6 +116,15 @@ def run_command(arguments: Sequence[str]) -> None:
         command.execute(parsed)
     except ValueError as error:  # what the harness raises for tasks and settings that it does not know
         raise UsageError(f"lm-evaluation-harness refuses this: {error}") from error
+    except IndexError as error:  # it looks at the first character of each choice of a task's first document
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_locals.get("choice") != "":
+            raise
+        task = frame.f_locals["self"].config.task
+        raise UsageError(
+            f"the first document of {task} has an empty choice, which has no score; correct the task's doc_to_choice, "
+            "or leave that document out"
+        ) from error
 
 
 class FlexgenLM(TemplateLM):
@@ -256,9 +275,14 @@ class FlexgenLM(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         for request in requests:
-            if not request.args[1]:
-                raise RequestError(f"document {request.doc_id} of {request.task_name} has an empty continuation")
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+            with _naming(request):
+                if not request.args[1]:
+                    raise RequestError("the continuation is empty, and has no score")
+        try:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        except _PairError as error:
+            with _naming(requests[error.index]):
+                raise RequestError(str(error)) from error
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Score (texts, context, continuation), the last two as ids; a long context loses its first tokens."""
@@ -285,7 +309,13 @@ class FlexgenLM(TemplateLM):
     def _score(self, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         encoded = [EncodedPair(context, continuation) for context, continuation in pairs]
         _say_cut(len(pair.context) + len(pair.continuation) - self.max_length - 1 for pair in encoded)
-        results = self._answer([scoring_request(pair, self.max_length, truncate=True) for pair in encoded])
+        scoring = []
+        for index, pair in enumerate(encoded):
+            try:
+                scoring.append(scoring_request(pair, self.max_length, truncate=True))
+            except RequestError as error:
+                raise _PairError(index, str(error)) from error
+        results = self._answer(scoring)
         return [read_score(result, len(pair.continuation)) for result, pair in zip(results, encoded)]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -294,11 +324,13 @@ class FlexgenLM(TemplateLM):
         seed = torch.initial_seed()  # the harness's --seed
         seen: Counter[str] = Counter()
         asked = []
-        for context, settings in (request.args for request in requests):
+        for request in requests:
+            context, settings = request.args
             # A repeated request of a task draws anew, in every run the same.
             identity = json.dumps([seed, context, settings], sort_keys=True, default=str)
             seen[identity] += 1
-            asked.append(self._generation(context, settings, f"{identity}/{seen[identity]}"))
+            with _naming(request):
+                asked.append(self._generation(context, settings, f"{identity}/{seen[identity]}"))
         _say_cut(one.excess for one in asked)
         answers = []
         for instance, one, result in zip(requests, asked, self._answer([one.request for one in asked])):
@@ -385,6 +417,16 @@ def _engine_options(arguments: Mapping[str, Any]) -> EngineOptions:
             known = ", ".join(sorted({*FLAGS, *OPTIONS} - set(_HARNESS_SETS) - {"chat_template"}))
             raise UsageError(f"model argument {name}={value!r} is not supported; the engine's are {known}")
     return {**options, **options_of_flags(flags)}
+
+
+@contextmanager
+def _naming(request: Instance) -> Iterator[None]:
+    """Name task and document in an error that a request leads to."""
+    try:
+        yield
+    except (RequestError, UsageError) as error:
+        kind = RequestError if isinstance(error, RequestError) else UsageError
+        raise kind(f"document {request.doc_id} of {request.task_name}: {error}") from error
 
 
 def _say_cut(excesses: Iterable[int]) -> None:

@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
-from flexgen_helm.harnesses.lm_eval import FlexgenLM, register
+from flexgen_helm.harnesses.lm_eval import FlexgenLM, register, run_command
 from flexgen_helm.request import Completion
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import CHATML, NO_SYSTEM, PLAIN_TURNS, add_template
@@ -271,15 +271,38 @@ def test_the_harness_finds_the_model_by_its_name():
     assert get_model("flexgen") is FlexgenLM
 
 
+def test_an_empty_choice_of_the_first_document_is_named(folder, tmp_path):
+    """The harness looks at its first character, before it asks the model."""
+    (tmp_path / "documents.jsonl").write_text('{"q": "the", "choices": ["", "fox"], "answer": 1}\n')
+    (tmp_path / "empty.yaml").write_text(
+        f"""task: empty
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path}/documents.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{q}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+"""
+    )
+    command = ["--model_args", f"pretrained={folder}", "--include_path", str(tmp_path), "--tasks", "empty"]
+    with pytest.raises(UsageError, match="the first document of empty has an empty choice"):
+        run_command(command)
+
+
 def test_requests_that_cannot_be_answered_end_the_evaluation_by_name(folder, tasks):
     with FlexgenLM(str(folder)) as lm:
-        with pytest.raises(UsageError, match="max_gen_toks is 96"):
+        with pytest.raises(UsageError, match="document 0 of sums: max_gen_toks is 96"):
             evaluate(lm, tasks, [SUMS], gen_kwargs={"max_gen_toks": 96})
-        with pytest.raises(UsageError, match="num_beams=2"):
+        with pytest.raises(UsageError, match="document 0 of sums: num_beams=2"):
             evaluate(lm, tasks, [SUMS], gen_kwargs={"num_beams": 2})
         pair = SimpleNamespace(args=("the", ""), doc_id=3, task_name="words")
         with pytest.raises(RequestError, match="document 3 of words"):
             lm.loglikelihood([pair])
+        fits = SimpleNamespace(args=("the", " fox"), doc_id=0, task_name="words")
+        beyond = SimpleNamespace(args=("the", " fox" * 200), doc_id=7, task_name="words")
+        with pytest.raises(RequestError, match="document 7 of words: the continuation has .* tokens, beyond"):
+            lm.loglikelihood([fits, beyond])
         with pytest.raises(UsageError, match="not supported"):
             lm.chat_template("other")
     plain = SimpleNamespace(args=("the", " fox"))
