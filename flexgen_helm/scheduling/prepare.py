@@ -266,7 +266,7 @@ def _prepare_one(
     try:  # any library's integers, such as an array's
         tokens = [index(token) for token in ([] if ids is None else ids)]
     except TypeError:
-        raise RequestError(f"the prompt has ids that are no whole numbers: {repr(ids)[:60]}") from None
+        raise RequestError(f"the prompt has {repr(ids)[:60]} as its ids, of which one is no token id") from None
     token_bytes = tokenizer.token_bytes if tokenizer else None
     prepared = Request(request, *_with_context(tokens, request, tokenizer), token_bytes)
     if not request.ignore_eos and (request.stop or (tokenizer is not None and tokenizer.eos_ids)):

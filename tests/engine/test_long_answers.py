@@ -87,7 +87,7 @@ def test_preempted_answers_are_those_of_ample_memory(model, schedule, precision)
 
 
 def test_several_completions_behind_shared_prompts(model):
-    asked = requests(6, n=3)
+    asked = requests(12, n=3)
     with Engine.from_pretrained(model) as engine:
         expected = answers(engine, asked)
     sizes = limits_for(model, "fp16", 2)
@@ -128,7 +128,7 @@ def test_a_cache_on_the_disk_is_reserved_in_full(model, tmp_path):
 
 
 def test_memory_that_runs_out_while_a_cache_grows_costs_no_answer(model, monkeypatch):
-    asked, expected = requests(12), ample(model)[:12]
+    asked, expected = requests(), ample(model)
     honest, calls = KVCache.regroup, []
 
     def failing(self, block, sources):

@@ -338,7 +338,8 @@ def test_a_vocabulary_that_lies_is_refused(
     from flexgen_helm.tokenizer import gguf_tokenizer
 
     metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.token_type": [1, 1],
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt2",
+        "tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.token_type": [1, 1],
         "tokenizer.ggml.merges": [], "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1, key: value,
     }  # fmt: skip
     header = type("Header", (), {"metadata": metadata})
