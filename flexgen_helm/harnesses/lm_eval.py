@@ -77,7 +77,7 @@ class _Generation(NamedTuple):
     excess: int
 
 
-class _PairError(RequestError):
+class _PairError(Exception):
     """A pair that cannot be scored. index: of the pair in its call."""
 
     def __init__(self, index: int, text: str) -> None:
@@ -300,7 +300,10 @@ class FlexgenLM(TemplateLM):
             ]
             for text in texts
         ]
-        scores = iter(self._score([window for own in windows for window in own]))
+        try:
+            scores = iter(self._score([window for own in windows for window in own]))
+        except _PairError as error:
+            raise RequestError(str(error)) from error
         sums = [math.fsum(next(scores).logprob for _ in own) for own in windows]
         for text, total in zip(texts, sums):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
