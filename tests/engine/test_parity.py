@@ -40,17 +40,22 @@ def test_scores_and_greedy_tokens_equal_transformers(tiny, variant, batch):
         assert_equals_reference(model, prompt, request, result)
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("name", ["llama", "opt-350m", "gemma2", "FalconH1ForCausalLM"])
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_vectors_in_float32_beside_matrices_in_16_bits_are_not_rounded(tiny, name, half, tmp_path):
-    """As trainers save norms and biases that must not lose bits; `transformers` reads each tensor as it is stored."""
+def copied(tiny, name, tmp_path) -> Path:
+    """Copy a model, by equations or by modules of `transformers`, whose files a test changes."""
     source = tmp_path / "source"
     if name in VARIANTS:
         source = tiny(name).path
     else:
         saved(name, source)
-    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    return Path(shutil.copytree(source, tmp_path / "model"))
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("name", ["llama", "opt-350m", "gemma2", "FalconH1ForCausalLM"])
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_vectors_in_float32_beside_matrices_in_16_bits_are_not_rounded(tiny, name, half, tmp_path):
+    """As trainers save norms and biases that must not lose bits; `transformers` reads each tensor as it is stored."""
+    folder = copied(tiny, name, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     torch.manual_seed(0)
     for key, tensor in tensors.items():
@@ -83,12 +88,7 @@ def test_vectors_in_float32_beside_matrices_in_16_bits_are_not_rounded(tiny, nam
 )
 def test_what_is_rounded_to_16_bits_is_said(tiny, tmp_path, name, dtypes, kept, rounded):
     """dtypes: of most matrices, and of one. Vectors, which have another type, do not count."""
-    source = tmp_path / "source"
-    if name in VARIANTS:
-        source = tiny(name).path
-    else:
-        saved(name, source)
-    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    folder = copied(tiny, name, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     one = next(key for key in tensors if "layers.0" in key and key.endswith("up_proj.weight"))
     for key, tensor in tensors.items():
