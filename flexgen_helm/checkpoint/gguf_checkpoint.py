@@ -79,10 +79,15 @@ class GgufCheckpoint(FileCheckpoint[StoredTensor]):
             return
         num_rows = prod(stored.shape[:-1])
         row_bytes = stored.size // num_rows
-        scales = self._scales.get(stored.name, torch.ones(1))  # of the whole matrix, or one for each expert
-        scale = scales[rows[0].start * len(scales) // num_rows]
         parts = row_tiles(rows, stored.shape[-1])
-        yield from computed_ahead(lambda part: _dequantize(stored, *part, row_bytes) * scale, [*parts], _MOST_THREADS)
+        tiles = computed_ahead(lambda part: _dequantize(stored, *part, row_bytes), [*parts], _MOST_THREADS)
+        scales = self._scales.get(stored.name)  # of the whole matrix, or one for each expert
+        if scales is None:
+            yield from tiles
+            return
+        scale = scales[rows[0].start * len(scales) // num_rows]
+        for tile in tiles:
+            yield tile.mul_(scale)
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """GGUF's Llama interleaves the two halves of each head's rotary rows; separate them again."""
