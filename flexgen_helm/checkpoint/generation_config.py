@@ -90,11 +90,13 @@ class GenerationSettings:
 
     path: the file that says it; None without a folder.
     applied, ignored: settings by name, those of `ignored` by the user's wish.
+    top_p: what `generate` takes for a sampled request that says none.
     """
 
     path: Path | None = None
     applied: Mapping[str, Any] = field(default_factory=dict)
     ignored: Mapping[str, Any] = field(default_factory=dict)
+    top_p: float = 1.0
 
 
 def read_generation_settings(folder: Path | None, choice: str = "auto") -> GenerationSettings:
@@ -114,7 +116,7 @@ def read_generation_settings(folder: Path | None, choice: str = "auto") -> Gener
         parts = (content.get(name) for name in ("decoder", "generator", "text_config"))
         nested: Mapping[str, Any] = next(filter(None, parts), {})
         given = {name: value for name, value in content.items() if value is not None}
-        content = {name: value for name, value in {**nested, **given}.items() if name in _MATTERING}
+        content = {name: value for name, value in {**nested, **given}.items() if name in (*_MATTERING, "top_p")}
     found = {
         name: value
         for name, value in content.items()
@@ -129,4 +131,5 @@ def read_generation_settings(folder: Path | None, choice: str = "auto") -> Gener
                 f"{path} sets {name} to {repr(value)[:80]}, which is not {verb} and may change answers; "
                 "--generation-config ignore leaves the file's settings out"
             )
-    return GenerationSettings(path, applied=found)
+    top_p = content.get("top_p")
+    return GenerationSettings(path, applied=found, top_p=1.0 if top_p is None else float(top_p))

@@ -37,7 +37,7 @@ from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
 from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
-from flexgen_helm.service.models import ModelReader, model_arguments
+from flexgen_helm.service.models import ModelReader, model_arguments, read_generation
 from flexgen_helm.service.service import KeyedRequest, Service, request_key
 from flexgen_helm.tokenizer.thinking import END
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -175,6 +175,7 @@ class FlexgenLM(TemplateLM):
         self.max_length, self.max_gen_toks = max_length or window, max_gen_toks
         self.tokenizer: Tokenizer = reader.encoder(self._model).tokenizer  # type: ignore[assignment]
         self._chat = reader.chat(self._model)
+        self._generation_settings = read_generation(self._model)
         self._prefix, self._add_bos = prefix_token_id, add_bos_token
         self._think_end = think_end_token
         if self._think_end is None and self._model.config.thinking_budget is not None:
@@ -345,10 +346,17 @@ class FlexgenLM(TemplateLM):
         """Return the request for an answer. draw: what random draws depend on."""
         known: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
         is_sampled = bool(known["do_sample"])
+        from_file = self._generation_settings
         for name, value in known.items():
             if name in _SAMPLING or value is None or (name in _ONLY_SAMPLED and not is_sampled):
                 continue
-            if value not in _NEUTRAL_SETTINGS.get(name, ()):
+            if name in from_file.applied:
+                if value != from_file.applied[name]:
+                    raise UsageError(
+                        f"{name}={value!r} of a task's generation_kwargs is not what {from_file.path} says, "
+                        f"{from_file.applied[name]!r}; leave it out, or the file's with --generation-config ignore"
+                    )
+            elif value not in _NEUTRAL_SETTINGS.get(name, ()):
                 raise UsageError(f"{name}={value!r} of a task's generation_kwargs is not supported; leave it out")
         room = self.max_length - known["max_gen_toks"]
         if room < 1:
@@ -366,7 +374,7 @@ class FlexgenLM(TemplateLM):
             prompt_token_ids=tuple(ids[-room:]),
             max_tokens=known["max_gen_toks"],
             temperature=float(known.get("temperature") or 0.0) if is_sampled else 0.0,
-            top_p=float(known.get("top_p") or 1.0) if is_sampled else 1.0,
+            top_p=float(known.get("top_p") or from_file.top_p) if is_sampled else 1.0,
             seed=int.from_bytes(hashlib.sha256(draw.encode()).digest()[:4], "big") if is_sampled else 0,
             stop=tuple(while_drawing),
             thinking=thinking,

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
 from flexgen_helm.concurrency import single_flight
 from flexgen_helm.config import PROMPT_OPTIONS, EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
@@ -111,6 +112,12 @@ def load_tokenizer(model: ModelArguments) -> Tokenizer | None:
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
     return Tokenizer.from_path(_fetch(model))
+
+
+def read_generation(model: ModelArguments) -> GenerationSettings:
+    """Read what the model's folder says of every answer."""
+    path = _fetch(model)
+    return read_generation_settings(path if path.is_dir() else None, model.config.generation_config)
 
 
 def _fetch(model: ModelArguments) -> Path:

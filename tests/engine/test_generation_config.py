@@ -12,21 +12,11 @@ import torch
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.checkpoint.generation_config import ALWAYS, IRRELEVANT, REFUSED, SAMPLED, read_generation_settings
 from flexgen_helm.errors import CheckpointError
+from tests.helpers.generation_settings import GREEDY
 from tests.helpers.parity import prompts
 
 ENDS = [*range(0, 320, 32)]  # many, so that answers end
 KNOWN = {*ALWAYS, *SAMPLED, *REFUSED, *(name for names in IRRELEVANT.values() for name in names)}
-GREEDY = [
-    {"repetition_penalty": 1.8},
-    {"no_repeat_ngram_size": 2},
-    {"encoder_repetition_penalty": 0.4},
-    {"encoder_no_repeat_ngram_size": 1},
-    {"min_new_tokens": 6, "min_length": 90},
-    {"min_length": 30, "exponential_decay_length_penalty": [3, 1.6]},
-    {"bad_words_ids": [[7], [9, 11]], "suppress_tokens": [*range(100, 200)]},
-    {"begin_suppress_tokens": [*range(160)], "sequence_bias": [[[5], 4.0], [[5, 6], 9.0]]},
-    {"forced_bos_token_id": 9},
-]
 # Entries of published files: Qwen2.5-Coder, Llama 3, Gemma 3, Phi-3, Mistral, DeepSeek, GPT-OSS, OPT.
 PUBLISHED = [
     {"bos_token_id": 151643, "pad_token_id": 151643, "do_sample": True, "eos_token_id": [151645, 151643],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import shutil
 from configparser import ConfigParser
@@ -22,6 +23,7 @@ from flexgen_helm.request import Completion
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import CHATML, NO_SYSTEM, PLAIN_TURNS, add_template
 from tests.helpers.faults import fails_once
+from tests.helpers.generation_settings import GREEDY
 from tests.helpers.lm_eval_tasks import (
     CHOICES,
     LAST_WORD,
@@ -77,6 +79,10 @@ def assert_equal(ours, theirs, names=NAMES):
                 _assert_equal_answers(a, b)
 
 
+def sums(results):
+    return [sample["resps"] for sample in results["samples"][SUMS]]
+
+
 def _assert_equal_answers(ours, theirs):
     for a, b in zip(ours, theirs, strict=True):
         if isinstance(b, tuple | list):  # log-probability and whether it is greedy
@@ -96,6 +102,57 @@ def test_scores_equal_those_of_the_hf_backend(folder, tasks, is_chat):
     if is_chat:  # few-shot examples are turns, and the answer is begun
         prompt = ours["samples"][TURNS][0]["arguments"][0][0]
         assert prompt.count("<|im_start|>user") == 3 and prompt.endswith("<|im_start|>assistant\nIt is")
+
+
+@pytest.fixture
+def folder_with(folder, tmp_path):
+    """Make a copy of the model with these generation settings."""
+
+    def make(settings):
+        copy = shutil.copytree(folder, tmp_path / "model")
+        path = copy / "generation_config.json"
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps({**known, **settings}))
+        return copy
+
+    return make
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("settings", GREEDY, ids=lambda settings: "-".join(settings))
+def test_answers_under_the_models_own_settings_equal_those_of_hf(folder_with, folder, tasks, settings):
+    changed = folder_with(settings)
+    with FlexgenLM(str(changed)) as lm:
+        ours = evaluate(lm, tasks)
+    # One by one: `hf` hands its padding to the settings as if it were text.
+    assert_equal(ours, evaluate(reference(changed, batch_size=1), tasks))
+    with FlexgenLM(str(folder)) as lm:
+        plain = evaluate(lm, tasks, [SUMS])
+    # No answer ends early here, and no prompt is a single token.
+    without_effect = settings.keys() & {"min_new_tokens", "forced_bos_token_id"}
+    assert bool(without_effect) == (sums(ours) == sums(plain))
+
+
+def test_a_sampled_task_without_top_p_has_the_models(folder_with, tasks):
+    folder = folder_with({"top_p": 1e-4, "repetition_penalty": 1.5})  # one token is left at each step
+    settings = dict(gen_kwargs={"do_sample": True, "temperature": 1.0})
+    with FlexgenLM(str(folder)) as lm:
+        ours = evaluate(lm, tasks, [SUMS], **settings)
+        wide = evaluate(lm, tasks, [SUMS], gen_kwargs={"do_sample": True, "temperature": 1.0, "top_p": 1.0})
+    theirs = evaluate(reference(folder, batch_size=1), tasks, [SUMS], **settings)
+    assert_equal(ours, theirs, [SUMS])
+    with pytest.raises(AssertionError):
+        assert_equal(wide, theirs, [SUMS])
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "no_repeat_ngram_size"])
+def test_a_tasks_setting_that_contradicts_the_models_is_refused(folder_with, tasks, name):
+    folder = folder_with({"repetition_penalty": 1.5, "no_repeat_ngram_size": 2})
+    with FlexgenLM(str(folder)) as lm:
+        with pytest.raises(UsageError, match=rf"{name}=1 .* is not what .*generation_config.json says"):
+            evaluate(lm, tasks, [SUMS], gen_kwargs={name: 1})
+        same = evaluate(lm, tasks, [SUMS], gen_kwargs={"repetition_penalty": 1.5})
+    assert sums(same) == sums(evaluate(reference(folder, batch_size=1), tasks, [SUMS]))
 
 
 @pytest.mark.slow
