@@ -67,15 +67,18 @@ SETTINGS = [
 
 
 def test_two_ranks_give_the_answers_of_one_process(tmp_path, model):
-    """A model of a new kind, which each rank proves; schedules and precisions; first and last layers; then scores."""
+    """A model of a new kind with generation settings, which each rank proves; schedules and precisions; first and last layers; then scores."""
     cases = [Case(model("llama"), own, workload(count=8)) for own in (SETTINGS[2], ZIGZAG, SETTINGS[6])]
     cases += [Case(model(variant), ZIGZAG, workload(count=8)) for variant in ("opt-350m", "bloom-untied")]
     config = VARIANTS["llama"]()
     config.num_hidden_layers, config.an_entry_that_nobody_knows = LAYERS, 2.5
     save_random(tmp_path / "new", config, seed=7)
+    settings = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "top_k": 9}
+    (tmp_path / "new" / "generation_config.json").write_text(json.dumps(settings))
     cases.insert(0, Case(tmp_path / "new", {}, workload(count=2)))
     records = compared(tmp_path, 2, [*cases, scoring(cases[-1].model), divided(model("llama"))])
     check_records(records, offloaded=2)
+    assert records[0]["generation_config"]["applied"] == settings
     assert [len(json.loads((tmp_path / f"home{rank}" / "proofs.json").read_text())) for rank in range(2)] == [1, 1]
 
 
