@@ -34,7 +34,6 @@ _COST_LABELS = {
     "convert": "converting weights",
     "attention": "attention",
     "host_attention": "attention on the CPU",
-    "growth": "copying caches that grow",
     "to_gpu": "copies to the GPU",
     "to_cpu": "copies from the GPU",
     "disk_read": "reading the disk",
@@ -330,7 +329,7 @@ def _seconds_table(made: Plan) -> pandas.DataFrame:
     seconds = seconds[seconds.max(axis=1) > 0].rename(_COST_LABELS)
     seconds.loc["together, overlapped"] = [prediction.prefill_s, prediction.decode_s]
     seconds = seconds.rename(columns=_PHASE_NAMES).loc[:, seconds.to_numpy().any(axis=0)]
-    return seconds.rename_axis(f"seconds of {count(made.phase_sequences, 'sequence')}").reset_index()
+    return seconds.rename_axis(f"seconds of {count(made.block_sequences, 'sequence')}").reset_index()
 
 
 def _evaluate_table(path: Path, hardware: HardwareProfile, as_json: bool, as_csv: bool) -> None:

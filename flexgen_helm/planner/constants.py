@@ -35,13 +35,8 @@ MAX_BATCH_TOKENS = 4096
 # Prompt tokens that join a pass with resident weights. Interleaved decoding reads the weights once more for each pass
 # (about 2 %), and results arrive steadily instead of at the end of a block.
 PASS_TOKENS = 4 * BATCH_TOKENS
-# Tokens of a page of a growing cache: copying a cache once a page costs a sixteenth of reading it at every step.
-PAGE_TOKENS = 16
-# The same for long answers, whose caches are large: a page is a small part of them, and copying costs 2 to 5 %.
+# Tokens of a page of the growing caches of long answers: a small part of them, and copying costs 2 to 5 %.
 LONG_PAGE_TOKENS = 64
-# Most ages of the sequences that a paced schedule has under way. Each age is a cache block, which costs an attention
-# call a layer. With fewer ages more memory is empty: half of what a sequence grows by from one age to the next.
-PACED_AGES = 24
 # Answers that may end early and may have more tokens than this get their cache by pages. Shorter ones get it at once:
 # there is little to be gained, and reserving never has to be taken back.
 LONG_ANSWER_TOKENS = 128

@@ -18,10 +18,9 @@ from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
 from flexgen_helm.planner.affine import CACHE, CD, HD, HIDDEN, ONE, WD, WEIGHTS, Affine, affine
-from flexgen_helm.planner.constants import BLOCK_SEQUENCES, PAGE_TOKENS, PREFILL_LANES
+from flexgen_helm.planner.constants import PREFILL_LANES
 from flexgen_helm.planner.placement import TIERS, Tier
 from flexgen_helm.planner.problem import BlockShape, PlanningProblem
-from flexgen_helm.planner.scheduler_limits import paced_group, paced_positions, pacing_pays
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.quant.formats import GroupFormat
 
@@ -64,7 +63,6 @@ class BlockCosts:
 
     sequences: of the block; for schedules without blocks, of the workload.
     decode_passes: of the block.
-    stay_passes: decode passes from a sequence's admission to its end; all of the block's unless admissions are paced.
     memory: bytes by tier; each form must stay within the tier's limit.
     workspace: bytes by tier that computing takes besides; they count against the machine's memory, not the limit.
     """
@@ -73,32 +71,8 @@ class BlockCosts:
     prefill: PassTimes
     decode: PassTimes
     decode_passes: float
-    stay_passes: float
     memory: Mapping[Tier, tuple[Affine, ...]]
     workspace: Mapping[Tier, float]
-
-    @property
-    def stay_share(self) -> float:
-        """Share of the decode passes that a sequence stays for."""
-        return self.stay_passes / self.decode_passes if self.decode_passes else 1.0
-
-
-def as_run(problem: PlanningProblem, shape: BlockShape, with_files: bool = False) -> BlockShape:
-    """Return a shape with the schedule that really runs: a paced one only where the scheduler's rule says that it pays.
-
-    with_files: a part of the cache is on the disk, where it has its final size from the beginning.
-    """
-    workload, sequences = problem.workload, float(shape.num_sequences)
-    if not shape.schedule.is_paced:
-        return shape
-    if not problem.endless:
-        sequences = min(sequences, float(workload.num_sequences))
-    positions = paced_positions(workload.prompt, workload.output)
-    together = max(1.0, sequences * positions // (workload.prompt + workload.output))
-    count = 1e9 if problem.endless else workload.num_sequences
-    if with_files or not pacing_pays(count, sequences, together):
-        return replace(shape, schedule=shape.schedule.unpaced)
-    return shape
 
 
 def block_costs(
@@ -142,22 +116,11 @@ def block_costs(
         reads=reads,
     )
     passes = workload.output - 1
-    if schedule.is_paced and passes > 0:
-        # A pass decodes a token of most sequences, and some passes admit a group. There are as many as all sequences
-        # need, and the ramp; they count as decode passes that carry an even share of the work.
-        ramp = 0.0 if problem.endless else passes
-        mixed_passes = all_sequences / sequences * workload.output + ramp
-        admitted, group = all_sequences / mixed_passes, paced_group(sequences, workload.output)
-        admission = replace(prefill, sequences=group / lanes, weight_loads=0.0).times()
-        decode = replace(prefill, sequences=admitted * passes / lanes, prefill=False, group=group).times()
-        mixed = {name: form * admitted / group + decode[name] for name, form in admission.items()}
-        nothing = dict.fromkeys((*RESOURCES, *CHANNELS), affine())
-        return BlockCosts(all_sequences, nothing, mixed, mixed_passes, workload.output, memory, workspace)
     decode = replace(prefill, prefill=False).times()
     decode_passes = 0.0 if schedule.is_single_pass else passes
     prefill_turns, _ = _turns(problem.stages, lanes)
     prefills = {name: prefill_turns * form for name, form in prefill.times().items()}
-    return BlockCosts(sequences, prefills, decode, decode_passes, decode_passes, memory, workspace)
+    return BlockCosts(sequences, prefills, decode, decode_passes, memory, workspace)
 
 
 def _turns(stages: float, lanes: float) -> tuple[float, float]:
@@ -177,8 +140,6 @@ class _Pass:
     converts: weights are stored in another type than products take.
     slot_positions: that a sequence's cache has.
     reads: see `block_costs`.
-    weight_loads: times that the weights are read; 0 if another part of the same pass reads them.
-    group: sequences that begin together and share a cache block that grows; 0 if all of the block begin together.
     """
 
     problem: PlanningProblem
@@ -188,8 +149,6 @@ class _Pass:
     converts: bool
     slot_positions: float
     reads: Mapping[Tier, WeightReads] | None = None
-    weight_loads: float = 1.0
-    group: float = 0.0
 
     @cached_property
     def tokens(self) -> float:
@@ -202,11 +161,6 @@ class _Pass:
         if self.prefill:
             batch_tokens = min(batch_tokens * self.problem.workload.computed, self.problem.max_batch_tokens)
         return max(1.0, math.ceil(self.tokens / max(1.0, batch_tokens) - _ROUNDING))
-
-    @cached_property
-    def cache_blocks(self) -> float:
-        """Cache blocks of sequences in groups."""
-        return math.ceil(self.sequences / min(self.group, BLOCK_SEQUENCES, self.batch_sequences) - _ROUNDING)
 
     @cached_property
     def attended_elements(self) -> float:
@@ -257,10 +211,8 @@ class _Pass:
             read_bytes += read
         reading_s = batches * read_bytes / processor.memory_bytes_s
         steps = batches if self.prefill else problem.decode_steps(batches, sequences)
-        if self.group:
-            steps = batches + self.cache_blocks
         between_s = self.tokens * problem.between_elements * work / processor.layer_bytes_s
-        products = max(layers_s + head_s, reading_s * self.weight_loads)
+        products = max(layers_s + head_s, reading_s)
         products += config.num_layers * (steps * processor.step_s + between_s)
 
         attention, host_attention = affine(), affine()
@@ -280,18 +232,8 @@ class _Pass:
         # What was learnt may raise rates that a busy machine has shown, but no product is faster than the fastest.
         roofline_s = (config.linear_flops_per_token * self.tokens + config.head_flops_per_token * heads) / rate.best
         forms = {"products": affine(max(products, roofline_s / slowdown)), "convert": affine(convert)}
-        forms |= {"attention": attention, "host_attention": host_attention, "growth": self._growth()}
+        forms |= {"attention": attention, "host_attention": host_attention}
         return {name: slowdown * form for name, form in forms.items()}
-
-    def _growth(self) -> Affine:
-        """Cost the copies of cache blocks that grow: of each, the whole into a larger one once a page."""
-        problem, hardware = self.problem, self.problem.hardware
-        copied = problem.kv_elements * self.sequences * self.context * problem.cache_bytes / PAGE_TOKENS
-        growth = affine()
-        for tier in TIERS if self.group else ():
-            device = hardware.compute_processor if tier == "gpu" else hardware.cpu
-            growth[CACHE[tier]] = 2 * copied / device.memory_bytes_s  # read and written
-        return growth
 
     def _conversion_and_reading(self, elements: float, fmt: GroupFormat | None, rows: float) -> tuple[float, float]:
         """Return the seconds of converting some weights in a pass, and the bytes that a batch's products read of them.
@@ -301,7 +243,7 @@ class _Pass:
         """
         problem, processor, work = self.problem, self.problem.hardware.compute_processor, self.problem.compute_bytes
         is_fused = self.converts and rows <= problem.fused_rows(fmt)
-        conversions = self.weight_loads * problem.conversions(self.batches) if self.converts else 0.0
+        conversions = problem.conversions(self.batches) if self.converts else 0.0
         if is_fused and fmt is not None:
             seconds = conversions * elements / processor.dequantize_elements_s if problem.hardware.gpu is None else 0.0
             return seconds, elements * (fmt.code_bytes + fmt.scale_bytes) / fmt.group_size
@@ -366,7 +308,7 @@ class _Pass:
         loaded = self._expert_reads * expert_bytes
         for stage, num_bytes in ((always, layer_bytes), (problem.head_bytes, head_bytes)):
             loaded += num_bytes * (1 if stage <= problem.ring_bytes else self.batches)
-        return self.weight_loads * loaded
+        return loaded
 
     @cached_property
     def _expert_reads(self) -> float:
@@ -379,15 +321,15 @@ class _Pass:
         problem, experts = self.problem, self.problem.config.experts
         if self.reads is not None:
             own = self.reads[tier]
-            return self.weight_loads * (own.matrices + self._expert_reads * own.experts)
+            return own.matrices + self._expert_reads * own.experts
         transfers = 0.0 if experts is None else self._expert_reads * experts.count
         if not problem.offloads_only_experts:
             transfers += problem.layer_matrices
-        return self.weight_loads * transfers * problem.config.num_layers
+        return transfers * problem.config.num_layers
 
     @property
     def _cache_transfers(self) -> float:
-        return 2 * self.problem.config.num_layers * (self.cache_blocks if self.group else self.batches)
+        return 2 * self.problem.config.num_layers * self.batches
 
     @property
     def _new_cache_bytes(self) -> float:
@@ -401,12 +343,10 @@ class _Pass:
 
 
 def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
-    """Positions allocated for a sequence: all; with sequences of all ages and a cache that grows by pages, the mean."""
+    """Positions allocated for a sequence."""
     workload = problem.workload
     if schedule.is_single_pass or workload.output == 1:  # the first token is drawn from the prompt's own pass
         return 0
-    if schedule.is_paced:
-        return math.ceil(paced_positions(workload.longest_prompt, workload.output))
     return workload.longest
 
 

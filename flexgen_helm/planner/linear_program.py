@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from flexgen_helm.planner.affine import CACHE, CD, CG, COLUMNS, HG, HIDDEN, ONE, WEIGHTS, WG, Affine
+from flexgen_helm.planner.affine import CACHE, CG, COLUMNS, HG, HIDDEN, ONE, WEIGHTS, WG, Affine
 from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, block_costs
 from flexgen_helm.planner.placement import TIERS, Tier, tier_fractions
 from flexgen_helm.planner.policy import Policy
@@ -92,8 +92,6 @@ def solve(
         rows.append(np.concatenate((form[:9], (0.0, 0.0))) / unit)
         upper.append(free / unit)
     bounds = _bounds(problem, 2)
-    if shape.schedule.is_paced:  # with a cache on the disk it would be another schedule, which costs otherwise
-        bounds[CD] = (0.0, 0.0)
     if resident:
         bounds[WEIGHTS[problem.compute_tier]] = (1.0, 1.0)
     if fixed is not None:
@@ -120,8 +118,6 @@ def finish(problem: PlanningProblem, candidate: Candidate, max_latency: float | 
     next_tier: dict[Tier, Tier] = {"gpu": "cpu", "cpu": "disk"}
     for attempt in range(1, _ATTEMPTS + 1):
         policy = _policy(candidate.shape, fractions)
-        if schedule.is_paced and policy.cd > 0:
-            return None
         prediction = predict(problem, policy, schedule)
         if prediction.feasible:
             late = max_latency is not None and prediction.block_s > max_latency * (1 + LATENCY_TOLERANCE)

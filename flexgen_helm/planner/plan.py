@@ -125,12 +125,6 @@ class Plan:
         return workload.num_sequences if whole else min(own, workload.num_sequences)
 
     @property
-    def phase_sequences(self) -> int:
-        """Sequences that the seconds of a phase are of: a block's, or all of a workload whose admissions are paced."""
-        is_paced = self.solution.schedule.is_paced and not self.solution.policy.cd
-        return self.problem.workload.num_sequences if is_paced and not self.problem.endless else self.block_sequences
-
-    @property
     def sequences_per_h(self) -> float:
         return 3600 * self.solution.prediction.tokens_per_s / self.problem.workload.output
 

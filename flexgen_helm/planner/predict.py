@@ -15,7 +15,6 @@ from flexgen_helm.planner.cost_model import (
     RESOURCES,
     BlockCosts,
     WeightReads,
-    as_run,
     block_costs,
     pass_seconds,
 )
@@ -72,7 +71,6 @@ def predict(problem: PlanningProblem, policy: Policy, schedule: Schedule, rounde
         fractions = _with_placed(problem, policy, placed)
     else:
         fractions = fraction_vector(policy, problem.compute_tier == "gpu")
-    shape = as_run(problem, shape, tier_fractions(policy, "cache", problem.compute_tier == "gpu")["disk"] > 0)
     is_exact = rounded or problem.config.experts is not None  # experts have no share of every tier
     return evaluate(problem, shape, fractions, weight_reads(problem, placed, fractions) if is_exact else None)
 
@@ -166,7 +164,7 @@ def evaluate(
     costs = block_costs(problem, shape, resident, reads)
     prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
     latency_s = workload_seconds(problem, shape, costs, fractions, resident, reads)
-    block_s = prefill_s + decode_s * costs.stay_share
+    block_s = prefill_s + decode_s
     tokens = costs.sequences * workload.output if problem.endless else workload.output_tokens
     memory, missing = _memory(problem, costs, fractions)
     phases = {"prefill": (costs.prefill, 1.0), "decode": (costs.decode, costs.decode_passes)}

@@ -25,7 +25,6 @@ from flexgen_helm.planner.constants import (
     MAX_BATCH_TOKENS,
     MAX_SEQUENCES,
     MAX_STAGED_CACHE_SHARE,
-    PAGE_TOKENS,
     PASS_TOKENS,
     STAGED_CACHE_SHARE,
     STREAMED_BATCH_TOKENS,
@@ -131,7 +130,7 @@ class RunMemory:
         block_sequences = self._block_sequences
         if policy is not None:
             batch_tokens, batch_sequences, max_sequences = MAX_BATCH_TOKENS, policy.gpu_batch_size, policy.block_size
-            if self.is_searched and self._page_tokens and not self.schedule.is_paced:
+            if self.is_searched and self._page_tokens:
                 max_sequences *= LONG_BLOCKS
         elif placement.streams_weights:
             batch_tokens = batch_sequences = STREAMED_BATCH_TOKENS
@@ -153,7 +152,6 @@ class RunMemory:
             step_overhead=fill_tokens,
             max_windows=max_windows,
             block_sequences=block_sequences,
-            is_paced=self.schedule.is_paced and self._page_tokens > 0,
         )
 
     @cached_property
@@ -183,8 +181,6 @@ class RunMemory:
         """Tokens by which caches grow; 0 where they do not: files of the disk tier have their whole size at once."""
         if self.placement.cache["disk"] > 0 or self.schedule.is_single_pass:
             return 0
-        if self.schedule.is_paced:
-            return PAGE_TOKENS
         return LONG_PAGE_TOKENS if self.size.longest_early > LONG_ANSWER_TOKENS else 0
 
     @property

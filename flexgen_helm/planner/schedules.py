@@ -33,21 +33,13 @@ class Schedule:
     order: of the work items of a pass.
     reads_once: a pass reads each weight once, for all batches, whose hidden states are alive meanwhile. Otherwise it
         reads each weight once a batch, and the hidden states of one batch are alive.
-    is_paced: sequences begin in small groups and caches grow by pages, so that sequences of all ages fill the memory.
-        Otherwise a block is full from its first step on.
     is_single_pass: one pass takes the whole data set, of which no sequence needs a second token.
     """
 
     name: str
     order: Order
     reads_once: bool = True
-    is_paced: bool = False
     is_single_pass: bool = False
-
-    @property
-    def unpaced(self) -> Schedule:
-        """What runs where pacing is not possible, or does not pay."""
-        return ZIGZAG if self.is_paced else self
 
     def __str__(self) -> str:
         return self.name
@@ -55,9 +47,8 @@ class Schedule:
 
 ROW = Schedule("row", by_batch, reads_once=False)
 ZIGZAG = Schedule("zigzag", by_stage)
-DIAGONAL = Schedule("diagonal", by_stage, is_paced=True)
 PREFILL_ONLY = Schedule("prefill-only", by_stage, is_single_pass=True)
 
-SCHEDULES: Mapping[str, Schedule] = {own.name: own for own in (ROW, ZIGZAG, DIAGONAL, PREFILL_ONLY)}
+SCHEDULES: Mapping[str, Schedule] = {schedule.name: schedule for schedule in (ROW, ZIGZAG, PREFILL_ONLY)}
 # Those that a search tries unless it is told others; 'row' is never better.
 AUTOMATIC = (ZIGZAG, PREFILL_ONLY)

@@ -14,7 +14,7 @@ import numpy as np
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.planner.affine import CACHE, ONE
-from flexgen_helm.planner.cost_model import BlockCosts, as_run, block_costs
+from flexgen_helm.planner.cost_model import BlockCosts, block_costs
 from flexgen_helm.planner.infeasible import explain_infeasible
 from flexgen_helm.planner.linear_program import LATENCY_TOLERANCE, Candidate, Solution, finish, solve
 from flexgen_helm.planner.placement import TIERS, tier_fractions
@@ -47,7 +47,7 @@ def search(
 ) -> Solution:
     """Return the policy with the highest throughput.
 
-    max_latency: seconds that a block may take; where admissions are paced, a sequence from its admission to its end.
+    max_latency: seconds that a block may take.
     fixed: a policy whose weights are loaded already; the search chooses block, cache and hidden states.
 
     Raises `MemoryLimitError` with tier and missing bytes if nothing fits, or with the least latency if no block is
@@ -61,9 +61,6 @@ def search(
         finished = (finish(problem, candidate, max_latency) for candidate in candidates)
         solutions = list(islice((solution for solution in finished if solution is not None), _ROUNDED))
     if not solutions:
-        if any(schedule.is_paced for schedule in schedules):  # the cache needs the disk, or pacing does not pay
-            others = [schedule.unpaced for schedule in schedules]
-            return search(problem, others, max_latency=max_latency, fixed=fixed)
         raise MemoryLimitError(explain_infeasible(problem, schedules, max_latency, fixed))
     best = max(solutions, key=_worth)
     if fixed is None:
@@ -175,11 +172,7 @@ def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator
                 shape = BlockShape(batch_size, batches, schedule)
                 if not problem.endless:
                     shape = shrunk(shape, workload.num_sequences)
-                if (
-                    shape not in known
-                    and as_run(problem, shape) == shape
-                    and shape.num_sequences * sequence_bytes <= room
-                ):
+                if shape not in known and shape.num_sequences * sequence_bytes <= room:
                     known.add(shape)
                     yield from ((shape, flag) for flag in resident)
 
@@ -195,8 +188,7 @@ def _batch_numbers(problem: PlanningProblem, schedule: Schedule, batch_size: int
 
 
 def _block_seconds(candidate: Candidate, costs: BlockCosts) -> float:
-    """Return about the seconds from a sequence's admission to its end; prefill passes are none where it matters."""
-    return candidate.seconds_per_sequence * costs.sequences * costs.stay_share
+    return candidate.seconds_per_sequence * costs.sequences
 
 
 def _least_seconds(costs: BlockCosts) -> float:

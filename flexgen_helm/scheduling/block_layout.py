@@ -64,8 +64,7 @@ class BlockLayout:
                 continue
             group, more = [block], 0
             del left[block]
-            # Where admissions are paced, each block is one age, and joining ages would cost the memory that this saves.
-            for other in [] if self._limits.is_paced else list(left):
+            for other in list(left):
                 widening = self._widening([*group, other], replaced)
                 # Continuations that have just branched off have nothing in the cache yet, and so no tier.
                 if other.tier == block.tier and widening is not None and widening <= room:

@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from flexgen_helm.planner.scheduler_limits import SchedulerLimits, paced_group, paced_positions, pacing_pays
+from flexgen_helm.planner.scheduler_limits import SchedulerLimits
 from flexgen_helm.scheduling.answer_lengths import AnswerLengths, CacheDemand, Forecast
 from flexgen_helm.scheduling.block_layout import BlockLayout
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, ScheduledTokens, Sequence, SequenceKind
@@ -86,8 +86,6 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}  # those that decode, the oldest first
         self._preempted: set[Sequence] = set()
         self._reserved: dict[Sequence, int] = {}  # positions for the continuations of a prompt
-        self._pace = _paced_admissions(self._waiting, limits) if limits.is_paced else None
-        self._credit = 0.0  # admissions that the pace has allowed and that were not used
         self._waiting_prompts = sum(sequence.num_pending for sequence in self._waiting)
         self._waiting_answers: Counter[tuple[int | None, int]] = Counter()
         for sequence in self._waiting:
@@ -226,11 +224,9 @@ class Scheduler:
         num_running = self.num_running
         num_windows = sum(block.num_slots for block in self._blocks)
         num_windows += sum(prompt.num_continuations for prompt in self._reserved)
-        prompt_tokens, begins = 0, False  # begins: a group of paced sequences
+        prompt_tokens = 0
         taken = self.cache_tokens
         forecast = self._forecast() if limits.page_tokens and self._waiting else None
-        if self._pace is not None:  # what was not used because the cache was full is not made up for at once
-            self._credit = min(self._credit, self._pace.group) + self._pace.per_pass
         while self._waiting:
             sequence = self._waiting[0]
             if admitted and prompt_tokens + sequence.num_pending > limits.pass_tokens:
@@ -255,11 +251,6 @@ class Scheduler:
                 # queue's head, so it must be admitted.
                 if (num_running or admitted) and num_windows + new_windows > limits.max_windows:
                     break
-                if not _is_prefix(sequence):
-                    if self._pace is not None and num_running and self._credit < (1 if begins else self._pace.group):
-                        break
-                    begins = True
-                    self._credit -= 1
                 num_running += num_slots
                 num_windows += new_windows
                 if sequence.is_shared:
@@ -422,34 +413,3 @@ def _answers(sequence: Sequence) -> dict[tuple[int | None, int], int]:
     if sequence.num_continuations:
         return {(sequence.length_group, sequence.continuation_tokens): sequence.num_continuations}
     return {(sequence.length_group, sequence.remaining_steps): 1} if sequence.remaining_steps else {}
-
-
-@dataclass(frozen=True)
-class _Pace:
-    """Admissions of a paced schedule.
-
-    per_pass: on average.
-    group: at least at once, because those that begin together share a cache block.
-    """
-
-    per_pass: float
-    group: float
-
-
-def _paced_admissions(waiting: Iterable[Sequence], limits: SchedulerLimits) -> _Pace | None:
-    """Return how to admit sequences so that all ages fill the memory; None where that brings nothing.
-
-    With s prompt tokens, n steps and room for M tokens, a block that begins together holds M / (s + n) sequences,
-    because its end is its largest. Sequences of all ages take s + n/2 on average, so M / (s + n/2) of them run.
-    Filling up and emptying cost n passes once (the paper's appendix, 'I/O-optimal').
-    """
-    decoding = [sequence for sequence in waiting if sequence.needs_cache and not sequence.is_shared]
-    if not decoding:
-        return None
-    prompt = sum(sequence.prompt_len for sequence in decoding) / len(decoding) + limits.slot_overhead
-    steps = sum(sequence.cache_tokens - sequence.prompt_len for sequence in decoding) / len(decoding)
-    together = max(1.0, limits.cache_tokens // (prompt + steps))
-    mixed = min(limits.cache_tokens / paced_positions(prompt, steps, limits.page_tokens), float(limits.max_sequences))
-    if not pacing_pays(len(decoding), mixed, together):
-        return None
-    return _Pace(mixed / max(1.0, steps), paced_group(mixed, steps))

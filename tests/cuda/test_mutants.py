@@ -23,6 +23,7 @@ from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import TIERS
+from flexgen_helm.planner.run_memory import RunMemory
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import requests, run
@@ -107,7 +108,7 @@ RUNS = {
     "three tiers": dict(policy=Policy(3, 2, *(0.3,) * 6), schedule="zigzag"),
     "host": dict(policy=Policy(3, 2, 0, 1, 0, 1, 0, 1), schedule="zigzag"),
     "cache alone": dict(policy=Policy(3, 2, 1, 0, 0, 1, 1, 0), schedule="zigzag"),
-    "growing": dict(policy=Policy(3, 2, 0, 1, 0, 1, 0, 1), schedule="diagonal"),
+    "growing": dict(policy=Policy(3, 2, 0, 1, 0, 1, 0, 1), schedule="zigzag", page=16),
     "selected": dict(
         policy=Policy(3, 2, 0, 1, 0, 1, 0, 1), schedule="zigzag", precision="4bit-s", longest=80, answers=(9,)
     ),
@@ -134,6 +135,8 @@ def races(tiny, folder, settings) -> int:
     asked = [request for new in answers for request in requests(2 + new % 2, longest, new)]
     with cuda_in_host_memory() as device, pytest.MonkeyPatch.context() as patch:
         with_expert_slots(patch, 2)
+        if page := settings.pop("page", 0):  # caches grow, as those of long answers do
+            patch.setattr(RunMemory, "_page_tokens", page)
         patch.setattr(TransferManager, "to_host", late(TransferManager.to_host))
         stops = dict(should_stop=lambda: bool(device.races))
         try:

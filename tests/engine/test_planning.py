@@ -20,7 +20,7 @@ from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.schedules import DIAGONAL, ZIGZAG
+from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.workload import Workload
 from tests.helpers.planning_problems import small
@@ -156,18 +156,6 @@ def test_rates_move_towards_what_was_measured():
     assert errors[0] > 0.3 and errors[-1] < 0.1 and errors == sorted(errors, reverse=True)
     learnt = learner.hardware
     assert learnt.prefill_share == pytest.approx(0.4, rel=0.05) and learnt.decode_share == pytest.approx(0.6, rel=0.05)
-
-
-def test_a_pass_of_both_kinds_corrects_both():
-    """The diagonal schedule's passes carry prompts and single tokens, and are told as decoding."""
-    situation = small(200, 400, output=64, count=240)
-    told = predict(situation, Policy(24, 1, 0.5, 0.5, 0, 1, 0, 1), DIAGONAL)
-    assert not told.seconds["prefill"].get("compute")
-    spent = told.latency_s / told.decode_s * told.seconds["decode"]["compute"]
-    found = corrections(
-        told, {"latency_s": 2 * told.latency_s, "time_s": {"wait": 0.0}, "prefill_s": spent, "decode_s": spent}
-    )
-    assert found == {"prefill": pytest.approx(0.5**0.5), "decode": pytest.approx(0.5**0.5)}
 
 
 def test_a_wait_corrects_the_channel_and_not_the_computing():

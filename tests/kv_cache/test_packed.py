@@ -222,7 +222,7 @@ def test_decoding_sees_what_scoring_sees(tiny, tmp_path, variant, name):
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=policies(),
-    schedule=st.sampled_from(["row", "zigzag", "diagonal"]),
+    schedule=st.sampled_from(["row", "zigzag"]),
     device=st.sampled_from(["cpu", "sim"]),
     variant=st.sampled_from(["llama", "opt", "gemma2", "bloom"]),
     name=st.sampled_from(list(FORMATS)),

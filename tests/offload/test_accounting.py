@@ -1,4 +1,4 @@
-"""Bytes of weights that are read, against the schedule's arithmetic; and the larger block of the diagonal schedule."""
+"""Bytes of weights that are read, against the schedule's arithmetic."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import pytest
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import RequestError
 from flexgen_helm.offload.matrices import DiskMatrix, HostMatrix
-from flexgen_helm.planner.scheduler_limits import SchedulerLimits
-from flexgen_helm.scheduling.scheduler import Scheduler
-from flexgen_helm.scheduling.sequence import Sequence, SequenceKind
 from tests.helpers.tiny_models import VOCABULARY
 
 MIB = 1 << 20
@@ -147,25 +144,6 @@ def test_a_second_token_is_refused_alone_where_the_schedule_has_none(tiny, tmp_p
         assert engine.run(requests[1:2])[0].error is None
 
 
-@pytest.mark.slow
-def test_diagonal_reads_at_most_what_zigzag_reads(tiny, tmp_path, monkeypatch):
-    """In the same memory and for the same work: rows of all ages fill it, so fewer passes serve them."""
-    monkeypatch.setattr("flexgen_helm.planner.run_memory.PAGE_TOKENS", 4)
-    model, read = tiny("llama"), {}
-    with Engine.from_pretrained(model.path) as engine:
-        token = engine.config.kv_bytes_per_token(4)
-    # The ring takes 3 MiB; about 600 positions fit besides it and the vectors.
-    limits = MemoryLimits(cpu=3 * MIB + 20_000 + 700 * token, disk=256 * MIB)
-    requests = same_length(150, 4, 33)
-    for schedule in ("zigzag", "diagonal"):
-        results, record = run(model, tmp_path, requests, schedule, policy="64x8,0,0,0,100,0,100", limits=limits)
-        read[schedule] = record["bytes"]["disk_to_cpu"]["weights"], [r.completions[0].token_ids for r in results]
-        assert record["peak_bytes"]["cpu"] <= limits.cpu
-    assert read["diagonal"][1] == read["zigzag"][1]
-    assert read["diagonal"][0] < read["zigzag"][0]
-    print(f"diagonal reads {read['diagonal'][0] / read['zigzag'][0]:.2f} of what zigzag reads")
-
-
 @pytest.mark.parametrize("policy", ["3x2,30,40,0,100,100,0", "3x2,0,50,0,100,100,0", "3x2,0,0,100,0,100,0"])
 def test_matrices_from_disk_and_host_cross_the_link(tiny, tmp_path, gathered, policy):
     model, new = tiny("opt-untied"), 4
@@ -181,51 +159,3 @@ def test_matrices_from_disk_and_host_cross_the_link(tiny, tmp_path, gathered, po
     from_disk = moved["disk_to_cpu"]["weights"] - gathered["disk"]
     assert moved["cpu_to_gpu"]["weights"] - gathered["link"] == from_disk + new * from_host
     assert from_host > 0 or policy.startswith("3x2,0,0,")
-
-
-# The diagonal schedule on paper.
-
-
-def most_rows(prompt: int, steps: int, room: int, page: int, count: int = 800) -> tuple[int, int, int]:
-    """The most rows under way at once, passes, and the most positions of cache; `steps` tokens are fed after each
-    prompt."""
-    prompts = [
-        Sequence(SequenceKind.PROMPT, (), [1] * prompt, prompt, max_new_tokens=steps + 1, num_draws=1, needs_cache=True)
-        for _ in range(count)
-    ]
-    many = 1 << 30
-    scheduler = Scheduler(prompts, SchedulerLimits(many, many, many, room, many, page, is_paced=page > 0))
-    most = passes = peak = 0
-    while True:
-        scheduler.make_room()
-        if not (batches := scheduler.next_pass()):
-            break
-        passes += 1
-        most, peak = max(most, scheduler.num_running), max(peak, scheduler.cache_tokens)
-        for row in [chunk.sequence for batch in batches for chunk in batch.scheduled]:
-            row.num_computed = len(row.tokens)
-            if row.num_computed == prompt + steps:
-                scheduler.retire(row)
-            else:
-                row.tokens.append(2)
-    return most, passes, peak
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("prompt, steps", [(8, 64), (64, 64)])
-def test_the_diagonal_block_is_larger_by_the_papers_factor(prompt, steps):
-    """2(s+n)/(2s+n), in the same memory; at least nine tenths of it with pages of 4."""
-    room = 64 * (prompt + steps)
-    together, passes, _ = most_rows(prompt, steps, room, 0)
-    assert together == 64, "rows that begin together end with s + n tokens each"
-    mixed, fewer, peak = most_rows(prompt, steps, room, 4)
-    factor = 2 * (prompt + steps) / (2 * prompt + steps)
-    print(f"s={prompt} n={steps}: {mixed / together:.2f} times larger, the paper's bound is {factor:.2f}")
-    assert mixed / together >= 0.9 * factor
-    assert peak <= room
-    assert fewer <= passes
-
-
-def test_whole_caches_set_aside_would_not_reach_it():
-    """The guard's inverse: without pages the same queue has no more rows than the block."""
-    assert most_rows(8, 64, 64 * 72, 72)[0] < 0.9 * 1.8 * 64

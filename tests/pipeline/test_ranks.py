@@ -60,15 +60,13 @@ SETTINGS = [
     {"precision": "4bit"},
     {"schedule": "row", "policy": ON_DISK, "device": "cpu", "limits": LIMITS},
     ZIGZAG,
-    {**ZIGZAG, "schedule": "diagonal"},
     {**ZIGZAG, "precision": "4bit"},
-    {**ZIGZAG, "schedule": "diagonal", "precision": "4bit"},
 ]
 
 
 def test_two_ranks_give_the_answers_of_one_process(tmp_path, model):
-    """A model of a new kind with generation settings, which each rank proves; schedules and precisions; first and last layers; then scores."""
-    cases = [Case(model("llama"), own, workload(count=8)) for own in (SETTINGS[2], ZIGZAG, SETTINGS[6])]
+    """A new kind with generation settings, which each rank proves; schedules, precisions; first and last layers."""
+    cases = [Case(model("llama"), own, workload(count=8)) for own in (SETTINGS[2], ZIGZAG, SETTINGS[4])]
     cases += [Case(model(variant), ZIGZAG, workload(count=8)) for variant in ("opt-350m", "bloom-untied")]
     config = VARIANTS["llama"]()
     config.num_hidden_layers, config.an_entry_that_nobody_knows = LAYERS, 2.5
@@ -104,7 +102,7 @@ def check_records(records, offloaded):
 def test_two_ranks_in_every_setting(tmp_path, model):
     """Every schedule, precision and family of the first; then what is special in first and last layers; then scores."""
     cases = [Case(model("llama"), own, workload(count=14)) for own in SETTINGS]
-    cases += [Case(model("opt"), own, workload(count=14)) for own in SETTINGS[::3]]
+    cases += [Case(model("opt"), own, workload(count=14)) for own in SETTINGS[::2]]
     for variant in ("opt-350m", "qwen2-windows", "qwen3-moe", "gpt2", "bloom-untied"):
         cases.append(Case(model(variant), ZIGZAG, workload(count=8)))
     records = compared(tmp_path, 2, [*cases, scoring(cases[-1].model), divided(cases[0].model)])
@@ -115,7 +113,7 @@ def test_two_ranks_in_every_setting(tmp_path, model):
 def test_four_ranks_give_the_answers_of_one_process(tmp_path, model):
     cases = [
         Case(model(variant), own, workload(count=14))
-        for variant, own in (("opt", SETTINGS[0]), ("llama", SETTINGS[0]), ("llama", ZIGZAG), ("opt", SETTINGS[6]))
+        for variant, own in (("opt", SETTINGS[0]), ("llama", SETTINGS[0]), ("llama", ZIGZAG), ("opt", SETTINGS[4]))
     ]
     assert compared(tmp_path, 4, cases)[0]["pipeline"]["lanes"] == 4
 

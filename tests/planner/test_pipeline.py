@@ -170,5 +170,5 @@ def test_a_lane_has_room_for_the_longest_request(num_requests, cache_tokens, num
 
 
 def test_common_limits_suit_every_rank():
-    other = replace(LIMITS, batch_tokens=32, cache_tokens=9000, slot_overhead=3, page_tokens=16, is_paced=True)
+    other = replace(LIMITS, batch_tokens=32, cache_tokens=9000, slot_overhead=3, page_tokens=16)
     assert common_limits([LIMITS, other]) == replace(LIMITS, batch_tokens=32, slot_overhead=3)

@@ -14,7 +14,7 @@ from flexgen_helm.planner.frontier import frontier_points
 from flexgen_helm.planner.plan import make_plan, planning_problem, simulated_gpu
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.schedules import DIAGONAL, PREFILL_ONLY, ROW, ZIGZAG
+from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.planner.workload import Workload
@@ -29,14 +29,14 @@ tenths = [(a / 10, b / 10) for a in range(0, 11, 2) for b in range(0, 11 - a, 2)
 @pytest.mark.parametrize("gpu, cpu", [(64, 150), (120, 400), (40, 60)])
 def test_no_policy_of_a_grid_is_predicted_to_be_faster(gpu, cpu):
     problem = small(gpu, cpu)
-    best = search(problem, (ZIGZAG, DIAGONAL))
+    best = search(problem, (ZIGZAG, ROW))
     draw = random.Random(1)
     seen = 0
     for _ in range(3000):
         (wg, wc), (cg, cc), (hg, hc) = (draw.choice(tenths) for _ in range(3))
         batch, batches = draw.choice([1, 2, 4, 8, 12, 24]), draw.choice([1, 2, 3])
         policy = Policy(batch, batches, wg, wc, cg, cc, hg, hc)
-        found = predict(problem, policy, draw.choice([ZIGZAG, ROW, DIAGONAL]))
+        found = predict(problem, policy, draw.choice([ZIGZAG, ROW]))
         if found.feasible:
             seen += 1
             # Both are rounded to whole matrices and cache blocks: no engine can place a part of one.

@@ -73,7 +73,7 @@ def drawn(seed: int, folder: Path) -> Case:
     name, precision = draw.choice(list(MODELS)), draw.choice(["fp16", "fp16", "4bit", "fp16-s"])
     config, _ = read_model_config(resolve(folder / name))
     total = sum(StorageSizes(config, precision_named(precision)).matrices.values())
-    device, schedule = draw.choice(["cpu", "sim", "sim"]), draw.choice(["auto", "zigzag", "row", "diagonal"])
+    device, schedule = draw.choice(["cpu", "sim", "sim"]), draw.choice(["auto", "zigzag", "row"])
     cpu = int(total * draw.choice([0.1, 0.2, 0.33, 0.5, 0.7, 1.0, 2.0]) * draw.uniform(0.8, 1.2))
     gpu = int(total * draw.choice([0.15, 0.3, 0.6, 1.5]) * draw.uniform(0.8, 1.2)) if device == "sim" else None
     most = draw.choice([4, 12, 60])
