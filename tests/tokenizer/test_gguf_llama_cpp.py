@@ -28,8 +28,8 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>", "<|endoftext|>", "<too
 CONTROL, USER, UNKNOWN = gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED, gguf.TokenType.UNKNOWN
 TYPES = [UNKNOWN, CONTROL, CONTROL, CONTROL, CONTROL, CONTROL, USER]
 PARTS = [
-    *SPECIAL, " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", "the", " dog", "The", "ban", "ana", "aaa", "it's", "1998", "12",
-    "½", "é", "日本", "👍", "\x00", "<0x41>", "<", ">", "\u00a0", "print(", "...", "'S", "_", "▁",
+    *SPECIAL, " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", "the", " dog", "The", "ban", "ana", "aaa", "it's", "1998",
+    "12", "½", "é", "日本", "👍", "\x00", "<0x41>", "<", ">", "\u00a0", "print(", "...", "'S", "_", "▁",
 ]  # fmt: skip
 # Of llama.cpp (LLM_KV_TOKENIZER_…), with a value that would change something if anything did.
 ID_KEYS = (
