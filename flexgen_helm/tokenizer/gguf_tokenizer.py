@@ -8,6 +8,7 @@ come out in other pieces, often with the same number of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -21,13 +22,12 @@ from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, FlexgenError, UnsupportedArchitectureError
 from flexgen_helm.tokenizer.token_bytes import SPACE_MARK
 
-_IDS = (
-    Keys.Tokenizer.BOS_ID,
-    Keys.Tokenizer.UNK_ID,
-    Keys.Tokenizer.EOS_ID,
-    Keys.Tokenizer.EOT_ID,
-    Keys.Tokenizer.EOM_ID,
+# Of tokens that end a completion beside EOS, as in llama.cpp.
+_END_IDS = (
+    *(Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID),
+    *(Keys.Tokenizer.FIM_PAD_ID, Keys.Tokenizer.FIM_REP_ID, Keys.Tokenizer.FIM_SEP_ID),
 )
+_IDS = (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.UNK_ID, Keys.Tokenizer.EOS_ID, *_END_IDS)
 # What the keys hold that are used here; a file may store a value of any type under any key.
 _KINDS: Mapping[str, type] = {
     **dict.fromkeys((Keys.Tokenizer.MODEL, Keys.Tokenizer.PRE, Keys.Tokenizer.CHAT_TEMPLATE, Keys.General.NAME), str),
@@ -36,6 +36,37 @@ _KINDS: Mapping[str, type] = {
     **dict.fromkeys(_IDS, int),
     **dict.fromkeys((Keys.Tokenizer.ADD_BOS, Keys.Tokenizer.ADD_EOS, Keys.Tokenizer.ADD_PREFIX), bool),
 }
+# Keys that change nothing here, whatever they hold: tokens of encoders and of infilling, other forms of the tokenizer.
+IRRELEVANT = (
+    "tokenizer.chat_templates",
+    "tokenizer.ggml.cls_token_id",
+    "tokenizer.ggml.fim_mid_token_id",
+    "tokenizer.ggml.fim_pre_token_id",
+    "tokenizer.ggml.fim_suf_token_id",
+    "tokenizer.ggml.mask_token_id",
+    "tokenizer.ggml.middle_token_id",
+    "tokenizer.ggml.padding_token_id",
+    "tokenizer.ggml.prefix_token_id",
+    "tokenizer.ggml.seperator_token_id",
+    "tokenizer.ggml.suffix_token_id",
+    "tokenizer.ggml.token_type_count",
+    "tokenizer.huggingface.json",
+    "tokenizer.rwkv.world",
+)
+# Values that change nothing, of keys that are not read.
+NEUTRAL: Mapping[str, Any] = {
+    Keys.Tokenizer.ADD_PREFIX: False,  # sentencepiece alone reads it
+    "tokenizer.ggml.add_sep_token": False,
+    "tokenizer.ggml.normalizer.lowercase": False,
+    "tokenizer.ggml.normalizer.strip_accents": False,
+    "tokenizer.ggml.precompiled_charsmap": [],
+    "tokenizer.ggml.remove_extra_whitespaces": False,
+    "tokenizer.ggml.suppress_tokens": [],
+}
+# What llama.cpp takes for sentencepiece's tokens where the file does not say.
+_LLAMA_IDS = {Keys.Tokenizer.BOS_ID: 1, Keys.Tokenizer.EOS_ID: 2, Keys.Tokenizer.UNK_ID: 0}
+# The text is cut at tokens of these types before anything else.
+_CUT = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
 # Every split of a piece is tried, which takes the square of its length. Published pieces have a few hundred characters.
 _MAX_PIECE = 4096
 
@@ -76,30 +107,43 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
         raise UnsupportedArchitectureError(
             f"{path} has a vocabulary of type {model!r}; known are {', '.join(sorted(_MODELS))}"
         )
+    read = {*_KINDS, *IRRELEVANT} - ({Keys.Tokenizer.ADD_PREFIX} if model == "gpt2" else set())
+    for key, value in metadata.items():
+        if not key.startswith("tokenizer.") or key.startswith(f"{Keys.Tokenizer.CHAT_TEMPLATE}."):
+            continue  # templates with a name are for tools
+        if key not in read and value != NEUTRAL.get(key):
+            raise UnsupportedArchitectureError(
+                f"{path} has {key} = {str(value)[:40]}, which nothing here reads for a vocabulary of type {model!r} "
+                "and may change token ids; use the model's safetensors folder or another conversion"
+            )
+    if model == "llama":
+        metadata = {**_LLAMA_IDS, **metadata}
     tokens: list[str] = metadata[Keys.Tokenizer.LIST]
-    if metadata.get(Keys.Tokenizer.ADD_SEP):
-        raise UnsupportedArchitectureError(f"{path} ends each text with a separator, which is not supported")
     types: list[int] = metadata.get(Keys.Tokenizer.TOKEN_TYPE) or [TokenType.NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(f"{path} has {len(tokens)} tokens but {len(types)} token types")
     if not all(isinstance(token, str) and len(token) <= _MAX_PIECE for token in tokens):
         raise CheckpointError(f"{path} has a token that is no text of at most {_MAX_PIECE:,} characters")
+    if len(set(tokens) - {""}) + tokens.count("") != len(tokens):
+        raise CheckpointError(f"{path} has two tokens of the same text; use another conversion")
     for key in _IDS:
         if not 0 <= metadata.get(key, 0) < len(tokens):
             raise CheckpointError(f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens")
 
     try:
         backend = _MODELS[model](metadata, tokens)
+        _add_bos_and_eos(backend, metadata, model, tokens)
     except FlexgenError:
         raise
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks {error}; use another conversion") from error
     except Exception as error:  # the library raises plain Exception, e.g. for a merge of tokens not in the vocabulary
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} has a vocabulary that does not fit together: {reason}") from error
-    # The text is cut at these before anything else.
     ends = [i for i, token in enumerate(tokens) if token in _ENDS]
     types = [TokenType.CONTROL if token in _ENDS else token_type for token, token_type in zip(tokens, types)]
     is_phi3 = any(name in metadata.get(Keys.General.NAME, "").lower() for name in ("phi-3", "phi3"))
-    for kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED):
+    for kind in _CUT:
         added = [token for token, token_type in zip(tokens, types) if token_type == kind]
         backend.add_tokens(
             [
@@ -113,8 +157,7 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
             ]
         )
 
-    _add_bos_and_eos(backend, metadata, model, tokens)
-    ends += [metadata[key] for key in (Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID) if key in metadata]
+    ends += [metadata[key] for key in _END_IDS if key in metadata]
     return GgufTokenizer(
         backend,
         bos_id=metadata.get(Keys.Tokenizer.BOS_ID),
@@ -127,8 +170,9 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer | None:
 def _add_bos_and_eos(backend: Backend, metadata: Mapping[str, Any], model: str, tokens: list[str]) -> None:
     # If the file does not say, as llama.cpp does: sentencepiece and Llama 3 vocabularies begin with BOS.
     bos_by_default = model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _LLAMA3
-    bos = metadata.get(Keys.Tokenizer.BOS_ID) if metadata.get(Keys.Tokenizer.ADD_BOS, bos_by_default) else None
-    eos = metadata.get(Keys.Tokenizer.EOS_ID) if metadata.get(Keys.Tokenizer.ADD_EOS, False) else None
+    adds_bos, adds_eos = metadata.get(Keys.Tokenizer.ADD_BOS, bos_by_default), metadata.get(Keys.Tokenizer.ADD_EOS)
+    bos = metadata[Keys.Tokenizer.BOS_ID] if adds_bos else None
+    eos = metadata[Keys.Tokenizer.EOS_ID] if adds_eos else None
     if bos is None and eos is None:
         return
     before = [] if bos is None else [tokens[bos]]
@@ -192,7 +236,9 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
 def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
     vocab = {token: i for i, token in enumerate(tokens)}
     merges = metadata.get(Keys.Tokenizer.MERGES)
-    pairs = _split_merges(merges) if merges else _merges_from_scores(vocab, metadata[Keys.Tokenizer.SCORES])
+    types = metadata.get(Keys.Tokenizer.TOKEN_TYPE, ())
+    cut = {token for token, kind in zip(tokens, types) if kind in _CUT}
+    pairs = _split_merges(merges) if merges else _merges_from_scores(vocab, metadata[Keys.Tokenizer.SCORES], cut)
     unknown = tokens[metadata.get(Keys.Tokenizer.UNK_ID, 0)]
     backend = Backend(BPE(vocab=vocab, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     mark = normalizers.Replace(" ", SPACE_MARK)
@@ -206,14 +252,26 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backen
     return backend
 
 
-def _merges_from_scores(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every split of a piece into two pieces, best score first: sentencepiece merges by the result's score."""
+def _merges_from_scores(vocab: dict[str, int], scores: Sequence[float], cut: set[str]) -> list[tuple[str, str]]:
+    """Return every split of a piece into two pieces, best score first: sentencepiece merges by the result's score.
+
+    Raises `CheckpointError` for pieces of the same score, unless they are `cut` out first: the leftmost of them would
+    be merged, which no order of merges expresses.
+    """
     ranked = []
     for piece, i in vocab.items():
         stop_point()
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
         ranked += [(-scores[i], vocab[a], vocab[b], a, b) for a, b in halves if a in vocab and b in vocab]
-    return [(a, b) for *_, a, b in sorted(ranked)]
+    ranked.sort()
+    formed = [(score, a + b) for score, *_, a, b in ranked if a + b not in cut]
+    for (score, piece), (next_score, next_piece) in pairwise(formed):
+        if score == next_score and piece != next_piece:
+            raise CheckpointError(
+                f"the GGUF file gives {piece!r} and {next_piece!r} the same score, so the order of merges is not "
+                "known; use the model's safetensors folder or another conversion"
+            )
+    return [(a, b) for *_, a, b in ranked]
 
 
 _MODELS: dict[str, Callable[[Mapping[str, Any], list[str]], Backend]] = {
