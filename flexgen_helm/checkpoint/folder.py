@@ -14,6 +14,7 @@ from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.config_check import check_config
 from flexgen_helm.units import exact_size, size
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -103,8 +104,6 @@ def model_config_from(
 
     Raises `CheckpointError` if an entry is missing, of the wrong kind, or such as no model can have.
     """
-    from flexgen_helm.models.config_check import check_config  # pydantic takes a tenth of a second
-
     try:
         config = read(content)
     except KeyError as error:

