@@ -19,6 +19,7 @@ from flexgen_helm.kv_cache.memory_planes import MemoryPlanes, empty_planes, put_
 from flexgen_helm.kv_cache.new_tokens import UnitPlaces
 from flexgen_helm.kv_cache.transfers import BlockTransfers, Fetched
 from flexgen_helm.kv_cache.visibility import stored_extent
+from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import Tier
@@ -154,19 +155,21 @@ class HostStorage(FetchedStorage[Planes]):
         self._planes = planes
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
-        places = self._planes.first_units(layer, slot, len(planes[0]))
+        targets = self._planes.first_units(layer, slot, len(planes[0]))
 
-        def store() -> None:
-            for new, place in zip(planes, places):
-                self._tiers.to_host(new, "cache", place)
+        def store(after: Launched) -> None:
+            for new, target in zip(planes, targets):
+                self._tiers.to_host(new, "cache", target, after)
 
         self._transfers.store(layer, total_bytes(planes), store)
 
     def append(self, layer: int, places: UnitPlaces, planes: Planes) -> None:
         self.patch_prefetched(layer, places, planes)
-        self._transfers.store(
-            layer, total_bytes(planes), lambda: self._planes.append(layer, places, copied_to_host(self._tiers, planes))
-        )
+
+        def store(after: Launched) -> None:
+            self._planes.append(layer, places, copied_to_host(self._tiers, planes, after))
+
+        self._transfers.store(layer, total_bytes(planes), store)
 
     def _arrived(self, layer: int) -> Planes:
         return self._transfers.fetched(layer)
@@ -273,8 +276,8 @@ class DiskStorage(FetchedStorage[tuple[Planes, Planes]]):
         self._file.close(delete=True)
 
     def _store(self, layer: int, planes: Planes, write: Callable[[Planes], int]) -> None:
-        def store() -> None:
-            self._transfers.count("cpu_to_disk", write(copied_to_host(self._tiers, planes)))
+        def store(after: Launched) -> None:
+            self._transfers.count("cpu_to_disk", write(copied_to_host(self._tiers, planes, after)))
 
         self._transfers.store(layer, total_bytes(planes), store)
 
@@ -284,6 +287,9 @@ def copied_to_device(tiers: TransferManager, planes: Planes) -> Planes:
     return tuple(tiers.to_device(plane, "cache") for plane in planes)
 
 
-def copied_to_host(tiers: TransferManager, planes: Planes) -> Planes:
-    """Copy tensors of the compute device to the host; the same tensors where the host computes."""
-    return tuple(tiers.to_host(plane, "cache") for plane in planes)
+def copied_to_host(tiers: TransferManager, planes: Planes, after: Launched) -> Planes:
+    """Copy tensors of the compute device to the host; the same tensors where the host computes.
+
+    after: work that makes them.
+    """
+    return tuple(tiers.to_host(plane, "cache", after=after) for plane in planes)

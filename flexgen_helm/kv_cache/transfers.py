@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import LinkName
@@ -73,16 +74,18 @@ class BlockTransfers(Generic[Fetched]):
         for layer in list(self._fetches):
             self.drop(layer)
 
-    def store(self, layer: int, num_bytes: int, write: Callable[[], None]) -> None:
-        """Write in the background; a later fetch of the layer waits for it, and gets its error."""
+    def store(self, layer: int, num_bytes: int, write: Callable[[Launched], None]) -> None:
+        """Write in the background; a later fetch of the layer waits for it, and gets its error.
 
+        write: is given the work that makes the data.
+        """
         reading = self._fetches.get(layer)
 
-        def explained() -> None:
+        def explained(after: Launched) -> None:
             if reading is not None:
                 reading[0].exception()  # waits: what is written here is masked out of what it brings
             try:
-                write()
+                write(after)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 # A smaller batch does not help: the pass that could write this again may be long over.
                 raise MemoryLimitError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.host_pool import HostRegion
 from flexgen_helm.offload.staging import aligned
@@ -132,13 +133,14 @@ class ActivationStore:
                 self._files.pop(batch).close(delete=True)
             self._files[batch] = self._tiers.directory().scratch(f"activations-{batch}", part.nbytes)
 
-        def store() -> Tensor | None:
+        def store(after: Launched) -> Tensor | None:
             pool = self._tiers.host_pool
             if tier != "disk" and pool is not None:
                 region = pool.take(part.nbytes)
                 regions.append(region)
-                return self._tiers.to_host(part, "activations", region.memory.view(part.dtype).view(part.shape))
-            on_host = self._tiers.to_host(part, "activations")
+                target = region.memory.view(part.dtype).view(part.shape)
+                return self._tiers.to_host(part, "activations", target, after)
+            on_host = self._tiers.to_host(part, "activations", after=after)
             if tier != "disk":
                 return on_host
             self._files[batch].write_tensor(0, on_host)

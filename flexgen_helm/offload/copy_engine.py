@@ -22,9 +22,12 @@ from flexgen_helm.units import exact_size
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
+# An event behind work of the device; None where there is nothing to wait for.
+Launched = torch.cuda.Event | None
+
 
 class CopyEngine(ABC):
-    """One copy at a time in each direction; any thread may call.
+    """A thread has one copy under way; any thread may call.
 
     pins: `host_memory` is pinned; False from the first refusal of the driver on.
     """
@@ -37,22 +40,19 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """Copy from host memory to `target` (None: new device memory), after the work that `mark_used` marked."""
+        """Copy from host memory to `target`, which nothing reads any more; None: to new device memory."""
 
     @abstractmethod
     def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
         """Copy rows [T] of host memory [N, width] to new device memory [T, width], as `to_device` does."""
 
     @abstractmethod
-    def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """Copy to `target` (None: new host memory), after the work that was launched on the device before."""
+    def to_host(self, source: Tensor, target: Tensor | None = None, after: Launched = None) -> Tensor:
+        """Copy to `target` (None: new host memory), after work that was launched; None: all of it until now."""
 
     @abstractmethod
-    def mark_used(self) -> None:
-        """Make later copies to the device wait for all work that the computing thread has launched so far.
-
-        The computing thread calls it before it releases device memory that such work may still read.
-        """
+    def launched(self) -> Launched:
+        """Return an event behind all work that was launched on the device; None where computing is synchronous."""
 
     @abstractmethod
     def host_memory(self, num_bytes: int) -> Tensor:
@@ -88,11 +88,11 @@ class SimulatedCopyEngine(CopyEngine):
     def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
         return self.to_device(source.index_select(0, rows))
 
-    def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
+    def to_host(self, source: Tensor, target: Tensor | None = None, after: Launched = None) -> Tensor:
         return self._copy(source, target, self._out)
 
-    def mark_used(self) -> None:
-        return None  # computing is synchronous
+    def launched(self) -> Launched:
+        return None
 
     def host_memory(self, num_bytes: int) -> Tensor:
         return pages(num_bytes)[:num_bytes]
@@ -111,56 +111,54 @@ def _copy_in_this_thread(source: Tensor, target: Tensor) -> Tensor:
 
 
 class CudaCopyEngine(CopyEngine):
-    """One CUDA stream a direction. The copying thread waits for its copy; the computing stream never waits.
+    """A CUDA stream for each copying thread, which waits for its copy; the computing stream never waits.
 
-    Only pinned memory crosses the link: what is not goes through a pinned buffer of the copying thread, in pieces.
+    So the link is busy while one of several threads wakes. Only pinned memory crosses it: what is not goes through a
+    pinned buffer of the copying thread. Copies are in pieces, between which small ones of other threads come.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._in_lock, self._out_lock = threading.Lock(), threading.Lock()
-        self._used = torch.cuda.Event()
+        self._memory_stream = torch.cuda.Stream(device)
 
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         target = self.device_memory(source.shape, source.dtype) if target is None else target
-        if source.is_contiguous() and source.is_pinned():
-            self._copy_in(source, target)
-        else:
-            for part, place in _pieces(source, target):
-                self._copy_in(self._buffer_like(part).copy_(part), place)
+        is_pinned = source.is_contiguous() and source.is_pinned()
+        for piece, arrived in _pieces(source, target):
+            self._copy(piece if is_pinned else self._buffer_like(piece).copy_(piece), arrived, waits=not is_pinned)
+        if is_pinned:
+            self._wait()
         return target
 
     def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
         target = self.device_memory((len(rows), *source.shape[1:]), source.dtype)
         step = max(1, COPY_BUFFER_BYTES // max(1, source[:1].nbytes))
-        for some_rows, place in zip(rows.split(step), target.split(step)):
-            buffer = self.thread_buffer(place.nbytes)[: place.nbytes].view(place.dtype).view(place.shape)
-            self._copy_in(torch.index_select(source, 0, some_rows, out=buffer), place)
+        for some_rows, arrived in zip(rows.split(step), target.split(step)):
+            self._copy(torch.index_select(source, 0, some_rows, out=self._buffer_like(arrived)), arrived)
         return target
 
-    def to_host(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        computed = torch.cuda.Event()
-        computed.record(torch.cuda.current_stream(self.device))
+    def to_host(self, source: Tensor, target: Tensor | None = None, after: Launched = None) -> Tensor:
+        self._stream().wait_event(after or self.launched())
         target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
         is_pinned = target.is_contiguous() and source.is_contiguous() and target.is_pinned()
-        for part, place in [(source, target)] if is_pinned else _pieces(source, target):
-            arrived = place if is_pinned else self._buffer_like(part)
-            with self._out_lock, torch.cuda.stream(self._out):
-                self._out.wait_event(computed)
-                arrived.copy_(part, non_blocking=True)
-                self._out.synchronize()
-            if not is_pinned:
-                place.copy_(arrived)
+        for piece, arrived in _pieces(source, target):
+            if is_pinned:
+                self._copy(piece, arrived, waits=False)
+            else:
+                arrived.copy_(self._copy(piece, self._buffer_like(piece)))
+        if is_pinned:
+            self._wait()
         return target
 
-    def mark_used(self) -> None:
-        self._used.record(torch.cuda.current_stream(self.device))
+    def launched(self) -> Launched:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def device_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # Of the copies' own stream: memory that products used before would have to wait for them.
-        with torch.cuda.stream(self._in):
+        # Of a stream without work: memory that products used before would have to wait for them.
+        with torch.cuda.stream(self._memory_stream):
             memory = torch.empty(shape, dtype=dtype, device=self.device)
         memory.record_stream(torch.cuda.current_stream(self.device))  # reused only behind the products that read it
         return memory
@@ -181,14 +179,27 @@ class CudaCopyEngine(CopyEngine):
         super().close()
         torch.cuda.empty_cache()  # the next engine plans with what the driver says is free
 
-    def _copy_in(self, source: Tensor, target: Tensor) -> None:
-        with self._in_lock, torch.cuda.stream(self._in):
-            self._in.wait_event(self._used)
-            target.copy_(source, non_blocking=True)
-            self._in.synchronize()
+    def _stream(self) -> torch.cuda.Stream:
+        stream: torch.cuda.Stream | None = getattr(self._thread_local, "stream", None)
+        if stream is None:
+            stream = self._thread_local.stream = torch.cuda.Stream(self.device)
+        return stream
 
-    def _buffer_like(self, part: Tensor) -> Tensor:
-        return self.thread_buffer(part.nbytes)[: part.nbytes].view(part.dtype).view(part.shape)
+    def _copy(self, source: Tensor, target: Tensor, waits: bool = True) -> Tensor:
+        with torch.cuda.stream(self._stream()):
+            target.copy_(source, non_blocking=True)
+        if waits:
+            self._wait()
+        return target
+
+    def _wait(self) -> None:
+        """Wait for this thread's copies, asleep: one that spins would take a processor from those that compute."""
+        copied = torch.cuda.Event(blocking=True)
+        copied.record(self._stream())
+        copied.synchronize()
+
+    def _buffer_like(self, piece: Tensor) -> Tensor:
+        return self.thread_buffer(piece.nbytes)[: piece.nbytes].view(piece.dtype).view(piece.shape)
 
 
 class _RegisteredPages:
@@ -212,13 +223,13 @@ class _RegisteredPages:
                 torch.cuda.cudart().cudaHostUnregister(self._pages.data_ptr())
 
 
-def _pieces(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Divide two tensors of one shape alike, into pieces of at most `COPY_BUFFER_BYTES`."""
-    if one.nbytes <= COPY_BUFFER_BYTES:
-        if one.nbytes:
-            yield one, other
-    elif rows := COPY_BUFFER_BYTES * len(one) // one.nbytes:
-        yield from zip(one.split(rows), other.split(rows))
+    if source.nbytes <= COPY_BUFFER_BYTES:
+        if source.nbytes:
+            yield source, target
+    elif rows := COPY_BUFFER_BYTES * len(source) // source.nbytes:
+        yield from zip(source.split(rows), target.split(rows))
     else:
-        for part, place in zip(one, other):
-            yield from _pieces(part, place)
+        for piece, arrived in zip(source, target):
+            yield from _pieces(piece, arrived)

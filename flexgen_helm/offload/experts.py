@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from flexgen_helm.offload.expert_cache import ExpertCache
@@ -48,7 +49,7 @@ class ExpertStreamer:
         stats: TransferStats,
         overlap: bool,
         *,
-        mark_used: Callable[[], None] = lambda: None,
+        launched: Callable[[], torch.cuda.Event | None] = lambda: None,
         is_idle: Callable[[], bool] = lambda: True,
         wake: threading.Condition | None = None,
     ) -> None:
@@ -56,12 +57,13 @@ class ExpertStreamer:
 
         slots: memory [slots, bytes] on the compute device; a slot holds the largest expert.
         overlap: False loads each expert when it is used, in the thread that uses it, and guesses nothing.
-        mark_used: called before a slot is given up, while products that read it may still run on a device.
+        launched: of the device's copies; a slot is loaded once the last reader of its memory is done.
         is_idle: whether nothing else is loaded, so that guesses may be.
         wake: notified when `is_idle` may have changed.
         """
         self._stored, self._slots, self._stats, self._overlap = stored, slots, stats, overlap
-        self._mark_used, self._is_idle = mark_used, is_idle
+        self._launched, self._is_idle = launched, is_idle
+        self._readers: dict[int, torch.cuda.Event | None] = {}  # work that reads a slot
         self._cache: ExpertCache[str] = ExpertCache(len(slots))
         self._loads: dict[str, _Load] = {}  # what each slot holds
         self._wanted: deque[str] = deque()  # by the batch under way, in the order of use
@@ -132,7 +134,8 @@ class ExpertStreamer:
     def cancel(self) -> None:
         """Forget what was asked for; wait for loads under way. What slots hold stays."""
         with self._wake:
-            self._wanted.clear()
+            while self._wanted:
+                self._give_up()
             self._guesses.clear()
             self._guess = self._stage_used_again = None
             self._wake.wait_for(lambda: not self._num_busy)
@@ -154,7 +157,7 @@ class ExpertStreamer:
         if load is not None and load.error is not None:
             self._drop(expert)
         elif load is not None:
-            self._mark_used()
+            self._readers[self._cache.slot(expert)] = self._launched()
         self._wake.notify_all()
 
     def _wait(self, expert: str) -> _Load:
@@ -268,9 +271,11 @@ class ExpertStreamer:
 
     def _fill(self, load: _Load) -> None:
         try:
-            stored = self._stored[load.expert]
+            stored, slot = self._stored[load.expert], self._cache.slot(load.expert)
             with self._stats.timed("load_weights", load.expert):
-                stored.fetch(0, stored.shape[0], self._slots[self._cache.slot(load.expert)])
+                if (readers := self._readers.get(slot)) is not None:
+                    readers.synchronize()
+                stored.fetch(0, stored.shape[0], self._slots[slot])
             self._stats.count_expert_reads(self._size(load.expert))
         except BaseException as error:  # surfaces where the expert is used; a loader that died would hang everyone
             load.error = error

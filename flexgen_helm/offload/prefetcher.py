@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from flexgen_helm.offload.staging import RingSlot, StagingRing, aligned
@@ -102,13 +103,17 @@ class WeightPrefetcher:
     """Loads units ahead of their use. One thread uses them; errors of a loader surface at the unit's use."""
 
     def __init__(
-        self, ring: StagingRing, stats: TransferStats, overlap: bool, mark_used: Callable[[], None] = lambda: None
+        self,
+        ring: StagingRing,
+        stats: TransferStats,
+        overlap: bool,
+        launched: Callable[[], torch.cuda.Event | None] = lambda: None,
     ) -> None:
         """overlap: False loads each unit when it is used, in the thread that uses it.
 
-        mark_used: called before a unit's memory is released, while products that read it may still run on a device.
+        launched: of the device's copies; a unit is loaded once the last reader of its memory is done.
         """
-        self._ring, self._stats, self._overlap, self._mark_used = ring, stats, overlap, mark_used
+        self._ring, self._stats, self._overlap, self._launched = ring, stats, overlap, launched
         self._visits: deque[_Visit] = deque()
         self._queue: deque[_Unit] = deque()
         self.wake = self._wake = threading.Condition()
@@ -248,8 +253,7 @@ class WeightPrefetcher:
     def _release(self, unit: _Unit) -> None:
         if unit.slot is not None and not unit.slot.released:
             unit.rows = None
-            self._mark_used()
-            self._ring.release(unit.slot)
+            self._ring.release(unit.slot, self._launched())
 
     def _load(self) -> None:
         """Load units from the queue until the prefetcher is closed; runs in each loader thread."""
@@ -280,6 +284,8 @@ class WeightPrefetcher:
         try:
             if unit.slot is not None:
                 with self._stats.timed("load_weights", unit.matrix.name):
+                    if unit.slot.after is not None:
+                        unit.slot.after.synchronize()
                     unit.rows = unit.matrix.fetch(unit.first, unit.count, self._ring.memory(unit.slot))
         except BaseException as error:  # surfaces where the unit is used
             unit.error = error

@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from math import prod
 
 import numpy as np
@@ -66,10 +67,16 @@ class RingCancelled(Exception):
 
 @dataclass(eq=False)
 class RingSlot:
-    """`size` bytes of the ring from `offset`, both aligned."""
+    """`size` bytes of the ring from `offset`, both aligned.
+
+    after: work that reads what was there before, and must be over when the slot is written.
+    readers: work that reads the slot.
+    """
 
     offset: int
     size: int
+    after: torch.cuda.Event | None = None
+    readers: torch.cuda.Event | None = None
     released: bool = False
 
     @property
@@ -92,6 +99,7 @@ class StagingRing:
         self._memory = pages(self.capacity) if memory is None else memory
         assert self._memory.numel() == self.capacity
         self._slots: deque[RingSlot] = deque()  # from the oldest to the newest
+        self._readers: torch.cuda.Event | None = None  # of the slots whose memory was taken again
         self._changed = threading.Condition()
         self._cancelled = False
 
@@ -105,17 +113,21 @@ class StagingRing:
                     raise RingCancelled
                 offset = self._free_offset(size)
                 if offset is not None:
-                    slot = RingSlot(offset, size)
+                    slot = RingSlot(offset, size, self._readers)
                     self._slots.append(slot)
                     return slot
-                self._changed.wait()
+                if self._slots[0].released:  # only as many as are needed: the readers of the next are later ones
+                    self._readers = self._slots.popleft().readers
+                else:
+                    self._changed.wait()
 
-    def release(self, slot: RingSlot) -> None:
+    def release(self, slot: RingSlot, readers: torch.cuda.Event | None = None) -> None:
+        """Let a slot be reused once all older ones are released; readers: work that was launched until now."""
         with self._changed:
             assert not slot.released
             slot.released = True
-            while self._slots and self._slots[0].released:
-                self._slots.popleft()
+            for free in self._released():
+                free.readers = free.readers or readers
             self._changed.notify_all()
 
     def memory(self, slot: RingSlot) -> Tensor:
@@ -126,7 +138,7 @@ class StagingRing:
     def in_use(self) -> int:
         """Bytes that cannot be acquired yet."""
         with self._changed:
-            return sum(slot.size for slot in self._slots)
+            return sum(slot.size for slot in self._slots) - sum(slot.size for slot in self._released())
 
     def cancel(self) -> None:
         """End all waits for room, now and until `resume`."""
@@ -137,6 +149,10 @@ class StagingRing:
     def resume(self) -> None:
         with self._changed:
             self._cancelled = False
+
+    def _released(self) -> Iterator[RingSlot]:
+        """Yield the oldest slots, whose memory may be taken again."""
+        return takewhile(lambda slot: slot.released, self._slots)
 
     def _free_offset(self, size: int) -> int | None:
         """Return where `size` bytes are free behind the newest slot; None if there is no room."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from flexgen_helm.offload.copy_engine import CopyEngine
+from flexgen_helm.offload.copy_engine import CopyEngine, Launched
 from flexgen_helm.offload.disk import OffloadDirectory
 from flexgen_helm.offload.host_pool import HostPool
 from flexgen_helm.offload.ledger import Ledger
@@ -80,15 +80,20 @@ class TransferManager:
         self.stats.count_bytes("cpu_to_gpu", kind, len(rows) * source[:1].nbytes)
         return self.copy_engine.rows_to_device(source, rows)
 
-    def to_host(self, source: Tensor, kind: Kind, target: Tensor | None = None) -> Tensor:
+    def to_host(self, source: Tensor, kind: Kind, target: Tensor | None = None, after: Launched = None) -> Tensor:
         """Copy device memory to `target`, by default new host memory; block until it has arrived.
 
+        after: work that makes `source`; None: all that was launched until now.
         Returns `source` itself if the host computes.
         """
         if self.copy_engine is None:
             return source
         self.stats.count_bytes("gpu_to_cpu", kind, source.nbytes)
-        return self.copy_engine.to_host(source, target)
+        return self.copy_engine.to_host(source, target, after)
+
+    def launched(self) -> Launched:
+        """Return an event behind all work that was launched on the device; None if the host computes."""
+        return None if self.copy_engine is None else self.copy_engine.launched()
 
     def submit(self, thread: str, transfer: Callable[[], Result]) -> Future[Result]:
         """Run a transfer in the background thread of that name, after those submitted before. Never blocks or raises.
@@ -106,11 +111,14 @@ class TransferManager:
             self._threads[thread] = ThreadPoolExecutor(1, thread_name_prefix=thread)
         return self._threads[thread].submit(transfer)
 
-    def store_async(self, kind: Kind, num_bytes: int, store: Callable[[], Result]) -> Future[Result]:
+    def store_async(self, kind: Kind, num_bytes: int, store: Callable[[Launched], Result]) -> Future[Result]:
         """Submit the store of data that takes `num_bytes` of memory until it is stored.
 
+        store: is given the work that was launched until now, which makes the data.
         Blocks while `MAX_PENDING_STORE_BYTES` would be exceeded; a larger store waits until it is the only one.
         """
+
+        after = self.launched()
 
         def has_room() -> bool:
             pending = self._pending_store_bytes
@@ -119,7 +127,7 @@ class TransferManager:
         def counted() -> Result:
             try:
                 with self.stats.timed(f"store_{kind}"):
-                    return store()
+                    return store(after)
             finally:
                 with self._store_done:
                     self._pending_store_bytes -= num_bytes

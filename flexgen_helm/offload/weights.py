@@ -318,7 +318,7 @@ class TieredWeights:
             pages(prod(shape)).view(shape) if copy_engine is None else copy_engine.device_memory(shape, torch.uint8),
             tiers.stats,
             tiers.overlap,
-            mark_used=(lambda: None) if copy_engine is None else copy_engine.mark_used,
+            launched=tiers.launched,
             is_idle=(lambda: True) if prefetcher is None else (lambda: prefetcher.is_idle),
             wake=None if prefetcher is None else prefetcher.wake,
         )
@@ -333,7 +333,7 @@ class TieredWeights:
         else:
             memory = tiers.copy_engine.device_memory((aligned(staging_bytes),), torch.uint8)
             ring = StagingRing(staging_bytes, memory)
-            prefetcher = WeightPrefetcher(ring, tiers.stats, tiers.overlap, tiers.copy_engine.mark_used)
+            prefetcher = WeightPrefetcher(ring, tiers.stats, tiers.overlap, tiers.launched)
         self._resources.callback(prefetcher.close)
         return prefetcher
 

@@ -20,14 +20,18 @@ All but the first two count by place: 'file:line' of the package's innermost fra
 
 CUDA graphs (`graphs`) are captured and replayed: `kernels` counts a replay as one, `graph_kernels` what it launches.
 
-What it does not model: time, 16-bit rounding of a GPU's products, and the bodies of Triton's kernels. They are planned
+With a `clock` copies, products and threads take simulated time, and overlap is measured.
+
+What it does not model: 16-bit rounding of a GPU's products, and the bodies of Triton's kernels. They are planned
 and launched as on a GPU, and a stand-in computes by plain PyTorch.
 """
 
 from __future__ import annotations
 
 import _thread
+import concurrent.futures.thread
 import mmap
+import queue
 import sys
 import threading
 from collections import Counter
@@ -47,6 +51,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import flexgen_helm
+from tests.cuda.clock import Clock, ClockLock, Lane, Op
 from tests.cuda.graphs import Capture, Graph, new_pool, placed
 from tests.cuda.memory import Allocator, Block, Lease
 from tests.cuda.ordering import Access, Ordering, Recording, TrackedLock, TrackedRLock, Trail
@@ -75,12 +80,15 @@ class Stream:
         self._world = _world()
         self.device = torch.device("cuda", self._world.index_of(device))
         self.actor = self._world.ordering.new_actor(f"{name} of {self.device}")
+        self.lane = Lane()
         self._world.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
         ordering = self._world.ordering
         ordering.join(self.actor, ordering.snapshot(ordering.thread()))
         ordering.join(self.actor, ordering.certain(event.recordings))
+        if self._world.clock is not None:
+            self._world.clock.append(self.lane, Op("", 0.0, event.op))
 
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
@@ -108,10 +116,13 @@ class Event:
 
     def __init__(self, *_: object, **__: object) -> None:
         self.recordings: list[Recording] = []
+        self.op: Op | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         world = _world()
-        self.recordings.append(world.ordering.record((stream or world.current_stream()).actor))
+        stream = stream or world.current_stream()
+        self.recordings.append(world.ordering.record(stream.actor))
+        self.op = stream.lane.last
         del self.recordings[:-4096]
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -121,6 +132,8 @@ class Event:
         world = _world()
         world.forbid("waiting for an event")
         world.count(world.syncs)
+        if world.clock is not None:
+            world.clock.wait_for(self.op)
         world.ordering.wait_for(world.ordering.certain(self.recordings))
 
     def query(self) -> bool:
@@ -254,8 +267,8 @@ class _Runtime:
 class Device:
     """One machine's CUDA devices; see the module. Counters may be cleared between two runs by `reset`."""
 
-    def __init__(self, num_devices: int, memory: int) -> None:
-        self.ordering = Ordering(_text)
+    def __init__(self, num_devices: int, memory: int, clock: Clock | None = None) -> None:
+        self.ordering, self.clock = Ordering(_text), clock
         self.mixes: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
@@ -344,8 +357,13 @@ class Device:
         """Wait for a stream; None: the current one."""
         self.forbid("synchronizing a stream")
         self.count(self.syncs)
-        stream = stream or self.current_stream()
-        self.ordering.wait_for(self.ordering.snapshot(stream.actor))
+        self._wait_for(stream or self.current_stream())
+
+    def _wait_for(self, stream: Stream) -> None:
+        steps = self.ordering.snapshot(stream.actor)
+        if self.clock is not None:
+            self.clock.wait_for(stream.lane.last)
+        self.ordering.wait_for(steps)
 
     def synchronize_device(self, device: Any = None) -> None:
         self.forbid("synchronizing the device")
@@ -353,7 +371,7 @@ class Device:
         index = self.index_of(device)
         for stream in self.streams:
             if stream.device.index == index:
-                self.ordering.wait_for(self.ordering.snapshot(stream.actor))
+                self._wait_for(stream)
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         memory = self.memory[self.index_of(device)]
@@ -473,6 +491,9 @@ class Device:
     def access(self, what: str, device: Any, reads: list[Any], writes: list[Any]) -> None:
         """Note what a kernel on the device's current stream reads and writes."""
         stream, trail = self.current_stream(device).actor, _trail()
+        if self.clock is not None:
+            num_bytes = sum(end - first for first, end in (tensor.span for tensor in (*reads, *writes)))
+            self.clock.run(self.current_stream(device).lane, what, num_bytes)
         with self.ordering.lock:
             self.ordering.launch(stream)
             for tensors, is_write in ((reads, False), (writes, True)):
@@ -785,7 +806,9 @@ def _launch_triton(launch: Any, *arguments: Any, fused: bool) -> None:
 
 
 def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
-    ordering = world.ordering
+    ordering, clock = world.ordering, world.clock
+    new_lock: Callable[[], Any] = _thread.allocate_lock if clock is None else lambda: ClockLock(clock)
+    new_rlock: Callable[[], Any] = _thread.RLock if clock is None else threading._PyRLock  # type: ignore[attr-defined]
 
     def own_threads(patch: pytest.MonkeyPatch) -> None:
         run, join, submit = threading.Thread.run, threading.Thread.join, ThreadPoolExecutor.submit
@@ -793,16 +816,27 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
 
         def started(self: threading.Thread) -> None:
             self._clock_at_start = ordering.snapshot(ordering.thread())  # type: ignore[attr-defined]
+            self._runs = new_lock()  # type: ignore[attr-defined]
+            self._runs.acquire()  # type: ignore[attr-defined]
+            if clock is not None:
+                clock.starts()
             start(self)
 
         def run_in_mode(self: threading.Thread) -> None:
             ordering.name_thread(self.name)
             ordering.join(ordering.thread(), getattr(self, "_clock_at_start", {}))
-            with _Mode(world):
-                run(self)
-            self._clock_at_end = ordering.snapshot(ordering.thread())  # type: ignore[attr-defined]
+            try:
+                with _Mode(world):
+                    run(self)
+            finally:
+                self._clock_at_end = ordering.snapshot(ordering.thread())  # type: ignore[attr-defined]
+                if clock is not None:
+                    self._runs.release()  # type: ignore[attr-defined]
+                    clock.ends()
 
         def joined(self: threading.Thread, timeout: float | None = None) -> None:
+            if clock is not None and self._runs.acquire():  # type: ignore[attr-defined]
+                self._runs.release()  # type: ignore[attr-defined]
             join(self, timeout)
             ordering.join(ordering.thread(), getattr(self, "_clock_at_end", {}))
 
@@ -823,14 +857,18 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
 
         def made_without(self: Any, *args: Any, **kwargs: Any) -> None:
             made(self, *args, **kwargs)
-            self._idle_semaphore._cond = threading.Condition(_thread.allocate_lock())  # orders idle threads by chance
+            self._idle_semaphore._cond = threading.Condition(new_lock())  # orders idle threads by chance
 
         patch.setattr(ThreadPoolExecutor, "__init__", made_without)
+        if clock is not None:  # what is written in C, or was made before, would block without the clock
+            patch.setattr(threading, "_allocate_lock", new_lock)
+            patch.setattr(concurrent.futures.thread, "_global_shutdown_lock", new_lock())
+            patch.setattr(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
 
     def own_locks(patch: pytest.MonkeyPatch) -> None:
         def lock() -> Any:
-            plain = _thread.allocate_lock()
-            return plain if sys._getframe(1).f_code.co_filename.endswith(_COUNTING) else TrackedLock(ordering, plain)
+            counts = sys._getframe(1).f_code.co_filename.endswith(_COUNTING)
+            return _thread.allocate_lock() if counts else TrackedLock(ordering, new_lock())
 
         is_set, set_event = threading.Event.is_set, threading.Event.set
 
@@ -853,7 +891,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
         patch.setattr(threading.Event, "is_set", seen)
         patch.setattr(threading.Event, "set", announced)
         patch.setattr(threading, "Lock", lock)
-        patch.setattr(threading, "RLock", lambda: TrackedRLock(ordering, _thread.RLock()))
+        patch.setattr(threading, "RLock", lambda: TrackedRLock(ordering, new_rlock()))
 
     def torch_cuda(patch: pytest.MonkeyPatch) -> None:
         class Properties:
@@ -920,7 +958,7 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
 
         def made_without(self: Any, *args: Any, **kwargs: Any) -> None:
             made(self, *args, **kwargs)
-            self._store_done = threading.Condition(_thread.RLock())  # it counts bytes, as those of `_COUNTING`
+            self._store_done = threading.Condition(new_rlock())  # it counts bytes, as those of `_COUNTING`
 
         patch.setattr(transfer_manager.TransferManager, "__init__", made_without)
         patch.setattr(disk.DirectFile, "_transfer", noted)
@@ -930,13 +968,13 @@ def _patch(patch: pytest.MonkeyPatch, world: Device) -> None:
 
 
 @contextmanager
-def cuda_in_host_memory(num_devices: int = 1, memory: int = GIB) -> Iterator[Device]:
+def cuda_in_host_memory(num_devices: int = 1, memory: int = GIB, clock: Clock | None = None) -> Iterator[Device]:
     """Give this process CUDA devices of `memory` bytes each, until the block ends; all patches are taken back."""
     global _device
     assert _device is None, "one machine at a time"
     torch._C._ensureCUDADeviceGuardSet()  # a guard that does nothing, as FakeTensorMode uses it
     lifted = torch._C._only_lift_cpu_tensors()
-    world = _device = Device(num_devices, memory)
+    world = _device = Device(num_devices, memory, clock)
     try:
         with pytest.MonkeyPatch.context() as patch:
             _patch(patch, world)

@@ -31,8 +31,8 @@ from tests.helpers.offload import with_expert_slots
 
 _PACKAGE = Path(flexgen_helm.__file__).parent
 _ORDERING = {
-    "wait_event", "wait_stream", "wait", "record", "record_event", "record_stream", "synchronize", "mark_used",
-    "_mark_used", "finish_stores", "exception",
+    "wait_event", "wait_stream", "wait", "record", "record_event", "record_stream", "synchronize",
+    "_wait", "finish_stores", "exception",
 }  # fmt: skip
 # Waits of host threads for each other: without them a run hangs or stops, and tests/offload covers that. Stores that
 # wait for fetches are ordered by chance in most runs; tests/kv_cache/test_transfers.py covers them.
@@ -207,5 +207,5 @@ def test_each_removed_statement_is_caught(tiny, tmp_path, monkeypatch, statement
 def test_the_mutants_are_all_ordering_statements():
     """A new one is found by itself; these are the kinds that there are."""
     assert {text.split("(")[0].rsplit(".", 1)[1] for _, _, text, _ in statements()} == {
-        "record", "record_stream", "wait_event", "synchronize", "_mark_used", "finish_stores", "exception",
+        "record", "record_stream", "wait_event", "synchronize", "_wait", "finish_stores", "exception",
     }  # fmt: skip

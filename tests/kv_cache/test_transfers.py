@@ -31,7 +31,7 @@ class Step:
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name, self.begun, self.let_go = log, name, threading.Event(), threading.Event()
 
-    def __call__(self) -> None:
+    def __call__(self, after: object = None) -> None:
         self.log.append(f"{self.name} begins")
         self.begun.set()
         assert self.let_go.wait(20)
@@ -75,7 +75,7 @@ def test_other_layers_wait_for_nothing(transfers):
 
 
 def test_the_error_of_a_store_meets_every_later_fetch(transfers):
-    def no_memory() -> None:
+    def no_memory(after: object) -> None:
         raise MemoryError
 
     transfers.store(LAYER, 10, no_memory)
