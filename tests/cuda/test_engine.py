@@ -14,6 +14,7 @@ import torch
 
 from flexgen_helm import Engine, MemoryLimits
 from flexgen_helm.engine import profiler
+from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.progress import Message, observed_by
@@ -114,6 +115,12 @@ def test_packed_and_sparse(tiny, tmp_path, precision, placement):
     # Where keys are packed and values selected by them, another selection is a larger step.
     bound = 5e-2 if precision == "4bit-s" else 2e-2
     assert sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(scores) < bound
+
+
+def test_hardware_without_a_gpu_is_refused(tiny, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "laptop")
+    with cuda_in_host_memory(), pytest.raises(UsageError, match="has 0 GPUs and --device is cuda: run"):
+        Engine.from_pretrained(tiny("opt").path, device="cuda", limits=LIMITS)
 
 
 def test_automatic_plans(tiny, tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ WEIGHTS, CACHES = Policy(2, 4, 0, 1, 1, 0, 1, 0), Policy(2, 4, 1, 0, 0, 1, 1, 0)
 BOTH = Policy(2, 4, 0, 1, 0, 1, 1, 0)
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 BOUND = 1.05
+LAYERS = 24  # half of those of OPT-30B: between two passes the device waits for the sampled tokens
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def folder(tmp_path_factory):
 
     made = tmp_path_factory.mktemp("eight-layers")
     config = llama_config(
-        num_hidden_layers=8, hidden_size=256, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=2
+        num_hidden_layers=LAYERS, hidden_size=256, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=2
     )
     LlamaForCausalLM(config).half().save_pretrained(made)
     return made
