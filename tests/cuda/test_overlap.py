@@ -14,7 +14,7 @@ from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import requests, run
 from tests.helpers.tiny_models import llama_config
 
-# Parts of a layer as those of OPT-30B: a unit is 1/16 of it, a piece that other copies wait for 1/128.
+# A unit is 1/15 of a layer; a piece, which small copies wait for, is 1/150 of it as in OPT-30B.
 UNIT_BYTES = 1 << 17
 WEIGHTS, CACHES = Policy(2, 4, 0, 1, 1, 0, 1, 0), Policy(2, 4, 1, 0, 0, 1, 1, 0)
 BOTH = Policy(2, 4, 0, 1, 0, 1, 1, 0)
@@ -56,7 +56,7 @@ def passes(folder, policy, clock, host_s):
         patch.setattr(Executor, "run", run_pass)
         for name in ("_MAX_UNIT_BYTES", "_MIN_UNIT_BYTES"):
             patch.setattr(f"flexgen_helm.offload.weights.{name}", UNIT_BYTES)
-        patch.setattr("flexgen_helm.offload.copy_engine.COPY_BUFFER_BYTES", UNIT_BYTES // 8)
+        patch.setattr("flexgen_helm.offload.copy_engine.COPY_BUFFER_BYTES", UNIT_BYTES // 10)
         run(
             folder, requests(8, 20, 5), torch.float16, policy=policy, schedule="zigzag", cpu_attention=bool(host_s),
             cuda_graphs=False,
