@@ -5,11 +5,14 @@ link through the engine's copies, dequantization, products with packed weights, 
 with random weights, held to 16 GB so that a small card gives the same cases. Accelerate runs the same shapes where it
 is installed. Nothing needs a network, real weights or HELM.
 
-`make gpu-check` runs it from the sources.
+`make gpu-check` runs it from the sources. If the variable OUT names a folder, each row is appended to its results.jsonl
+when it is known, so that a run that is cut off has told what it found.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -95,15 +98,22 @@ def measure(workload: Workload, repeats: int, device: str, scratch: Path, option
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     notes: list[str] = []
+
+    def add(*found: dict[str, Any]) -> None:
+        rows.extend(found)
+        if folder := os.environ.get("OUT"):
+            with (Path(folder) / "results.jsonl").open("a", encoding="utf-8") as sink:
+                sink.writelines(json.dumps(row) + "\n" for row in found)
+
     options.tell("links")
     links = in_own_process(link_rates, {"device": device, "repeats": repeats + 1})
     for name in ("to_gpu", "to_host"):
-        rows.append({"label": f"copies {name.replace('_', ' ')} (GB/s)", **summary(links[name])})
+        add({"label": f"copies {name.replace('_', ' ')} (GB/s)", **summary(links[name])})
         ratios[f"copies_{name}_of_link"] = median(links[name]) / links[f"raw_{name}"]
     options.tell("products and dequantization")
     products = {"width": workload.width, "tokens": list(workload.tokens), "repeats": repeats}
     measured = in_own_process(kernels.measure, products)
-    rows += measured["rows"]
+    add(*measured["rows"])
     ratios |= measured["ratios"]
     speeds: dict[Case, float] = {}
     for case in workload.cases:
@@ -116,12 +126,12 @@ def measure(workload: Workload, repeats: int, device: str, scratch: Path, option
             records.append(in_own_process(run_engine, engine_arguments(case, device, scratch)))
             options.tell(f"{case.label}: {tokens_per_s(records[-1]):.1f} tokens/s ({repeat + 1} of {repeats})")
         speeds[case] = median(map(tokens_per_s, records))
-        rows.append(case_row(case, records, links["raw_to_gpu"]))
+        add(case_row(case, records, links["raw_to_gpu"]))
     if workload.peer in speeds:
         record, note = peer(workload.peer)
         notes += note
         if record is not None:
-            rows.append(run_row(f"Accelerate: {workload.peer.label}", [record]))
+            add(run_row(f"Accelerate: {workload.peer.label}", [record]))
             ratios["accelerate_tokens_per_s"] = speeds[workload.peer] / tokens_per_s(record)
     return {
         "name": "gpu",

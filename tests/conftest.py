@@ -22,7 +22,7 @@ os.environ["FLEXGEN_HELM_HOME"] = _home.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Plans are made for a known machine: measuring this one would take half a minute for every home folder.
-os.environ.setdefault("FLEXGEN_HELM_HARDWARE", "laptop")
+os.environ.setdefault("FLEXGEN_HELM_HARDWARE", "h100" if "gpu" in sys.argv else "laptop")  # `-m gpu`
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Here and in the processes that tests start: threads of tiny products wait for each other where others compute.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -14,6 +14,7 @@ have buffers that all graphs share, and one memory pool has the temporaries of a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 
 import torch
@@ -149,8 +150,11 @@ class LayerGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 part()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # it only says that something failed before
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self._pool_bytes -= torch.cuda.memory_reserved(self._device) - before
         if self._pool_bytes < 0:  # more than the bound: plain PyTorch in the place of a kernel of Triton
             self._claims.append(self._ledger.claim("graphs", -self._pool_bytes))

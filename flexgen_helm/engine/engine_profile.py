@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from flexgen_helm.engine.machine_profile import load_saved, measured_profile, profile_named
-from flexgen_helm.errors import FlexgenError
+from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.plan import simulated_gpu
@@ -74,6 +74,11 @@ class EngineProfile:
             profile = simulated_gpu(replace(profile, gpu=None, link=None), self._link_gb_s, self._disk_gb_s)
         elif self._device == "cpu":
             profile = replace(profile, gpu=None, link=None)
+        elif profile.gpu is None:
+            raise UsageError(
+                f"the hardware {profile.name!r} has 0 GPUs and --device is cuda: run `flexgen-helm profile`, or name "
+                f"another with {HARDWARE_VARIABLE}"
+            )
         # Limits follow from what is free now; a saved profile may have seen less.
         cpu, disk, gpu = profile.cpu, profile.disk, profile.gpu
         if gpu is not None:

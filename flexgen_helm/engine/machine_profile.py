@@ -28,7 +28,7 @@ from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
 from flexgen_helm.progress import Message, ProgressPhase, report
 
 # Version of the profiler: raised when it measures something else.
-_VERSION = 7
+_VERSION = 8
 # Share of the processors' time that other programs take on a busy machine.
 _BUSY_SHARE = 0.25
 _WATCHED_S = 0.5

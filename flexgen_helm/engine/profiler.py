@@ -25,8 +25,9 @@ from flexgen_helm.units import exact_size
 if TYPE_CHECKING:
     import torch
 
-# Rows of the inputs, and width of the square weights, that products are measured with.
-_ROWS, _WIDTH = (1, 4, 16, 64, 256, 1024, 4096), 2048
+# Rows of the inputs, and width of the square weights, that products are measured with. A device reads weights of the
+# host's width in less time than a launch takes.
+_ROWS, _WIDTH, _DEVICE_WIDTH = (1, 4, 16, 64, 256, 1024, 4096), 2048, 8192
 # Bytes of operands that together exceed a processor's caches.
 _UNCACHED_BYTES = 96 << 20
 # Bytes of the measured files, of one transfer, and transfers at once.
@@ -190,17 +191,17 @@ def _product_curves(
     if reads_16_bits:
         kinds["float32"] = "float32", "float16"
         kinds |= {name: ("float32", dtype) for dtype, name in PRODUCT_BY_WEIGHT.items()}
-    curves = {}
+    curves, width = {}, _WIDTH if device.type == "cpu" else _DEVICE_WIDTH
     for name, (dtype, weight_dtype) in kinds.items():
         product = linear if dtype == weight_dtype else linear_as_stored
-        weight = torch.randn(_WIDTH, _WIDTH, device=device, dtype=getattr(torch, weight_dtype))
-        weights = [weight, *(weight.clone() for _ in range(_UNCACHED_BYTES // (weight.element_size() * _WIDTH**2)))]
+        weight = torch.randn(width, width, device=device, dtype=getattr(torch, weight_dtype))
+        weights = [weight, *(weight.clone() for _ in range(_UNCACHED_BYTES // weight.nbytes))]
         points = []
         for rows in _ROWS:
-            x = torch.randn(rows, _WIDTH, device=device, dtype=getattr(torch, dtype))
+            x = torch.randn(rows, width, device=device, dtype=getattr(torch, dtype))
             used = weights[: 2 if rows > 256 else len(weights)]
             seconds = best([_bind(product, x, weight, None) for weight in used])
-            points.append((float(rows), 2.0 * rows * _WIDTH * _WIDTH / seconds))
+            points.append((float(rows), 2.0 * rows * width * width / seconds))
         curves[name] = Curve(tuple(points))
     return curves
 

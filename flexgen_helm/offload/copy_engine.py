@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -139,7 +140,9 @@ class CudaCopyEngine(CopyEngine):
         return target
 
     def to_host(self, source: Tensor, target: Tensor | None = None, after: Launched = None) -> Tensor:
-        self._stream().wait_event(after or self.launched())
+        event = after or self.launched()
+        assert event is not None
+        self._stream().wait_event(event)
         target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
         is_pinned = target.is_contiguous() and source.is_contiguous() and target.is_pinned()
         for piece, arrived in _pieces(source, target):
@@ -216,6 +219,9 @@ class _RegisteredPages:
         address, size = self._pages.data_ptr(), self._pages.numel()
         with torch.cuda.device(device):  # a thread begins with device 0, whose memory the driver would take too
             self.is_registered = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
+            if not self.is_registered:
+                with suppress(RuntimeError):  # the error stays this thread's last one, and the next launch reports it
+                    torch.zeros(1, device=device)
 
     def __del__(self) -> None:
         if self.is_registered:

@@ -22,6 +22,12 @@ def cuda_device() -> Iterator[Device]:
 
 
 @pytest.fixture(autouse=True)
+def a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without one is refused for `cuda`."""
+    monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "t4")
+
+
+@pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups and residual windows of packed caches so small that tiny prompts and short answers fill some."""
     monkeypatch.setattr(precisions, "_PLAIN_GROUP", 16)

@@ -387,7 +387,8 @@ class Device:
     def register(self, address: int, size: int) -> int:
         self.forbid("pinning memory")
         if self.register_error or address % mmap.PAGESIZE:
-            return self.register_error or 1
+            self._own.last_error = self.register_error or 1
+            return self._own.last_error
         self.registered_from.add(self.current_device())
         with self.ordering.lock:
             self.registered[address] = size
@@ -484,7 +485,9 @@ class Device:
         return CudaTensor(values, lease, torch.device("cuda", index))
 
     def launch(self, what: str, device: Any, reads: list[CudaTensor], writes: list[CudaTensor]) -> None:
-        """Run one kernel or copy on the device's current stream."""
+        """Run one kernel or copy on the device's current stream; a kernel reports this thread's last error."""
+        if not what.startswith("copy ") and (error := self._own.__dict__.pop("last_error", 0)):
+            raise RuntimeError(f"CUDA error: {'out of memory' if error == 2 else error}")
         self.count(self.kernels)
         self.access(what, device, reads, writes)
 

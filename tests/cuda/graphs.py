@@ -85,9 +85,7 @@ class Graph:
         assert self._capture is not None and self._world.capture is self._capture
         self._world.capture = None
         if self._capture.broken:
-            raise RuntimeError(
-                f"CUDA error: operation failed due to a previous error during capture: {self._capture.broken}"
-            )
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self._is_captured = True
 
     def replay(self) -> None:

@@ -40,3 +40,14 @@ def test_the_kernel_of_a_device(cuda_device, monkeypatch, capability, dtype, dim
     assert attention._device_kernel.__wrapped__(device, dtype, dim, False) is kernel
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert attention._device_kernel.__wrapped__(device, dtype, dim, False) is None, "ROCm"
+
+
+def test_a_refused_registration_does_not_poison_the_next_launch(cuda_device):
+    """Its error stays the thread's last one until a launch reports it."""
+    cuda_device.register_error = 2
+    torch.cuda.cudart().cudaHostRegister(0, 4096, 1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        torch.ones(1, device="cuda")  # the device as it is
+    engine = CudaCopyEngine(torch.device("cuda"))
+    engine.host_memory(4096)
+    assert not engine.pins and torch.ones(1, device="cuda").item() == 1

@@ -14,6 +14,7 @@ import torch
 
 from flexgen_helm import Engine, MemoryLimits
 from flexgen_helm.engine import profiler
+from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.progress import Message, observed_by
@@ -116,6 +117,12 @@ def test_packed_and_sparse(tiny, tmp_path, precision, placement):
     assert sum(abs(a - b) for a, b in zip(scores, expected, strict=True)) / len(scores) < bound
 
 
+def test_hardware_without_a_gpu_is_refused(tiny, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "laptop")
+    with cuda_in_host_memory(), pytest.raises(UsageError, match="has 0 GPUs and --device is cuda: run"):
+        Engine.from_pretrained(tiny("opt").path, device="cuda", limits=LIMITS)
+
+
 def test_automatic_plans(tiny, tmp_path, monkeypatch):
     """The search chooses block and placements, for the hardware of a profile."""
     monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "t4")
@@ -135,10 +142,21 @@ def test_automatic_plans_of_weights_that_exceed_the_device(tiny, tmp_path, monke
 def test_the_machine_is_measured(tmp_path, monkeypatch):
     """`profile`: every operation that it times runs on a device, without a race, and gives a rate."""
     for name, value in {
-        "_ROWS": (1, 16), "_WIDTH": 128, "_UNCACHED_BYTES": 4 * MIB, "_FILE_BYTES": 4 * MIB, "_CHUNK_BYTES": MIB // 2,
+        "_ROWS": (1, 16), "_WIDTH": 64, "_DEVICE_WIDTH": 128, "_UNCACHED_BYTES": 4 * MIB,
+        "_FILE_BYTES": 4 * MIB, "_CHUNK_BYTES": MIB // 2,
         "_LINK_BYTES": MIB, "_SMALL_OPERATIONS": 2, "_DEVICE_ATTENTION": (4, 16, 32, 2),
     }.items():  # fmt: skip
         monkeypatch.setattr(profiler, name, value)
+    products, honest = set(), profiler._product_curves
+
+    def product_curves(best, device, *arguments):
+        def noted(calls, *repeats):
+            products.update((device.type, call.__closure__[0].cell_contents[1].shape[0]) for call in calls)
+            return best(calls, *repeats)
+
+        return honest(noted, device, *arguments)
+
+    monkeypatch.setattr(profiler, "_product_curves", product_curves)
     with cuda_in_host_memory() as device:
         profile = profiler.measure(tmp_path)
     device.check()
@@ -146,6 +164,7 @@ def test_the_machine_is_measured(tmp_path, monkeypatch):
     rates = [*asdict(profile.link).values(), profile.gpu.attention_flops, profile.gpu.dequantize_elements_s]
     assert all(math.isfinite(rate) and rate > 0 for rate in rates)
     assert HardwareProfile.from_json(profile.to_json()) == profile
+    assert products == {("cpu", 64), ("cuda", 128)}, "launches would dominate a device's products of the host's width"
     pinned = [place for place in device.pageable_copies if "profiler.py" in place]
     assert pinned, "the rates of pageable memory are measured too"
 
