@@ -212,9 +212,9 @@ def test_keys_that_are_stored_from_the_buffer_would_be_overwritten(tiny, tmp_pat
     monkeypatch.setattr(AttentionMetadata, "caches_on_device", True)
     to_host = TransferManager.to_host
 
-    def late(self, *arguments):
+    def late(self, *arguments, **named):
         time.sleep(0.02)  # else it may be over before the next layer begins
-        return to_host(self, *arguments)
+        return to_host(self, *arguments, **named)
 
     monkeypatch.setattr(TransferManager, "to_host", late)
     policy = Policy(3, 2, 1.0, 0.0, 0.0, 1.0, 0.5, 0.5)
