@@ -14,8 +14,8 @@ from flexgen_helm.engine.executor import Executor
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from tests.cuda.device import Device
 
-# A copying thread waits for its copies, in these two methods and nowhere else.
-COPIES = "offload/copy_engine.py"
+# Copying threads wait for their copies and for the readers of a slot, here and nowhere else.
+COPIES = ("offload/copy_engine.py", "offload/prefetcher.py")
 
 
 @dataclass
