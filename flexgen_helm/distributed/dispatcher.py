@@ -1,256 +1,201 @@
 """Which worker computes what: a value that changes with what workers report, and knows neither clocks nor machines.
 
-A worker without work is given a unit: of the requests that nobody computes, or, where none are left, of those that a
-slow worker has not answered. The first answer counts; a worker whose unit has no open request is told to stop. The
-open requests of a lost worker or a failed unit are given out again, in smaller units and to other workers, so that
-one request that brings workers down takes few others with it.
+Requests are sorted by their prompts, so that neighbours share prefixes. A unit is a run of neighbours, so it computes
+each of its prefixes once. Where two units meet, what their prompts share is computed once more, and so a cut is made
+where that is little:
 
-A unit is half of the worker's share of what is left, at least `MIN_UNIT_S` and at most `UNIT_S` at the rate that the
-worker has shown. So units get smaller towards the end, and fast workers get more.
+    a b c d  |  a b c e  |  a b c f  ||  x y z  |  x y u
+           3           3           0          2          tokens that a cut there computes once more
+
+A worker without work gets a unit: requests that failed elsewhere, or the next neighbours, or a copy of what a slow
+worker has not answered. The first answer counts. Whatever a lost worker or a failed unit has not answered is waiting
+again, in smaller units and for other workers, so that one request that brings workers down takes few others with it.
+
+No request waits for one worker alone: one that goes on reporting and never answers loses its requests to copies, and
+what it could retry is retried by others after `UNIT_S`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-from flexgen_helm.distributed.work import WorkList
 from flexgen_helm.request import GenerationRequest
+from flexgen_helm.scheduling.prefix_tree import common_length
 
 # Seconds that a unit is to take: its end is a good moment to hand out the next one, and each costs a plan and the
 # beginnings that its prompts share with those of other units.
 UNIT_S, MIN_UNIT_S = 300.0, 5.0
 # Most requests of a unit whose worker has shown no rate.
 FIRST_UNIT_REQUESTS = 256
-# A unit that is expected to end sooner is not shared with an idle worker.
-MIN_STOLEN_S = 3.0
+# How far from the wanted cost a unit may be cut, as a share of it.
+TOLERANCE = 0.25
+# Seconds after which idle workers copy requests of a running unit; its n-th copy waits for the n-th power.
+COPY_AFTER_S = 5.0
 # How often a request may be part of a unit that fails, and how much smaller its next unit is each time.
 MAX_ATTEMPTS, SHRINKING = 3, 4
 
 
 @dataclass(eq=False)
 class Unit:
-    """Requests that a worker computes together.
+    """Requests that a worker computes together, by index.
 
-    requests: places. open: those that nobody has answered. unreported: those that its own worker has not answered.
-    began: seconds, by the caller's clock. done_share: of the unit's work, as its worker reports it.
+    began: seconds, by the caller's clock.
+    num_reported: answers that its worker has given, the first or not; counted by the caller.
     """
 
-    worker: str
     requests: Sequence[int]
     began: float
-    open: set[int]
-    unreported: set[int]
-    done_share: float = 0.0
-
-    def remaining_s(self, now: float) -> float:
-        """Return the seconds that the unit will still take, if it goes on as it did; at first as long as it took."""
-        elapsed = now - self.began
-        return elapsed * (1 - self.done_share) / self.done_share if self.done_share else elapsed
-
-
-@dataclass(eq=False)
-class _Worker:
-    """unit: what it computes now. rate: cost a second, None before its first unit. block: see `Dispatcher.finish`."""
-
-    unit: Unit | None = None
-    rate: float | None = None
-    block: int = 1
-
-
-@dataclass(eq=False)
-class _Attempts:
-    """What failed with one request in it. limit: most requests of its next unit. avoid: workers that failed."""
-
-    count: int = 0
-    limit: float = float("inf")
-    avoid: set[str] = field(default_factory=set)
+    num_reported: int = 0
 
 
 class Dispatcher:
     """See the module's docstring. Not for several threads.
 
-    failures: place -> why the request is given up.
-    expected_workers: how many there will be soon; the first one leaves work for the others.
+    costs: of each request, in tokens: those of its prompt that its predecessor does not have, and half of those that
+        it may generate.
+    open: requests that are neither answered nor given up.
+    failures: request -> why it is given up.
+    units: worker -> what it computes now; the oldest first.
+    waiting_cost: of what nobody computes now.
     """
 
     def __init__(self, requests: Sequence[GenerationRequest]) -> None:
-        self.expected_workers = 1
-        self._work = WorkList(requests)
-        self._workers: dict[str, _Worker] = {}
-        self._attempts: dict[int, _Attempts] = {}
-        self._units_with: dict[int, list[Unit]] = {}  # place -> running units
-        self._unanswered = set(range(len(requests)))
+        prompts = [prompt_of(request) for request in requests]
+        self._fresh = sorted(range(len(requests)), key=prompts.__getitem__)
+        self._shared = [0] * len(requests)  # with the predecessor
+        for before, index in pairwise(self._fresh):
+            self._shared[index] = common_length(prompts[before], prompts[index])
+        self.costs = [
+            max(1, len(prompt) - shared) + request.n * request.max_tokens / 2
+            for prompt, shared, request in zip(prompts, self._shared, requests)
+        ]
+        self.waiting_cost = sum(self.costs)
+        self.open = set(self._fresh)
         self.failures: dict[int, str] = {}
-
-    @property
-    def is_done(self) -> bool:
-        """Whether each request has an answer or is given up."""
-        return len(self._unanswered) == len(self.failures)
-
-    @property
-    def num_answered(self) -> int:
-        return len(self._work.costs) - len(self._unanswered)
-
-    @property
-    def waiting_cost(self) -> float:
-        """What nobody computes now, in tokens."""
-        return self._work.cost
-
-    # Workers come and go
+        self.units: dict[str, Unit] = {}
+        self._failed: list[Unit] = []  # began: when they failed
+        self._failed_on: defaultdict[int, list[str]] = defaultdict(list)  # request -> workers
+        self._rates: dict[str, float | None] = {}  # worker -> cost a second, None before its first unit
+        self._blocks: dict[str, int] = {}
 
     def join(self, worker: str) -> None:
-        self._workers[worker] = _Worker()
+        """Add a worker; no name may join twice."""
+        self._rates[worker] = None
 
-    def leave(self, worker: str, why: str) -> None:
-        """A worker is lost; it may not come back under this name."""
-        unit = self._end(worker)
-        self._workers.pop(worker, None)
-        if unit is not None:
-            self._abandon(unit, why)
+    def leave(self, worker: str, now: float, why: str) -> None:
+        """Remove a worker that is lost."""
+        self._rates.pop(worker, None)
+        self.fail(worker, now, why)
 
-    # What a worker does
+    def next_unit(self, worker: str, now: float, num_workers: int = 1) -> Unit | None:
+        """Return what an idle worker shall compute now, None if there is nothing for it.
 
-    def next_unit(self, worker: str, now: float) -> Unit | None:
-        """Return what an idle worker shall compute now, None if there is nothing for it."""
-        state = self._workers[worker]
-        if state.unit is not None:
-            return None
-        requests = self._take(worker, state) or self._steal(worker, now)
+        num_workers: how many there will be soon; the first one leaves work for the others.
+        """
+        requests = self._retry(worker, now) or self._cut(worker, num_workers)
+        self.waiting_cost -= sum(self.costs[index] for index in requests)
+        requests = requests or self._copy(worker, now)
         if not requests:
             return None
-        unit = state.unit = Unit(worker, requests, now, set(requests), set(requests))
-        for place in requests:
-            self._units_with.setdefault(place, []).append(unit)
+        unit = self.units[worker] = Unit(requests, now)
         return unit
 
-    def unit_of(self, worker: str) -> Unit | None:
-        return self._workers[worker].unit if worker in self._workers else None
-
-    def answer(self, worker: str, place: int) -> bool:
-        """Note an answer; return whether it is the first."""
-        if (own := self.unit_of(worker)) is not None:
-            own.unreported.discard(place)
-        if place not in self._unanswered or place in self.failures:
-            return False
-        self._unanswered.remove(place)
-        for unit in self._units_with.get(place, ()):
-            unit.open.discard(place)
-        return True
+    def is_needless(self, worker: str) -> bool:
+        """Return whether all that a worker computes has been answered by others, or it computes nothing."""
+        if (unit := self.units.get(worker)) is None:
+            return True
+        # One that has reported all is about to end with its record.
+        return unit.num_reported < len(unit.requests) and self.open.isdisjoint(unit.requests)
 
     def finish(self, worker: str, now: float, block: int = 1) -> None:
-        """A worker has answered its unit. block: requests that fewer of would not be faster, by the worker's plan."""
-        unit, state = self._end(worker), self._workers[worker]
-        if unit is None:
+        """Note that a worker has computed its unit.
+
+        block: requests that fewer of would not be faster, by the worker's plan.
+        """
+        unit = self.units[worker]
+        rate = sum(self.costs[index] for index in unit.requests) / max(now - unit.began, 1e-3)
+        self._rates[worker] = (rate + (self._rates[worker] or rate)) / 2
+        self._blocks[worker] = block
+        self.fail(worker, now, "answers are missing")
+
+    def fail(self, worker: str, now: float, why: str) -> None:
+        """End a worker's unit; what is open of it is computed again, or given up if it failed too often."""
+        if (unit := self.units.pop(worker, None)) is None:
             return
-        seconds = max(now - unit.began, 1e-3)
-        rate = sum(self._work.costs[place] for place in unit.requests) / seconds
-        state.rate = rate if state.rate is None else (state.rate + rate) / 2
-        state.block = block
-        if unit.open:
-            self._abandon(unit, "answers are missing")
-
-    def fail(self, worker: str, why: str) -> None:
-        """A worker could not compute its unit; it lives on."""
-        if (unit := self._end(worker)) is not None:
-            self._abandon(unit, why)
-
-    def stop(self, worker: str) -> None:
-        """A worker has stopped its unit because it was told to."""
-        self.fail(worker, "it was stopped")
-
-    def needless(self) -> list[str]:
-        """Return the workers whose units have been answered by others."""
-        return [unit.worker for unit in self._running() if unit.unreported and not unit.open]
-
-    # Deciding
-
-    def _end(self, worker: str) -> Unit | None:
-        """Return the worker's unit, which does not run any more; None if it has none."""
-        if (state := self._workers.get(worker)) is None or state.unit is None:
-            return None
-        unit, state.unit = state.unit, None
-        for place in unit.requests:
-            self._units_with[place].remove(unit)
-        return unit
-
-    def _running(self) -> list[Unit]:
-        return [state.unit for state in self._workers.values() if state.unit is not None]
-
-    def _abandon(self, unit: Unit, why: str) -> None:
-        """Give out the open requests of a unit again, or give those up that failed too often."""
+        left = [index for index in unit.requests if index in self.open]
+        running = {index for unit in self.units.values() for index in unit.requests}
         returned = []
-        for place in unit.open:
-            attempts = self._attempts.setdefault(place, _Attempts())
-            attempts.count += 1
-            attempts.avoid.add(unit.worker)
-            attempts.limit = min(attempts.limit, max(1, len(unit.open) // SHRINKING))
-            if self._units_with[place]:
-                continue  # another worker computes it
-            if attempts.count < MAX_ATTEMPTS:
-                returned.append(place)
+        for index in left:
+            self._failed_on[index].append(worker)
+            if index in running:
+                continue
+            if len(self._failed_on[index]) < MAX_ATTEMPTS:
+                returned.append(index)
             else:
-                self.failures[place] = why
-        self._work.give_back(returned)
+                self.failures[index] = why
+                self.open.remove(index)
+        self.waiting_cost += sum(self.costs[index] for index in returned)
+        size = max(1, len(left) // SHRINKING)
+        self._failed += [Unit(returned[at : at + size], now) for at in range(0, len(returned), size)]
 
-    def _may_compute(self, worker: str, place: int) -> bool:
-        """Whether a request is for this worker: not if it failed there and another one has not tried it."""
-        attempts = self._attempts.get(place)
-        return attempts is None or worker not in attempts.avoid or attempts.avoid >= self._workers.keys()
+    def _retry(self, worker: str, now: float) -> Sequence[int]:
+        """Take requests that failed, preferably not here; a worker that has not tried them may never be idle."""
+        for unit in self._failed:
+            failed_on = {name for index in unit.requests for name in self._failed_on[index]}
+            if worker not in failed_on or failed_on >= self._rates.keys() or now - unit.began >= UNIT_S:
+                self._failed.remove(unit)
+                return unit.requests
+        return []
 
-    def _limit_of(self, place: int) -> float:
-        attempts = self._attempts.get(place)
-        return float("inf") if attempts is None else attempts.limit
+    def _cut(self, worker: str, num_workers: int) -> Sequence[int]:
+        """Take neighbours: half of the worker's share of what is left, and all where it works alone."""
+        known = [rate for rate in self._rates.values() if rate]
+        mean = sum(known) / len(known) if known else 1.0
+        num_workers = max(num_workers, len(self._rates))
+        total_rate = sum(known) + mean * (num_workers - len(known))
+        rate, block, most = self._rates[worker], self._blocks.get(worker, 1), len(self._fresh)
+        cost = self.waiting_cost * (rate or mean) / total_rate / (1 if num_workers == 1 else 2)
+        if rate is None:
+            most = min(most, FIRST_UNIT_REQUESTS)
+        else:
+            cost = max(min(cost, rate * UNIT_S), rate * MIN_UNIT_S)
+        cuts, so_far = [], 0.0
+        for count, index in enumerate(self._fresh[:most], start=1):
+            so_far += self.costs[index]
+            if count == most or (count >= block and so_far >= cost * (1 - TOLERANCE)):
+                shared = self._shared[self._fresh[count]] if count < len(self._fresh) else 0
+                cuts.append((shared, abs(so_far - cost), count))
+                if so_far >= cost * (1 + TOLERANCE):
+                    break
+        count = min(cuts)[2] if cuts else 0
+        taken, self._fresh = self._fresh[:count], self._fresh[count:]
+        return taken
 
-    def _take(self, worker: str, state: _Worker) -> list[int]:
-        """Take waiting requests: half of the worker's share of them, and all where it works alone."""
-        rates = self._rates()
-        num_workers = max(len(rates), self.expected_workers)
-        total_rate = sum(rates.values()) * num_workers / len(rates)
-        cost = self._work.cost * rates[worker] / total_rate / (1 if num_workers == 1 else 2)
-        limit: float = FIRST_UNIT_REQUESTS
-        if state.rate is not None:
-            cost, limit = max(min(cost, state.rate * UNIT_S), state.rate * MIN_UNIT_S), float("inf")
-        return self._work.take(
-            cost,
-            state.block,
-            lambda place: min(limit, self._limit_of(place)),
-            lambda place: self._may_compute(worker, place),
-        )
-
-    def _rates(self, default: float = 1.0) -> dict[str, float]:
-        """Return a rate for each worker; one that has shown none counts as the mean of the others, or `default`."""
-        known = [state.rate for state in self._workers.values() if state.rate is not None]
-        mean = sum(known) / len(known) if known else default
-        return {name: mean if state.rate is None else state.rate for name, state in self._workers.items()}
-
-    def _steal(self, worker: str, now: float) -> list[int]:
-        """Return open requests of the unit that will take longest, so that both workers end at the same time."""
-        best: tuple[float, Unit, list[int]] | None = None
-        for unit in self._running():
-            mine = [
-                place
-                for place in unit.requests
-                if place in unit.open and len(self._units_with[place]) == 1 and self._may_compute(worker, place)
+    def _copy(self, worker: str, now: float) -> Sequence[int]:
+        """Return half of what is open of the oldest unit, whose worker is slow or hangs; of one request, all."""
+        units_with: defaultdict[int, list[Unit]] = defaultdict(list)
+        for unit in self.units.values():
+            for index in unit.requests:
+                units_with[index].append(unit)
+        for unit in self.units.values():
+            left = [
+                index
+                for index in unit.requests
+                if index in self.open
+                and worker not in (failed_on := self._failed_on[index])
+                and len(failed_on) < MAX_ATTEMPTS
+                and now - (copies := units_with[index])[-1].began >= COPY_AFTER_S ** len(copies)
             ]
-            seconds = unit.remaining_s(now)
-            if mine and seconds >= MIN_STOLEN_S and (best is None or seconds > best[0]):
-                best = seconds, unit, mine
-        if best is None:
-            return []
-        seconds, unit, mine = best
-        left = sum(self._work.costs[place] for place in unit.open)
-        their_rate = left / seconds
-        own_rate = self._rates(default=their_rate)[worker]
-        wanted, stolen = left * own_rate / (own_rate + their_rate), list[int]()
-        for place in reversed(mine):
-            if stolen and wanted < self._work.costs[place]:
-                break
-            stolen.append(place)
-            wanted -= self._work.costs[place]
-        return stolen[::-1]
+            if left:
+                return left[len(left) // 2 :]
+        return []
 
 
-def explain_failures(failures: Iterable[str]) -> str:
-    """Join the reasons of failures, each once."""
-    return "; ".join(dict.fromkeys(failures))
+def prompt_of(request: GenerationRequest) -> tuple[int, ...]:
+    """Return what the order compares: token ids, or the characters of a text that is not encoded yet."""
+    if request.prompt_token_ids is not None:
+        return tuple(request.prompt_token_ids)
+    return tuple(map(ord, request.prompt if request.prompt is not None else str(request.messages)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,17 @@ import torch
 from flexgen_helm import __version__
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.distributed.cluster import WorkerEvent, Workers
-from flexgen_helm.distributed.dispatcher import Dispatcher, explain_failures
-from flexgen_helm.distributed.messages import Failure, ModelToLoad, Order, Report, WorkerIdentity
-from flexgen_helm.distributed.records import RunTotals, WorkerRecord
-from flexgen_helm.distributed.worker import REPORT_EVERY_S
+from flexgen_helm.distributed.dispatcher import Dispatcher
+from flexgen_helm.distributed.messages import Failure, ModelToLoad, UnitRecord, WorkerIdentity
+from flexgen_helm.distributed.ray_cluster import RayWorkers
+from flexgen_helm.distributed.records import WorkerRecord, run_record, total_progress
 from flexgen_helm.engine.fingerprint import engine_fingerprint
 from flexgen_helm.engine.results import OnResult
 from flexgen_helm.errors import Interrupted, UsageError, WorkerError
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from flexgen_helm.units import count
 
 # Seconds that the driver waits at most for a report before it looks at everything else.
 _POLL_S = 0.2
@@ -40,13 +40,14 @@ class ClusterEngine:
     last_run: as `Engine.last_run`, and `workers`: a record of each.
     """
 
-    def __init__(self, model: ModelToLoad, workers: Workers) -> None:
+    def __init__(self, model: ModelToLoad, workers: RayWorkers) -> None:
         """Wait until one worker is ready; others join when they are. Raises `FlexgenError` if all fail."""
         self.last_run: dict[str, Any] = {}
+        self.fingerprint = ""
         self._model, self._workers = model, workers
         self._began = time.monotonic()
-        self._records: dict[str, WorkerRecord] = {}  # of those that have been ready
-        self._ready: set[str] = set()
+        self._ready: dict[str, WorkerIdentity] = {}
+        self._busy: set[str] = set()
         self._failures: dict[str, Failure] = {}
         self._told = False
         config = model.config
@@ -56,10 +57,8 @@ class ClusterEngine:
             checkpoint = open_checkpoint(resolve(model.path, config.revision), weights=config.weights, seed=config.seed)
             self._checkpoint = checkpoint
             self._tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
-            self.fingerprint = ""
             while not self._ready:
-                for event in workers.poll(_POLL_S):
-                    self._on_event(event, None)
+                self._step()
                 self._require_hope()
         except BaseException:
             workers.close()
@@ -81,66 +80,81 @@ class ClusterEngine:
 
         Raises `WorkerError` when all that can be answered is, if the rest failed on several workers.
         """
-        run = _Run(self, requests, on_result, progress)
+        run = _Run(requests, on_result)
+        for name, identity in self._ready.items():
+            run.join(name, identity)
         try:
-            while not run.dispatcher.is_done:
+            while run.dispatcher.open:
                 if should_stop is not None and should_stop():
                     raise Interrupted("interrupted; what the workers have finished is kept")
-                run.step()
+                self._step(run)
+                report(event := run.progress())
+                if progress is not None:
+                    progress(event)
                 self._require_hope()
-        finally:
-            run.stop()
-        self.last_run = run.totals.as_json(self._load_s, run.results)
-        if run.dispatcher.failures:
-            why = explain_failures(run.dispatcher.failures.values())
+        finally:  # the next run finds the workers idle
+            run.is_over, end = True, time.monotonic() + _STOP_S
+            while self._busy and time.monotonic() < end:
+                self._step(run)
+        self.last_run = run_record(run.workers.values(), run.results, self._load_s, run.elapsed_s)
+        if failures := run.dispatcher.failures:
             raise WorkerError(
-                f"{len(run.dispatcher.failures)} of {len(requests)} requests failed on several workers, the others "
-                f"are answered: {why}"
+                f"{len(failures)} of {len(requests)} requests failed on several workers, the others are answered: "
+                f"{_joined(failures.values())}"
             )
         return [result for result in run.results if result is not None]
 
-    # Workers
+    def _step(self, run: _Run | None = None) -> None:
+        """Hand out work, and take what comes within a moment."""
+        for name in self._workers.listening():
+            unit: Sequence[GenerationRequest] = ()
+            if run is not None and not run.is_over and name in self._ready and name not in self._busy:
+                unit = run.next_unit(name, self._workers.count())
+                self._busy |= {name} if unit else set()
+            self._workers.send(name, run is not None and run.wants(name), unit)
+        for name, news in self._workers.poll(_POLL_S):
+            for key, item in news.items():
+                self._receive(name, key, item, run)
 
-    def _on_event(self, event: WorkerEvent, run: _Run | None) -> None:
-        name, news = event.worker, event.report
-        if news is None:
-            self._ready.discard(name)
-            self._failures[name] = Failure(event.lost, 1)
-            report(Message(f"worker {name} is lost: {event.lost}; its work is given to others"))
-            if run is not None:
-                run.lose(name, event.lost)
-            return
-        for inner in news.events:
-            if isinstance(inner, Message):
-                report(Message(f"{name}: {inner.text}", inner.is_warning))
-            elif isinstance(inner, ProgressPhase) and not self._ready:
-                report(inner)
-        if news.state == "failed":
-            self._refuse(name, news.failure or Failure("it failed", 1))
-        elif name in self._ready:
-            if run is not None:
-                run.receive(name, news)
-        elif news.identity is None:
-            self._workers.send(name, Order(REPORT_EVERY_S))
-        elif (why := self._difference(news.identity)) is not None:
-            self._refuse(name, Failure(why, UsageError.exit_code))
-        else:
-            self._admit(name, news.identity, run)
+    def _receive(self, name: str, key: Any, item: Any, run: _Run | None) -> None:
+        match item:
+            case Message():
+                report(Message(f"{name}: {item.text}", item.is_warning))
+            case ProgressPhase():
+                if not self._ready:
+                    report(item)
+            case WorkerIdentity():
+                if (why := self._difference(item)) is not None:
+                    self._refuse(name, Failure(why, UsageError.exit_code))
+                    return
+                self._admit(name, item)
+                if run is not None:
+                    run.join(name, item)
+            case GenerationResult() | Progress():
+                if run is not None:
+                    run.receive(name, key, item)
+            case UnitRecord() | Failure():
+                self._busy.discard(name)
+                is_lost = isinstance(item, Failure) and item.is_lost
+                if isinstance(item, Failure):
+                    self._failures[name] = item
+                    if not is_lost and name not in self._ready:
+                        self._refuse(name, item)
+                        return
+                    what = "is lost" if is_lost else "failed"
+                    report(Message(f"worker {name} {what}: {item.message}; its work is given to others"))
+                if is_lost:
+                    self._ready.pop(name, None)
+                if run is not None:
+                    run.end_unit(name, item)
 
-    def _admit(self, name: str, identity: WorkerIdentity, run: _Run | None) -> None:
+    def _admit(self, name: str, identity: WorkerIdentity) -> None:
         self.fingerprint = self.fingerprint or identity.fingerprint
-        self._ready.add(name)
-        self._records[name] = WorkerRecord(name, identity)
+        self._ready[name] = identity
         if len(self._ready) <= _TOLD_WORKERS or len(self._ready) == self._workers.count():
-            report(PlanLine(self._describe()))
-        if run is not None:
-            run.dispatcher.join(name)
-
-    def _describe(self) -> str:
-        hosts = sorted({self._records[name].identity.host for name in self._ready})
-        names = ", ".join(hosts[:5]) + (f" and {len(hosts) - 5} more" if len(hosts) > 5 else "")
-        workers = "1 worker" if len(self._ready) == 1 else f"{len(self._ready)} workers"
-        return f"{workers} on {names}; each plans for its own machine"
+            hosts = sorted({identity.host for identity in self._ready.values()})
+            names = ", ".join(hosts[:5]) + (f" and {len(hosts) - 5} more" if len(hosts) > 5 else "")
+            report(PlanLine(f"{count(len(self._ready), 'worker')} on {names}; each plans for its own machine"))
 
     def _difference(self, identity: WorkerIdentity) -> str | None:
         """Return why a worker's answers cannot stand beside the others', None if they can."""
@@ -176,7 +190,7 @@ class ClusterEngine:
         if not self._workers.may_serve():
             failures = self._failures.values()
             is_refused = {failure.exit_code for failure in failures} == {UsageError.exit_code}
-            why = explain_failures(failure.message for failure in failures)
+            why = _joined(failure.message for failure in failures)
             names = ", ".join(list(self._failures)[:5])
             raise (UsageError if is_refused else WorkerError)(f"no worker is left; {names}: {why}")
         is_long = time.monotonic() - self._began > _TELL_AFTER_S
@@ -188,97 +202,70 @@ class ClusterEngine:
 class _Run:
     """One call of `ClusterEngine.run`."""
 
-    def __init__(
-        self,
-        engine: ClusterEngine,
-        requests: Sequence[GenerationRequest],
-        on_result: OnResult | None,
-        progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self._engine, self._requests = engine, requests
-        self._on_result, self._progress = on_result, progress
+    def __init__(self, requests: Sequence[GenerationRequest], on_result: OnResult | None) -> None:
+        self._requests, self._on_result = requests, on_result
+        self._began = time.monotonic()
         self.results: list[GenerationResult | None] = [None] * len(requests)
         self.dispatcher = Dispatcher(requests)
-        self.totals = RunTotals(engine._records)
-        self._units: dict[str, tuple[int, Sequence[int]]] = {}  # worker -> number and places of its unit
-        self._num_units = 0
-        self._stopping: set[str] = set()
-        for name in sorted(engine._ready):
-            self.dispatcher.join(name)
+        self.workers: dict[str, WorkerRecord] = {}
+        self.is_over = False
 
-    def step(self) -> None:
-        """Hand out work, and take what comes within a moment."""
-        engine = self._engine
-        self.dispatcher.expected_workers = engine._workers.count()
-        needless = set(self.dispatcher.needless())
-        for name in sorted(engine._ready):
-            if engine._workers.is_listening(name):
-                self._give_order(name, name in needless)
-        for event in engine._workers.poll(_POLL_S):
-            engine._on_event(event, self)
-        self._report_progress()
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
 
-    def _give_order(self, name: str, is_needless: bool) -> None:
-        if name in self._units:
-            number = self._units[name][0]
-            self._engine._workers.send(name, Order(REPORT_EVERY_S, stop=number if is_needless else None))
+    def join(self, name: str, identity: WorkerIdentity) -> None:
+        self.workers[name] = WorkerRecord(name, identity)
+        self.dispatcher.join(name)
+
+    def wants(self, name: str) -> bool:
+        return not self.is_over and not self.dispatcher.is_needless(name)
+
+    def next_unit(self, name: str, num_workers: int) -> Sequence[GenerationRequest]:
+        unit = self.dispatcher.next_unit(name, self.elapsed_s, num_workers)
+        return [self._requests[index] for index in unit.requests] if unit is not None else ()
+
+    def receive(self, name: str, key: Any, item: GenerationResult | Progress) -> None:
+        if (unit := self.dispatcher.units.get(name)) is None:
+            return  # of a unit of an earlier run
+        if isinstance(item, Progress):
+            self.workers[name].progress = item
             return
-        unit = self.dispatcher.next_unit(name, time.monotonic())
-        if unit is not None:
-            self._num_units += 1
-            self._units[name] = self._num_units, unit.requests
-            requests = [self._requests[place] for place in unit.requests]
-            self._engine._workers.send(name, Order(REPORT_EVERY_S, self._num_units, requests))
+        unit.num_reported += 1
+        if (index := unit.requests[key]) in self.dispatcher.open:
+            self.dispatcher.open.remove(index)
+            self.results[index] = item
+            self.workers[name].costs.append(item.cost)
+            if self._on_result is not None:
+                self._on_result(index, item)
 
-    def receive(self, name: str, news: Report) -> None:
-        number, places = self._units.get(name, (None, ()))
-        for unit, index, result in news.results:
-            if unit == number and self.dispatcher.answer(name, places[index]):
-                self.results[places[index]] = result
-                self.totals.add(name, result)
-                if self._on_result is not None:
-                    self._on_result(places[index], result)
-        if news.progress is not None:
-            self.totals.progress(name, news.progress)
-            if (unit_now := self.dispatcher.unit_of(name)) is not None and news.progress.total_tokens:
-                unit_now.done_share = min(0.999, news.progress.done_tokens / news.progress.total_tokens)
-        if news.finished is None or news.finished != number:
-            return
-        del self._units[name]
-        self.totals.finish(name, news.record)
-        if news.failure is not None:
-            report(Message(f"worker {name} failed: {news.failure.message}; its work is given to others"))
-            self.dispatcher.fail(name, news.failure.message)
-        elif news.record:
-            self.dispatcher.finish(name, time.monotonic(), _block(news.record))
-        else:
-            self.dispatcher.stop(name)
+    def end_unit(self, name: str, end: UnitRecord | Failure) -> None:
+        dispatcher, now = self.dispatcher, self.elapsed_s
+        if isinstance(end, Failure) and end.is_lost:
+            if name in self.workers:
+                self.workers[name].lose()
+            dispatcher.leave(name, now, f"worker {name} was lost: {end.message}")
+        elif name in dispatcher.units:
+            record = end.record if isinstance(end, UnitRecord) else {}
+            self.workers[name].end_unit(record)
+            if record:
+                dispatcher.finish(name, now, _block(record))
+            else:
+                dispatcher.fail(name, now, end.message if isinstance(end, Failure) else "it was stopped")
 
-    def lose(self, name: str, why: str) -> None:
-        self._units.pop(name, None)
-        self.totals.lose(name)
-        self.dispatcher.leave(name, f"worker {name} was lost: {why}")
-
-    def stop(self) -> None:
-        """Let workers stop what nobody wants any more, so that the next run finds them idle."""
-        workers, end = self._engine._workers, time.monotonic() + _STOP_S
-        while self._units and time.monotonic() < end:
-            for name, (number, _) in self._units.items():
-                if workers.is_listening(name):
-                    workers.send(name, Order(REPORT_EVERY_S, stop=number))
-            for event in workers.poll(_POLL_S):
-                self._engine._on_event(event, self)
-
-    def _report_progress(self) -> None:
-        total = len(self._requests)
-        event = self.totals.as_progress(self.dispatcher.num_answered, total, self.dispatcher.waiting_cost)
-        report(event)
-        if self._progress is not None:
-            self._progress(event)
+    def progress(self) -> Progress:
+        waiting, total = self.dispatcher.waiting_cost, len(self._requests)
+        num_answered = total - len(self.dispatcher.open) - len(self.dispatcher.failures)
+        return total_progress(self.workers.values(), waiting, num_answered, total, self.elapsed_s)
 
 
-def _block(record: dict[str, Any]) -> int:
+def _block(record: Mapping[str, Any]) -> int:
     """Return how many sequences a worker's searched plan computes at once; fewer would not stream weights faster."""
     policy = record.get("policy")
     batches = policy.get("num_gpu_batches") if isinstance(policy, dict) else None
     return int(policy["gpu_batch_size"] * batches) if isinstance(policy, dict) and batches else 1
+
+
+def _joined(reasons: Iterable[str]) -> str:
+    """Join the reasons of failures, each once."""
+    return "; ".join(dict.fromkeys(reasons))

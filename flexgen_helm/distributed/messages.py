@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.progress import Event
-from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
+from flexgen_helm.progress import Message, PlanLine, ProgressPhase
+from flexgen_helm.request import GenerationResult, Progress
 
 
 @dataclass(frozen=True)
@@ -53,45 +53,27 @@ class WorkerIdentity:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker could not load its model or compute a unit. exit_code: as of `FlexgenError`."""
+    """Why a worker is lost, or could not load its model or compute a unit. exit_code: as of `FlexgenError`."""
 
     message: str
-    exit_code: int
+    exit_code: int = 1
+    is_lost: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         if isinstance(error, FlexgenError):
             return cls(str(error), error.exit_code)
-        return cls(f"{type(error).__name__}: {error}", 1)
+        return cls(f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a worker shall do next.
+class UnitRecord:
+    """A unit has ended. record: `Engine.last_run`; empty if it was stopped."""
 
-    unit: number of the unit to compute, with its requests; None to go on. stop: number of a unit to stop.
-    wait_s: seconds until it reports at the latest.
-    """
-
-    wait_s: float
-    unit: int | None = None
-    requests: Sequence[GenerationRequest] = ()
-    stop: int | None = None
+    record: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Report:
-    """What has happened since the last report.
-
-    state: of the worker. identity: once it is ready. results: (unit, index in the unit, result).
-    finished: the unit that has ended now, with the run's record, or with why it failed.
-    """
-
-    state: Literal["loading", "ready", "failed"]
-    identity: WorkerIdentity | None = None
-    results: Sequence[tuple[int, int, GenerationResult]] = ()
-    finished: int | None = None
-    record: dict[str, Any] = field(default_factory=dict)
-    failure: Failure | None = None
-    progress: Progress | None = None
-    events: Sequence[Event] = ()
+# What has happened at a worker since its last report, in this order. Keys are the indices of results in their unit;
+# of anything else the newest with a key counts, because a download reports a thousand stages.
+End = WorkerIdentity | UnitRecord | Failure
+Report = Mapping[Any, GenerationResult | Progress | Message | PlanLine | ProgressPhase | End]

@@ -8,13 +8,13 @@ worker asks for the cores of its machine, and for one machine only.
 from __future__ import annotations
 
 import logging
-import math
 import random
 import re
 import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from flexgen_helm import __version__
-from flexgen_helm.distributed.cluster import WorkerEvent
-from flexgen_helm.distributed.messages import ModelToLoad, Order, Report
-from flexgen_helm.distributed.worker import REPORT_EVERY_S, Worker
+from flexgen_helm.distributed.messages import Failure, ModelToLoad, Report
+from flexgen_helm.distributed.worker import Worker
 from flexgen_helm.errors import UsageError
+from flexgen_helm.request import GenerationRequest
 
 _ADDRESS = re.compile(r"([^/:\s]+):(\d{1,5})")
 # Seconds for the head to accept a connection, and for Ray to begin; Ray itself tries for minutes.
@@ -226,7 +226,7 @@ def _no_cluster(address: str, error: Exception) -> str:
 
 @dataclass(eq=False)
 class _Actor:
-    """actor: Ray's handle. reply: of the order that is under way. sent: when, by `time.monotonic()`."""
+    """actor: Ray's handle. reply: of the call that is under way. sent: when, by `time.monotonic()`."""
 
     place: Place
     actor: Any
@@ -236,12 +236,12 @@ class _Actor:
 
 
 class RayWorkers:
-    """Workers of one model; see `Workers`."""
+    """Processes that load one model. Their names say where they are; a restarted one has another name."""
 
     def __init__(self, options: RayOptions, model: ModelToLoad) -> None:
         self._options, self._model = options, model
         self._actors: dict[str, _Actor] = {}
-        self._starts: dict[tuple[str, int], int] = {}
+        self._starts: Counter[tuple[str, int]] = Counter()
         self._look_at = 0.0
         self._on_gpus = model.config.device == "cuda"
         if options.workers is None and not self._places():
@@ -252,7 +252,8 @@ class RayWorkers:
         self._request_machines(options.workers or 0)
         self._fill()
 
-    def poll(self, timeout_s: float) -> list[WorkerEvent]:
+    def poll(self, timeout_s: float) -> list[tuple[str, Report]]:
+        """Return reports and losses of workers, after `timeout_s` seconds at the latest; start new ones meanwhile."""
         import ray
 
         if time.monotonic() >= self._look_at:
@@ -264,9 +265,14 @@ class RayWorkers:
         ready, _ = ray.wait(list(names), num_returns=1, timeout=timeout_s)
         if ready:  # else it would return one of several
             ready, _ = ray.wait(list(names), num_returns=len(names), timeout=0)
-        return [self._receive(names[reply]) for reply in ready] + self._silent()
+        reports = [(names[reply], self._receive(names[reply])) for reply in ready]
+        late = time.monotonic() - _SILENCE_S
+        for name, state in list(self._actors.items()):
+            if state.reply and state.has_reported and state.sent < late:  # one that has not begun is Ray's to wait for
+                reports.append((name, self._lose(name, f"it has not answered for {_SILENCE_S:.0f} s")))
+        return reports
 
-    def _receive(self, name: str) -> WorkerEvent:
+    def _receive(self, name: str) -> Report:
         import ray
 
         state = self._actors[name]
@@ -276,49 +282,46 @@ class RayWorkers:
         except ray.exceptions.RayError as error:
             return self._lose(name, _explain(error, state.place.host))
         state.has_reported = True
-        return WorkerEvent(name, report)
+        return report
 
-    def _silent(self) -> list[WorkerEvent]:
-        """Return the loss of workers that have not reported for long; one that has not begun is Ray's to wait for."""
-        now = time.monotonic()
-        silent = [
-            name
-            for name, state in self._actors.items()
-            if state.has_reported and state.reply is not None and now - state.sent > _SILENCE_S
-        ]
-        return [self._lose(name, f"it has not answered for {_SILENCE_S:.0f} s") for name in silent]
-
-    def _lose(self, name: str, why: str) -> WorkerEvent:
+    def _lose(self, name: str, why: str) -> Report:
         import ray
 
         ray.kill(self._actors.pop(name).actor)
         self._look_at = 0.0
-        return WorkerEvent(name, lost=why)
+        return {"end": Failure(why, is_lost=True)}
 
-    def is_listening(self, worker: str) -> bool:
-        return worker in self._actors and self._actors[worker].reply is None
+    def listening(self) -> list[str]:
+        """Return the workers whose last call has been answered by a report; until then they get no other."""
+        return sorted(name for name, state in self._actors.items() if state.reply is None)
 
-    def send(self, worker: str, order: Order) -> None:
+    def send(self, worker: str, is_wanted: bool, requests: Sequence[GenerationRequest]) -> None:
+        """Call `Worker.exchange`; its report comes with `poll`."""
         state = self._actors[worker]
-        state.reply, state.sent = state.actor.exchange.remote(order), time.monotonic()
+        state.reply, state.sent = state.actor.exchange.remote(is_wanted, requests), time.monotonic()
 
     def drop(self, worker: str) -> None:
+        """End a worker that cannot be used, and start none in its place."""
         place = self._actors[worker].place
         self._starts[place.node, place.number] = _MAX_STARTS
         self._lose(worker, "")
 
     def count(self) -> int:
+        """Return how many workers there are, those included that still load the model."""
         return len(self._actors)
 
     def may_serve(self) -> bool:
+        """Return whether there is a worker, or one will be started without anyone's doing."""
         return bool(self._actors or self._vacant()) or self._options.workers is not None
 
     def waiting_for(self) -> str:
+        """Return what the cluster lacks for more workers; empty if nothing is known."""
         if waiting := sum(not state.has_reported for state in self._actors.values()):
             return f"{waiting} of {len(self._actors)} workers wait for Ray, which may be using their cores or GPUs"
         return "workers wait for machines that join the Ray cluster" if not self._actors else ""
 
     def close(self) -> None:
+        """End all workers."""
         import ray
 
         for state in self._actors.values():
@@ -335,13 +338,13 @@ class RayWorkers:
 
     def _vacant(self) -> list[Place]:
         taken = {(state.place.node, state.place.number) for state in self._actors.values()}
-        room = math.inf if self._options.workers is None else self._options.workers - len(self._actors)
         free = [
             place
             for place in self._places()
-            if (key := (place.node, place.number)) not in taken and self._starts.get(key, 0) < _MAX_STARTS
+            if (key := (place.node, place.number)) not in taken and self._starts[key] < _MAX_STARTS
         ]
-        return free[: max(0, int(min(room, len(free))))]
+        most = len(free) if self._options.workers is None else self._options.workers - len(self._actors)
+        return free[: max(0, most)]
 
     def _fill(self) -> None:
         """Start a worker in every place without one."""
@@ -350,7 +353,8 @@ class RayWorkers:
 
         self._look_at = time.monotonic() + _LOOK_EVERY_S
         for place in self._vacant():
-            starts = self._starts[place.node, place.number] = self._starts.get((place.node, place.number), 0) + 1
+            self._starts[place.node, place.number] += 1
+            starts = self._starts[place.node, place.number]
             actor = (
                 ray.remote(Worker)
                 .options(
@@ -360,9 +364,7 @@ class RayWorkers:
                 )
                 .remote(self._model, place.share, place.cores)
             )
-            name = place.name if starts == 1 else f"{place.name}, start {starts}"
-            self._actors[name] = _Actor(place, actor)
-            self.send(name, Order(REPORT_EVERY_S))
+            self._actors[place.name if starts == 1 else f"{place.name}, start {starts}"] = _Actor(place, actor)
 
     def _request_machines(self, count: int) -> None:
         """Ask Ray's autoscaler, if it has one, for room for so many workers; 0 takes the wish back."""

@@ -6,28 +6,32 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexgen_helm import __version__
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.distributed.messages import Failure, ModelToLoad, Order, Report, WorkerIdentity
+from flexgen_helm.distributed.messages import Failure, ModelToLoad, Report, UnitRecord, WorkerIdentity
 from flexgen_helm.errors import Interrupted
 from flexgen_helm.progress import Event, Message, PlanLine, ProgressPhase, observed_by
-from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
+from flexgen_helm.request import GenerationRequest, Progress
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
 
 # Most seconds that a result waits for its report.
 REPORT_EVERY_S = 0.5
+# The key of what is reported at once.
+_END = "end"
 
 
 class Worker:
-    """An engine behind one method, `exchange`: orders go in, results come out.
+    """An engine behind one method, `exchange`: units go in, reports come out.
 
-    The engine has a thread of its own. What it has finished by the time of an order is in the report of that order.
+    The engine has a thread of its own, so that a worker which computes reports too.
     """
 
     def __init__(self, model: ModelToLoad, memory_share: float = 1.0, cores: int | None = None) -> None:
@@ -39,87 +43,66 @@ class Worker:
         _use_cores(cores)
         self._began = time.monotonic()
         self._model, self._memory_share = model, memory_share
-        self._changed = threading.Condition()  # its lock is taken again inside `_add`
-        self._order: Order | None = None  # the unit to compute, until it is finished
-        self._stop: int | None = None
-        self._pending = Report("loading")
-        self._report_at = float("inf")  # when the next report is wanted, by `time.monotonic()`
+        self._changed = threading.Condition()
+        self._requests: Sequence[GenerationRequest] = ()  # to begin with
+        self._is_wanted = False
+        self._news: dict[Any, Any] = {}
         self._thread = threading.Thread(target=self._work, name="flexgen-engine", daemon=True)
         self._thread.start()
 
-    def exchange(self, order: Order) -> Report:
-        """Take an order; wait at most `order.wait_s` seconds for something to report."""
-        end = time.monotonic() + order.wait_s
-        with self._changed:
-            if order.unit is not None:
-                self._order = order
-            if order.stop is not None:
-                self._stop = order.stop
-            self._changed.notify_all()
-            while (left := min(end, self._report_at) - time.monotonic()) > 0:
-                self._changed.wait(left)
-            report = self._pending
-            self._pending = Report(report.state, report.identity)
-            self._report_at = float("inf")
-            return report
+    def exchange(self, is_wanted: bool, requests: Sequence[GenerationRequest] = ()) -> Report:
+        """Return what has happened since the last call, at an end at once, else after `REPORT_EVERY_S`.
 
-    def _add(self, delay_s: float | None, **news: Any) -> None:
-        """Change the next report, which is wanted `delay_s` seconds from now; None can wait."""
+        is_wanted: False stops the unit that is computed.
+        requests: a unit to begin with, of an idle worker.
+        """
         with self._changed:
-            self._pending = replace(self._pending, **news)
-            if delay_s is not None:
-                self._report_at = min(self._report_at, time.monotonic() + delay_s)
+            self._is_wanted, self._requests = is_wanted, requests or self._requests
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: _END in self._news, REPORT_EVERY_S)
+            news, self._news = self._news, {}
+            return news
+
+    def _add(self, key: Any, value: Any) -> None:
+        with self._changed:
+            self._news[key] = value
             self._changed.notify_all()
 
     # The engine's thread
 
     def _work(self) -> None:
-        try:
-            with observed_by(self._on_event):
+        with observed_by(self._on_event):
+            try:
                 engine = _load(self._model, self._memory_share)
-                self._add(0, state="ready", identity=_identity(engine, time.monotonic() - self._began))
-                while True:
-                    self._compute(engine, self._next_unit())
-        except BaseException as error:
-            self._add(0, state="failed", failure=Failure.of(error))
+                self._add(_END, _identity(engine, time.monotonic() - self._began))
+            except BaseException as error:
+                self._add(_END, Failure.of(error))
+                return
+            while True:
+                self._add(_END, self._compute(engine))
 
-    def _next_unit(self) -> Order:
+    def _compute(self, engine: Engine) -> UnitRecord | Failure:
         with self._changed:
-            while self._order is None:
-                self._changed.wait()
-            return self._order
-
-    def _compute(self, engine: Engine, order: Order) -> None:
-        unit = order.unit
-        assert unit is not None
-
-        def on_result(index: int, result: GenerationResult) -> None:
-            with self._changed:
-                self._add(REPORT_EVERY_S, results=(*self._pending.results, (unit, index, result)))
-
-        def on_progress(progress: Progress) -> None:
-            self._add(None, progress=progress)
-
-        record: dict[str, Any] = {}
-        failure = None
+            self._changed.wait_for(lambda: self._requests)
+            requests, self._requests = self._requests, ()
         try:
-            requests: list[GenerationRequest] = list(order.requests)
-            engine.run(requests, on_result=on_result, should_stop=lambda: self._stop == unit, progress=on_progress)
-            record = dict(engine.last_run)
+            engine.run(
+                requests,
+                on_result=self._add,
+                should_stop=lambda: not self._is_wanted,
+                progress=partial(self._add, Progress),
+            )
         except Interrupted:
-            pass  # nobody wants the rest
+            return UnitRecord({})  # nobody wants the rest
         except BaseException as error:
-            failure = Failure.of(error)
-        with self._changed:
-            self._order = None
-            self._add(0, finished=unit, record=record, failure=failure)
+            return Failure.of(error)
+        return UnitRecord(dict(engine.last_run))
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, Message | PlanLine | ProgressPhase):
-            with self._changed:
-                # Of stages only the newest counts: a download reports a thousand of them.
-                kept = [known for known in self._pending.events if isinstance(known, Message)]
-                self._add(None, events=(*kept, event))
+        if isinstance(event, Message):
+            self._add(event.text, event)
+        elif isinstance(event, PlanLine | ProgressPhase):
+            self._add(ProgressPhase, event)
 
 
 def _use_cores(cores: int | None) -> None:

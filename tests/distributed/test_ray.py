@@ -83,15 +83,14 @@ def test_two_workers_answer_as_one_process_and_survive_a_kill(
     try:
         assert engine.fingerprint == fingerprint  # so answers of one process and of a cluster share a response cache
         # Ray's own default is 15 less, with which a worker starves beside any program that computes.
-        assert {os.getpriority(os.PRIO_PROCESS, r.identity.pid) for r in engine._records.values()} == {os.nice(0)}
+        assert {os.getpriority(os.PRIO_PROCESS, worker.pid) for worker in engine._ready.values()} == {os.nice(0)}
         seen: list[int] = []
         killed: list[int] = []
 
         def on_result(place: int, result: GenerationResult) -> None:
             seen.append(place)
-            records = engine._records.values()
             if len(seen) >= 5 and len(engine._ready) == 2 and not killed:
-                killed.append(next(record.identity.pid for record in records))
+                killed.append(next(worker.pid for worker in engine._ready.values()))
                 os.kill(killed[0], signal.SIGKILL)
 
         results: list[GenerationResult] = []

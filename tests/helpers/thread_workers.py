@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from flexgen_helm.distributed.cluster import WorkerEvent
-from flexgen_helm.distributed.messages import Order, Report
+from flexgen_helm.distributed.messages import Failure, Report
 from flexgen_helm.distributed.worker import Worker
 from flexgen_helm.progress import Event
+from flexgen_helm.request import GenerationRequest
 
 
 class ThreadWorker(Worker):
@@ -23,44 +23,41 @@ class ThreadWorker(Worker):
 
 
 class ThreadWorkers:
-    """The protocol `Workers`.
+    """What the driver knows of `RayWorkers`.
 
     make: makes the worker of a name. lose_at: name -> number of its unit that is lost with it.
     """
 
     def __init__(self, names: Sequence[str], make: Callable[[str], Any], lose_at: dict[str, int] | None = None) -> None:
         self.workers = {name: make(name) for name in names}
-        self.orders: dict[str, list[Order]] = {name: [] for name in names}
+        self.units: dict[str, list[Sequence[GenerationRequest]]] = {name: [] for name in names}
         self.closed = False
         self._lose_at = dict(lose_at or {})
         self._pool = ThreadPoolExecutor(8)
         self._replies: dict[str, Future[Report]] = {}
-        for name in names:
-            self.send(name, Order(0.1))
 
-    def poll(self, timeout_s: float) -> list[WorkerEvent]:
+    def poll(self, timeout_s: float) -> list[tuple[str, Report]]:
         end = time.monotonic() + timeout_s
         while not (done := [name for name, reply in self._replies.items() if reply.done()]):
             if time.monotonic() > end:
                 return []
             time.sleep(0.001)
-        return [self._receive(name) for name in done]
+        return [(name, self._receive(name)) for name in done]
 
-    def _receive(self, name: str) -> WorkerEvent:
+    def _receive(self, name: str) -> Report:
         reply = self._replies.pop(name)
-        num_units = sum(order.unit is not None for order in self.orders[name])
-        if num_units and num_units == self._lose_at.get(name):
+        if self.units[name] and len(self.units[name]) == self._lose_at.get(name):
             del self.workers[name]
-            return WorkerEvent(name, lost="its machine burns")
-        return WorkerEvent(name, reply.result())
+            return {"end": Failure("its machine burns", is_lost=True)}
+        return reply.result()
 
-    def is_listening(self, worker: str) -> bool:
-        return worker in self.workers and worker not in self._replies
+    def listening(self) -> list[str]:
+        return sorted(self.workers.keys() - self._replies.keys())
 
-    def send(self, worker: str, order: Order) -> None:
-        assert self.is_listening(worker)
-        self.orders[worker].append(order)
-        self._replies[worker] = self._pool.submit(self.workers[worker].exchange, order)
+    def send(self, worker: str, is_wanted: bool, requests: Sequence[GenerationRequest]) -> None:
+        assert worker in self.listening()
+        self.units[worker] += [requests] if requests else []
+        self._replies[worker] = self._pool.submit(self.workers[worker].exchange, is_wanted, requests)
 
     def drop(self, worker: str) -> None:
         del self.workers[worker]
