@@ -125,6 +125,7 @@ class Tokenizer:
         backend = getattr(loaded, "backend_tokenizer", None)
         if not isinstance(backend, Backend):
             raise CheckpointError(f"the tokenizer in {folder} has no fast form; save it as tokenizer.json first")
+        _require_applied(loaded.init_kwargs, backend, folder)
         template = loaded.chat_template
         return cls(
             backend,
@@ -235,6 +236,23 @@ def _stamps(path: Path) -> tuple[SourceFile, ...]:
     names = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
     files = [path] if path.is_file() else [*(path / name for name in names), *path.glob("additional_chat_templates/*")]
     return tuple(SourceFile.open(file.resolve()) for file in files if file.is_file())
+
+
+def _require_applied(settings: Mapping[str, Any], backend: Backend, folder: Path) -> None:
+    """Refuse settings of `tokenizer_config.json` that change token ids and that `tokenizer.json` does not have."""
+    steps = json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer else {}
+    spaces = {
+        step["add_prefix_space"] for step in (steps, *steps.get("pretokenizers", ())) if "add_prefix_space" in step
+    }
+    space = settings.get("add_prefix_space")
+    wrong = "split_special_tokens" if settings.get("split_special_tokens") else ""
+    if spaces and space not in (None, any(spaces)):
+        wrong = "add_prefix_space"
+    if wrong:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'} sets {wrong} to {settings[wrong]}, and tokenizer.json does otherwise; "
+            "take the entry out if tokenizer.json is right"
+        )
 
 
 def _require_complete(folder: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer
 
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.tokenizer.stop_strings import StopMatcher
@@ -344,3 +345,31 @@ def test_opt_without_one_of_its_files_is_refused(tmp_path: Path, missing: str) -
     (folder / missing).unlink()
     with pytest.raises(CheckpointError, match=f"vocab.json without {missing}"):
         Tokenizer.from_path(folder)
+
+
+# Entries of `tokenizer_config.json`, beside chat templates (tests/tokenizer/test_chat.py).
+ENTRIES = [
+    {"add_prefix_space": True}, {"add_prefix_space": False}, {"split_special_tokens": True}, {"legacy": False},
+    {"do_lower_case": True}, {"clean_up_tokenization_spaces": True}, {"model_max_length": 3}, {"errors": "ignore"},
+    {"truncation_side": "left", "padding_side": "left"}, {"add_bos_token": True}, {"add_bos_token": False},
+    {"add_eos_token": True}, {"additional_special_tokens": ["fox"]}, {"extra_special_tokens": {"image_token": "fox"}},
+    {"eos_token": "fox"}, {"from_slow": True}, {"sp_model_kwargs": {}}, {"spaces_between_special_tokens": True},
+    {"use_default_system_prompt": True}, {"tokenizer_file": "elsewhere.json"}, {"processor_class": "Other"},
+]  # fmt: skip
+REFUSED = ({"add_prefix_space": True}, {"split_special_tokens": True})
+
+
+@pytest.mark.fast(12)
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "llama3", "qwen2"])
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_entries_of_the_configuration_have_the_ids_of_transformers_or_are_refused(tmp_path, name, entry):
+    folder = FAMILIES[name].write(tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entry}))
+    if entry in REFUSED:
+        with pytest.raises(CheckpointError, match=f"sets {next(iter(entry))} to True"):
+            Tokenizer.from_path(folder)
+        return
+    ours, theirs = Tokenizer.from_path(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ("the quick brown fox", "  two  spaces", "Hello World", "ünï\n\ncode 3.14", "a"):
+        assert ours.encode(text) == theirs(text)["input_ids"], text
